@@ -1,0 +1,76 @@
+"""What every floor agrees on: the work list of a plan, its columns, and the log-sum-exp convention.
+
+A *work item* is one run of KV tokens read once for several query tokens. `lse` is always the natural logarithm of the
+sum of exponentials of the scaled (and soft-capped) logits, in float32, sinks not included; an empty state has output 0
+and lse -inf.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Columns of WorkList.items
+KV_ROW: Final = 0  # row of the block table whose pages hold the item's KV
+KV_START: Final = 1  # first token
+KV_END: Final = 2  # one past the last token
+QUERY_START: Final = 3  # into WorkList.queries and .slots
+QUERY_END: Final = 4
+ITEM_COLUMNS: Final = 5
+
+DIRECT: Final = -1  # slot of a query whose KV is in one piece: its item writes the final output
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Upper bounds of a step; fixed-capacity plans raise ValueError beyond them."""
+
+    max_requests: int
+    max_query_tokens: int
+    max_pages_per_request: int
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name}={value!r}: expected an int of at least 1")
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """The plan's arrays, all int32.
+
+    items [num_items, ITEM_COLUMNS], heaviest first. queries, slots [...]: for each item, query tokens of the step and
+    the partial slot each writes, or DIRECT. merge_queries [num_merged] are the query tokens in several pieces;
+    slots merge_indptr[i] .. merge_indptr[i + 1] - 1 hold those of merge_queries[i], in order of their tokens.
+    """
+
+    items: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    merge_queries: NDArray[np.int32]
+    merge_indptr: NDArray[np.int32]
+
+    @property
+    def num_slots(self) -> int:
+        """Partial states that a run writes and reads, per query head."""
+        return int(self.merge_indptr[-1])
+
+    def equals(self, other: "WorkList") -> bool:
+        """Bit equality."""
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    """What a plan reads. Tokens are KV tokens per KV head and layer; a token read by two items counts twice."""
+
+    kv_tokens_read: int
+    kv_tokens_per_query: int  # what one pack per request would read, with the same tiles
+    num_packs: int
+    num_work_items: int
+    tiles: dict[str, int]  # work items by tile
+    policy: str  # the policy that was used
+    reason: str  # why this one

@@ -1,0 +1,112 @@
+"""The cheapest packing, by dynamic programming over the forest.
+
+Which segment a request may start at a node depends only on the *cuts* made above it. Order those cuts by depth; two
+facts make the state small. All requests cut at a node can share one way of getting there: moving them all to the way
+with fewer pieces costs no more. And of two cuts reached with equally many pieces only the deeper is worth starting
+from. So the state at a node is a set of ancestors, the i-th of which is reached with i pieces: a bit mask over the
+path. The value of a state is the least cost of everything at and below the node.
+
+Exact while a pack fits one row tile (`tests/planner` compares with every way to cut every path); above that the number
+of row tiles is that of all queries below the node, an upper bound. The states number 2^depth per node, so forests
+deeper than the caller's limit are refused (`count_states`).
+"""
+
+import numpy as np
+from numba import njit
+
+from trunkattn.planner.cost_model import partial_cost, read_cost
+from trunkattn.planner.forest import ROOT
+from trunkattn.planner.packing import end_of
+
+_UNUSED = -1  # choice: no request is cut at this node
+_TOO_DEEP = 40
+
+
+@njit(cache=True)
+def count_states(forest):  # type: ignore[no-untyped-def]
+    """Number of (node, set of cuts above it) states: the work of `optimal`, before doing it."""
+    states = np.int64(0)
+    for node in range(len(forest.depth)):
+        states += np.int64(1) << min(forest.depth[node], _TOO_DEEP)
+    return states
+
+
+@njit(cache=True)
+def optimal(forest, queries, model):  # type: ignore[no-untyped-def]
+    """`start` of the cheapest packing. Ties go to fewer cuts, then to the segment that starts higher."""
+    num_nodes = len(forest.parent)
+    offset = np.zeros(num_nodes + 1, np.int64)
+    max_depth = 0
+    for node in range(num_nodes):
+        offset[node + 1] = offset[node] + (np.int64(1) << forest.depth[node])
+        max_depth = max(max_depth, forest.depth[node])
+    below = np.zeros(offset[num_nodes] * 2, np.int64)  # [node, mask over the node and its ancestors]: its children
+    choice = np.empty(offset[num_nodes], np.int8)
+    path = np.empty(max_depth + 1, np.int32)
+    for node in range(num_nodes - 1, -1, -1):
+        depth = forest.depth[node]
+        up = forest.parent[node]
+        for d in range(depth - 1, -1, -1):
+            path[d] = up
+            up = forest.parent[up]
+        for mask in range(np.int64(1) << depth):
+            at = 2 * offset[node]
+            value, pick = _best(forest, queries, model, node, path, mask, below[at : at + (np.int64(2) << depth)])
+            choice[offset[node] + mask] = pick
+            if depth > 0:
+                below[2 * offset[forest.parent[node]] + mask] += value
+    return _follow(forest, choice, offset)
+
+
+@njit(cache=True)
+def _best(forest, queries, model, node, path, mask, below):  # type: ignore[no-untyped-def]
+    """Least cost at and below `node` under the cuts `mask`, and the number of pieces before its segment, or _UNUSED."""
+    depth = forest.depth[node]
+    leaf = forest.is_leaf[node]
+    here = np.int64(1) << depth
+    best, pick = (np.int64(1) << 62, 0) if leaf else (below[mask], _UNUSED)
+    kept, before, begin = np.int64(0), 0, ROOT
+    for d in range(depth + 1):
+        if d == depth or mask >> d & 1:  # the segment may start at `begin`, reached with `before` pieces
+            tokens = forest.token_end[node] - end_of(forest, begin)
+            if tokens > 0:
+                cost = read_cost(model, tokens, queries[node])
+                pieces = before + 1
+            else:  # an empty leaf right below a cut
+                cost, pieces = np.int64(0), before
+            cost += partial_cost(model, pieces, queries[node]) if leaf else below[kept | here]
+            if cost < best:
+                best, pick = cost, before
+            if d < depth:
+                kept |= np.int64(1) << d
+                before += 1
+                begin = path[d]
+    return best, pick
+
+
+@njit(cache=True)
+def _follow(forest, choice, offset):  # type: ignore[no-untyped-def]
+    """Replays the choices from the roots down."""
+    num_nodes = len(forest.parent)
+    start = np.full(num_nodes, ROOT, np.int32)
+    masks = np.zeros(num_nodes, np.int64)  # cuts above and at the node
+    for node in range(num_nodes):
+        up = forest.parent[node]
+        mask = np.int64(0) if up == ROOT else masks[up]
+        pieces = choice[offset[node] + mask]
+        if pieces == _UNUSED:
+            masks[node] = mask
+            continue
+        kept, count, begin = np.int64(0), 0, ROOT
+        ancestors = np.empty(forest.depth[node], np.int32)
+        for d in range(forest.depth[node] - 1, -1, -1):
+            ancestors[d] = up
+            up = forest.parent[up]
+        for d in range(forest.depth[node]):
+            if mask >> d & 1 and count < pieces:
+                kept |= np.int64(1) << d
+                count += 1
+                begin = ancestors[d]
+        start[node] = begin
+        masks[node] = kept | np.int64(1) << forest.depth[node]
+    return start

@@ -1,0 +1,169 @@
+"""Packs -> work items: row tiles, long-KV split, order, partial slots (PAT §5.2 round-up, §6 "Long KV Split", §7)."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+
+UNLIMITED = np.iinfo(np.int32).max  # sliding window: none
+
+
+class SplitRule(NamedTuple):
+    """Integers only. `fixed_chunk` > 0 cuts at its multiples from the sequence's start and nowhere else."""
+
+    num_slots: int  # programs that run at once
+    num_kv_heads: int  # programs per work item
+    grid: int  # cut points are multiples of this many tokens from the pack's start
+    above_mean: bool  # PAT §6: no item longer than the mean
+    fixed_chunk: int
+    head_bytes: int  # KV bytes of one token and head
+    row_bytes: int  # one row × one key, in the same unit
+    group_size: int
+
+
+@njit(cache=True)
+def _weight(rule, tokens, queries):  # type: ignore[no-untyped-def]
+    """Time of one item on one head, in bytes."""
+    return np.int64(tokens) * (rule.head_bytes + np.int64(queries) * rule.group_size * rule.row_bytes)
+
+
+@njit(cache=True)
+def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):  # type: ignore[no-untyped-def]
+    """Cuts each pack's query tokens into tiles.
+
+    Returns (pack, kv_start, kv_end, query_start, query_end) [T] and the query tokens and their positions [...]. The KV
+    range of a tile is what at least one of its queries sees (causal, window); tiles that see nothing are left out.
+    """
+    total, most = 0, 0
+    for p in range(len(packs.kv_row)):
+        pack_queries = 0
+        for i in range(packs.row_indptr[p], packs.row_indptr[p + 1]):
+            row = packs.rows[i]
+            pack_queries += query_start_loc[row + 1] - query_start_loc[row]
+        total += pack_queries
+        most += (pack_queries + queries_per_tile - 1) // queries_per_tile
+    tiles = np.empty((most, 5), np.int32)
+    query = np.empty(total, np.int32)
+    position = np.empty(total, np.int32)
+    filled, count = 0, 0
+    for p in range(len(packs.kv_row)):
+        begin = filled
+        for i in range(packs.row_indptr[p], packs.row_indptr[p + 1]):
+            row = packs.rows[i]
+            first, last = query_start_loc[row], query_start_loc[row + 1]
+            for token in range(first, last):
+                query[filled] = token
+                position[filled] = seq_lens[row] - last + token
+                filled += 1
+        for tile in range(begin, filled, queries_per_tile):
+            stop = min(tile + queries_per_tile, filled)
+            low, high = UNLIMITED, 0
+            for i in range(tile, stop):
+                low = min(low, position[i])
+                high = max(high, position[i] + 1)
+            kv_start = max(packs.token_start[p], low + 1 - window)
+            kv_end = min(packs.token_end[p], high)
+            if kv_end > kv_start:
+                tiles[count, 0], tiles[count, 1], tiles[count, 2] = p, kv_start, kv_end
+                tiles[count, 3], tiles[count, 4] = tile, stop
+                count += 1
+    return tiles[:count], query, position
+
+
+@njit(cache=True)
+def part_length(rule, tiles):  # type: ignore[no-untyped-def]
+    """[T] int32: tokens of each part a tile is cut into; the cut points lie on the grid."""
+    num_tiles = len(tiles)
+    tokens, work = np.int64(0), np.int64(0)
+    for t in range(num_tiles):
+        length = tiles[t, 2] - tiles[t, 1]
+        tokens += length
+        work += _weight(rule, length, tiles[t, 4] - tiles[t, 3])
+    parts = np.empty(num_tiles, np.int32)
+    if num_tiles == 0:
+        return parts
+    mean = (tokens + num_tiles - 1) // num_tiles
+    longest = (mean + rule.grid - 1) // rule.grid * rule.grid if rule.above_mean else np.int64(UNLIMITED)
+    # half of a slot's share: coarse enough to keep partials few, fine enough that the slots end together
+    share = max(np.int64(1), work * rule.num_kv_heads // (2 * rule.num_slots))
+    for t in range(num_tiles):
+        length = np.int64(tiles[t, 2] - tiles[t, 1])
+        weight = _weight(rule, length, tiles[t, 4] - tiles[t, 3])
+        pieces = max((length + longest - 1) // longest, (weight + share - 1) // share)
+        pieces = min(pieces, (length + rule.grid - 1) // rule.grid)
+        part = (length + pieces - 1) // pieces
+        parts[t] = length if pieces == 1 else (part + rule.grid - 1) // rule.grid * rule.grid
+    return parts
+
+
+@njit(cache=True)
+def _next_cut(rule, begin, end, part):  # type: ignore[no-untyped-def]
+    if rule.fixed_chunk > 0:
+        return min(end, (begin // rule.fixed_chunk + 1) * rule.fixed_chunk)
+    return min(end, begin + part)
+
+
+@njit(cache=True)
+def emit(packs, tiles, parts, query, position, window, rule, num_queries):  # type: ignore[no-untyped-def]
+    """The work list's arrays, items heaviest first (ties: as they were cut)."""
+    num_items, num_entries = 0, 0
+    for t in range(len(tiles)):
+        begin, end = tiles[t, 1], tiles[t, 2]
+        while begin < end:
+            begin = _next_cut(rule, begin, end, parts[t])
+            num_items += 1
+            num_entries += tiles[t, 4] - tiles[t, 3]
+    items = np.empty((num_items, ITEM_COLUMNS), np.int32)
+    queries = np.empty(num_entries, np.int32)
+    weight = np.empty(num_items, np.int64)
+    pieces = np.zeros(num_queries + 1, np.int32)
+    count, filled = 0, 0
+    for t in range(len(tiles)):
+        begin, end = tiles[t, 1], tiles[t, 2]
+        while begin < end:
+            cut = _next_cut(rule, begin, end, parts[t])
+            first, low, high = filled, UNLIMITED, 0
+            for i in range(tiles[t, 3], tiles[t, 4]):
+                if position[i] >= begin and position[i] + 1 - window < cut:  # it sees a token of this part
+                    queries[filled] = query[i]
+                    pieces[query[i]] += 1
+                    low = min(low, position[i])
+                    high = max(high, position[i] + 1)
+                    filled += 1
+            if filled > first:
+                items[count, KV_ROW] = packs.kv_row[tiles[t, 0]]
+                items[count, KV_START] = max(begin, low + 1 - window)
+                items[count, KV_END] = min(cut, high)
+                items[count, QUERY_START], items[count, QUERY_END] = first, filled
+                weight[count] = _weight(rule, items[count, KV_END] - items[count, KV_START], filled - first)
+                count += 1
+            begin = cut
+    slots, merge_queries, merge_indptr = _partial_slots(queries[:filled], pieces, num_queries)
+    heaviest_first = np.argsort(-weight[:count], kind="mergesort")
+    return items[:count][heaviest_first], queries[:filled].copy(), slots, merge_queries, merge_indptr
+
+
+@njit(cache=True)
+def _partial_slots(queries, pieces, num_queries):  # type: ignore[no-untyped-def]
+    """Consecutive slots per query in several pieces; items were cut in token order, so slots are too."""
+    num_merged = 0
+    for q in range(num_queries):
+        num_merged += pieces[q] > 1
+    merge_queries = np.empty(num_merged, np.int32)
+    merge_indptr = np.zeros(num_merged + 1, np.int32)
+    next_slot = np.full(num_queries, DIRECT, np.int32)
+    merged = 0
+    for q in range(num_queries):
+        if pieces[q] > 1:
+            merge_queries[merged] = q
+            next_slot[q] = merge_indptr[merged]
+            merge_indptr[merged + 1] = merge_indptr[merged] + pieces[q]
+            merged += 1
+    slots = np.empty(len(queries), np.int32)
+    for i in range(len(queries)):
+        slots[i] = next_slot[queries[i]]
+        if slots[i] != DIRECT:
+            next_slot[queries[i]] += 1
+    return slots, merge_queries, merge_indptr
