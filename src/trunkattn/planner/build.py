@@ -121,9 +121,10 @@ class Planner:
         if batch.block_table.shape != last.batch.block_table.shape:
             return False
         rows = np.empty(0, np.int32) if changed_rows is None else changed_rows
-        return bool(
-            _grow(last.forest, last.batch, batch, (rows, changed_rows is None), self.spec.page_size, self.spec.share_columns)
-        )
+        before = (last.batch.block_table, last.batch.seq_lens, last.batch.query_start_loc)
+        after = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+        units = (self.spec.page_size, self.spec.share_columns)
+        return bool(_grow(last.forest, before, after, (rows, changed_rows is None), units))
 
     def _choose(self, last: _Last, batch: Batch) -> tuple[Starts, str, str]:
         """The packing, the policy that made it, and why."""
@@ -169,7 +170,7 @@ def _assemble(forest: Forest, start: Starts, batch: Batch, spec: PlannerSpec) ->
 
 
 @njit(cache=True)
-def _assemble_arrays(forest, start, batch, queries_per_tile, rule):  # type: ignore[no-untyped-def]
+def _assemble_arrays(forest, start, batch, queries_per_tile, rule):
     seq_lens, query_start_loc, window = batch
     lowest = np.zeros(len(seq_lens), np.int32)
     if window != UNLIMITED:
@@ -183,11 +184,12 @@ def _assemble_arrays(forest, start, batch, queries_per_tile, rule):  # type: ign
 
 
 @njit(cache=True)
-def _grow_rows(forest, old, new, changed, page_size, share_columns):  # type: ignore[no-untyped-def]
+def _grow(forest, old, new, changed, units):
     """True, with the old table and the leaves brought up to date, if nothing but private tails grew."""
     old_table, old_lens, old_loc = old
     table, seq_lens, query_start_loc = new
     rows, all_rows = changed
+    page_size, share_columns = units
     for r in range(len(seq_lens)):
         if query_start_loc[r + 1] - query_start_loc[r] != old_loc[r + 1] - old_loc[r]:
             return False
@@ -206,27 +208,24 @@ def _grow_rows(forest, old, new, changed, page_size, share_columns):  # type: ig
             if not was_shareable and seq_lens[row] // page_size // share_columns * share_columns > first:
                 return False  # the leaf's first block is full now: another row may hold the same one
         if look[row]:
+            differs = np.int32(0)  # no early exit: the loop is vectorised
             for col in range((old_lens[row] + page_size - 1) // page_size):
-                if table[row, col] != old_table[row, col]:
-                    return False
+                differs |= table[row, col] ^ old_table[row, col]
+            if differs != 0:
+                return False
     for i in range(len(forest.order)):
         row, leaf = forest.order[i], forest.leaf_of[i]
         if seq_lens[row] > old_lens[row]:
-            for col in range((old_lens[row] + page_size - 1) // page_size, (seq_lens[row] + page_size - 1) // page_size):
+            first, last = (old_lens[row] + page_size - 1) // page_size, (seq_lens[row] + page_size - 1) // page_size
+            for col in range(first, last):
                 old_table[row, col] = table[row, col]
             old_lens[row] = seq_lens[row]
             forest.token_end[leaf] = seq_lens[row]
     return True
 
 
-def _grow(forest: Forest, old: Batch, new: Batch, changed: tuple[Int32Array, bool], page_size: int, columns: int) -> bool:
-    before = (old.block_table, old.seq_lens, old.query_start_loc)
-    after = (new.block_table, new.seq_lens, new.query_start_loc)
-    return bool(_grow_rows(forest, before, after, changed, page_size, columns))
-
-
 @njit(cache=True)
-def _tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):  # type: ignore[no-untyped-def]
+def _tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):
     tokens = np.int64(0)
     for row in range(len(seq_lens)):
         first, last = query_start_loc[row], query_start_loc[row + 1]
@@ -234,5 +233,3 @@ def _tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):  # t
             stop = min(tile + queries_per_tile, last)
             tokens += seq_lens[row] - last + stop - max(0, seq_lens[row] - last + tile + 1 - window)
     return tokens
-
-

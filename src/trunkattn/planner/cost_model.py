@@ -4,30 +4,12 @@ All costs are int64 bytes moved, so that a planner on another processor reproduc
 rule (merge when 4·s > l) is the special case of float32 partials, 16-bit KV and group size 2.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-
-@dataclass(frozen=True)
-class DeviceModel:
-    """What the planner must know of a device; calibrated by measurement, see `kernels/tile_table.py`.
-
-    name: for messages. tile_rows: query rows (tokens × group size) of the tallest tile. num_slots: work items that run
-    at once, per KV head. item_bytes: fixed cost of one work item per KV head, in bytes of KV read in the same time.
-    row_bytes: cost of one row × one key of arithmetic, in the same unit, for balancing only. split_above_mean: PAT §6's
-    rule (no pack longer than the mean); split_grid: cut points are multiples of this many tokens from a pack's start.
-    """
-
-    name: str
-    tile_rows: int
-    num_slots: int
-    item_bytes: int
-    row_bytes: int
-    split_above_mean: bool
-    split_grid: int
+from trunkattn.plan_format import DeviceModel
 
 
 class CostModel(NamedTuple):
@@ -38,10 +20,9 @@ class CostModel(NamedTuple):
     item_bytes: int  # fixed cost of one work item, all KV heads
     queries_per_tile: int  # query tokens of the tallest tile
     group_size: int
-    row_bytes: int  # one query row × one key, per KV head
 
 
-def cost_model(  # noqa: D417
+def cost_model(
     device: DeviceModel, num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int, kv_itemsize: int
 ) -> CostModel:
     """The model for one attention shape on one device. `kv_itemsize` in bytes."""
@@ -52,23 +33,22 @@ def cost_model(  # noqa: D417
         item_bytes=device.item_bytes * num_kv_heads,
         queries_per_tile=max(1, device.tile_rows // group_size),
         group_size=group_size,
-        row_bytes=device.row_bytes,
     )
 
 
 @njit(cache=True)
-def tiles_of(model, queries):  # type: ignore[no-untyped-def]
+def tiles_of(model, queries):
     """Row tiles that `queries` query tokens need."""
     return (np.int64(queries) + model.queries_per_tile - 1) // model.queries_per_tile
 
 
 @njit(cache=True)
-def read_cost(model, tokens, queries):  # type: ignore[no-untyped-def]
+def read_cost(model, tokens, queries):
     """One pack: its KV once per row tile, and the fixed cost of its work items."""
     return tiles_of(model, queries) * (np.int64(tokens) * model.kv_bytes + model.item_bytes)
 
 
 @njit(cache=True)
-def partial_cost(model, pieces, queries):  # type: ignore[no-untyped-def]
+def partial_cost(model, pieces, queries):
     """Partials of `queries` query tokens whose KV is cut into `pieces`; one piece is written straight to the output."""
     return np.int64(0) if pieces <= 1 else np.int64(pieces) * np.int64(queries) * model.partial_bytes

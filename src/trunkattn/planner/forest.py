@@ -38,7 +38,7 @@ class Forest(NamedTuple):
 
 
 @njit(cache=True)
-def build_forest(table, seq_lens, query_lens, page_size, share_columns):  # type: ignore[no-untyped-def]
+def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     """Builds the forest in one pass over the shared part of the table.
 
     table [num_requests, max_pages] int32, seq_lens and query_lens [num_requests] int32. `share_columns` is the unit of
@@ -99,20 +99,20 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):  # type
 
 
 @njit(cache=True)
-def _same(table, row_a, row_b, col, width):  # type: ignore[no-untyped-def]
+def _same(table, row_a, row_b, col, width):
+    equal = True
     for j in range(col, col + width):
-        if table[row_a, j] != table[row_b, j]:
-            return False
-    return True
+        equal &= table[row_a, j] == table[row_b, j]
+    return equal
 
 
 @njit(cache=True)
-def _hash(node, page, mask):  # type: ignore[no-untyped-def]
+def _hash(node, page, mask):
     return ((np.int64(node) * np.int64(0x9E3779B1) + np.int64(page)) * np.int64(0x85EBCA77) >> np.int64(15)) & mask
 
 
 @njit(cache=True)
-def _find(slots, parent, rep, col_start, table, row, col, node, width):  # type: ignore[no-untyped-def]
+def _find(slots, parent, rep, col_start, table, row, col, node, width):
     """The slot of the child of `node` whose first block of pages equals the row's at `col`, or the free slot for it."""
     mask = len(slots) - 1
     slot = _hash(node, table[row, col], mask)
@@ -125,13 +125,13 @@ def _find(slots, parent, rep, col_start, table, row, col, node, width):  # type:
 
 
 @njit(cache=True)
-def _insert(slots, parent, rep, col_start, table, child, width):  # type: ignore[no-untyped-def]
+def _insert(slots, parent, rep, col_start, table, child, width):
     col = col_start[child]
     slots[_find(slots, parent, rep, col_start, table, rep[child], col, parent[child], width)] = child
 
 
 @njit(cache=True)
-def _append_child(child, node, first_child, last_child, next_sibling, prev_sibling):  # type: ignore[no-untyped-def]
+def _append_child(child, node, first_child, last_child, next_sibling, prev_sibling):
     prev_sibling[child] = last_child[node]
     next_sibling[child] = _EMPTY
     if last_child[node] == _EMPTY:
@@ -142,7 +142,7 @@ def _append_child(child, node, first_child, last_child, next_sibling, prev_sibli
 
 
 @njit(cache=True)
-def _replace_child(new, old, node, first_child, last_child, next_sibling, prev_sibling):  # type: ignore[no-untyped-def]
+def _replace_child(new, old, node, first_child, last_child, next_sibling, prev_sibling):
     before, after = prev_sibling[old], next_sibling[old]
     prev_sibling[new], next_sibling[new] = before, after
     if before == _EMPTY:
@@ -156,7 +156,7 @@ def _replace_child(new, old, node, first_child, last_child, next_sibling, prev_s
 
 
 @njit(cache=True)
-def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_end, seq_lens, page_size):  # type: ignore[no-untyped-def]
+def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_end, seq_lens, page_size):
     """Depth-first numbering: nodes, rows and tokens as `Forest` holds them. The root itself is left out."""
     num_nodes = count - 1
     num_rows = 0

@@ -23,7 +23,7 @@ _TOO_DEEP = 40
 
 
 @njit(cache=True)
-def count_states(forest):  # type: ignore[no-untyped-def]
+def count_states(forest):
     """Number of (node, set of cuts above it) states: the work of `optimal`, before doing it."""
     states = np.int64(0)
     for node in range(len(forest.depth)):
@@ -32,7 +32,7 @@ def count_states(forest):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def optimal(forest, queries, model):  # type: ignore[no-untyped-def]
+def optimal(forest, queries, model):
     """`start` of the cheapest packing. Ties go to fewer cuts, then to the segment that starts higher."""
     num_nodes = len(forest.parent)
     offset = np.zeros(num_nodes + 1, np.int64)
@@ -59,7 +59,7 @@ def optimal(forest, queries, model):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _best(forest, queries, model, node, path, mask, below):  # type: ignore[no-untyped-def]
+def _best(forest, queries, model, node, path, mask, below):
     """Least cost at and below `node` under the cuts `mask`, and the number of pieces before its segment, or _UNUSED."""
     depth = forest.depth[node]
     leaf = forest.is_leaf[node]
@@ -85,7 +85,7 @@ def _best(forest, queries, model, node, path, mask, below):  # type: ignore[no-u
 
 
 @njit(cache=True)
-def _follow(forest, choice, offset):  # type: ignore[no-untyped-def]
+def _follow(forest, choice, offset):
     """Replays the choices from the roots down."""
     num_nodes = len(forest.parent)
     start = np.full(num_nodes, ROOT, np.int32)

@@ -30,13 +30,13 @@ class Packs(NamedTuple):
 
 
 @njit(cache=True)
-def end_of(forest, node):  # type: ignore[no-untyped-def]
+def end_of(forest, node):
     """Tokens from the sequence's start to the end of `node`."""
     return 0 if node == ROOT else forest.token_end[node]
 
 
 @njit(cache=True)
-def queries_below(forest, query_lens):  # type: ignore[no-untyped-def]
+def queries_below(forest, query_lens):
     """[N] int64: query tokens of each node's rows."""
     before = np.zeros(len(forest.order) + 1, np.int64)
     for i in range(len(forest.order)):
@@ -45,13 +45,13 @@ def queries_below(forest, query_lens):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def per_query(forest, queries, model):  # type: ignore[no-untyped-def]
+def per_query(forest, queries, model):
     """Every request reads its own KV from start to end (FlashAttention, FlashInfer decode)."""
     return np.full(len(forest.parent), ROOT, np.int32)
 
 
 @njit(cache=True)
-def relay(forest, queries, model):  # type: ignore[no-untyped-def]
+def relay(forest, queries, model):
     """One level: what all requests share is read once, the rest per request (RelayAttention §3.2)."""
     start = np.full(len(forest.parent), ROOT, np.int32)
     if len(start) > 0 and forest.row_end[0] == len(forest.order) and not forest.is_leaf[0]:
@@ -61,13 +61,13 @@ def relay(forest, queries, model):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def cascade(forest, queries, model):  # type: ignore[no-untyped-def]
+def cascade(forest, queries, model):
     """Every node is a pack of its own (PAT's naive tree; FlashInfer's cascade)."""
     return forest.parent.copy()
 
 
 @njit(cache=True)
-def pat(forest, queries, model):  # type: ignore[no-untyped-def]
+def pat(forest, queries, model):
     """PAT's Algorithm 1: a child is merged iff 4·s ≥ L, s its queries and L the tokens carried to the node."""
     start = np.empty(len(forest.parent), np.int32)
     for node in range(len(start)):
@@ -81,7 +81,7 @@ def pat(forest, queries, model):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _padding_cost(rows, keys):  # type: ignore[no-untyped-def]
+def _padding_cost(rows, keys):
     tile = _FASTTREE_TALL if rows > _FASTTREE_SHORT else _FASTTREE_SHORT
     padded_rows = (rows + tile - 1) // tile * tile - rows
     padded_keys = max(np.int64(0), _FASTTREE_TILE_KEYS - keys)
@@ -89,7 +89,7 @@ def _padding_cost(rows, keys):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def fasttree(forest, queries, model):  # type: ignore[no-untyped-def]
+def fasttree(forest, queries, model):
     """FastTree's compute-oriented cost (PAT §8.2): a child is merged where that wastes fewer padded products."""
     num_nodes = len(forest.parent)
     start = np.empty(num_nodes, np.int32)
@@ -114,7 +114,7 @@ def fasttree(forest, queries, model):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def collect_packs(forest, start, lowest):  # type: ignore[no-untyped-def]
+def collect_packs(forest, start, lowest):
     """Groups the rows by the nodes they pass. `lowest[row]` is the first token any of its queries sees (window)."""
     num_nodes, num_rows = len(start), len(forest.order)
     count = np.zeros(num_nodes + 1, np.int32)
@@ -161,7 +161,7 @@ def collect_packs(forest, start, lowest):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def packing_cost(packs, query_lens, model):  # type: ignore[no-untyped-def]
+def packing_cost(packs, query_lens, model):
     """int64 bytes: reads of every pack, and partials of every query whose KV is cut."""
     cost = np.int64(0)
     pieces = np.zeros(len(query_lens), np.int32)

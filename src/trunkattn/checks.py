@@ -1,0 +1,197 @@
+"""Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from trunkattn.attention_config import AttentionConfig, integer
+from trunkattn.plan_format import Capacity
+
+Int32Array = NDArray[np.int32]
+
+
+class StepInputs(NamedTuple):
+    """The arguments of `BatchAttention.plan`."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    sliding_window: int | None
+    num_pages: int | None
+    changed_rows: torch.Tensor | None
+
+
+def _int32(name: str, tensor: Any, shape: tuple[int | None, ...]) -> Int32Array:
+    """The tensor as a NumPy array, or an error that names it. None in `shape`: any size."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}: expected cpu, like the BatchAttention")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected torch.int32")
+    wrong = tensor.dim() != len(shape) or any(
+        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=False)
+    )
+    if wrong:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+    return tensor.numpy() if tensor.is_contiguous() else tensor.contiguous().numpy()
+
+
+def check_step(
+    inputs: StepInputs, page_size: int, capacity: Capacity | None
+) -> tuple[tuple[Int32Array, Int32Array, Int32Array], Int32Array | None, int]:
+    """(block table, lengths, query starts), changed rows and the highest page id, shapes and values checked."""
+    table = _int32("block_table", inputs.block_table, (None, None))
+    num_requests, max_pages = table.shape
+    lens = _int32("seq_lens", inputs.seq_lens, (num_requests,))
+    if inputs.query_start_loc is None:
+        starts = np.arange(num_requests + 1, dtype=np.int32)
+    else:
+        starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,))
+    if inputs.sliding_window is not None:
+        integer("sliding_window", inputs.sliding_window, at_least=1)
+    rows = None if inputs.changed_rows is None else _int32("changed_rows", inputs.changed_rows, (None,))
+    if rows is not None and len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
+        raise ValueError(
+            f"changed_rows holds {rows.min()} to {rows.max()}: expected rows of block_table, 0 to {num_requests - 1}"
+        )
+    num_pages = inputs.num_pages if capacity is None else capacity.num_pages
+    if inputs.num_pages is not None:
+        integer("num_pages", inputs.num_pages, at_least=1)
+    limit = np.iinfo(np.int32).max if num_pages is None else num_pages
+    if capacity is not None:
+        _within(capacity, num_requests, int(starts[-1]) if num_requests else 0, max_pages)
+    arrays = (table, lens, starts)
+    problem, row, column, last_page = _first_problem(table, lens, starts, page_size, limit)
+    if problem:
+        raise ValueError(_describe(problem, (row, column), arrays, page_size, limit))
+    return arrays, rows, last_page
+
+
+def _within(capacity: Capacity, num_requests: int, num_query_tokens: int, max_pages: int) -> None:
+    for name, value, limit in (
+        ("block_table rows", num_requests, capacity.max_requests),
+        ("query tokens", num_query_tokens, capacity.max_query_tokens),
+        ("block_table columns", max_pages, capacity.max_pages_per_request),
+    ):
+        if value > limit:
+            raise ValueError(f"{name}: {value} is over the capacity, {limit}")
+
+
+_STARTS, _NEGATIVE, _SHORT, _LONG, _PAGE = 1, 2, 3, 4, 5
+
+
+@njit(cache=True)
+def _first_problem(table, lens, starts, page_size, num_pages):
+    """(problem, row, column, highest page id); problem 0: there is none."""
+    last_page = -1
+    if starts[0] != 0:
+        return _STARTS, 0, 0, last_page
+    for row in range(len(lens)):
+        queries = starts[row + 1] - starts[row]
+        if queries < 0:
+            return _STARTS, row + 1, 0, last_page
+        if lens[row] < 0:
+            return _NEGATIVE, row, 0, last_page
+        if queries > lens[row]:
+            return _SHORT, row, 0, last_page
+        if queries == 0:
+            continue
+        pages = (np.int64(lens[row]) + page_size - 1) // page_size
+        if pages > table.shape[1]:
+            return _LONG, row, 0, last_page
+        low, high = table[row, 0], table[row, 0]
+        for column in range(pages):
+            low, high = min(low, table[row, column]), max(high, table[row, column])
+        if low < 0 or high >= num_pages:
+            for column in range(pages):
+                if table[row, column] < 0 or table[row, column] >= num_pages:
+                    return _PAGE, row, column, last_page
+        last_page = max(last_page, high)
+    return 0, 0, 0, last_page
+
+
+def _describe(
+    problem: int, at: tuple[int, int], arrays: tuple[Int32Array, Int32Array, Int32Array], page_size: int, num_pages: int
+) -> str:
+    (row, column), (table, lens, starts) = at, arrays
+    if problem == _STARTS:
+        return f"query_start_loc[{row}]={starts[row]}: expected {'0' if row == 0 else f'at least {starts[row - 1]}'}"
+    if problem == _NEGATIVE:
+        return f"seq_lens[{row}]={lens[row]}: expected at least 0"
+    if problem == _SHORT:
+        return f"seq_lens[{row}]={lens[row]}: expected at least its {starts[row + 1] - starts[row]} query tokens"
+    if problem == _LONG:
+        most = table.shape[1] * page_size
+        return f"seq_lens[{row}]={lens[row]}: expected at most {most}, the columns of block_table × page_size"
+    return f"block_table[{row}, {column}]={table[row, column]}: expected a page id from 0 to {num_pages - 1}"
+
+
+def check_run(
+    config: AttentionConfig,
+    num_query_tokens: int,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    scales: tuple[Any, Any, Any],
+    sinks: torch.Tensor | None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Checks the arguments of `run`; returns the three scales as [num_kv_heads] float32."""
+    q, k_cache, v_cache, out = tensors
+    _tensor("q", q, (num_query_tokens, config.num_qo_heads, config.head_dim), config.dtype)
+    if q.requires_grad:
+        raise ValueError("q requires grad: expected an inference call (detach it; this attention has no backward)")
+    _tensor("k_cache", k_cache, (None, config.page_size, config.num_kv_heads, config.head_dim), config.cache_dtype)
+    _tensor(
+        "v_cache",
+        v_cache,
+        (k_cache.shape[0], config.page_size, config.num_kv_heads, config.value_dim),
+        config.cache_dtype,
+    )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(3) != 1 and cache.shape[3] > 1:
+            raise ValueError(f"{name} has strides {cache.stride()}: expected a contiguous last dimension")
+    if out is not None:
+        _tensor("out", out, (num_query_tokens, config.num_qo_heads, config.value_dim), config.dtype)
+    if (sinks is not None) != config.sinks:
+        raise ValueError(
+            f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}"
+        )
+    if sinks is not None:
+        _tensor("sinks", sinks, (config.num_qo_heads,), None)
+    named = zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)
+    q_scale, k_scale, v_scale = (_scale(name, value, config.num_kv_heads) for name, value in named)
+    return q_scale, k_scale, v_scale
+
+
+def _tensor(name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype | None) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}: expected cpu, like the BatchAttention")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
+    if dtype is None and not tensor.is_floating_point():
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating dtype")
+    fits = tensor.dim() == len(shape) and all(
+        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+
+
+def _scale(name: str, value: Any, num_kv_heads: int) -> NDArray[np.float32]:
+    if value is None:
+        return np.ones(num_kv_heads, np.float32)
+    if isinstance(value, torch.Tensor):
+        if value.numel() not in (1, num_kv_heads):
+            raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
+        array = value.detach().to(torch.float32).reshape(-1).numpy()
+    else:
+        array = np.array([value], np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}={value}: expected finite numbers")
+    return np.broadcast_to(array, num_kv_heads).astype(np.float32)

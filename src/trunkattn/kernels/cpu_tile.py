@@ -1,0 +1,134 @@
+"""The register tile: the innermost loop of the CPU executor, emitted as LLVM vector code.
+
+Neither a compiled loop nor the BLAS behind torch keeps enough accumulators in registers here (tile_table.py has the
+figures), so the loop is written out: `rows × vectors` accumulators, one broadcast and `vectors` loads per step.
+"""
+
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from trunkattn.kernels.tile_table import REGISTER_TILES
+
+_FLOAT: Final = ir.FloatType()
+_INT: Final = ir.IntType(64)
+
+
+def _host_lanes() -> int:
+    features = llvm.get_host_cpu_features()
+    return 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
+
+
+TILES: Final = REGISTER_TILES[_host_lanes()]
+LANES: Final = TILES.lanes
+_VECTOR: Final = ir.VectorType(_FLOAT, LANES)
+
+
+@intrinsic(prefer_literal=True)
+def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, b, b_rows, b_at, depth, shape):
+    """C[c_at + r·c_step + x] (+)= Σ_k A[a_rows[a_at + r] + k·a_step] · B[b_rows[k] + b_at + x], k < depth.
+
+    r < rows, x < vectors·LANES. Flat float32 arrays, int64 offsets; depth >= 1. `shape` is the literal
+    rows·10000 + vectors·100 + accumulate: with accumulate = 0, C is overwritten.
+    """
+    if not isinstance(shape, types.Literal):
+        return None
+    rows, vectors, accumulate = (
+        shape.literal_value // 10000,
+        shape.literal_value // 100 % 100,
+        shape.literal_value % 100,
+    )
+    index = types.int64
+    signature = types.void(c, index, index, a, a_rows, index, index, b, b_rows, index, index, shape)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = {i: context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 4, 7, 8)}
+        offsets = dict(
+            zip(
+                ("c_at", "c_step", "a_at", "a_step", "b_at", "depth"),
+                (args[i] for i in (1, 2, 5, 6, 9, 10)),
+                strict=True,
+            )
+        )
+        c_pointers = _c_pointers(builder, data[0], offsets, rows, vectors)
+        a_pointers = [
+            builder.gep(data[3], [builder.load(builder.gep(data[4], [builder.add(offsets["a_at"], _INT(r))]))])
+            for r in range(rows)
+        ]
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        start = [[_load(builder, p) if accumulate else zero for p in line] for line in c_pointers]
+        sums = _loop(builder, start, a_pointers, (data[7], data[8]), offsets)
+        for line, pointers in zip(sums, c_pointers, strict=True):
+            for value, pointer in zip(line, pointers, strict=True):
+                builder.store(value, pointer).align = 4
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _load(builder: Any, pointer: Any) -> Any:
+    value = builder.load(pointer)
+    value.align = 4
+    return value
+
+
+def _c_pointers(builder: Any, base: Any, offsets: dict[str, Any], rows: int, vectors: int) -> list[list[Any]]:
+    lines = []
+    for r in range(rows):
+        at = builder.add(offsets["c_at"], builder.mul(offsets["c_step"], _INT(r)))
+        elements = [builder.gep(base, [builder.add(at, _INT(w * LANES))]) for w in range(vectors)]
+        lines.append([builder.bitcast(p, _VECTOR.as_pointer()) for p in elements])
+    return lines
+
+
+def _loop(
+    builder: Any, start: list[list[Any]], a_pointers: list[Any], b: tuple[Any, Any], offsets: dict[str, Any]
+) -> Any:
+    """The loop over k, with one phi per accumulator; returns the sums."""
+    rows, vectors = len(start), len(start[0])
+    b_base, b_rows = b
+    entry, body, done = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
+    builder.branch(body)
+    builder.position_at_end(body)
+    k = builder.phi(_INT)
+    k.add_incoming(_INT(0), entry)
+    sums = [[builder.phi(_VECTOR) for _ in range(vectors)] for _ in range(rows)]
+    b_at = builder.add(builder.load(builder.gep(b_rows, [k])), offsets["b_at"])
+    b_vectors = []
+    for w in range(vectors):
+        pointer = builder.gep(b_base, [builder.add(b_at, _INT(w * LANES))])
+        b_vectors.append(_load(builder, builder.bitcast(pointer, _VECTOR.as_pointer())))
+    fma_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    all_zero = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    a_at = builder.mul(k, offsets["a_step"])
+    following = []
+    for r in range(rows):
+        scalar = builder.load(builder.gep(a_pointers[r], [a_at]))
+        first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+        broadcast = builder.shuffle_vector(first, undefined, all_zero)
+        following.append([builder.call(fma, [broadcast, b_vectors[w], sums[r][w]]) for w in range(vectors)])
+    k_next = builder.add(k, _INT(1))
+    k.add_incoming(k_next, body)
+    for r in range(rows):
+        for w in range(vectors):
+            sums[r][w].add_incoming(start[r][w], entry)
+            sums[r][w].add_incoming(following[r][w], body)
+    builder.cbranch(builder.icmp_signed("<", k_next, offsets["depth"]), body, done)
+    builder.position_at_end(done)
+    return following
+
+
+@intrinsic
+def bits_to_float(typing_context, bits):
+    """float32 with the bit pattern of an int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32), codegen

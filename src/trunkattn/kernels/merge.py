@@ -1,0 +1,29 @@
+"""Merge of two attention states over disjoint keys (online softmax; RelayAttention §3.3 "relay fusion")."""
+
+import torch
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State of the union of two disjoint sets of keys.
+
+    out [..., head_dim_v] floating, lse [...] float32 or float64, natural logarithm. The empty state is (0, -inf) and is
+    the identity: merging two empty states gives (0, -inf). Returns out in out_a's dtype and lse in lse_a's.
+
+    Raises:
+        ValueError: if the shapes do not match.
+    """
+    if out_a.shape != out_b.shape:
+        raise ValueError(f"out_b has shape {tuple(out_b.shape)}: expected out_a's, {tuple(out_a.shape)}")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.shape != out_a.shape[:-1]:
+            raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")
+    lse = torch.logaddexp(lse_a, lse_b)
+    # both empty: -inf - -inf is NaN, and the weights are to be 0
+    weight_a = torch.exp(lse_a - lse).nan_to_num(nan=0.0).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - lse).nan_to_num(nan=0.0).unsqueeze(-1)
+    zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
+    part_a = torch.where(weight_a > 0, weight_a * out_a, zero)
+    part_b = torch.where(weight_b > 0, weight_b * out_b, zero)
+    return (part_a + part_b).to(out_a.dtype), lse

@@ -1,0 +1,59 @@
+"""`plan.check()`: the invariants of a work list, verified the slow way."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+from trunkattn.planner.build import Planned
+
+
+def check_plan(planned: Planned) -> None:
+    """Raises AssertionError unless every (query token, visible KV token) pair is covered exactly once, by its own page;
+    slots are distinct and in token order; items fit their tile; the heaviest item comes first."""
+    work, batch, spec = planned.work, planned.batch, planned.spec
+    query_lens = np.diff(batch.query_start_loc)
+    row_of = np.repeat(np.arange(len(query_lens)), query_lens)
+    position = np.concatenate(
+        [np.arange(n - q, n) for n, q in zip(batch.seq_lens, query_lens, strict=True)] or [np.empty(0, np.int64)]
+    )
+    covered = [np.zeros(batch.seq_lens[row], np.int64) for row in row_of]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in row_of]
+    for i, item in enumerate(work.items):
+        begin, end = item[QUERY_START], item[QUERY_END]
+        assert end > begin, f"item {i} has no query"
+        assert end - begin <= spec.model.queries_per_tile, f"item {i}: {end - begin} queries exceed the tile"
+        tokens = np.arange(item[KV_START], item[KV_END])
+        assert len(tokens), f"item {i} has no token"
+        for query, slot in zip(work.queries[begin:end], work.slots[begin:end], strict=True):
+            row = row_of[query]
+            visible = tokens[(tokens <= position[query]) & (tokens > position[query] - batch.window)]
+            assert len(visible), f"item {i}: query {query} sees none of its tokens"
+            columns = np.unique(visible // spec.page_size)
+            same = batch.block_table[item[KV_ROW], columns] == batch.block_table[row, columns]
+            assert same.all(), f"item {i}: query {query} of row {row} has other pages than row {item[KV_ROW]}"
+            covered[query][visible] += 1
+            pieces[query].append((int(item[KV_START]), int(slot)))
+    for query, row in enumerate(row_of):
+        seen = np.arange(batch.seq_lens[row])
+        wanted = (seen <= position[query]) & (seen > position[query] - batch.window)
+        assert (covered[query] == wanted).all(), f"query {query} of row {row}: a token is missed or read twice"
+    _check_slots(planned, pieces)
+    _check_order(planned)
+
+
+def _check_slots(planned: Planned, pieces: list[list[tuple[int, int]]]) -> None:
+    work = planned.work
+    expected: dict[int, list[int]] = {
+        int(q): list(range(work.merge_indptr[i], work.merge_indptr[i + 1])) for i, q in enumerate(work.merge_queries)
+    }
+    for query, found in enumerate(pieces):
+        slots = [slot for _, slot in sorted(found)]
+        assert slots == expected.get(query, [DIRECT]), f"query {query}: slots {slots}"
+
+
+def _check_order(planned: Planned) -> None:
+    rule, items = planned.spec.rule, planned.work.items
+    rows: NDArray[np.int64] = (items[:, QUERY_END].astype(np.int64) - items[:, QUERY_START]) * rule.group_size
+    padded = -(-rows // rule.row_unit) * rule.row_unit
+    weight = (items[:, KV_END] - items[:, KV_START]) * (rule.head_bytes + padded * rule.row_bytes)
+    assert (np.diff(weight) <= 0).all(), "items are not ordered by weight"
