@@ -1,7 +1,7 @@
 """Scalar pieces of the CPU executor that a compiler can vectorise: 2^x, and KV elements of any dtype to float32."""
 
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ def _e4m3_to_float(bits):
     return bits_to_float(magnitude << np.int32(20)) * _signed(sign, np.float32(2.0**120))
 
 
-def to_float(value, kind):
+def to_float(value: Any, kind: int) -> Any:
     """A KV element as float32; `value` holds the bits of a narrow dtype `kind`. Compiled code only."""
     raise TypeError("to_float runs in compiled code only")
 
@@ -94,7 +94,7 @@ def _to_float(value, kind):
     return from_8_bits
 
 
-def as_float32(cache, staged):
+def as_float32(cache: Any, staged: Any) -> Any:
     """The cache itself if it is float32, else the staged copy: decided when compiled. Compiled code only."""
     raise TypeError("as_float32 runs in compiled code only")
 

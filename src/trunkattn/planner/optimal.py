@@ -16,7 +16,6 @@ from numba import njit
 
 from trunkattn.planner.cost_model import partial_cost, read_cost
 from trunkattn.planner.forest import ROOT
-from trunkattn.planner.packing import end_of
 
 _UNUSED = -1  # choice: no request is cut at this node
 _TOO_DEEP = 40
@@ -34,79 +33,77 @@ def count_states(forest):
 @njit(cache=True)
 def optimal(forest, queries, model):
     """`start` of the cheapest packing. Ties go to fewer cuts, then to the segment that starts higher."""
-    num_nodes = len(forest.parent)
+    parent, depths, ends, is_leaf = forest.parent, forest.depth, forest.token_end, forest.is_leaf
+    num_nodes = len(parent)
     offset = np.zeros(num_nodes + 1, np.int64)
     max_depth = 0
     for node in range(num_nodes):
-        offset[node + 1] = offset[node] + (np.int64(1) << forest.depth[node])
-        max_depth = max(max_depth, forest.depth[node])
+        offset[node + 1] = offset[node] + (np.int64(1) << depths[node])
+        max_depth = max(max_depth, depths[node])
     below = np.zeros(offset[num_nodes] * 2, np.int64)  # [node, mask over the node and its ancestors]: its children
     choice = np.empty(offset[num_nodes], np.int8)
-    path = np.empty(max_depth + 1, np.int32)
+    path_end = np.empty(max_depth + 1, np.int64)
     for node in range(num_nodes - 1, -1, -1):
-        depth = forest.depth[node]
-        up = forest.parent[node]
+        depth = depths[node]
+        up = parent[node]
         for d in range(depth - 1, -1, -1):
-            path[d] = up
-            up = forest.parent[up]
+            path_end[d] = ends[up]
+            up = parent[up]
+        children = below[2 * offset[node] : 2 * offset[node + 1]]
         for mask in range(np.int64(1) << depth):
-            at = 2 * offset[node]
-            value, pick = _best(forest, queries, model, node, path, mask, below[at : at + (np.int64(2) << depth)])
+            value, pick = _best(ends[node], is_leaf[node], depth, queries[node], model, path_end, mask, children)
             choice[offset[node] + mask] = pick
             if depth > 0:
-                below[2 * offset[forest.parent[node]] + mask] += value
-    return _follow(forest, choice, offset)
+                below[2 * offset[parent[node]] + mask] += value
+    return _follow(parent, depths, choice, offset)
 
 
 @njit(cache=True)
-def _best(forest, queries, model, node, path, mask, below):
-    """Least cost at and below `node` under the cuts `mask`, and the number of pieces before its segment, or _UNUSED."""
-    depth = forest.depth[node]
-    leaf = forest.is_leaf[node]
+def _best(end, leaf, depth, queries, model, path_end, mask, children):
+    """Least cost at and below a node under the cuts `mask`, and the number of pieces before its segment, or _UNUSED."""
     here = np.int64(1) << depth
-    best, pick = (np.int64(1) << 62, 0) if leaf else (below[mask], _UNUSED)
-    kept, before, begin = np.int64(0), 0, ROOT
+    best, pick = (np.int64(1) << 62, 0) if leaf else (children[mask], _UNUSED)
+    kept, before, begin = np.int64(0), 0, np.int64(0)
     for d in range(depth + 1):
-        if d == depth or mask >> d & 1:  # the segment may start at `begin`, reached with `before` pieces
-            tokens = forest.token_end[node] - end_of(forest, begin)
-            if tokens > 0:
-                cost = read_cost(model, tokens, queries[node])
+        if d == depth or mask >> d & 1:  # the segment may start at token `begin`, reached with `before` pieces
+            if end > begin:
+                cost = read_cost(model, end - begin, queries)
                 pieces = before + 1
             else:  # an empty leaf right below a cut
                 cost, pieces = np.int64(0), before
-            cost += partial_cost(model, pieces, queries[node]) if leaf else below[kept | here]
+            cost += partial_cost(model, pieces, queries) if leaf else children[kept | here]
             if cost < best:
                 best, pick = cost, before
             if d < depth:
                 kept |= np.int64(1) << d
                 before += 1
-                begin = path[d]
+                begin = path_end[d]
     return best, pick
 
 
 @njit(cache=True)
-def _follow(forest, choice, offset):
+def _follow(parent, depths, choice, offset):
     """Replays the choices from the roots down."""
-    num_nodes = len(forest.parent)
+    num_nodes = len(parent)
     start = np.full(num_nodes, ROOT, np.int32)
     masks = np.zeros(num_nodes, np.int64)  # cuts above and at the node
     for node in range(num_nodes):
-        up = forest.parent[node]
+        up = parent[node]
         mask = np.int64(0) if up == ROOT else masks[up]
         pieces = choice[offset[node] + mask]
         if pieces == _UNUSED:
             masks[node] = mask
             continue
         kept, count, begin = np.int64(0), 0, ROOT
-        ancestors = np.empty(forest.depth[node], np.int32)
-        for d in range(forest.depth[node] - 1, -1, -1):
+        ancestors = np.empty(depths[node], np.int32)
+        for d in range(depths[node] - 1, -1, -1):
             ancestors[d] = up
-            up = forest.parent[up]
-        for d in range(forest.depth[node]):
+            up = parent[up]
+        for d in range(depths[node]):
             if mask >> d & 1 and count < pieces:
                 kept |= np.int64(1) << d
                 count += 1
                 begin = ancestors[d]
         start[node] = begin
-        masks[node] = kept | np.int64(1) << forest.depth[node]
+        masks[node] = kept | np.int64(1) << depths[node]
     return start

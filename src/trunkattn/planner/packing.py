@@ -116,19 +116,21 @@ def fasttree(forest, queries, model):
 @njit(cache=True)
 def collect_packs(forest, start, lowest):
     """Groups the rows by the nodes they pass. `lowest[row]` is the first token any of its queries sees (window)."""
-    num_nodes, num_rows = len(start), len(forest.order)
-    count = np.zeros(num_nodes + 1, np.int32)
-    first = np.empty(num_nodes, np.int32)
+    order, leaf_of, token_end = forest.order, forest.leaf_of, forest.token_end
+    num_nodes, num_rows = len(start), len(order)
+    count = np.zeros(num_nodes, np.int32)
+    first = np.empty(num_nodes, np.int32)  # first token of the node's pack
     total = 0
     for i in range(num_rows):
-        node = forest.leaf_of[i]
+        node = leaf_of[i]
         while node != ROOT:
-            begin = max(end_of(forest, start[node]), lowest[forest.order[i]])
-            if forest.token_end[node] > begin:
+            above = start[node]
+            begin = max(0 if above == ROOT else token_end[above], lowest[order[i]])
+            if token_end[node] > begin:
                 first[node] = begin if count[node] == 0 else min(first[node], begin)
                 count[node] += 1
                 total += 1
-            node = start[node]
+            node = above
     pack_of = np.empty(num_nodes, np.int32)
     num_packs = 0
     for node in range(num_nodes):
@@ -136,42 +138,43 @@ def collect_packs(forest, start, lowest):
             pack_of[node] = num_packs
             num_packs += 1
     kv_row = np.empty(num_packs, np.int32)
-    token_start = np.empty(num_packs, np.int32)
-    token_end = np.empty(num_packs, np.int32)
+    pack_start = np.empty(num_packs, np.int32)
+    pack_end = np.empty(num_packs, np.int32)
     indptr = np.zeros(num_packs + 1, np.int32)
     for node in range(num_nodes):
         if count[node] > 0:
             p = pack_of[node]
-            token_start[p], token_end[p] = first[node], forest.token_end[node]
+            pack_start[p], pack_end[p] = first[node], token_end[node]
             indptr[p + 1] = indptr[p] + count[node]
     rows = np.empty(total, np.int32)
     fill = indptr[:-1].copy()
     for i in range(num_rows):
-        row = forest.order[i]
-        node = forest.leaf_of[i]
+        row = order[i]
+        node = leaf_of[i]
         while node != ROOT:
-            if forest.token_end[node] > max(end_of(forest, start[node]), lowest[row]):
+            above = start[node]
+            if token_end[node] > max(0 if above == ROOT else token_end[above], lowest[row]):
                 p = pack_of[node]
                 if fill[p] == indptr[p]:
                     kv_row[p] = row
                 rows[fill[p]] = row
                 fill[p] += 1
-            node = start[node]
-    return Packs(kv_row, token_start, token_end, indptr, rows)
+            node = above
+    return Packs(kv_row, pack_start, pack_end, indptr, rows)
 
 
 @njit(cache=True)
 def packing_cost(packs, query_lens, model):
     """int64 bytes: reads of every pack, and partials of every query whose KV is cut."""
+    starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
     cost = np.int64(0)
     pieces = np.zeros(len(query_lens), np.int32)
-    for p in range(len(packs.kv_row)):
+    for p in range(len(starts)):
         queries = np.int64(0)
-        for i in range(packs.row_indptr[p], packs.row_indptr[p + 1]):
-            row = packs.rows[i]
-            queries += query_lens[row]
-            pieces[row] += 1
-        cost += read_cost(model, packs.token_end[p] - packs.token_start[p], queries)
+        for i in range(indptr[p], indptr[p + 1]):
+            queries += query_lens[rows[i]]
+            pieces[rows[i]] += 1
+        cost += read_cost(model, ends[p] - starts[p], queries)
     for row in range(len(query_lens)):
         cost += partial_cost(model, pieces[row], query_lens[row])
     return cost

@@ -63,26 +63,25 @@ def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
     Returns (pack, kv_start, kv_end, query_start, query_end) [T] and the query tokens and their positions [...]. The KV
     range of a tile is what at least one of its queries sees (causal, window); tiles that see nothing are left out.
     """
+    starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
     total, most = 0, 0
-    for p in range(len(packs.kv_row)):
+    for p in range(len(indptr) - 1):
         pack_queries = 0
-        for i in range(packs.row_indptr[p], packs.row_indptr[p + 1]):
-            row = packs.rows[i]
-            pack_queries += query_start_loc[row + 1] - query_start_loc[row]
+        for i in range(indptr[p], indptr[p + 1]):
+            pack_queries += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
         total += pack_queries
         most += (pack_queries + queries_per_tile - 1) // queries_per_tile
     tiles = np.empty((most, 5), np.int32)
     query = np.empty(total, np.int32)
     position = np.empty(total, np.int32)
     filled, count = 0, 0
-    for p in range(len(packs.kv_row)):
+    for p in range(len(indptr) - 1):
         begin = filled
-        for i in range(packs.row_indptr[p], packs.row_indptr[p + 1]):
-            row = packs.rows[i]
-            first, last = query_start_loc[row], query_start_loc[row + 1]
+        for i in range(indptr[p], indptr[p + 1]):
+            first, last = query_start_loc[rows[i]], query_start_loc[rows[i] + 1]
             for token in range(first, last):
                 query[filled] = token
-                position[filled] = seq_lens[row] - last + token
+                position[filled] = seq_lens[rows[i]] - last + token
                 filled += 1
         for tile in range(begin, filled, queries_per_tile):
             stop = min(tile + queries_per_tile, filled)
@@ -90,8 +89,8 @@ def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
             for i in range(tile, stop):
                 low = min(low, position[i])
                 high = max(high, position[i] + 1)
-            kv_start = max(packs.token_start[p], low + 1 - window)
-            kv_end = min(packs.token_end[p], high)
+            kv_start = max(starts[p], low + 1 - window)
+            kv_end = min(ends[p], high)
             if kv_end > kv_start:
                 tiles[count, 0], tiles[count, 1], tiles[count, 2] = p, kv_start, kv_end
                 tiles[count, 3], tiles[count, 4] = tile, stop

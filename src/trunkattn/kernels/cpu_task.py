@@ -1,0 +1,302 @@
+"""One task of the CPU executor, compiled: tiled attention with online softmax (FlashAttention), and the merge (PAT §7).
+
+A task is one work item for one KV head. Its query rows lie along the vector lanes, [head_dim, rows], so keys and values
+are used where they are in the paged cache, without a copy, whatever the page size: the register tile takes a list of
+row addresses. Softmax statistics are per lane; every row's arithmetic is the same whatever rows lie beside it. That is
+what makes batch-invariant plans possible.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from trunkattn.kernels.cpu_math import FLOAT32, as_float32, exp2, to_float
+from trunkattn.kernels.cpu_tile import LANES, TILES, multiply_add_tile
+from trunkattn.kernels.tile_table import BLOCK_TOKENS
+from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN_2 = np.float32(0.6931471805599453)
+_NOTHING = np.float32(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+
+_SCORE_KEYS = TILES.score_keys
+_SCORE_LANES = TILES.score_vectors * LANES
+_OUTPUT_ROWS = TILES.output_rows
+_OUTPUT_LANES = TILES.output_vectors * LANES
+_SCORES_WIDE = TILES.score_keys * 10000 + TILES.score_vectors * 100
+_SCORES_NARROW = TILES.score_keys * 10000 + 100
+_OUTPUT_TALL_WIDE = TILES.output_rows * 10000 + TILES.output_vectors * 100 + 1
+_OUTPUT_TALL_NARROW = TILES.output_rows * 10000 + 101
+_OUTPUT_ROW_WIDE = 10000 + TILES.output_vectors * 100 + 1
+_OUTPUT_ROW_NARROW = 10101
+
+
+class Shape(NamedTuple):
+    """Sizes of one attention, and how the kernels read the cache (strides in elements)."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    kv_kind: int
+    window: int
+    aligned_blocks: bool  # blocks of keys start at multiples of BLOCK_TOKENS, whatever the item's first token
+
+
+class Strides(NamedTuple):
+    """Element strides of a cache [num_pages, page_size, num_kv_heads, head_dim], last dimension contiguous."""
+
+    page: int
+    token: int
+    head: int
+
+
+SHAPE_FIELDS = len(Shape._fields)
+
+
+@njit(cache=True)
+def shape_of(sizes):
+    return Shape(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7] != 0)
+
+
+@njit(cache=True, fastmath={"contract", "nsz"})
+def _scores(scores, keys, key_rows, q, q_rows, rows, depth):
+    """scores[t, m] = keys[t] · q[:, m] for a block of keys."""
+    for t in range(0, BLOCK_TOKENS, _SCORE_KEYS):
+        m = 0
+        while m + _SCORE_LANES <= rows:
+            multiply_add_tile(scores, t * rows + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, _SCORES_WIDE)
+            m += _SCORE_LANES
+        while m < rows:
+            multiply_add_tile(scores, t * rows + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, _SCORES_NARROW)
+            m += LANES
+
+
+@njit(cache=True, fastmath={"contract", "nsz"})
+def _outputs(out, scores, lane, values, value_rows, used, rows, width):
+    """out[m, :] += Σ_t scores[t, m] · values[t]."""
+    keys = BLOCK_TOKENS
+    for d in range(0, width // _OUTPUT_LANES * _OUTPUT_LANES, _OUTPUT_LANES):
+        m = 0
+        while m + _OUTPUT_ROWS <= used:
+            at = m * width + d
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_TALL_WIDE)
+            m += _OUTPUT_ROWS
+        while m < used:
+            at = m * width + d
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_ROW_WIDE)
+            m += 1
+    for d in range(width // _OUTPUT_LANES * _OUTPUT_LANES, width, LANES):
+        m = 0
+        while m + _OUTPUT_ROWS <= used:
+            at = m * width + d
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_TALL_NARROW)
+            m += _OUTPUT_ROWS
+        while m < used:
+            at = m * width + d
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_ROW_NARROW)
+            m += 1
+
+
+@njit(cache=True, fastmath={"contract", "nsz", "arcp"})
+def _soft_cap(scores, count, cap):
+    """cap · tanh(x / cap) on logits in base 2: tanh(y) = 1 - 2 e^-2|y| / (1 + e^-2|y|), with the sign of y."""
+    for i in range(count):
+        y = scores[i] / cap
+        e = exp2(np.float32(-2.0) * _LOG2_E * abs(y))
+        magnitude = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+        scores[i] = cap * _LOG2_E * (magnitude if y >= 0 else -magnitude)
+
+
+@njit(cache=True)
+def _mask(scores, rows, used, position, first, kv_range, window):
+    """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
+    kv_start, kv_end = kv_range
+    for t in range(BLOCK_TOKENS):
+        token = first + t
+        outside = token < kv_start or token >= kv_end
+        for m in range(used):
+            if outside or token > position[m] or token <= position[m] - window:
+                scores[t * rows + m] = -np.inf
+
+
+@njit(cache=True, fastmath={"contract", "nsz"})
+def _online_softmax(scores, rows, top, total, rescale):
+    """Scores become weights 2^(s - max); `rescale` is what earlier weights must be multiplied by."""
+    for m in range(rows):
+        rescale[m] = top[m]
+    for t in range(BLOCK_TOKENS):
+        line = t * rows
+        for m in range(rows):
+            top[m] = max(top[m], scores[line + m])
+    for m in range(rows):
+        rescale[m] = exp2(rescale[m] - top[m])
+        total[m] *= rescale[m]
+    for t in range(BLOCK_TOKENS):
+        line = t * rows
+        for m in range(rows):
+            weight = exp2(scores[line + m] - top[m])
+            scores[line + m] = weight
+            total[m] += weight
+
+
+@njit(cache=True)
+def _block_rows(rows, pages, first, kv_range, page_size, strides, head):
+    """Element offset of each key of a block; keys outside the item stand at the nearest one inside, and are masked."""
+    kv_start, kv_end = kv_range
+    for t in range(BLOCK_TOKENS):
+        token = min(max(first + t, kv_start), kv_end - 1)
+        page = np.int64(pages[token // page_size])
+        rows[t] = page * strides.page + (token % page_size) * strides.token + head * strides.head
+
+
+@njit(cache=True)
+def _stage(staged, staged_rows, cache, cache_rows, width, padded, kind):
+    """Copies a block to float32, padded to whole vectors with zeros."""
+    for t in range(BLOCK_TOKENS):
+        at = t * padded
+        staged_rows[t] = at
+        source = cache_rows[t]
+        for d in range(width):
+            staged[at + d] = to_float(cache[source + d], kind)
+        for d in range(width, padded):
+            staged[at + d] = np.float32(0.0)
+
+
+@njit(cache=True)
+def _load_queries(q, shape, scale, head, tokens, rows, q_lanes, positions, position):
+    """q_lanes[d, m] = q · scale, rows ordered by token then head of the group; idle lanes are zero."""
+    group = shape.num_qo_heads // shape.num_kv_heads
+    used = len(tokens) * group
+    for i in range(len(tokens)):
+        for g in range(group):
+            m = i * group + g
+            position[m] = positions[tokens[i]]
+            at = (np.int64(tokens[i]) * shape.num_qo_heads + head * group + g) * shape.head_dim
+            for d in range(shape.head_dim):
+                q_lanes[d * rows + m] = q[at + d] * scale
+    for d in range(shape.head_dim):
+        for m in range(used, rows):
+            q_lanes[d * rows + m] = np.float32(0.0)
+    return used
+
+
+@njit(cache=True)
+def _write(token, query_head, shape, state, target, sinks):
+    """Final output of one row: normalised state, value scale and sink applied. state: acc, at, total, lse, v_scale."""
+    acc, at, total, lse, v_scale = state
+    out, out_lse = target
+    factor = v_scale / total
+    if len(sinks) > 0:  # an extra logit without a value
+        factor *= np.float32(1.0) / (np.float32(1.0) + np.float32(np.exp(sinks[query_head] - lse)))
+    to = (np.int64(token) * shape.num_qo_heads + query_head) * shape.head_dim_v
+    for d in range(shape.head_dim_v):
+        out[to + d] = acc[at + d] * factor
+    out_lse[token, query_head] = lse
+
+
+@njit(cache=True)
+def _carve(floats, ints, shape, rows, width):
+    """A task's arrays out of its thread's workspace; see `workspace_sizes`."""
+    block, depth = BLOCK_TOKENS, shape.head_dim
+    sizes = np.array([depth * rows, block * rows, rows * width, rows, rows, rows, block * depth, block * width])
+    end = np.cumsum(sizes)
+    state = (floats[end[1] : end[2]], floats[end[2] : end[3]], floats[end[3] : end[4]], floats[end[4] : end[5]])
+    staged = (floats[end[5] : end[6]], floats[end[6] : end[7]])
+    q_rows, lane, position = ints[:depth], ints[depth : depth + rows], ints[depth + rows : depth + 2 * rows]
+    row_space = ints[depth + 2 * rows : depth + 2 * rows + 4 * block].reshape(4, block)
+    for d in range(depth):
+        q_rows[d] = d * rows
+    for m in range(rows):
+        lane[m] = m
+    return floats[: end[0]], floats[end[0] : end[1]], state, staged, (q_rows, lane, position, row_space)
+
+
+@njit(cache=True, fastmath={"contract", "nsz"})
+def _block(first, item, shape, caches, arrays, soft_cap):
+    """One block of keys: scores, mask, online softmax, output."""
+    pages, kv_range, head, used, rows, width, lowest, highest = item
+    k_cache, v_cache, k_strides, v_strides = caches
+    q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space) = arrays
+    depth, kind = shape.head_dim, shape.kv_kind
+    stage_v = kind != FLOAT32 or width != shape.head_dim_v
+    _block_rows(row_space[0], pages, first, kv_range, shape.page_size, k_strides, head)
+    _block_rows(row_space[1], pages, first, kv_range, shape.page_size, v_strides, head)
+    if kind != FLOAT32:
+        _stage(staged_k, row_space[2], k_cache, row_space[0], depth, depth, kind)
+    _scores(scores, as_float32(k_cache, staged_k), row_space[2 if kind != FLOAT32 else 0], q_lanes, q_rows, rows, depth)
+    if soft_cap > 0:
+        _soft_cap(scores, BLOCK_TOKENS * rows, soft_cap)
+    last = first + BLOCK_TOKENS
+    if first < kv_range[0] or last > kv_range[1] or last - 1 > lowest or first <= highest - shape.window:
+        _mask(scores, rows, used, position, first, kv_range, shape.window)
+    _online_softmax(scores, rows, top, total, rescale)
+    for m in range(used):
+        if rescale[m] != np.float32(1.0):
+            for d in range(width):
+                acc[m * width + d] *= rescale[m]
+    if stage_v:
+        _stage(staged_v, row_space[3], v_cache, row_space[1], shape.head_dim_v, width, kind)
+    values = staged_v if stage_v else as_float32(v_cache, staged_v)
+    _outputs(acc, scores, lane, values, row_space[3 if stage_v else 1], used, rows, width)
+
+
+@njit(cache=True, fastmath={"contract", "nsz"})
+def run_task(task, shape, q, caches, plan, options, outputs, workspace):
+    """One work item for one KV head: its partial states, or the output of queries that have no other item."""
+    block_table, items, queries, slots, positions = plan
+    logit_scale, v_scale, soft_cap, sinks = options
+    out, out_lse, partial, partial_lse = outputs
+    item, head = task // shape.num_kv_heads, task % shape.num_kv_heads
+    begin, end = items[item, QUERY_START], items[item, QUERY_END]
+    group = shape.num_qo_heads // shape.num_kv_heads
+    tokens = queries[begin:end]
+    rows = (len(tokens) * group + LANES - 1) // LANES * LANES
+    width = (shape.head_dim_v + LANES - 1) // LANES * LANES
+    arrays = _carve(workspace[0], workspace[1], shape, rows, width)
+    q_lanes, (acc, top, total, _), position = arrays[0], arrays[2], arrays[4][2]
+    used = _load_queries(q, shape, logit_scale[head], head, tokens, rows, q_lanes, positions, position)
+    top[:] = _NOTHING
+    total[:] = np.float32(0.0)
+    acc[:] = np.float32(0.0)
+    kv_range = (np.int64(items[item, KV_START]), np.int64(items[item, KV_END]))
+    lowest, highest = position[:used].min(), position[:used].max()
+    work = (block_table[items[item, KV_ROW]], kv_range, head, used, rows, width, lowest, highest)
+    first = kv_range[0] // BLOCK_TOKENS * BLOCK_TOKENS if shape.aligned_blocks else kv_range[0]
+    while first < kv_range[1]:
+        _block(first, work, shape, caches, arrays, soft_cap)
+        first += BLOCK_TOKENS
+    for m in range(used):
+        query_head = head * group + m % group
+        lse = top[m] * _LN_2 + np.float32(np.log(total[m]))
+        slot = slots[begin + m // group]
+        if slot == DIRECT:
+            state = (acc, m * width, total[m], lse, v_scale[head])
+            _write(tokens[m // group], query_head, shape, state, (out, out_lse), sinks)
+        else:
+            for d in range(shape.head_dim_v):
+                partial[slot, query_head, d] = acc[m * width + d] / total[m]
+            partial_lse[slot, query_head] = lse
+
+
+@njit(cache=True)
+def run_merge(i, head, shape, merge, outputs, options, acc):
+    """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3)."""
+    merge_queries, merge_indptr = merge
+    out, out_lse, partial, partial_lse = outputs
+    _logit_scale, v_scale, _soft_cap, sinks = options
+    top = _NOTHING
+    for slot in range(merge_indptr[i], merge_indptr[i + 1]):
+        top = max(top, partial_lse[slot, head])
+    total = np.float32(0.0)
+    acc[: shape.head_dim_v] = np.float32(0.0)
+    for slot in range(merge_indptr[i], merge_indptr[i + 1]):
+        weight = exp2((partial_lse[slot, head] - top) * _LOG2_E)
+        total += weight
+        for d in range(shape.head_dim_v):
+            acc[d] += weight * partial[slot, head, d]
+    group = shape.num_qo_heads // shape.num_kv_heads
+    state = (acc, 0, total, top + np.float32(np.log(total)), v_scale[head // group])
+    _write(merge_queries[i], head, shape, state, (out, out_lse), sinks)

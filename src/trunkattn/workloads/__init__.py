@@ -1,0 +1,19 @@
+"""Batches to plan and to measure: prefix trees, random forests, recorded traffic. NumPy only."""
+
+from trunkattn.workloads.batch import PagedBatch
+from trunkattn.workloads.forests import random_forest
+from trunkattn.workloads.traces import HASH_BLOCK_TOKENS, TraceRequest, decode_batches, read_trace
+from trunkattn.workloads.trees import PAT_TREES, PrefixTree, parse_tree, tree_batch
+
+__all__ = [
+    "HASH_BLOCK_TOKENS",
+    "PAT_TREES",
+    "PagedBatch",
+    "PrefixTree",
+    "TraceRequest",
+    "decode_batches",
+    "parse_tree",
+    "random_forest",
+    "read_trace",
+    "tree_batch",
+]

@@ -1,0 +1,11 @@
+"""Hypothesis profiles: `ci` repeats the same examples in every run, `fuzz` looks for new ones (`make fuzz`)."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci", deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "fuzz", deadline=None, max_examples=100_000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci")
