@@ -64,6 +64,10 @@ class BatchAttention:
     def __init__(
         self, config: AttentionConfig, device: torch.device | str = "cuda", capacity: Capacity | None = None
     ) -> None:
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config is a {type(config).__name__}: expected an AttentionConfig")
+        if capacity is not None and not isinstance(capacity, Capacity):
+            raise TypeError(f"capacity is a {type(capacity).__name__}: expected a Capacity or None")
         reasons = config.supports(device)
         if reasons:
             raise ValueError("; ".join(reasons))
@@ -98,7 +102,8 @@ class BatchAttention:
             seq_lens: [num_requests] int32, KV length including this step's query tokens.
             query_start_loc: [num_requests + 1] int32; None: one query token each. Rows of query length 0 are padding.
             sliding_window: tokens a query sees, itself included; None: all.
-            num_pages: pages in the cache, to check page ids against; None: the capacity's, else only `run` checks.
+            num_pages: pages in the cache, to check page ids against; None: the capacity's; without either only `run`
+                checks.
             changed_rows: int32 rows whose earlier pages may differ from the last plan; None: compare all rows.
 
         Raises:
@@ -106,7 +111,7 @@ class BatchAttention:
         """
         inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages, changed_rows)
         (table, lens, starts), rows, last_page = check_step(inputs, self.config.page_size, self.capacity)
-        window = UNLIMITED if sliding_window is None else sliding_window
+        window = UNLIMITED if sliding_window is None else min(sliding_window, UNLIMITED)
         planned = self._planner.plan(Batch(table, lens, starts, window), rows)
         config = self.config
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size)
@@ -159,6 +164,8 @@ class BatchAttention:
             ValueError, TypeError: naming the argument, the value and what was expected; nothing is computed then.
         """
         config = self.config
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}: expected a Plan")
         if plan.owner is not self:
             raise ValueError("plan belongs to another BatchAttention: expected a plan made by this one")
         scales = check_run(
@@ -194,5 +201,5 @@ class BatchAttention:
         scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
         base = 1.0 if config.logits_soft_cap else math.log2(math.e)  # a soft cap changes the base itself
         logit_scale = (q_scale * k_scale * np.float32(scale * base)).astype(np.float32)
-        extra = np.empty(0, np.float32) if sinks is None else sinks.to(torch.float32).contiguous().numpy()
+        extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
         return cpu.Options(logit_scale, v_scale, np.float32(config.logits_soft_cap or 0.0), extra)

@@ -58,12 +58,17 @@ class AttentionConfig:
             )
         if self.dtype not in _COMPUTE_DTYPES:
             raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(map(str, _COMPUTE_DTYPES))}")
-        if self.kv_dtype is not None and self.kv_dtype not in KV_KINDS:
+        if self.kv_dtype is not None and self.kv_dtype not in tuple(KV_KINDS):
             raise ValueError(f"kv_dtype={self.kv_dtype}: expected None or one of {', '.join(map(str, KV_KINDS))}")
         for name in ("sm_scale", "logits_soft_cap"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, float)):
+                raise TypeError(f"{name}={value!r}: expected None or a number")
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value}: expected None or a finite number above 0")
+        for name in ("causal", "sinks", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: expected a bool")
         if not self.causal:
             raise ValueError("causal=False: expected True, query tokens are the last tokens of their sequence")
         if self.policy not in POLICIES:
@@ -80,6 +85,13 @@ class AttentionConfig:
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     def supports(self, device: torch.device | str) -> list[str]:
-        """Reasons why this configuration cannot run on `device`; empty if it can."""
-        kind = torch.device(device).type
+        """Reasons why this configuration cannot run on `device`; empty if it can.
+
+        Raises:
+            ValueError: if `device` is no device.
+        """
+        try:
+            kind = torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r}: expected a torch.device or the name of one") from error
         return [] if kind == "cpu" else [f"device {kind}: expected cpu, the only device with kernels in this release"]

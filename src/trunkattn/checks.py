@@ -1,5 +1,6 @@
 """Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,11 +60,12 @@ def check_step(
         raise ValueError(
             f"changed_rows holds {rows.min()} to {rows.max()}: expected rows of block_table, 0 to {num_requests - 1}"
         )
-    num_pages = inputs.num_pages if capacity is None else capacity.num_pages
+    limit = int(np.iinfo(np.int32).max)
     if inputs.num_pages is not None:
         integer("num_pages", inputs.num_pages, at_least=1)
-    limit = np.iinfo(np.int32).max if num_pages is None else num_pages
+        limit = inputs.num_pages
     if capacity is not None:
+        limit = min(limit, capacity.num_pages)
         _within(capacity, num_requests, int(starts[-1]) if num_requests else 0, max_pages)
     arrays = (table, lens, starts)
     problem, row, column, last_page = _first_problem(table, lens, starts, page_size, limit)
@@ -141,8 +143,6 @@ def check_run(
     """Checks the arguments of `run`; returns the three scales as [num_kv_heads] float32."""
     q, k_cache, v_cache, out = tensors
     _tensor("q", q, (num_query_tokens, config.num_qo_heads, config.head_dim), config.dtype)
-    if q.requires_grad:
-        raise ValueError("q requires grad: expected an inference call (detach it; this attention has no backward)")
     _tensor("k_cache", k_cache, (None, config.page_size, config.num_kv_heads, config.head_dim), config.cache_dtype)
     _tensor(
         "v_cache",
@@ -155,6 +155,8 @@ def check_run(
             raise ValueError(f"{name} has strides {cache.stride()}: expected a contiguous last dimension")
     if out is not None:
         _tensor("out", out, (num_query_tokens, config.num_qo_heads, config.value_dim), config.dtype)
+        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+            raise ValueError(f"out has strides {out.stride()}: expected a place in memory for every element")
     if (sinks is not None) != config.sinks:
         raise ValueError(
             f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}"
@@ -175,6 +177,8 @@ def _tensor(name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating dtype")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad: expected an inference call (this attention has no backward)")
     fits = tensor.dim() == len(shape) and all(
         want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
     )
@@ -189,9 +193,12 @@ def _scale(name: str, value: Any, num_kv_heads: int) -> NDArray[np.float32]:
     if isinstance(value, torch.Tensor):
         if value.numel() not in (1, num_kv_heads):
             raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
+        _tensor(name, value, tuple(value.shape), None)
         array = value.detach().to(torch.float32).reshape(-1).numpy()
-    else:
+    elif isinstance(value, Real):
         array = np.array([value], np.float32)
+    else:
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
     if not np.isfinite(array).all():
         raise ValueError(f"{name}={value}: expected finite numbers")
     return np.broadcast_to(array, num_kv_heads).astype(np.float32)

@@ -24,7 +24,7 @@ DIRECT: Final = -1  # slot of a query whose KV is in one piece: its item writes 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Upper bounds of a step; fixed-capacity plans raise ValueError beyond them."""
+    """Upper bounds of a step, each at least 1; fixed-capacity plans raise ValueError beyond them."""
 
     max_requests: int
     max_query_tokens: int
@@ -34,8 +34,10 @@ class Capacity:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name}={value!r}: expected an int of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{field.name}={value!r}: expected an int")
+            if value < 1:
+                raise ValueError(f"{field.name}={value}: expected at least 1")
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,7 @@ def paged_attention(
         tokens = torch.arange(length)
         pages, offsets = block_table[request].cpu().long()[tokens // page_size], tokens % page_size
         keys, values = k_cache[pages, offsets].double(), v_cache[pages, offsets].double()
-        positions = length - (end - begin) + torch.arange(end - begin)
-        hidden = tokens[None, :] > positions[:, None]
-        if sliding_window is not None:
-            hidden |= tokens[None, :] <= positions[:, None] - sliding_window
+        hidden = _hidden(length, end - begin, sliding_window)
         for head in range(q.shape[1]):
             logits = q[begin:end, head].double() @ keys[:, head // group_size].T * scale
             if logits_soft_cap is not None:
@@ -66,3 +63,13 @@ def paged_attention(
                 norm = torch.logaddexp(norm, sinks[head].double())
             out[begin:end, head] = torch.exp(logits - norm[:, None]) @ values[:, head // group_size]
     return out, lse
+
+
+def _hidden(length: int, num_queries: int, sliding_window: int | None) -> torch.Tensor:
+    """[num_queries, length] tokens that the last `num_queries` tokens of a sequence do not see."""
+    tokens = torch.arange(length)
+    positions = tokens[length - num_queries :, None]
+    hidden = tokens[None, :] > positions
+    if sliding_window is not None:
+        hidden |= tokens[None, :] <= positions - sliding_window
+    return hidden

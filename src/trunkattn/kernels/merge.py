@@ -12,8 +12,18 @@ def merge_states(
     the identity: merging two empty states gives (0, -inf). Returns out in out_a's dtype and lse in lse_a's.
 
     Raises:
-        ValueError: if the shapes do not match.
+        ValueError, TypeError: naming the argument, if shapes or devices do not match or a dtype is another.
     """
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        if not tensor.is_floating_point() or (name.startswith("lse") and tensor.itemsize < 4):
+            expected = "torch.float32 or torch.float64" if name.startswith("lse") else "a floating dtype"
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {out_a.device}, like out_a")
+    if out_a.dim() == 0:
+        raise ValueError("out_a has shape (): expected (..., head_dim_v)")
     if out_a.shape != out_b.shape:
         raise ValueError(f"out_b has shape {tuple(out_b.shape)}: expected out_a's, {tuple(out_a.shape)}")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
@@ -26,4 +36,4 @@ def merge_states(
     zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
     part_a = torch.where(weight_a > 0, weight_a * out_a, zero)
     part_b = torch.where(weight_b > 0, weight_b * out_b, zero)
-    return (part_a + part_b).to(out_a.dtype), lse
+    return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)

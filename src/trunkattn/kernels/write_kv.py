@@ -1,6 +1,10 @@
 """New keys and values into the paged cache (PagedAttention, lecture §3.3)."""
 
 import torch
+from numba import njit
+
+from trunkattn.kernels.cpu import flat
+from trunkattn.kernels.cpu_math import KV_KINDS
 
 
 def write_kv(
@@ -9,27 +13,77 @@ def write_kv(
     """Stores token i's key and value in slot `slot_mapping[i]` = page * page_size + offset; slot -1 is skipped.
 
     k [num_tokens, num_kv_heads, head_dim], v [num_tokens, num_kv_heads, head_dim_v], caches [num_pages, page_size,
-    num_kv_heads, ...] of any strides, slot_mapping [num_tokens] int64. Values are cast to the cache's dtype.
+    num_kv_heads, ...] of any strides with a contiguous last dimension, slot_mapping [num_tokens] int64. Values are cast
+    to the cache's dtype. Everything on a CPU.
 
     Raises:
-        ValueError: if a shape does not match, or on a CPU a slot lies outside the cache; nothing is written then.
-        TypeError: if slot_mapping is not int64.
+        ValueError: if a shape, stride or device does not fit or a slot lies outside the cache; nothing is written then.
+        TypeError: if slot_mapping is not int64, a cache has no known dtype, or an argument is no tensor.
     """
+    named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
     if slot_mapping.dtype != torch.int64:
         raise TypeError(f"slot_mapping has dtype {slot_mapping.dtype}: expected torch.int64")
+    if slot_mapping.dim() != 1:
+        raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}: expected (num_tokens)")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        expected = (len(slot_mapping), *cache.shape[2:])
-        if tuple(new.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
+        _check(name, new, cache, len(slot_mapping))
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        raise ValueError(
+            f"v_cache has shape {tuple(v_cache.shape)}: expected the pages of k_cache, {tuple(k_cache.shape)}"
+        )
+    if slot_mapping.device.type != "cpu":
+        raise ValueError(f"slot_mapping is on {slot_mapping.device}: expected cpu")
+    slots = slot_mapping.contiguous().numpy()
     num_slots = k_cache.shape[0] * k_cache.shape[1]
-    if slot_mapping.device.type == "cpu" and len(slot_mapping):
-        low, high = int(slot_mapping.min()), int(slot_mapping.max())
-        if low < -1 or high >= num_slots:
-            raise ValueError(f"slot_mapping holds {low if low < -1 else high}: expected -1 to {num_slots - 1}")
-        if low == -1:
-            kept = slot_mapping >= 0
-            k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    pages = slot_mapping.div(k_cache.shape[1], rounding_mode="floor")
-    offsets = slot_mapping - pages * k_cache.shape[1]
-    k_cache[pages, offsets] = k.to(k_cache.dtype)
-    v_cache[pages, offsets] = v.to(v_cache.dtype)
+    bad = _first_outside(slots, num_slots)
+    if bad >= 0:
+        raise ValueError(f"slot_mapping[{bad}]={slots[bad]}: expected -1 to {num_slots - 1}")
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        bits = KV_KINDS[cache.dtype][1]
+        target, strides = flat(cache, bits)
+        source = new.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
+        _scatter(target, tuple(strides), source, slots, cache.shape[1], cache.shape[2])
+
+
+def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -> None:
+    if cache.dim() != 4 or (cache.shape[3] > 1 and cache.stride(3) != 1):
+        shape, strides = tuple(cache.shape), cache.stride()
+        raise ValueError(
+            f"{name}_cache has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous"
+        )
+    if cache.dtype not in KV_KINDS:
+        raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
+    expected = (num_tokens, *cache.shape[2:])
+    if tuple(new.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
+    for part, tensor in ((name, new), (f"{name}_cache", cache)):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{part} is on {tensor.device}: expected cpu")
+
+
+@njit(cache=True)
+def _first_outside(slots, num_slots):
+    for i in range(len(slots)):
+        if slots[i] < -1 or slots[i] >= num_slots:
+            return i
+    return -1
+
+
+@njit(cache=True)
+def _scatter(target, strides, source, slots, page_size, num_heads):
+    """One thread: a step writes a few hundred kilobytes, less than waking a second thread costs."""
+    page_stride, token_stride, head_stride = strides
+    if len(slots) == 0:
+        return
+    width = len(source) // (len(slots) * num_heads)
+    for i in range(len(slots)):
+        if slots[i] < 0:
+            continue
+        at = slots[i] // page_size * page_stride + slots[i] % page_size * token_stride
+        for head in range(num_heads):
+            to, source_at = at + head * head_stride, (i * num_heads + head) * width
+            for d in range(width):
+                target[to + d] = source[source_at + d]

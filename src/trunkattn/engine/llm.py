@@ -1,0 +1,255 @@
+"""`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from trunkattn.attention import AttentionConfig
+from trunkattn.cache.kv_cache import KVCache
+from trunkattn.cache.manager import CacheManager
+from trunkattn.engine.config import DEFAULT_CACHE_BYTES, EngineConfig, SamplingParams
+from trunkattn.engine.engine import Engine, ModelLimits
+from trunkattn.engine.model import ModelInfo, eos_token_ids, inspect_model, load_model, load_tokenizer
+from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.runner import ModelRunner
+from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.stats import EngineStats
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A checked request of one `generate` or `stream` call."""
+
+    prompt: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class LLM:
+    """A local language model that answers many prompts at once, reading each shared prefix once per step.
+
+    Args:
+        model: a local Hugging Face folder (config.json and safetensors) or a GGUF file.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        TypeError, ValueError: an unknown or bad option, a file that is missing, truncated or foreign, a model that
+            needs what is not supported. Weights are loaded only when everything else has been checked.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        known = [option.name for option in fields(EngineConfig)]
+        for name, value in options.items():
+            if name not in known:
+                raise TypeError(f"{name}={value!r}: no such option; expected {', '.join(known)}")
+        self.config = EngineConfig(**options)
+        info = inspect_model(model, self.config.dtype_name, self.config.device)
+        attention = _attention_config(info, self.config)
+        num_pages, max_model_len = _size_cache(info, self.config)
+        self.tokenizer = load_tokenizer(info)
+        self.model = load_model(info)
+        layer = info.geometry.layer
+        kv_cache = KVCache(
+            num_layers=info.geometry.num_layers,
+            num_pages=num_pages,
+            page_size=self.config.page_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=info.dtype,
+            device=info.device,
+        )
+        scheduler = Scheduler(
+            CacheManager(num_pages, self.config.page_size, self.config.enable_prefix_caching),
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+        )
+        runner = ModelRunner(
+            self.model, attention, info.geometry.windows, kv_cache, info.device, scheduler.max_num_seqs, max_model_len
+        )
+        eos = eos_token_ids(self.model.generation_config, self.tokenizer)
+        self.engine = Engine(runner, scheduler, ModelLimits(info.vocab_size, max_model_len, eos), self.tokenizer)
+        self._inbox: dict[str, RequestOutput] = {}  # newest output of each request, until its call fetches it
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer prompts.
+
+        Args:
+            prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with "prompt" or
+                "prompt_token_ids".
+            sampling_params: for all prompts, or one for each; None: `SamplingParams()`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            TypeError, ValueError: naming the prompt or parameter; then no prompt of this call has been started.
+        """
+        prepared = self._prepare(prompts, sampling_params)
+        results: dict[int, RequestOutput] = {}
+        progress = logging.tqdm(total=len(prepared), desc="Requests", disable=not use_tqdm)
+        with progress, closing(self._run(prepared)) as run:
+            for position, output in run:
+                if output.finished:
+                    results[position] = output
+                    progress.update()
+        return [results[position] for position in range(len(prepared))]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; the tokenizer's chat template makes the prompts. See `generate`."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("messages: the model has no chat template; use generate")
+        if not messages:
+            raise ValueError(f"messages={messages!r}: expected a conversation of at least one message")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Answer prompts, yielding (position of the prompt, its output so far) whenever one got a token.
+
+        Arguments are checked at once; computation starts with the first item. Closing the iterator aborts what is
+        unfinished. Several iterators, and `generate`, may be used in turn: they share the engine's steps.
+        """
+        return self._run(self._prepare(prompts, sampling_params))
+
+    def _run(self, prepared: Sequence[_Prepared]) -> Generator[tuple[int, RequestOutput], None, None]:
+        positions = {
+            self.engine.add_request(request.token_ids, request.params, request.prompt): position
+            for position, request in enumerate(prepared)
+        }
+        try:
+            while positions:
+                ready = [request_id for request_id in positions if request_id in self._inbox]
+                if not ready:
+                    self._inbox.update((output.request_id, output) for output in self.engine.step())
+                for request_id in ready:
+                    output = self._inbox.pop(request_id)
+                    position = positions[request_id]
+                    if output.finished:
+                        del positions[request_id]
+                    yield position, output
+        finally:
+            for request_id in positions:
+                self.engine.abort_request(request_id)
+                self._inbox.pop(request_id, None)
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[_Prepared]:
+        """Every prompt tokenised and checked, so that a bad one stops the call before any is started."""
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise TypeError(f"prompts={prompts!r}: expected one prompt or a list of prompts")
+        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        each: Sequence[Any] = [prompts] if single else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(each)
+        elif isinstance(sampling_params, Sequence):
+            params = list(sampling_params)
+        else:
+            raise TypeError(f"sampling_params={sampling_params!r}: expected SamplingParams or a list of them")
+        if len(params) != len(each):
+            raise ValueError(f"sampling_params has {len(params)} items: expected one for each of {len(each)} prompts")
+        prepared = []
+        for position, (prompt, one) in enumerate(zip(each, params, strict=True)):
+            name = f"prompts[{position}]"
+            text, token_ids = self._tokenize(prompt, name)
+            self.engine.check_request(token_ids, one, name)
+            prepared.append(_Prepared(text, token_ids, one))
+        return prepared
+
+    def _tokenize(self, prompt: object, name: str) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
+                raise ValueError(f"{name} has the keys {sorted(prompt)}: expected prompt or prompt_token_ids")
+            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{name}={prompt!r}: expected token ids, because the model folder has no tokenizer")
+            if not prompt:
+                raise ValueError(f"{name}={prompt!r}: expected a prompt that is not empty")
+            return prompt, self.tokenizer(prompt)["input_ids"]
+        if not isinstance(prompt, Sequence):
+            raise TypeError(f"{name}={prompt!r}: expected a string, token ids, or a mapping with one of them")
+        return None, list(prompt)
+
+
+def _attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
+    """The attention of every layer; raises ValueError for an unknown policy or a geometry without a kernel."""
+    layer = info.geometry.layer
+    attention = AttentionConfig(
+        num_qo_heads=layer.num_qo_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        page_size=config.page_size,
+        dtype=info.dtype,
+        sm_scale=layer.sm_scale,
+        logits_soft_cap=layer.logits_soft_cap,
+        sinks=layer.sinks,
+        policy=config.policy,
+    )
+    reasons = attention.supports(info.device)
+    if reasons:
+        raise ValueError(f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}")
+    return attention
+
+
+def _size_cache(info: ModelInfo, config: EngineConfig) -> tuple[int, int]:
+    """Pages of the KV cache, and most tokens of a sequence within the model's limit and the cache's."""
+    limit = info.max_model_len
+    if config.max_model_len is not None:
+        if config.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len={config.max_model_len}: expected at most the model's limit, {limit} tokens"
+            )
+        limit = config.max_model_len
+    layer = info.geometry.layer
+    page_bytes = KVCache.bytes_per_page(
+        info.geometry.num_layers, config.page_size, layer.num_kv_heads, layer.head_dim, info.dtype
+    )
+    num_pages = config.num_pages
+    if num_pages is None:
+        useful = config.max_num_seqs * -(-limit // config.page_size)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget = min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, memory // 2)
+        num_pages = min(budget // page_bytes, useful)
+    capacity = num_pages * config.page_size
+    if capacity < (config.max_model_len or 2):
+        raise ValueError(
+            f"the KV cache of {num_pages} pages holds {capacity} tokens: expected at least "
+            f"{config.max_model_len or 2} for one sequence; {page_bytes} bytes hold {config.page_size} tokens"
+        )
+    return num_pages, min(limit, capacity)

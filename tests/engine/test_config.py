@@ -1,0 +1,93 @@
+"""Options and sampling parameters: every bad one is named with its value and what was expected."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn.engine import EngineConfig, SamplingParams
+
+BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
+    ({"n": 0}, ValueError),
+    ({"n": 1.5}, TypeError),
+    ({"n": True}, TypeError),
+    ({"temperature": math.nan}, ValueError),
+    ({"temperature": math.inf}, ValueError),
+    ({"temperature": -0.1}, ValueError),
+    ({"temperature": "hot"}, TypeError),
+    ({"top_p": 1.0001}, ValueError),
+    ({"top_p": 0.0}, ValueError),
+    ({"top_p": math.nan}, ValueError),
+    ({"top_p": None}, TypeError),
+    ({"top_k": -2}, ValueError),
+    ({"top_k": 1.0}, TypeError),
+    ({"seed": -1}, ValueError),
+    ({"seed": "x"}, TypeError),
+    ({"stop": ""}, ValueError),
+    ({"stop": ["a", ""]}, ValueError),
+    ({"stop": ["a", 3]}, TypeError),
+    ({"stop": 3}, TypeError),
+    ({"stop_token_ids": [-1]}, ValueError),
+    ({"stop_token_ids": "12"}, TypeError),
+    ({"stop_token_ids": 12}, TypeError),
+    ({"max_tokens": 0}, ValueError),
+    ({"max_tokens": 2.5}, TypeError),
+    ({"ignore_eos": 1}, TypeError),
+    ({"logprobs": -1}, ValueError),
+    ({"logprobs": True}, TypeError),
+]
+BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
+    ({"page_size": 0}, ValueError),
+    ({"page_size": "16"}, TypeError),
+    ({"num_pages": 0}, ValueError),
+    ({"kv_cache_bytes": -5}, ValueError),
+    ({"num_pages": 4, "kv_cache_bytes": 4}, ValueError),
+    ({"max_num_seqs": 0}, ValueError),
+    ({"max_num_batched_tokens": 0}, ValueError),
+    ({"max_model_len": 1}, ValueError),
+    ({"enable_prefix_caching": 1}, TypeError),
+    ({"policy": 7}, TypeError),
+    ({"dtype": "int8"}, ValueError),
+    ({"dtype": torch.int64}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("bad", "error"), BAD_PARAMS, ids=str)
+def test_a_bad_sampling_parameter_is_named_with_its_value(bad: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        SamplingParams(**bad)
+    (name,) = bad
+    assert str(caught.value).startswith(name) and "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize(("bad", "error"), BAD_OPTIONS, ids=str)
+def test_a_bad_option_is_named_with_its_value(bad: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        EngineConfig(**bad)
+    assert all(f"{name}={value!r}" in str(caught.value) for name, value in bad.items())
+    assert "expected" in str(caught.value)
+
+
+def test_stops_are_normalised() -> None:
+    assert SamplingParams(stop="a").stop_strings == ("a",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams(stop_token_ids=iter([3, 4])).stop_ids == (3, 4)
+    assert SamplingParams().stop_strings == SamplingParams().stop_ids == ()
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    options: dict[str, Any] = {"n": np.int64(2), "temperature": np.float32(0.5), "top_k": np.int32(3)}
+    params = SamplingParams(**options)
+    assert (params.n, params.top_k) == (2, 3)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-4, False), (1, False)])
+def test_a_vanishing_temperature_is_greedy(temperature: float, greedy: bool) -> None:
+    assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_dtype_by_name_or_by_torch(dtype: object) -> None:
+    assert EngineConfig(dtype=dtype).dtype_name == "bfloat16"

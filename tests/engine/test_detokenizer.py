@@ -1,0 +1,97 @@
+"""Incremental text: whole characters, as decoding at once gives them, and stop strings wherever tokens break them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkattn.engine.detokenizer import Detokenizer
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; token 256 is special."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
+
+
+BYTES = ByteTokenizer()
+TEXTS = st.text(alphabet="aé日🙂 b", max_size=12)
+
+
+def feed(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[list[str], str | None]:
+    """The text after each token, up to the first stop string, and that string."""
+    texts = []
+    for token_id in token_ids:
+        stop = detokenizer.append(token_id)
+        texts.append(detokenizer.text)
+        if stop is not None:
+            return texts, stop
+    detokenizer.flush()
+    return [*texts, detokenizer.text], None
+
+
+@given(prompt=TEXTS, answer=TEXTS)
+def test_text_is_that_of_decoding_at_once(prompt: str, answer: str) -> None:
+    texts, _ = feed(Detokenizer(BYTES, BYTES.encode(prompt)), BYTES.encode(answer))
+    assert texts[-1] == answer
+    assert all(answer.startswith(text) for text in texts), "a text once shown never changes"
+
+
+@given(prompt=TEXTS, answer=TEXTS, stop=st.lists(st.text(alphabet="aé日 b", min_size=1, max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_string(prompt: str, answer: str, stop: list[str]) -> None:
+    detokenizer = Detokenizer(BYTES, BYTES.encode(prompt), stop)
+    texts, found = feed(detokenizer, BYTES.encode(answer))
+    # The first stop string to be complete ends the answer, where tokens are no longer than characters.
+    ends = [answer.find(string) + len(string) for string in stop if string in answer]
+    if not ends:
+        assert found is None and texts[-1] == answer
+    else:
+        assert found is not None and texts[-1] == answer[: min(ends)][: answer[: min(ends)].find(found)]
+    assert all(texts[-1].startswith(text) for text in texts), "what might become a stop string is never shown"
+
+
+def test_a_stop_string_across_tokens_is_held_back() -> None:
+    detokenizer = Detokenizer(BYTES, [], ["END"])
+    shown = []
+    for token_id in BYTES.encode("xEN ENDy"):
+        if detokenizer.append(token_id):
+            break
+        shown.append(detokenizer.text)
+    assert shown == ["", "", "x", "xE", "xEN", "xEN "] and detokenizer.text == "xEN "
+
+
+def test_part_of_a_character_is_shown_only_at_the_end() -> None:
+    detokenizer = Detokenizer(BYTES, [])
+    for token_id in BYTES.encode("a🙂")[:-1]:
+        detokenizer.append(token_id)
+        assert detokenizer.text == "a"
+    detokenizer.flush()
+    assert detokenizer.text == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_special_tokens_are_no_text() -> None:
+    texts, _ = feed(Detokenizer(BYTES, [256, 65]), [66, 256, 67])
+    assert texts == ["B", "B", "BC", "BC"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Hello, wörld! 日本語 🙂🇩🇪 ok", " leading", "tabs\t\n\nlines ", "a  b   c", "👩‍👩‍👧‍👦 family"]
+)
+def test_smollm2_tokens_that_split_characters(smollm2_tokenizer: Any, text: str) -> None:
+    token_ids = smollm2_tokenizer(text)["input_ids"]
+    texts, _ = feed(Detokenizer(smollm2_tokenizer, smollm2_tokenizer("The prompt.")["input_ids"]), token_ids)
+    assert texts[-1] == text
+    assert all(text.startswith(shown) for shown in texts)
+
+
+@given(data=st.data())
+def test_smollm2_random_tokens(smollm2_tokenizer: Any, data: st.DataObject) -> None:
+    token_ids = data.draw(st.lists(st.integers(3, 49000), min_size=1, max_size=20))
+    texts, _ = feed(Detokenizer(smollm2_tokenizer, []), token_ids)
+    assert texts[-1] == smollm2_tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,281 @@
+"""The engine around a fake model: steps, stop strings, cancellation, errors, outputs and counters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from trunkattn.cache.manager import CacheManager
+from trunkattn.engine import Engine, ModelLimits, RequestOutput, SamplingParams
+from trunkattn.engine.runner import StepReads
+from trunkattn.engine.scheduler import Batch, Scheduler
+
+VOCAB = 128
+EOS = 0
+
+
+class AsciiTokenizer:
+    """Token ids are character codes; 0 is special."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids)).replace("\0", "" if skip_special_tokens else "<eos>")
+
+
+class FakeRunner:
+    """Answers every prompt with the same text, then end-of-sequence; fails when told to."""
+
+    def __init__(self, answer: str) -> None:
+        self.answer = [*map(ord, answer), EOS]
+        self.last_reads = StepReads(3.0, 5.0)
+        self.fails = False
+
+    def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("out of luck")
+        logits = torch.full((sum(chunk.is_sampled for chunk in batch.chunks), VOCAB), -10.0)
+        sampled = [chunk.request for chunk in batch.chunks if chunk.is_sampled]
+        for row, request in zip(logits, sampled, strict=True):
+            row[self.answer[min(request.num_output_tokens, len(self.answer) - 1)]] = 10.0
+        return logits
+
+
+def make_engine(answer: str = "hello world", num_pages: int = 100, has_tokenizer: bool = True) -> Engine:
+    scheduler = Scheduler(CacheManager(num_pages, 4), max_num_seqs=8, max_num_batched_tokens=32)
+    limits = ModelLimits(VOCAB, max_model_len=num_pages * 4, eos_token_ids=frozenset({EOS}))
+    return Engine(FakeRunner(answer), scheduler, limits, AsciiTokenizer() if has_tokenizer else None)
+
+
+def runner_of(engine: Engine) -> FakeRunner:
+    assert isinstance(engine._runner, FakeRunner)
+    return engine._runner
+
+
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    """Steps until everything is finished; the last output of each request."""
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.request_id not in outputs or not outputs[output.request_id].finished
+            outputs[output.request_id] = output
+    assert engine.usage().pages_held == 0
+    return outputs
+
+
+def answer_of(engine: Engine, **params: Any) -> Any:
+    request_id = engine.add_request([65, 66], SamplingParams(**{"temperature": 0, "max_tokens": 50, **params}))
+    return run(engine)[request_id].outputs[0]
+
+
+def test_an_answer_ends_at_end_of_sequence() -> None:
+    answer = answer_of(make_engine())
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hello world", "stop", None)
+    assert answer.token_ids == [*map(ord, "hello world"), EOS]
+
+
+def test_ignore_eos_goes_on() -> None:
+    answer = answer_of(make_engine("ab"), ignore_eos=True, max_tokens=6)
+    assert answer.token_ids == [97, 98, 0, 0, 0, 0]
+    assert (answer.text, answer.finish_reason) == ("ab", "length")
+
+
+def test_max_tokens() -> None:
+    answer = answer_of(make_engine(), max_tokens=4)
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hell", "length", None)
+
+
+def test_an_answer_ends_at_the_longest_length_of_the_model() -> None:
+    answer = answer_of(make_engine("x" * 50, num_pages=5), max_tokens=None)
+    assert len(answer.token_ids) == 18 and answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "num_tokens", "reason"),
+    [
+        ("lo w", "hel", 7, "lo w"),
+        (["zz", "o"], "hell", 5, "o"),
+        (["world", "wor"], "hello ", 9, "wor"),
+        ("h", "", 1, "h"),
+        ("z", "hello world", 12, None),
+    ],
+)
+def test_stop_strings(stop: str | list[str], text: str, num_tokens: int, reason: str | None) -> None:
+    answer = answer_of(make_engine(), stop=stop)
+    assert (answer.text, len(answer.token_ids), answer.stop_reason) == (text, num_tokens, reason)
+    assert answer.finish_reason == "stop"
+
+
+def test_a_stop_string_completed_by_the_last_token_counts() -> None:
+    answer = answer_of(make_engine(), stop="lo", max_tokens=5)
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hel", "stop", "lo")
+
+
+def test_stop_token_ids_are_no_text() -> None:
+    answer = answer_of(make_engine(), stop_token_ids=[ord("w"), ord("d")])
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hello ", "stop", ord("w"))
+    assert answer.token_ids[-1] == ord("w")
+
+
+def test_text_while_it_grows() -> None:
+    engine = make_engine()
+    engine.add_request([65], SamplingParams(temperature=0, stop="low"), prompt="A")
+    texts = []
+    while engine.has_unfinished:
+        (output,) = engine.step()
+        texts.append(output.outputs[0].text)
+    assert texts[:4] == ["", "", "h", "he"] and texts[-1] == "hello world"
+    assert output.prompt == "A" and output.prompt_token_ids == [65]
+
+
+def test_logprobs() -> None:
+    engine = make_engine("ab")
+    answer = answer_of(engine, logprobs=2)
+    assert answer.logprobs is not None and len(answer.logprobs) == 3
+    first = answer.logprobs[0]
+    assert next(iter(first)) == 97 and len(first) == 2
+    assert first[97].rank == 1 and first[97].decoded_token == "a" and -1e-3 < first[97].logprob <= 0
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True))
+    )
+    silent = answer_of(engine)
+    assert silent.logprobs is None and silent.cumulative_logprob is None
+
+
+def test_a_sampled_token_outside_the_top_is_reported_too() -> None:
+    answer = answer_of(make_engine("a"), temperature=1e4, logprobs=1, ignore_eos=True, max_tokens=40, seed=1)
+    assert answer.logprobs is not None
+    for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True):
+        assert token_id in entry and len(entry) <= 2 and min(item.rank for item in entry.values()) == 1
+    assert any(len(entry) == 2 for entry in answer.logprobs)
+
+
+def test_n_answers_share_the_prompt() -> None:
+    engine = make_engine("abcabcabc")
+    request_id = engine.add_request(list(range(1, 23)), SamplingParams(n=5, temperature=3.0, seed=4, max_tokens=6))
+    output = run(engine)[request_id]
+    assert [answer.index for answer in output.outputs] == [0, 1, 2, 3, 4]
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) > 1
+    assert engine.stats.computed_tokens == 22 + sum(len(answer.token_ids) - 1 for answer in output.outputs)
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_seeds_make_answers_repeatable_whatever_runs_beside(n: int) -> None:
+    params = SamplingParams(n=n, temperature=3.0, seed=4, max_tokens=6, ignore_eos=True)
+    alone = make_engine("abcabcabc")
+    request_id = alone.add_request([3, 4], params)
+    first = run(alone)[request_id]
+    crowded = make_engine("abcabcabc", num_pages=12)
+    for value in range(4):
+        crowded.add_request([value + 1] * 9, SamplingParams(max_tokens=9, n=2, ignore_eos=True))
+    request_id = crowded.add_request([3, 4], params)
+    assert [a.token_ids for a in run(crowded)[request_id].outputs] == [a.token_ids for a in first.outputs]
+    assert n == 1 or len({tuple(a.token_ids) for a in first.outputs}) > 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("n", [1, 4])
+def test_cancellation(steps: int, n: int) -> None:
+    engine = make_engine()
+    gone = engine.add_request([9] * 40, SamplingParams(temperature=0, n=n), request_id="gone")
+    kept = engine.add_request([8] * 3, SamplingParams(temperature=0))
+    for _ in range(steps):
+        engine.step()
+    output = engine.abort_request(gone)
+    assert output is not None and output.finished and {a.finish_reason for a in output.outputs} == {"abort"}
+    assert engine.abort_request(gone) is None
+    assert set(run(engine)) <= {kept} and not engine.has_unfinished
+
+
+def test_an_error_in_a_step_loses_no_page_and_no_request() -> None:
+    engine = make_engine()
+    ids = [engine.add_request([value] * 9, SamplingParams(temperature=0, n=2)) for value in (5, 6)]
+    engine.step()
+    runner_of(engine).fails = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            engine.step()
+        assert engine.usage().pages_held == 0 and engine.has_unfinished
+    runner_of(engine).fails = False
+    outputs = run(engine)
+    assert [answer.text for request_id in ids for answer in outputs[request_id].outputs] == ["hello world"] * 4
+
+
+BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, "prompt has 0 tokens: expected 1 to 39"),
+    ([1] * 40, {}, "prompt has 40 tokens: expected 1 to 39"),
+    ([1, VOCAB], {}, "token id=128: expected an integer from 0 to 127"),
+    ([1, -1], {}, "token id=-1"),
+    ([1, 2.5], {}, "token id=2.5"),
+    ([1, "a"], {}, "token id='a'"),
+    ([1], {"logprobs": 200}, "logprobs=200"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_the_others_go_on(prompt: Any, params: dict[str, Any], message: str) -> None:
+    engine = make_engine(num_pages=10)
+    good = engine.add_request([3, 4], SamplingParams(temperature=0))
+    engine.step()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        engine.add_request(prompt, SamplingParams(**params))
+    assert message in str(caught.value)
+    assert run(engine)[good].outputs[0].text == "hello world"
+
+
+def test_integers_of_other_types_are_token_ids() -> None:
+    engine = make_engine()
+    request_id = engine.add_request(torch.tensor([3, 4]).numpy(), SamplingParams(temperature=0))  # type: ignore[arg-type]
+    output = run(engine)[request_id]
+    assert output.prompt_token_ids == [3, 4] and type(output.prompt_token_ids[0]) is int
+
+
+def test_request_ids_are_unique_while_unfinished() -> None:
+    engine = make_engine()
+    engine.add_request([1], SamplingParams(temperature=0), request_id="a")
+    with pytest.raises(ValueError, match="request_id='a'"):
+        engine.add_request([1], SamplingParams(temperature=0), request_id="a")
+    run(engine)
+    assert engine.add_request([1], SamplingParams(temperature=0), request_id="a") == "a"
+
+
+def test_params_are_sampling_params() -> None:
+    with pytest.raises(TypeError, match=r"sampling_params=\{\}"):
+        make_engine().add_request([1], {})  # type: ignore[arg-type]
+
+
+def test_without_a_tokenizer() -> None:
+    engine = make_engine(has_tokenizer=False)
+    answer = answer_of(engine, logprobs=1)
+    assert answer.text == "" and len(answer.token_ids) == 12
+    assert answer.logprobs is not None and answer.logprobs[0][104].decoded_token is None
+    with pytest.raises(ValueError, match="stop="):
+        engine.add_request([1], SamplingParams(stop="x"))
+
+
+def test_counters_and_times() -> None:
+    engine = make_engine("abcdefgh")
+    first = engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=3))
+    second = engine.add_request([2] * 5, SamplingParams(temperature=0, max_tokens=3))
+    outputs = run(engine)
+    stats = engine.stats
+    assert stats.steps == 4 and stats.generated_tokens == 6
+    assert stats.computed_tokens == 40 + 5 + 4
+    assert (stats.kv_tokens_read, stats.kv_tokens_per_query) == (12.0, 20.0)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.preemptions) == (45, 0, 0)
+    assert stats.peak_usage is not None and stats.peak_usage.pages_held == 13
+    assert stats.generated_tokens_per_second == pytest.approx(6 / stats.busy_seconds)
+    for request_id in (first, second):
+        metrics = outputs[request_id].metrics
+        assert metrics.first_token_time is not None and metrics.finished_time is not None
+        assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+        assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time
+        tpot = outputs[request_id].time_per_output_token
+        assert tpot == pytest.approx((metrics.finished_time - metrics.first_token_time) / 2)
+    engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=3))
+    assert next(iter(run(engine).values())).num_cached_tokens == 36
+    assert engine.stats.prefix_cache_hits == 36
+
+
+def test_an_idle_step_does_nothing() -> None:
+    engine = make_engine()
+    assert engine.step() == [] and engine.stats.steps == 0

@@ -1,0 +1,202 @@
+"""`LLM`: options, prompts of every form, streams, and bad input that stops a call before it starts."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trunkattn.engine import LLM, SamplingParams
+
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Callable[[str], Any]) -> LLM:
+    """A model without a tokenizer: prompts are token ids."""
+    return LLM(tiny_model("llama").path, page_size=4, num_pages=64)
+
+
+def test_prompts_of_every_form(llm: LLM) -> None:
+    (alone,) = llm.generate([1, 2, 3], SHORT)
+    prompts: list[Any] = [[1, 2, 3], (1, 2, 3), {"prompt_token_ids": [1, 2, 3]}]
+    outputs = llm.generate(prompts, SHORT)
+    assert [output.outputs[0].token_ids for output in outputs] == [alone.outputs[0].token_ids] * 3
+    assert llm.generate({"prompt_token_ids": [1, 2, 3]}, SHORT)[0].prompt_token_ids == [1, 2, 3]
+    assert llm.generate([], SHORT) == []
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (3, 1, 2)]
+    outputs = llm.generate([[1], [2], [3]], params, use_tqdm=True)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 1, 2]
+    assert len(llm.generate([5])[0].outputs[0].token_ids) == 16
+
+
+BAD_CALLS: list[tuple[Any, Any, str]] = [
+    ([[1], []], SHORT, "prompts[1] has 0 tokens"),
+    ([[1], [2] * 300], SHORT, "prompts[1] has 300 tokens: expected 1 to 255"),
+    ([[1], [256]], SHORT, "prompts[1]: token id=256: expected an integer from 0 to 255"),
+    ([[1], "text"], SHORT, "prompts[1]='text': expected token ids"),
+    ([[1], 7.5], SHORT, "prompts[1]=7.5"),
+    ([[1], {"text": "a"}], SHORT, "prompts[1] has the keys ['text']"),
+    ([[1], {"prompt": "a", "prompt_token_ids": [1]}], SHORT, "expected prompt or prompt_token_ids"),
+    ([[1], [2]], [SHORT], "sampling_params has 1 items: expected one for each of 2 prompts"),
+    ([[1], [2]], [SHORT, {"n": 1}], "sampling_params={'n': 1}"),
+    (5, SHORT, "prompts=5"),
+    ([[1]], 5, "sampling_params=5"),
+    ([[1]], SamplingParams(stop="x"), "stop=('x',): expected none"),
+    ([[1]], SamplingParams(logprobs=257), "logprobs=257"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "params", "message"), BAD_CALLS)
+def test_a_bad_call_starts_nothing_and_leaves_the_others_alone(
+    llm: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    expected = llm.generate([9, 8, 7], SHORT)[0].outputs[0].token_ids
+    stream = llm.stream([9, 8, 7], SHORT)
+    next(stream)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(prompts, params)
+        assert message in str(caught.value)
+    *_, (_, last) = stream
+    assert last.outputs[0].token_ids == expected
+    assert llm.engine.usage().pages_held == 0 and not llm.engine.has_unfinished
+
+
+def test_chat_needs_a_template(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_stream_yields_every_token(llm: LLM) -> None:
+    lengths: dict[int, list[int]] = {0: [], 1: []}
+    for position, output in llm.stream([[1, 2], [3]], SHORT):
+        lengths[position].append(len(output.outputs[0].token_ids))
+    assert lengths == {0: [1, 2, 3, 4], 1: [1, 2, 3, 4]}
+
+
+def test_calls_in_turn_share_the_engine(llm: LLM) -> None:
+    expected = [llm.generate(prompt, SHORT)[0].outputs[0].token_ids for prompt in ([4, 5], [6, 7], [8])]
+    first, second = llm.stream([4, 5], SHORT), llm.stream([6, 7], SHORT)
+    answers: list[Any] = [next(first), next(second)]
+    third = llm.generate([8], SHORT)[0]
+    for number, stream in enumerate((first, second)):
+        *_, answers[number] = stream
+    assert [answers[0][1].outputs[0].token_ids, answers[1][1].outputs[0].token_ids] == expected[:2]
+    assert third.outputs[0].token_ids == expected[2]
+
+
+def test_a_request_id_used_again_gets_its_own_pages(llm: LLM, tiny_model: Callable[[str], Any]) -> None:
+    known, other = list(range(30, 50)), list(range(100, 140))
+    for prompt in (known, other, [*known, 7]):  # the last one starts on cached pages, in the row of the one before
+        llm.engine.add_request(prompt, SHORT, request_id="same")
+        outputs = []
+        while llm.engine.has_unfinished:
+            outputs = llm.engine.step()
+        assert outputs[0].outputs[0].token_ids == tiny_model("llama").generate(prompt, 4)
+    assert outputs[0].num_cached_tokens == 20
+
+
+def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
+    stream = llm.stream([[1, 2, 3, 4, 5], [6]], SamplingParams(max_tokens=100, n=2))
+    next(stream)
+    assert llm.engine.has_unfinished
+    stream.close()
+    assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
+
+
+def test_an_error_in_a_step_aborts_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1, 2, 3], [4]], SHORT)
+    assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
+    assert len(llm.generate([1, 2, 3], SHORT)[0].outputs[0].token_ids) == 4
+
+
+def test_sampled_answers_are_repeatable_and_in_range(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.5, top_p=0.9, top_k=40, seed=3, max_tokens=8, logprobs=2)
+    (first,) = llm.generate([1, 2, 3, 4, 5], params)
+    again = llm.generate([[7] * 9, [1, 2, 3, 4, 5], [6]], [SamplingParams(n=2), params, SHORT])[1]
+    assert [answer.token_ids for answer in again.outputs] == [answer.token_ids for answer in first.outputs]
+    assert len({tuple(answer.token_ids) for answer in first.outputs}) == 4
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, tiny_model: Callable[[str], Any]) -> None:
+    (output,) = llm.generate([1, 2, 3], SamplingParams(temperature=0.7, seed=1, max_tokens=5, logprobs=3))
+    answer = output.outputs[0]
+    with torch.inference_mode():
+        logits = tiny_model("llama").reference(torch.tensor([[1, 2, 3, *answer.token_ids]])).logits[0]
+    expected = logits.double().log_softmax(dim=-1)[2:-1]
+    assert answer.logprobs is not None and answer.cumulative_logprob is not None
+    for row, entry in zip(expected, answer.logprobs, strict=True):
+        assert {token: item.logprob for token, item in entry.items()} == pytest.approx(
+            {token: row[token].item() for token in entry}, abs=1e-3
+        )
+        assert set(row.topk(3).indices.tolist()) <= entry.keys()
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"gpu_memory": 1}, "gpu_memory=1: no such option; expected page_size, num_pages"),
+    ({"policy": "fastest"}, "policy='fastest'"),
+    ({"device": "abacus"}, "device='abacus'"),
+    ({"device": "meta"}, "device"),
+    ({"max_model_len": 513}, "max_model_len=513: expected at most the model's limit, 512 tokens"),
+    ({"max_model_len": 100, "num_pages": 3}, "holds 48 tokens: expected at least 100"),
+    ({"kv_cache_bytes": 10}, "holds 0 tokens: expected at least 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_a_bad_option_is_refused_before_weights_are_loaded(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    path = tiny_model("llama").path
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        LLM(path, **options)
+    assert message in str(caught.value)
+
+
+def test_sizes_follow_the_options(tiny_model: Callable[[str], Any]) -> None:
+    path = tiny_model("llama").path
+    assert LLM(path, num_pages=10).engine.limits.max_model_len == 160
+    assert LLM(path, max_model_len=33).engine.limits.max_model_len == 33
+    page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, head_dim, tokens, bytes
+    assert LLM(path, kv_cache_bytes=5 * page_bytes + 1).engine.limits.max_model_len == 5 * 16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
+def test_other_dtypes(tiny_model: Callable[[str], Any], dtype: object) -> None:
+    llm = LLM(tiny_model("llama").path, dtype=dtype, num_pages=20)
+    assert llm.model.dtype == getattr(torch, str(dtype).removeprefix("torch."))
+    assert len(llm.generate([1, 2, 3], SHORT)[0].outputs[0].token_ids) == 4
+
+
+def test_bad_models_are_named(tmp_path: Path, tiny_model: Callable[[str], Any]) -> None:
+    with pytest.raises(ValueError, match="no such file or folder"):
+        LLM(tmp_path / "nothing")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny_model("llama").path, damaged)
+    config = (damaged / "config.json").read_text()
+    (damaged / "config.json").write_text(config.replace('"llama"', '"no_such_type"'))
+    with pytest.raises(ValueError, match="transformers cannot read its configuration"):
+        LLM(damaged)
+    (damaged / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(ValueError, match=r"the files lack model\.layers\.2"):
+        LLM(damaged)
+    (damaged / "config.json").write_text(config.replace('"intermediate_size": 128', '"intermediate_size": 64'))
+    with pytest.raises(ValueError, match="weights cannot be loaded"):
+        LLM(damaged)
+    (damaged / "config.json").write_text(config.replace('"llama"', '"mamba2"'))
+    with pytest.raises(ValueError, match="Inconsistent configuration"):
+        LLM(damaged)
+    (damaged / "config.json").write_text(config.replace('"llama"', '"rwkv"'))
+    with pytest.raises(ValueError, match=r"\(rwkv\) is not supported: its attention does not go through"):
+        LLM(damaged)

@@ -1,0 +1,138 @@
+"""What can run is decided from the configuration alone, with the reason, and before any weight is loaded."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from trunkattn.engine.hf_attention import AttentionProbe, trunk_attention
+from trunkattn.engine.model_support import check_supported, max_positions, probe_attention
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def config_of(model_type: str, **options: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(model_type, **options)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mistral",
+        "mixtral",
+        "gemma",
+        "gemma3_text",
+        "gpt2",
+        "olmo2",
+        "phi3",
+        "granite",
+    ],
+)
+def test_plain_decoders_are_supported(model_type: str) -> None:
+    assert check_supported(config_of(model_type)) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "reason"),
+    [
+        ("t5", {}, "encoder-decoder"),
+        ("whisper", {}, "encoder-decoder"),
+        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("mamba2", {}, "linear_attention"),
+        ("qwen3_next", {}, "linear_attention"),
+        ("jamba", {}, "linear_attention"),
+        ("llama4_text", {}, "chunked attention"),
+        ("gemma3n_text", {}, "share KV"),
+        ("gemma3", {}, "multimodal"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("falcon", {}, "does not go through transformers' AttentionInterface"),
+        ("bloom", {}, "does not go through transformers' AttentionInterface"),
+        ("vit", {}, "no causal language model of type 'vit'"),
+        ("gemma4_text", {}, "layers differ"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
+        ("doge", {}, "attention mask of its own"),
+    ],
+)
+def test_a_model_that_needs_what_is_lacking_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:
+    found = check_supported(config_of(model_type, **options))
+    assert any(reason in one for one in found), found
+
+
+def test_no_weight_is_made_or_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+    post_init = PreTrainedModel.post_init
+
+    def spy(model: PreTrainedModel) -> None:
+        devices.update(parameter.device.type for parameter in model.parameters())
+        post_init(model)
+
+    monkeypatch.setattr(PreTrainedModel, "post_init", spy)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
+    assert check_supported(config_of("llama", num_hidden_layers=200, hidden_size=8192)) == []
+    assert devices == {"meta"}
+
+
+def test_the_probe_finds_windows_cap_scale_and_sinks() -> None:
+    gemma, reasons = probe_attention(config_of("gemma2", num_hidden_layers=4))
+    assert gemma is not None and reasons == []
+    assert gemma.windows == (4096, None, 4096, None)
+    assert (gemma.layer.logits_soft_cap, gemma.layer.sm_scale, gemma.layer.sinks) == (50.0, 256**-0.5, False)
+    gpt_oss, _ = probe_attention(config_of("gpt_oss", num_hidden_layers=2, num_local_experts=4))
+    assert gpt_oss is not None and gpt_oss.layer.sinks and gpt_oss.windows == (128, None)
+    mistral, _ = probe_attention(config_of("mistral", num_hidden_layers=2))
+    assert mistral is not None and mistral.windows == (4096, 4096) and mistral.layer.sliding_window is None
+    layer = mistral.layer
+    assert (layer.num_qo_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v) == (32, 8, 128, 128)
+
+
+def test_the_probe_leaves_the_configuration_alone() -> None:
+    config = config_of("llama", **SMALL)
+    before = config.to_dict(), config._attn_implementation
+    probe_attention(config)
+    assert (config.to_dict(), config._attn_implementation) == before
+
+
+def test_longest_sequence() -> None:
+    assert max_positions(LlamaConfig(max_position_embeddings=77)) == 77
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    lengths = {"max_position_embeddings": 500, "original_max_position_embeddings": 50}
+    assert max_positions(config_of("phi3", **lengths, rope_parameters=rope)) == 50
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        max_positions(PretrainedConfig())
+
+
+def attend(**options: Any) -> torch.Tensor:
+    module = torch.nn.Module()
+    vars(module).update(layer_idx=0, is_causal=options.pop("module_is_causal", True))
+    states = torch.zeros(1, 2, 3, 4)
+    mask = options.pop("attention_mask", None)
+    step = options.pop("trunk_step", AttentionProbe())
+    return trunk_attention(module, states, states, states, mask, step, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention mask of its own"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "bidirectional"),
+        ({"module_is_causal": False}, "bidirectional"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"trunk_step": None}, "trunk_step"),
+    ],
+)
+def test_what_the_attention_does_not_know_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        attend(**options)
+
+
+def test_what_changes_nothing_passes() -> None:
+    out = attend(position_ids=torch.zeros(1, 3), use_cache=False, dropout=0.0, is_causal=True, position_bias=None)
+    assert out.shape == (1, 3, 2, 4)

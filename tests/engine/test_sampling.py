@@ -1,0 +1,164 @@
+"""Sampling: greedy, temperature, top-k, top-p, seeds and log-probabilities, against the plain definition row by row."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.sampling import Sampler, SampleSpec, _draw, _probabilities, token_logprobs
+
+VOCAB = 3000  # more than the sampler's first candidates
+
+
+def logits_of(rows: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return scale * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def spec(index: int = 0, position: int = 0, **params: object) -> SampleSpec:
+    return SampleSpec(SamplingParams(**params), index, position)  # type: ignore[arg-type]
+
+
+def expected_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """One row in float64: temperature, then top-k, then the fewest tokens whose mass reaches top_p."""
+    probs = (logits.double() / params.temperature).softmax(dim=0)
+    order = probs.argsort(descending=True)
+    count = params.top_k if 0 < params.top_k < len(probs) else len(probs)
+    kept = probs[order[:count]] / probs[order[:count]].sum()
+    if params.top_p < 1:
+        kept = kept[: int((kept.cumsum(0) < params.top_p).sum()) + 1]
+    result = torch.zeros_like(probs)
+    result[order[: len(kept)]] = kept / kept.sum()
+    return result
+
+
+@settings(max_examples=40)
+@given(
+    temperature=st.floats(0.05, 5.0),
+    top_k=st.sampled_from([-1, 0, 1, 2, 50, 300, VOCAB, 10**6]),
+    top_p=st.sampled_from([0.01, 0.3, 0.9, 0.999, 1.0]),
+    scale=st.sampled_from([0.01, 1.0, 10.0]),
+    seed=st.integers(0, 100),
+)
+def test_probabilities_are_those_of_the_definition(
+    temperature: float, top_k: int, top_p: float, scale: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    others = [SamplingParams(top_p=0.5), SamplingParams(), SamplingParams(top_k=7)]
+    logits = logits_of(4, scale, seed)
+    probs = _probabilities(logits, [others[0], params, *others[1:]])[1].double()
+    expected = expected_probabilities(logits[1], params)
+    # A token at the very edge of top_p may fall on either side: the sums are float32 here and float64 there.
+    assert ((probs > 0) != (expected > 0)).sum() <= 1 + VOCAB * (top_p == 0.999) * 1e-2
+    assert (probs / probs.sum() - expected).abs().max() < 1e-4
+
+
+def test_draws_follow_the_probabilities() -> None:
+    probs = torch.tensor([[0.5, 0.0, 0.25, 0.25, 0.0]])
+    drawn = [
+        _draw(probs, torch.tensor([[u]], dtype=torch.float64)).item() for u in (0.0, 0.4999, 0.5, 0.7, 0.75, 1 - 2**-53)
+    ]
+    assert drawn == [0, 0, 2, 2, 3, 3]
+
+
+def test_unnormalised_probabilities_are_drawn_alike() -> None:
+    probs = torch.rand(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    uniform = torch.rand(6, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    assert _draw(probs, uniform).tolist() == _draw(probs * 0.125, uniform).tolist()
+
+
+def test_frequencies_of_unseeded_samples() -> None:
+    logits = torch.full((4000, 8), -math.inf)
+    logits[:, 2], logits[:, 5] = math.log(0.7), math.log(0.3)
+    counts = Counter(Sampler().sample(logits, [spec()] * 4000))
+    assert counts.keys() == {2, 5}
+    assert abs(counts[2] / 4000 - 0.7) < 6 * math.sqrt(0.7 * 0.3 / 4000)
+
+
+def test_frequencies_of_seeded_samples_over_indices_and_positions() -> None:
+    logits = torch.full((4000, 8), -math.inf)
+    logits[:, 2], logits[:, 5] = math.log(0.7), math.log(0.3)
+    specs = [spec(index=i % 40, position=i // 40, seed=7) for i in range(4000)]
+    counts = Counter(Sampler().sample(logits, specs))
+    assert abs(counts[2] / 4000 - 0.7) < 6 * math.sqrt(0.7 * 0.3 / 4000)
+
+
+def test_greedy_rows_take_the_maximum_whatever_stands_beside_them() -> None:
+    logits = logits_of(5)
+    specs = [spec(temperature=0), spec(), spec(temperature=0, seed=3, top_k=5), spec(seed=1), spec(temperature=1e-7)]
+    for _ in range(3):
+        token_ids = Sampler().sample(logits, specs)
+        assert [token_ids[row] for row in (0, 2, 4)] == [logits[row].argmax().item() for row in (0, 2, 4)]
+
+
+def test_a_seeded_row_does_not_depend_on_its_batch() -> None:
+    logits = logits_of(1).expand(6, -1).clone()
+    alone = Sampler().sample(logits[:1], [spec(index=1, position=4, seed=11, top_p=0.9)])
+    specs = [
+        spec(),
+        spec(seed=12),
+        spec(index=1, position=4, seed=11, top_p=0.9),
+        spec(temperature=0),
+        spec(top_k=2),
+        spec(),
+    ]
+    sampler = Sampler()
+    for _ in range(3):
+        assert sampler.sample(logits, specs)[2] == alone[0]
+
+
+def test_seed_index_and_position_each_change_the_stream() -> None:
+    logits = torch.zeros(1, 10**6)
+    drawn = {
+        Sampler().sample(logits, [spec(index=index, position=position, seed=seed)])[0]
+        for index in range(3)
+        for position in range(3)
+        for seed in (0, 1, 2**63 - 1)
+    }
+    assert len(drawn) == 27
+
+
+def test_unseeded_samplers_differ() -> None:
+    logits = torch.zeros(20, 10**5)
+    assert Sampler().sample(logits, [spec()] * 20) != Sampler().sample(logits, [spec()] * 20)
+
+
+@pytest.mark.parametrize("temperature", [1.1e-5, 1e30])
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_extreme_temperatures_stay_finite(temperature: float, scale: float) -> None:
+    logits = logits_of(3, scale)
+    probs = _probabilities(logits, [SamplingParams(temperature=temperature)] * 3)
+    assert torch.isfinite(probs).all() and (probs.sum(dim=-1) - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_not_changed(dtype: torch.dtype) -> None:
+    logits = logits_of(3).to(dtype)
+    before = logits.clone()
+    specs = [spec(top_p=0.8, logprobs=2), spec(temperature=0), spec(top_k=4, temperature=0.3, logprobs=0)]
+    token_logprobs(logits, specs, Sampler().sample(logits, specs))
+    assert torch.equal(logits, before)
+
+
+def test_logprobs_are_of_the_unmodified_logits() -> None:
+    logits = logits_of(4)
+    specs = [spec(logprobs=3, temperature=0.1), spec(), spec(logprobs=0, top_k=1), spec(logprobs=VOCAB, temperature=0)]
+    token_ids = [17, 5, 6, int(logits[3].argmax())]
+    found = token_logprobs(logits, specs, token_ids)
+    expected = logits.double().log_softmax(dim=-1)
+    order = expected.argsort(dim=-1, descending=True)
+    assert found[1] is None
+    for row, count in ((0, 3), (2, 0), (3, VOCAB)):
+        entry = found[row]
+        assert entry is not None
+        assert entry.token_ids == [token_ids[row], *order[row, :count].tolist()]
+        assert entry.logprobs == pytest.approx([expected[row, token].item() for token in entry.token_ids], abs=1e-4)
+        rank = int((expected[row] > expected[row, token_ids[row]]).sum()) + 1
+        assert entry.ranks == [rank, *range(1, count + 1)]
+
+
+def test_no_logprobs_asked_for() -> None:
+    assert token_logprobs(logits_of(2), [spec(), spec()], [1, 2]) == [None, None]

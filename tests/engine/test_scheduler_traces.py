@@ -1,0 +1,185 @@
+"""Random traces of arrivals, steps, failures and cancellations over a scheduler, a cache manager and a noted KV store.
+
+The store keeps, for every slot, the whole prefix that its KV stands for. So a page that is shared wrongly, copied too
+late or handed out twice is seen at once by whoever reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkattn.cache.manager import CacheManager
+from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.request import Request
+from trunkattn.engine.scheduler import Batch, Sample, Scheduler
+
+EOS = 5
+
+
+def next_token(token_ids: Sequence[int], index: int) -> int:
+    """The "model": a token that depends on all that came before and on which sample it is."""
+    return hash((tuple(token_ids), index)) % 6
+
+
+def expected_answer(prompt: Sequence[int], index: int, max_tokens: int) -> list[int]:
+    token_ids = list(prompt)
+    while len(token_ids) - len(prompt) < max_tokens:
+        token_ids.append(next_token(token_ids, index))
+        if token_ids[-1] == EOS:
+            break
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class Trace:
+    """A scheduler, and what its pages hold: (page, slot) -> the tokens up to and including the one stored there."""
+
+    scheduler: Scheduler
+    page_size: int
+    max_model_len: int
+    store: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    requests: list[list[Request]] = field(default_factory=list)
+    computed: int = 0
+
+    def add(self, prompt: Sequence[int], n: int, max_tokens: int) -> None:
+        arrival = len(self.requests)
+        room = min(max_tokens, self.max_model_len - len(prompt))
+        sequences = [
+            Request(
+                f"{arrival}.{index}",
+                list(prompt),
+                len(prompt),
+                SamplingParams(n=n),
+                room,
+                frozenset({EOS}),
+                arrival=arrival,
+                index=index,
+            )
+            for index in range(n)
+        ]
+        sequences[0].children.extend(sequences[1:])
+        self.requests.append(sequences)
+        self.scheduler.add(sequences[0])
+
+    def step(self, fails: bool = False) -> None:
+        batch = self.scheduler.schedule()
+        assert sum(chunk.num_tokens for chunk in batch.chunks) <= self.scheduler.max_num_batched_tokens
+        assert len(batch.chunks) <= self.scheduler.max_num_seqs
+        assert bool(batch.chunks) == self.scheduler.has_unfinished
+        if fails:
+            self.scheduler.roll_back(batch)
+            assert self.scheduler.cache.num_pages_in_use == 0
+        else:
+            self.compute(batch)
+            self.scheduler.update(batch, [self.sample(sample) for sample in batch.samples])
+        self.scheduler.cache.check_integrity()
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            orders = [request.order() for request in queue]
+            assert orders == sorted(orders)
+
+    def compute(self, batch: Batch) -> None:
+        """Copies first, then all writes, then all reads, as a layer does."""
+        for src, dst in batch.copies:
+            copied = {(dst, slot): self.store.get((src, slot), ()) for slot in range(self.page_size)}
+            self.store.update(copied)
+        for chunk in batch.chunks:
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                self.store[self.slot(chunk.request, position)] = tuple(chunk.request.token_ids[: position + 1])
+            self.computed += chunk.num_tokens
+        for chunk in batch.chunks:
+            for position in range(chunk.start + chunk.num_tokens):
+                stored = self.store[self.slot(chunk.request, position)]
+                assert stored == tuple(chunk.request.token_ids[: position + 1])
+
+    def slot(self, request: Request, position: int) -> tuple[int, int]:
+        page, slot = divmod(position, self.page_size)
+        return self.scheduler.cache.pages(request.request_id)[page], slot
+
+    def sample(self, sample: Sample) -> int:
+        return next_token(sample.request.token_ids, sample.request.index)
+
+    def abort(self, number: int) -> None:
+        for sequence in self.requests[number % len(self.requests)]:
+            if not sequence.is_finished:
+                self.scheduler.finish(sequence, "abort")
+        self.scheduler.cache.check_integrity()
+
+    def finish(self) -> None:
+        longest = 10 + 10 * sum(len(sequences) for sequences in self.requests) * self.max_model_len
+        while self.scheduler.has_unfinished:
+            self.step()
+            longest -= 1
+            assert longest, "the requests never end"
+        assert self.scheduler.cache.num_pages_in_use == 0
+        for sequences in self.requests:
+            for sequence in sequences:
+                expected = expected_answer(
+                    sequence.token_ids[: sequence.num_prompt_tokens], sequence.index, sequence.max_tokens
+                )
+                answer = list(sequence.output_token_ids)
+                assert answer == expected[: len(answer)]
+                assert sequence.is_finished and (sequence.finish_reason == "abort" or answer == expected)
+
+
+ADD = st.tuples(
+    st.just("add"),
+    st.integers(0, 3),  # which trunk
+    st.integers(0, 20),  # how much of it
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.sampled_from([1, 1, 1, 2, 4]),
+    st.integers(1, 12),
+)
+STEP = st.tuples(st.just("step"))
+FAIL = st.tuples(st.just("fail"))
+ABORT = st.tuples(st.just("abort"), st.integers(0, 50))
+TRUNKS = tuple(tuple((7 * trunk + position * position) % 5 for position in range(20)) for trunk in range(4))
+
+
+@pytest.mark.property
+@given(
+    page_size=st.integers(1, 5),
+    num_pages=st.integers(8, 60),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 30),
+    caching=st.booleans(),
+    operations=st.lists(st.one_of(ADD, STEP, STEP, FAIL, ABORT), max_size=40),
+)
+def test_every_trace_answers_right_and_leaves_no_page(
+    page_size: int, num_pages: int, max_num_seqs: int, budget: int, caching: bool, operations: list[tuple]
+) -> None:
+    cache = CacheManager(num_pages, page_size, caching)
+    trace = Trace(Scheduler(cache, max_num_seqs, budget), page_size, max_model_len=num_pages * page_size)
+    for operation in operations:
+        if operation[0] == "add":
+            _, trunk, length, tail, n, max_tokens = operation
+            prompt = [*TRUNKS[trunk][:length], *tail][: trace.max_model_len - 1]
+            trace.add(prompt, n, max_tokens)
+        elif operation[0] == "abort":
+            if trace.requests:
+                trace.abort(operation[1])
+        else:
+            trace.step(fails=operation[0] == "fail")
+    trace.finish()
+
+
+@pytest.mark.property
+@given(
+    trunk=st.integers(0, 60),
+    tails=st.lists(st.integers(1, 9), min_size=2, max_size=10),
+    budget=st.integers(8, 40),
+    page_size=st.integers(1, 8),
+)
+def test_a_prefix_that_arrives_at_once_is_computed_once(
+    trunk: int, tails: list[int], budget: int, page_size: int
+) -> None:
+    cache = CacheManager(1000, page_size)
+    trace = Trace(Scheduler(cache, 16, budget), page_size, max_model_len=200)
+    for i, tail in enumerate(tails):
+        trace.add([*range(100, 100 + trunk), *(1000 * (i + 1) + j for j in range(tail))], n=1, max_tokens=1)
+    trace.finish()
+    shared = trunk - trunk % page_size
+    assert trace.computed == shared + sum(trunk - shared + tail for tail in tails)
+    assert trace.scheduler.stats.preemptions == 0

@@ -1,0 +1,75 @@
+"""The real SmolLM2-135M: equality with transformers, text, chat, stop strings; from a folder and from GGUF."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trunkattn.engine import LLM, RequestOutput, SamplingParams
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+TRUNK = (
+    "You are the librarian of a small town. People come to you with questions about books, about the history of the "
+    "town, and about their families. You answer in one short sentence, politely, and you never invent a book. "
+) * 7
+QUESTIONS = ("Which book should I read first?", "Who built the old mill?", "What is 2 + 2?")
+
+AssertGreedy = Callable[[Any, Sequence[RequestOutput], int], None]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Any) -> LLM:
+    return LLM(smollm2.path, num_pages=200, max_num_batched_tokens=256)
+
+
+def test_a_shared_prefix_in_chunks(llm: LLM, smollm2: Any, smollm2_tokenizer: Any, assert_greedy: AssertGreedy) -> None:
+    prompts = [TRUNK + question for question in QUESTIONS] + ["The capital of France is"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert_greedy(smollm2, outputs, NUM_TOKENS)
+    length = len(outputs[0].prompt_token_ids)
+    assert length > 256, "the prefix takes more than one chunk"
+    assert [output.num_cached_tokens > 256 for output in outputs] == [False, True, True, False]
+    for output in outputs:
+        answer = output.outputs[0]
+        assert answer.text == smollm2_tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert " Paris" in outputs[3].outputs[0].text
+
+
+def test_chat_ends_by_itself(llm: LLM, smollm2: Any, smollm2_tokenizer: Any, assert_greedy: AssertGreedy) -> None:
+    conversation = [{"role": "user", "content": "Reply with one word: what colour is the sky?"}]
+    (output,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=30))
+    assert_greedy(smollm2, [output], 30)
+    assert output.outputs[0].finish_reason == "stop" and "<|im_end|>" not in output.outputs[0].text
+    assert smollm2_tokenizer.decode(output.prompt_token_ids).endswith("<|im_start|>assistant\n")
+    both = llm.chat([conversation, conversation], SamplingParams(temperature=0, max_tokens=30))
+    assert [one.outputs[0].text for one in both] == [output.outputs[0].text] * 2
+    with pytest.raises(ValueError, match="messages="):
+        llm.chat([])
+
+
+def test_stop_strings_and_empty_prompts(llm: LLM) -> None:
+    prompt = "One, two, three, four,"
+    free = llm.generate(prompt, GREEDY)[0].outputs[0]
+    stopped = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop=[" six", "zzz"]))[
+        0
+    ].outputs[0]
+    assert " six" in free.text
+    assert stopped.text == free.text[: free.text.index(" six")]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", " six")
+    with pytest.raises(ValueError, match=r"prompts\[0\]=''"):
+        llm.generate("")
+
+
+def test_streamed_text_only_grows(llm: LLM) -> None:
+    texts = [output.outputs[0].text for _, output in llm.stream("Say it with emojis: 🙂", GREEDY)]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert texts[-1] == llm.generate("Say it with emojis: 🙂", GREEDY)[0].outputs[0].text
+
+
+def test_gguf_gives_the_same_answers(smollm2_gguf: Path, smollm2: Any, assert_greedy: AssertGreedy) -> None:
+    llm = LLM(smollm2_gguf, num_pages=50, policy="pat")
+    outputs = llm.generate(["The capital of France is", "One, two, three, four,"], GREEDY)
+    assert_greedy(smollm2, outputs, NUM_TOKENS)
