@@ -125,7 +125,7 @@ class BatchAttention:
         """Grows the workspace so that `run` does not allocate."""
         floats, ints = cpu.workspace_sizes(prepared, shape)
         if floats > self._floats.shape[1]:
-            self._floats = np.empty((self._threads, floats), np.float32)
+            self._floats = torch.empty(self._threads, -(-floats // 16) * 16).numpy()  # torch aligns to cache lines
         if ints > self._ints.shape[1]:
             self._ints = np.empty((self._threads, ints), np.int64)
         slots = prepared.work.num_slots

@@ -26,7 +26,7 @@ from trunkattn.planner.forest import Forest, build_forest
 
 POLICIES: Final = ("per_query", "auto")
 NUM_STREAMED: Final = 4  # customers whose answers are shown as they grow
-WARM_UP_PROMPT, WARM_UP_ANSWER = 200, 4  # tokens; the ends of the prompts, so a small tree of the same kind
+WARM_UP_PROMPT, WARM_UP_ANSWER = 80, 4  # tokens: about the questions, a small tree of the same kind
 PICTURE: Final = "demo-forest.png"
 
 
@@ -62,7 +62,7 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
     make_folder(options.out)
     engines = {}
     for policy in POLICIES:
-        with working(console, f"Loading {model.stem} for policy {policy}"), reported_by_option(DemoOptions):
+        with working(console, f"Loading {model.stem} for {policy}"), reported_by_option(DemoOptions):
             engines[policy] = LLM(model, policy=policy, page_size=options.page_size)
     demo = Demo(options, workload, engines, tokenize(engines["auto"], workload), console)
     warm_up(demo)
@@ -95,10 +95,11 @@ def tokenize(llm: LLM, workload: DemoWorkload) -> list[list[int]]:
 
 def warm_up(demo: Demo) -> None:
     """Both engines compute a small batch, so that no measured step compiles or loads anything."""
-    prompts = [prompt[-WARM_UP_PROMPT:] for prompt in demo.prompts]
+    start = max(min(map(len, demo.prompts)) - WARM_UP_PROMPT, 0)
+    prompts = [prompt[start:] for prompt in demo.prompts]
     params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_ANSWER, ignore_eos=True)
     for policy, llm in demo.engines.items():
-        with working(demo.console, f"Warming up policy {policy} (the first time ever, kernels are compiled)"):
+        with working(demo.console, f"Warming up {policy} (the first time compiles)"):
             run_batch(llm, prompts, params, lambda *_: None)
 
 
@@ -113,11 +114,14 @@ def stream(demo: Demo) -> Widest:
             live.update(_conversations(demo.workload, outputs), refresh=True)
 
         run = run_batch(llm, demo.prompts, demo.params, show)
+    if not demo.console.is_terminal:
+        demo.console.line()
     others = run.outputs[NUM_STREAMED:]
     ended = sum(output.outputs[0].finish_reason == "stop" for output in others)
     tokens = sum(len(output.outputs[0].token_ids) for output in others)
     demo.console.print(
-        f"... and {len(others)} more answers of {tokens} tokens, {ended} of them ended by the assistant itself.\n"
+        f"… and {len(others)} more answers of {tokens} tokens; {ended} of these ended by themselves, "
+        f"{len(others) - ended} at the limit of {demo.options.max_tokens} tokens.\n"
     )
     return widest
 
@@ -143,14 +147,14 @@ def draw(demo: Demo, widest: Widest) -> Path | None:
     taken, step, llm = widest.taken, widest.step, demo.engines["auto"]
     queries = np.ones(len(taken.positions), np.int32)
     forest = Forest(*build_forest(taken.block_table, taken.seq_lens, queries, demo.options.page_size, 1))
-    token_bytes = kv_bytes_per_token(llm)
     picture = ForestPicture(
         forest=forest,
         names=[demo.workload.customers[position] for position in taken.positions],
         groups=[demo.workload.departments[position] for position in taken.positions],
         trunk_name="The shop's guide",
-        bytes_read=step.kv_tokens_read * token_bytes,
-        bytes_per_query=step.kv_tokens_per_query * token_bytes,
+        tokens_read=step.kv_tokens_read,
+        tokens_per_query=step.kv_tokens_per_query,
+        token_bytes=kv_bytes_per_token(llm),
         num_layers=llm.model.config.num_hidden_layers,
     )
     path = demo.options.out / PICTURE

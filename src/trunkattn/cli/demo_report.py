@@ -148,7 +148,8 @@ def policy_table(result: DemoResult) -> Table:
         table.add_row(name, form.format(before), form.format(after), f"{(after / before) ** direction:.1f}×")
     table.add_row("KV read per decode step", _mb(alone.kv_bytes_read), _mb(auto.kv_bytes_read), "")
     table.add_row("KV memory held, peak", _mb(alone.kv_bytes_held), _mb(auto.kv_bytes_held), "")
-    table.add_row("  a copy for each request", _mb(alone.kv_bytes_unshared), _mb(auto.kv_bytes_unshared), "")
+    times = f"{auto.kv_bytes_unshared / auto.kv_bytes_held:.1f}×"
+    table.add_row("  with a copy per request", _mb(alone.kv_bytes_unshared), _mb(auto.kv_bytes_unshared), times)
     equal = f"{result.identical_answers} of {total}"
     table.add_row("answers identical", "", equal, "yes" if result.identical_answers == total else "no")
     table.caption = (
@@ -163,7 +164,7 @@ def cache_table(result: DemoResult) -> Table:
     paged, contiguous = result.cache["paged"], result.cache["contiguous"]
     settings = result.settings
     table = Table(
-        "", f"pages of {settings['page_size']} tokens", f"{settings['max_model_len']:,} tokens per request",
+        "", f"pages of {settings['page_size']} tokens", f"{settings['max_model_len']:,} tokens each",
         title="The KV cache at the widest step", title_style="bold",
     )  # fmt: skip
     for column in table.columns[1:]:

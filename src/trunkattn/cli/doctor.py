@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-import numba
 import torch
 import typer
 from rich.console import Console
@@ -139,7 +138,7 @@ def print_report(report: Report, console: Console) -> None:
     installed = [f"{name} {number}" for name, number in report.packages.items() if number is not None]
     absent = [name for name, number in report.packages.items() if number is None]
     machine.add_row("packages", ", ".join(installed))
-    machine.add_row("not installed", ", ".join(absent) or "–")
+    machine.add_row("not installed", ", ".join(absent) or "none")
     ways = Table("What runs here", "", "", "To get it", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for way in report.ways:
         mark = "[green]yes[/]" if way.runs else "[red]no[/]"

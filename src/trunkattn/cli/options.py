@@ -14,6 +14,31 @@ Options = TypeVar("Options")
 
 SAMPLING, ENGINE, OUTPUT = "Sampling", "Engine", "Output"
 JSON_OPTION = typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
+LEAST_DEMO_TOKENS = 8  # fewer leave no step in which every customer decodes
+
+
+def integer(text: str) -> int:
+    """An option's value; the error names it."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: expected an integer") from None
+
+
+def number(text: str) -> float:
+    """An option's value; the error names it."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: expected a number") from None
+
+
+def _integer(panel: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, parser=integer, metavar="INTEGER", help=text, rich_help_panel=panel)
+
+
+def _number(panel: str, text: str) -> Any:
+    return typer.Option(parser=number, metavar="NUMBER", help=text, rich_help_panel=panel)
 
 
 @dataclass(frozen=True)
@@ -25,33 +50,37 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Command line of `trunkattn demo`."""
+    """Command line of `trunkattn demo`; raises ValueError for too few tokens. The engine checks the page size."""
 
-    max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.", rich_help_panel=SAMPLING)] = 64
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.", rich_help_panel=ENGINE)] = 8
-    out: Annotated[Path, typer.Option(help="Folder for the picture of the forest.", rich_help_panel=OUTPUT)] = Path(
-        "out"
-    )
+    max_tokens: Annotated[int, _integer(SAMPLING, f"Most tokens of an answer, at least {LEAST_DEMO_TOKENS}.")] = 64
+    page_size: Annotated[int, _integer(ENGINE, "Tokens per KV page.")] = 8
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where the picture of the forest goes.", rich_help_panel=OUTPUT)
+    ] = Path("out")
     as_json: Annotated[bool, JSON_OPTION] = False
 
-
-def _sampling(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=SAMPLING)
+    def __post_init__(self) -> None:
+        if self.max_tokens < LEAST_DEMO_TOKENS:
+            raise ValueError(f"max_tokens={self.max_tokens}: expected an integer >= {LEAST_DEMO_TOKENS}")
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Command line of `trunkattn generate`. The sampling options are vLLM's."""
+    """Command line of `trunkattn generate`. The sampling options are vLLM's; the library checks their values."""
 
     model: Annotated[
         Path,
-        typer.Option(help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file."),
+        typer.Option(
+            metavar="PATH", help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file."
+        ),
     ]
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt. Repeat it for several: what they share is read once.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A prompt. Repeat it for several: what they share is read once."),
     ] = None
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A UTF-8 text file that is one prompt. Repeat it for several.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A UTF-8 text file that is one prompt. Repeat it for several."),
     ] = None
     chat: Annotated[
         bool | None,
@@ -62,26 +91,35 @@ class GenerateOptions:
             show_default=False,
         ),
     ] = None
-    max_tokens: Annotated[int, _sampling("Most tokens of an answer.")] = 128
-    temperature: Annotated[float, _sampling("0 takes the most likely token; 1 samples from the model as it is.")] = 0.0
-    top_p: Annotated[float, _sampling("Keep the fewest most likely tokens that sum to this probability.")] = 1.0
-    top_k: Annotated[int, _sampling("Keep this many most likely tokens; 0 keeps all.")] = 0
-    n: Annotated[int, _sampling("Answers per prompt; the prompt is computed once.", "--n", "-n")] = 1
-    seed: Annotated[int | None, _sampling("The same seed gives the same answers.")] = None
-    stop: Annotated[list[str] | None, _sampling("Text that ends an answer. Repeat it for several.")] = None
-    logprobs: Annotated[
-        int | None, _sampling("Report log-probabilities: this many most likely tokens at each step.")
+    max_tokens: Annotated[int, _integer(SAMPLING, "Most tokens of an answer.")] = 128
+    temperature: Annotated[
+        float, _number(SAMPLING, "0 takes the most likely token; 1 samples from the model as it is.")
+    ] = 0.0
+    top_p: Annotated[float, _number(SAMPLING, "Keep the fewest most likely tokens that sum to this probability.")] = 1.0
+    top_k: Annotated[int, _integer(SAMPLING, "Keep this many most likely tokens; 0 keeps all.")] = 0
+    n: Annotated[int, _integer(SAMPLING, "Answers per prompt; the prompt is computed once.", "--n", "-n")] = 1
+    seed: Annotated[int | None, _integer(SAMPLING, "The same seed gives the same answers.")] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text that ends an answer. Repeat it for several.", rich_help_panel=SAMPLING),
     ] = None
-    ignore_eos: Annotated[bool, _sampling("Go on after the end-of-sequence token.", "--ignore-eos")] = False
+    logprobs: Annotated[
+        int | None, _integer(SAMPLING, "Report log-probabilities: this many most likely tokens at each step.")
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.", rich_help_panel=SAMPLING),
+    ] = False
     policy: Annotated[
         str,
         typer.Option(
+            metavar="NAME",
             help="How shared prefixes are packed: auto, optimal, pat, fasttree, cascade, relay or per_query (no "
-            "sharing). Answers do not depend on it, speed does.",
+            "sharing). It changes the speed, not the answers.",
             rich_help_panel=ENGINE,
         ),
     ] = "auto"
-    page_size: Annotated[int, typer.Option(help="Tokens per KV page.", rich_help_panel=ENGINE)] = 16
+    page_size: Annotated[int, _integer(ENGINE, "Tokens per KV page.")] = 16
     as_json: Annotated[bool, JSON_OPTION] = False
 
 
@@ -99,7 +137,9 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 
     def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
         def run(**values: Any) -> None:
-            function(options(**values))
+            with reported_by_option(options):
+                checked = options(**values)
+            function(checked)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

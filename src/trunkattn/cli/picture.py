@@ -16,7 +16,7 @@ from trunkattn.planner.forest import ROOT, Forest
 PRIVATE_COLOUR: Final = "#f2b36b"
 PER_QUERY_COLOUR: Final = "#b5b5b5"
 INK: Final = "#20303a"
-TRUNK_WIDTH: Final = 0.27  # of the picture, for tokens that all requests share; the rest has one scale
+TRUNK_WIDTH: Final = 0.25  # of the picture, for tokens that all requests share; the rest has one scale
 LABEL_ROWS: Final = 4  # a node of fewer rows has no room for a label
 
 
@@ -29,8 +29,8 @@ class ForestPicture:
         names: of each row.
         groups: of each row; a node that holds exactly one group's rows is labelled with it.
         trunk_name: label of a node that holds all rows.
-        bytes_read, bytes_per_query: KV bytes that the decode step reads over all layers, and would read with one
-            query at a time.
+        tokens_read, tokens_per_query: KV tokens that the decode step reads, and would read with one query at a time.
+        token_bytes: of one token's KV over all layers.
         num_layers: for the bytes per layer.
     """
 
@@ -38,9 +38,18 @@ class ForestPicture:
     names: Sequence[str]
     groups: Sequence[str]
     trunk_name: str
-    bytes_read: float
-    bytes_per_query: float
+    tokens_read: float
+    tokens_per_query: float
+    token_bytes: int
     num_layers: int
+
+    @property
+    def bytes_read(self) -> float:
+        return self.tokens_read * self.token_bytes
+
+    @property
+    def bytes_per_query(self) -> float:
+        return self.tokens_per_query * self.token_bytes
 
     def rows(self, node: int) -> list[int]:
         """Rows of the block table that share a node."""
@@ -53,6 +62,11 @@ class ForestPicture:
             return self.trunk_name
         groups = {self.groups[row] for row in rows}
         return groups.pop() if len(groups) == 1 and len(rows) == self.groups.count(self.groups[rows[0]]) else None
+
+    def is_read_once(self, node: int) -> bool:
+        """Whether the step read the node once: what it read beyond every node once is less than this node."""
+        lengths = self.forest.token_end - self.forest.token_start
+        return self.tokens_read - int(lengths.sum()) < int(lengths[node])
 
 
 class TokenScale:
@@ -83,7 +97,7 @@ def draw_forest(picture: ForestPicture, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, height_ratios=heights)
     saved = 1 - picture.bytes_read / picture.bytes_per_query
     figure.suptitle(
-        f"What one decode step of {len(picture.names)} customers reads: every shared token once, {saved:.0%} less",
+        f"One decode step of {len(picture.names)} customers: attention reads {saved:.0%} fewer KV bytes",
         fontsize=17, fontweight="bold", color=INK, x=0.02, ha="left",
     )  # fmt: skip
     _draw_nodes(top, picture)
@@ -103,7 +117,8 @@ def _draw_nodes(axes: Axes, picture: ForestPicture) -> None:
         colour = _colour(count, len(picture.names))
         axes.add_patch(Rectangle((left, row), width, count, facecolor=colour, edgecolor="white", linewidth=1.2))
         if count >= LABEL_ROWS and (label := picture.label(node)):
-            text = f"{_wrap(label)}\n\n{end - start:,} tokens\nread once\nfor {count}"
+            text = f"{_wrap(label)}\n\n{end - start:,} tokens\n{_megabytes((end - start) * picture.token_bytes)}"
+            text += f"\n\nread once\nfor {count}" if picture.is_read_once(node) else f"\n\nshared by {count}"
             style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 13, "fontweight": "bold"}
             axes.text(left + width / 2, row + count / 2, text, color="white", **style)
         if forest.is_leaf[node]:
@@ -112,7 +127,7 @@ def _draw_nodes(axes: Axes, picture: ForestPicture) -> None:
             own = f"{end - start}"
             axes.text(left + width / 2, row + 0.5, own, va="center", ha="center", fontsize=9, color=INK)
     if scale.trunk_end:
-        _draw_break(axes, 0.035, len(picture.names))
+        _draw_break(axes, 0.016, len(picture.names))
     axes.set(xlim=(0, 1.08), ylim=(len(picture.names), 0), yticks=[])
     axes.set_xticks([scale(token) for token in scale.ticks()], [f"{token:,}" for token in scale.ticks()])
     axes.set_xlabel("tokens from the start of the conversation (the shared guide is drawn shorter)", color=INK)
@@ -156,7 +171,7 @@ def _colour(count: int, total: int) -> Any:
     """Darker the more requests share; private tokens have a colour of their own."""
     if count == 1:
         return PRIVATE_COLOUR
-    return colormaps["GnBu"](0.40 + 0.58 * np.log(count) / np.log(total))
+    return colormaps["GnBu"](0.40 + 0.60 * (np.log(count) / np.log(total)) ** 2)
 
 
 def _counts(sharing: Sequence[int]) -> list[int]:
@@ -164,7 +179,7 @@ def _counts(sharing: Sequence[int]) -> list[int]:
 
 
 def _legend(count: int) -> str:
-    return "one customer's own" if count == 1 else f"shared by {count}"
+    return "one customer's own: question, and answer so far" if count == 1 else f"shared by {count}"
 
 
 def _wrap(label: str) -> str:

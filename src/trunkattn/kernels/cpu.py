@@ -7,6 +7,7 @@ torch's own CPU flash kernel over the packs.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 from numba import njit, prange
@@ -70,8 +71,9 @@ def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
         thread = np.argmin(load)
         owner[task] = thread
         indptr[thread + 1] += 1
-        # 40: rows of arithmetic in the time of reading one key and value; 64: keys in the time of starting a task
-        load[thread] += (np.int64(items[item, KV_END] - items[item, KV_START]) + 64) * (40 + rows)
+        # 16: rows of arithmetic in the time of fetching a key and a value; 600: row × key products in that of a task
+        lanes = (rows + LANES - 1) // LANES * LANES
+        load[thread] += np.int64(items[item, KV_END] - items[item, KV_START]) * (lanes + 16) + 600
     for thread in range(num_threads):
         indptr[thread + 1] += indptr[thread]
     fill = indptr[:-1].copy()
@@ -154,6 +156,7 @@ def execute(
     """
     q, k_cache, v_cache, k_strides, v_strides = inputs
     work = plan.work
+    numba.set_num_threads(min(len(plan.task_indptr) - 1, numba.config.NUMBA_NUM_THREADS))
     sizes = np.array([*shape, *k_strides, *v_strides], np.int64)
     _execute(
         sizes, q, k_cache, v_cache, plan.block_table, work.items, work.queries, work.slots, plan.positions, plan.tasks,

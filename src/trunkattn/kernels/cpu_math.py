@@ -34,7 +34,7 @@ _LOWEST: Final = np.float32(-126.0)
 def exp2(x):
     """2^x for x <= 0 in float32; 0 below 2^-126, so that a masked logit (-inf) has no weight at all."""
     z = max(x, _LOWEST)
-    whole = np.rint(z)
+    whole = np.floor(z + np.float32(0.5))  # rint would be a call per element
     f = z - whole
     p = (((((_C[6] * f + _C[5]) * f + _C[4]) * f + _C[3]) * f + _C[2]) * f + _C[1]) * f + _C[0]
     value = p * bits_to_float((np.int32(whole) + np.int32(127)) << np.int32(23))

@@ -143,13 +143,21 @@ def _online_softmax(scores, rows, top, total, rescale):
 
 
 @njit(cache=True)
-def _block_rows(rows, pages, first, kv_range, page_size, strides, head):
-    """Element offset of each key of a block; keys outside the item stand at the nearest one inside, and are masked."""
-    kv_start, kv_end = kv_range
+def _block_rows(k_rows, v_rows, pages, first, kv_range, page_size, strides, head):
+    """Element offsets of a block's keys and values; tokens outside the item stand at one inside, and are masked."""
+    k_strides, v_strides = strides
+    token = min(max(first, kv_range[0]), kv_range[1] - 1)
+    column, offset = token // page_size, token % page_size
     for t in range(BLOCK_TOKENS):
-        token = min(max(first + t, kv_start), kv_end - 1)
-        page = np.int64(pages[token // page_size])
-        rows[t] = page * strides.page + (token % page_size) * strides.token + head * strides.head
+        page = np.int64(pages[column])
+        k_rows[t] = page * k_strides.page + offset * k_strides.token + head * k_strides.head
+        v_rows[t] = page * v_strides.page + offset * v_strides.token + head * v_strides.head
+        if first + t >= token and token < kv_range[1] - 1:  # divisions would cost as much as the products do
+            token += 1
+            offset += 1
+            if offset == page_size:
+                offset = 0
+                column += 1
 
 
 @njit(cache=True)
@@ -201,17 +209,21 @@ def _write(token, query_head, shape, state, target, sinks):
 def _carve(floats, ints, shape, rows, width):
     """A task's arrays out of its thread's workspace; see `workspace_sizes`."""
     block, depth = BLOCK_TOKENS, shape.head_dim
-    sizes = np.array([depth * rows, block * rows, rows * width, rows, rows, rows, block * depth, block * width])
-    end = np.cumsum(sizes)
-    state = (floats[end[1] : end[2]], floats[end[2] : end[3]], floats[end[3] : end[4]], floats[end[4] : end[5]])
-    staged = (floats[end[5] : end[6]], floats[end[6] : end[7]])
+    scores_at = depth * rows
+    acc_at = scores_at + block * rows
+    top_at = acc_at + rows * width
+    keys_at = top_at + 3 * rows
+    values_at = keys_at + block * depth
+    top, total = floats[top_at : top_at + rows], floats[top_at + rows : top_at + 2 * rows]
+    state = (floats[acc_at:top_at], top, total, floats[top_at + 2 * rows : keys_at])
+    staged = (floats[keys_at:values_at], floats[values_at : values_at + block * width])
     q_rows, lane, position = ints[:depth], ints[depth : depth + rows], ints[depth + rows : depth + 2 * rows]
     row_space = ints[depth + 2 * rows : depth + 2 * rows + 4 * block].reshape(4, block)
     for d in range(depth):
         q_rows[d] = d * rows
     for m in range(rows):
         lane[m] = m
-    return floats[: end[0]], floats[end[0] : end[1]], state, staged, (q_rows, lane, position, row_space)
+    return floats[:scores_at], floats[scores_at:acc_at], state, staged, (q_rows, lane, position, row_space)
 
 
 @njit(cache=True, fastmath={"contract", "nsz"})
@@ -222,8 +234,8 @@ def _block(first, item, shape, caches, arrays, soft_cap):
     q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space) = arrays
     depth, kind = shape.head_dim, shape.kv_kind
     stage_v = kind != FLOAT32 or width != shape.head_dim_v
-    _block_rows(row_space[0], pages, first, kv_range, shape.page_size, k_strides, head)
-    _block_rows(row_space[1], pages, first, kv_range, shape.page_size, v_strides, head)
+    strides = (k_strides, v_strides)
+    _block_rows(row_space[0], row_space[1], pages, first, kv_range, shape.page_size, strides, head)
     if kind != FLOAT32:
         _stage(staged_k, row_space[2], k_cache, row_space[0], depth, depth, kind)
     _scores(scores, as_float32(k_cache, staged_k), row_space[2 if kind != FLOAT32 else 0], q_lanes, q_rows, rows, depth)

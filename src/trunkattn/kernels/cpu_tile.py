@@ -119,9 +119,18 @@ def _loop(
         for w in range(vectors):
             sums[r][w].add_incoming(start[r][w], entry)
             sums[r][w].add_incoming(following[r][w], body)
-    builder.cbranch(builder.icmp_signed("<", k_next, offsets["depth"]), body, done)
+    branch = builder.cbranch(builder.icmp_signed("<", k_next, offsets["depth"]), body, done)
+    branch.set_metadata("llvm.loop", _never_unroll(builder.module))
     builder.position_at_end(done)
     return following
+
+
+def _never_unroll(module: Any) -> Any:
+    """Loop metadata: unrolled once, the loop needs more registers than there are, and the sums spill."""
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = module.add_metadata([disable, disable])
+    loop.operands = (loop, disable)  # a loop is identified by metadata that names itself
+    return loop
 
 
 @intrinsic
