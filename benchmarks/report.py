@@ -22,7 +22,7 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
