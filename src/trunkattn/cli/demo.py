@@ -105,7 +105,12 @@ def warm_up(demo: Demo) -> None:
 
 def stream(demo: Demo) -> Widest:
     """All customers at once, policy auto, not measured; some of the answers are shown as they grow."""
-    demo.console.print(f"\n[bold]{len(demo.prompts)} customers ask at the same time. Some of them:[/]")
+    tokens = sum(map(len, demo.prompts)) // len(demo.prompts)
+    demo.console.print(
+        f"\n[bold]{len(demo.prompts)} customers ask at the same time; each prompt has about {tokens:,} tokens. "
+        "Some of them:[/]",
+        highlight=False,
+    )
     widest, llm = Widest(), demo.engines["auto"]
     with Live(console=demo.console, auto_refresh=False) as live:
 

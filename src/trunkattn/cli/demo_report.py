@@ -97,7 +97,7 @@ def summarise(
             "max_model_len": max_model_len,
             "dtype": str(llm.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "processor": platform.machine(),
+            "machine": platform.machine(),
             "versions": {name: version(name) for name in ("torch", "transformers", "numba")},
         },
         policies={policy: measurement(policy, run, llm) for policy, run in runs.items()},

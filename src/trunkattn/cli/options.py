@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from trunkattn.planner.build import POLICIES
+
 Options = TypeVar("Options")
 
 SAMPLING, ENGINE, OUTPUT = "Sampling", "Engine", "Output"
@@ -114,8 +116,8 @@ class GenerateOptions:
         str,
         typer.Option(
             metavar="NAME",
-            help="How shared prefixes are packed: auto, optimal, pat, fasttree, cascade, relay or per_query (no "
-            "sharing). It changes the speed, not the answers.",
+            help=f"How shared prefixes are packed: {', '.join(POLICIES)}. per_query shares nothing, auto takes the "
+            "cheapest. It changes the speed, not the answers.",
             rich_help_panel=ENGINE,
         ),
     ] = "auto"

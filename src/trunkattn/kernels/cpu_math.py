@@ -1,4 +1,4 @@
-"""Scalar pieces of the CPU executor that a compiler can vectorise: 2^x, and KV elements of any dtype to float32."""
+"""Scalar pieces of the CPU executor that a compiler can vectorise: 2^x, tanh, KV elements to float32."""
 
 from types import MappingProxyType
 from typing import Any, Final
@@ -28,6 +28,10 @@ _C: Final = tuple(
     for c in (1.0, 6.93147206e-1, 2.40226469e-1, 5.55032878e-2, 9.61848896e-3, 1.33999312e-3, 1.53458112e-4)
 )
 _LOWEST: Final = np.float32(-126.0)
+# (tanh(y) / y - 1) / y² as a polynomial of y² up to 0.36, fitted likewise: relative error of tanh 8e-8 in float32
+_T: Final = tuple(np.float32(c) for c in (-3.33332978e-1, 1.33319244e-1, -5.37838256e-2, 2.07959697e-2, -5.89515894e-3))
+_SMALL: Final = np.float32(0.6)
+_MINUS_2_LOG2_E: Final = np.float32(-2.885390081777927)
 
 
 @njit(inline="always", fastmath={"contract", "nsz"})
@@ -39,6 +43,16 @@ def exp2(x):
     p = (((((_C[6] * f + _C[5]) * f + _C[4]) * f + _C[3]) * f + _C[2]) * f + _C[1]) * f + _C[0]
     value = p * bits_to_float((np.int32(whole) + np.int32(127)) << np.int32(23))
     return value if x >= _LOWEST else np.float32(0.0)
+
+
+@njit(inline="always", fastmath={"contract", "nsz", "arcp"})
+def tanh(y):
+    """tanh(y) in float32. Near 0 a polynomial: there 1 - e^-2|y| would cancel."""
+    z = y * y
+    small = y + y * z * ((((_T[4] * z + _T[3]) * z + _T[2]) * z + _T[1]) * z + _T[0])
+    e = exp2(_MINUS_2_LOG2_E * abs(y))
+    large = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+    return small if abs(y) < _SMALL else (large if y >= 0 else -large)
 
 
 @njit(inline="always")

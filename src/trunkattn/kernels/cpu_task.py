@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from trunkattn.kernels.cpu_math import FLOAT32, as_float32, exp2, to_float
+from trunkattn.kernels.cpu_math import FLOAT32, as_float32, exp2, tanh, to_float
 from trunkattn.kernels.cpu_tile import LANES, TILES, multiply_add_tile
 from trunkattn.kernels.tile_table import BLOCK_TOKENS
 from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
@@ -102,12 +102,9 @@ def _outputs(out, scores, lane, values, value_rows, used, rows, width):
 
 @njit(cache=True, fastmath={"contract", "nsz", "arcp"})
 def _soft_cap(scores, count, cap):
-    """cap · tanh(x / cap) on logits in base 2: tanh(y) = 1 - 2 e^-2|y| / (1 + e^-2|y|), with the sign of y."""
+    """Logits to cap · tanh(logit / cap), in base 2."""
     for i in range(count):
-        y = scores[i] / cap
-        e = exp2(np.float32(-2.0) * _LOG2_E * abs(y))
-        magnitude = (np.float32(1.0) - e) / (np.float32(1.0) + e)
-        scores[i] = cap * _LOG2_E * (magnitude if y >= 0 else -magnitude)
+        scores[i] = cap * _LOG2_E * tanh(scores[i] / cap)
 
 
 @njit(cache=True)

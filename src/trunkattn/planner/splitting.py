@@ -30,7 +30,7 @@ class SplitRule(NamedTuple):
     fixed_chunk: int
     head_bytes: int  # KV bytes of one token and head
     row_bytes: int  # one row × one key, in the same unit
-    row_unit: int
+    row_unit: int  # a power of two
     group_size: int
 
 
@@ -52,7 +52,7 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
 @njit(cache=True)
 def _weight(rule, tokens, queries):
     """Time of one item on one head, in bytes."""
-    rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) // rule.row_unit * rule.row_unit
+    rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) & -rule.row_unit
     return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
 
 
@@ -70,7 +70,7 @@ def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
         for i in range(indptr[p], indptr[p + 1]):
             pack_queries += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
         total += pack_queries
-        most += (pack_queries + queries_per_tile - 1) // queries_per_tile
+        most += 1 if pack_queries <= queries_per_tile else (pack_queries - 1) // queries_per_tile + 1
     tiles = np.empty((most, 5), np.int32)
     query = np.empty(total, np.int32)
     position = np.empty(total, np.int32)
@@ -117,10 +117,12 @@ def part_length(rule, tiles):
     for t in range(num_tiles):
         length = np.int64(tiles[t, 2] - tiles[t, 1])
         weight = _weight(rule, length, tiles[t, 4] - tiles[t, 3])
-        pieces = max((length + longest - 1) // longest, (weight + share - 1) // share)
-        pieces = min(pieces, (length + rule.grid - 1) // rule.grid)
-        part = (length + pieces - 1) // pieces
-        parts[t] = length if pieces == 1 else (part + rule.grid - 1) // rule.grid * rule.grid
+        parts[t] = length
+        if length > rule.grid and (length > longest or weight > share):
+            pieces = max((length + longest - 1) // longest, (weight + share - 1) // share)
+            pieces = min(pieces, (length + rule.grid - 1) // rule.grid)
+            part = (length + pieces - 1) // pieces
+            parts[t] = (part + rule.grid - 1) // rule.grid * rule.grid
     return parts
 
 
