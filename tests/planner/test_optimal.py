@@ -79,7 +79,7 @@ def make_forest(groups: tuple[Shape, ...], rng: np.random.Generator) -> tuple[Fo
 
 
 @njit
-def brute_force(forest, query_lens, model):  # type: ignore[no-untyped-def]
+def brute_force(forest, query_lens, model):
     """Least cost over every choice, request by request, of the nodes after which its path is cut."""
     num_rows, num_nodes = len(forest.order), len(forest.parent)
     ways = np.empty(num_rows, np.int64)
@@ -141,7 +141,6 @@ def test_optimal_equals_brute_force(seed: int) -> None:
             item_bytes=int(rng.choice([0, 100, 50_000])),
             queries_per_tile=18,  # at most 6 requests of 3 query tokens: one tile
             group_size=4,
-            row_bytes=1,
         )
         queries = packing.queries_below(forest, query_lens)
         start = optimal(forest, queries, model)

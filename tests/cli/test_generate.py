@@ -1,0 +1,137 @@
+"""`trunkattn generate`: answers, JSON, and what a bad value says."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from trunkattn.cli.app import app
+from trunkattn.cli.generate import print_stream
+from trunkattn.engine import LLM, SamplingParams
+
+
+def invoke(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)], input=stdin)
+
+
+def test_smollm2_answers_a_prompt_from_gguf(demo_model: Path) -> None:
+    result = invoke("--model", demo_model, "--prompt", "The capital of France is", "--no-chat", "--max-tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip().startswith("Paris")
+    assert "Loading" not in result.stdout and "Loading" in result.stderr
+
+
+def test_json_holds_what_the_library_answers(tiny_folder: Path, tmp_path: Path) -> None:
+    prompts = ["The shop opens at nine. When does it close?", "The shop opens at nine. Who runs it?"]
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file, prompt in zip(files, prompts, strict=True):
+        file.write_text(prompt)
+    arguments = ["--prompt-file", files[0], "--prompt-file", files[1], "--no-chat", "--max-tokens", 6, "-n", 2]
+    sampling = ["--temperature", 0.8, "--top-p", 0.9, "--top-k", 50, "--seed", 3, "--logprobs", 2]
+    result = invoke("--model", tiny_folder, *arguments, *sampling, "--page-size", 4, "--policy", "pat", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    params = SamplingParams(n=2, max_tokens=6, temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2)
+    expected = LLM(tiny_folder, page_size=4, policy="pat").generate(prompts, params)
+    assert [output["prompt"] for output in printed["outputs"]] == prompts
+    for one, other in zip(printed["outputs"], expected, strict=True):
+        assert [answer["token_ids"] for answer in one["answers"]] == [answer.token_ids for answer in other.outputs]
+        assert [answer["text"] for answer in one["answers"]] == [answer.text for answer in other.outputs]
+        assert all(len(answer["logprobs"]) == 6 for answer in one["answers"])
+        first = one["answers"][0]["logprobs"][0]
+        assert {entry["token_id"] for entry in first} == set(other.outputs[0].logprobs[0])  # type: ignore[index]
+    assert 0 < printed["stats"]["kv_tokens_read"] <= printed["stats"]["kv_tokens_per_query"]
+
+
+def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
+    prompts = ("--prompt", "First [question]", "--prompt", "Second question")
+    result = invoke("--model", tiny_folder, *prompts, "--max-tokens", 3, "--logprobs", 1, "--ignore-eos")
+    assert result.exit_code == 0, result.output
+    assert "First [question]" in result.stdout and "Second question" in result.stdout
+    assert "log-probability" in result.stdout
+
+
+def test_a_chat_is_the_default_and_standard_input_is_a_prompt(tiny_folder: Path) -> None:
+    plain, chat = (
+        json.loads(invoke("--model", tiny_folder, "--max-tokens", 2, "--json", *flags, stdin="Hello there").stdout)
+        for flags in (["--no-chat"], [])
+    )
+    assert plain["outputs"][0]["prompt"] == chat["outputs"][0]["prompt"] == "Hello there"
+    assert chat["outputs"][0]["prompt_tokens"] > plain["outputs"][0]["prompt_tokens"] + 4
+
+
+def test_one_prompt_on_a_terminal_is_streamed(tiny_folder: Path) -> None:
+    llm = LLM(tiny_folder)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=200)
+    (streamed,) = print_stream(llm.stream("Hello", params), console)
+    assert isinstance(console.file, io.StringIO)
+    answer, figures = console.file.getvalue().rstrip("\n").rsplit("\n", 1)
+    (expected,) = llm.generate("Hello", params)
+    assert answer == streamed.outputs[0].text == expected.outputs[0].text
+    assert "9 answer tokens" in figures and figures.endswith("ended by length")
+
+
+def test_stop_ends_an_answer(tiny_folder: Path) -> None:
+    arguments = ("--model", tiny_folder, "--prompt", "Hello", "--no-chat", "--max-tokens", 12, "--ignore-eos", "--json")
+    free = json.loads(invoke(*arguments).stdout)["outputs"][0]["answers"][0]["text"]
+    word = free[len(free) // 2 :][:3]
+    stopped = json.loads(invoke(*arguments, "--stop", word).stdout)["outputs"][0]["answers"][0]
+    assert stopped["stop_reason"] == word and stopped["text"] == free[: free.index(word)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max-tokens", "0"], ["--max-tokens", "0", ">= 1"]),
+        (["--max-tokens", "many"], ["--max-tokens", "'many'", "an integer"]),
+        (["--temperature", "-1"], ["--temperature", "-1", ">= 0"]),
+        (["--temperature", "hot"], ["--temperature", "'hot'", "a number"]),
+        (["--top-p", "1.5"], ["--top-p", "1.5", "(0, 1]"]),
+        (["--top-k", "-2"], ["--top-k", "-2", ">= -1"]),
+        (["-n", "0"], ["--n", "0", ">= 1"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
+        (["--logprobs", "-1"], ["--logprobs", "-1"]),
+        (["--logprobs", "99999999"], ["--logprobs", "99999999"]),
+        (["--stop", ""], ["--stop", "not empty"]),
+        (["--page-size", "0"], ["--page-size", "0", ">= 1"]),
+        (["--policy", "magic"], ["--policy", "magic", "per_query"]),
+        (["--prompt", " "], ["--prompt", "expected text"]),
+        (["--prompt-file", "a.txt"], ["--prompt-file", "one of them"]),
+        (["--prompt", "word " * 600], ["expected 1 to 511"]),
+        (["--colour"], ["--colour"]),
+    ],
+)
+def test_a_bad_value_is_named(tiny_folder: Path, arguments: list[str], expected: list[str]) -> None:
+    result = invoke("--model", tiny_folder, "--prompt", "Hello", *arguments)
+    check_usage_error(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["--model"]),
+        (["--model", "nowhere"], ["--model", "nowhere", "no such file"]),
+        (["--model", __file__], ["--model", "GGUF"]),
+    ],
+)
+def test_a_bad_model_is_named(arguments: list[str], expected: list[str]) -> None:
+    check_usage_error(invoke(*arguments, "--prompt", "Hello"), expected)
+
+
+def test_bad_prompts_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+    check_usage_error(invoke("--model", tiny_folder, stdin=""), ["standard input", "expected text"])
+    missing = tmp_path / "missing.txt"
+    check_usage_error(invoke("--model", tiny_folder, "--prompt-file", missing), ["--prompt-file", "UTF-8"])
+
+
+def check_usage_error(result: Result, expected: list[str]) -> None:
+    """Exit code 2, the words somewhere in the message (which is wrapped in a box), and no traceback."""
+    message = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2, message
+    assert isinstance(result.exception, SystemExit)
+    for words in expected:
+        assert words in message, message

@@ -1,0 +1,155 @@
+"""Packs -> work items: row tiles, where long KV is cut, order and partial slots."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkattn.plan_format import DIRECT, DeviceModel
+from trunkattn.planner.build import Batch, Planned, Planner
+from trunkattn.planner.cost_model import cost_model
+from trunkattn.planner.packing import Packs
+from trunkattn.planner.splitting import UNLIMITED, SplitRule, part_length, row_tiles, split_rule
+
+from .specs import MODEL, UNCUT, make_batch, make_spec
+
+MEAN = UNCUT._replace(grid=10, above_mean=True)
+
+
+def one_request(length: int, queries: int = 1, window: int = UNLIMITED) -> Batch:
+    return make_batch([list(range(length))], query_lens=[queries], window=window)
+
+
+def plan(batch: Batch, rule: SplitRule = UNCUT, policy: str = "per_query", queries_per_tile: int = 64) -> Planned:
+    return Planner(make_spec(policy, model=MODEL._replace(queries_per_tile=queries_per_tile), rule=rule)).plan(batch)
+
+
+def spans(planned: Planned) -> list[tuple[int, int]]:
+    """KV ranges of the items, in token order."""
+    return sorted(zip(planned.work.items[:, 1].tolist(), planned.work.items[:, 2].tolist(), strict=True))
+
+
+def tiles_of_lengths(lengths: list[int]) -> np.ndarray:
+    """One tile of one query for each length."""
+    return np.array([[p, 0, n, p, p + 1] for p, n in enumerate(lengths)], np.int32).reshape(-1, 5)
+
+
+def test_the_rule_of_an_attention_on_a_device() -> None:
+    device = DeviceModel("test", 512, 16, 4, 16_384, 25, True, 256)
+    rule = split_rule(device, cost_model(device, 32, 8, 128, 64, 2), 8, 192, 512)
+    assert rule == SplitRule(
+        num_slots=4, num_kv_heads=8, grid=256, above_mean=True, fixed_chunk=512, head_bytes=384, row_bytes=15,
+        row_unit=16, group_size=4,
+    )  # fmt: skip
+
+
+def test_no_part_is_longer_than_the_mean() -> None:
+    # mean 400: 1000 needs 3 parts of 334, on the grid 340; nothing else is longer than the mean
+    assert part_length(MEAN, tiles_of_lengths([1000, 100, 100])).tolist() == [340, 100, 100]
+
+
+def test_the_mean_is_rounded_up_to_the_grid() -> None:
+    assert part_length(MEAN, tiles_of_lengths([106, 100])).tolist() == [106, 100]
+    assert part_length(MEAN, tiles_of_lengths([112, 100])).tolist() == [60, 100]
+
+
+def test_without_the_rule_of_the_mean_a_long_tile_stays_whole() -> None:
+    assert part_length(MEAN._replace(above_mean=False), tiles_of_lengths([1000, 100, 100])).tolist() == [1000, 100, 100]
+
+
+def test_no_tile_no_part() -> None:
+    assert part_length(MEAN, tiles_of_lengths([])).tolist() == []
+
+
+@pytest.mark.property
+@given(
+    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=20),
+    grid=st.sampled_from([1, 16, 256]),
+    slots=st.integers(1, 200),
+    heads=st.sampled_from([1, 8, 1000]),
+    above_mean=st.booleans(),
+)
+def test_parts_keep_to_the_limit_and_the_grid(
+    lengths: list[int], grid: int, slots: int, heads: int, above_mean: bool
+) -> None:
+    rule = UNCUT._replace(grid=grid, num_slots=slots, num_kv_heads=heads, above_mean=above_mean)
+    parts = part_length(rule, tiles_of_lengths(lengths)).tolist()
+    mean = -(-sum(lengths) // len(lengths))
+    share = sum(lengths) * heads / (2 * slots)
+    for length, part in zip(lengths, parts, strict=True):
+        assert part == length or part % grid == 0
+        if above_mean:
+            assert part <= max(grid, -(-mean // grid) * grid)
+        if part < length:
+            assert length > share or (above_mean and length > mean), "cut without need"
+        assert part < share + grid or part == length <= share
+
+
+def test_one_long_request_fills_the_slots() -> None:
+    found = plan(one_request(131_072), UNCUT._replace(num_slots=132, num_kv_heads=8))
+    assert len(found.work.items) * 8 >= 132
+    assert found.work.num_slots == len(found.work.items)
+
+
+def test_a_batch_that_fills_the_slots_is_not_cut() -> None:
+    rows = [list(range(2000 * i, 2000 * i + 2000)) for i in range(8)]
+    assert len(plan(make_batch(rows), UNCUT._replace(num_slots=2, num_kv_heads=8)).work.items) == 8
+
+
+def test_a_fixed_chunk_cuts_at_its_multiples_and_nowhere_else() -> None:
+    rule = MEAN._replace(fixed_chunk=100, num_slots=132, num_kv_heads=1)
+    assert spans(plan(one_request(250), rule)) == [(0, 100), (100, 200), (200, 250)]
+    assert spans(plan(one_request(100), rule)) == [(0, 100)]
+    assert spans(plan(one_request(250, window=120), rule)) == [(130, 200), (200, 250)]
+
+
+def test_a_chunk_is_cut_from_the_start_of_the_sequence_not_of_the_pack() -> None:
+    rows = [[*range(150), 200 + i] for i in range(2)]
+    found = plan(make_batch(rows), UNCUT._replace(fixed_chunk=100), policy="cascade")
+    assert spans(found) == [(0, 100), (100, 150), (150, 151), (150, 151)]
+
+
+def test_a_tile_reads_what_its_queries_see() -> None:
+    # 5 queries at positions 15 to 19, two to a tile
+    assert spans(plan(one_request(20, 5), queries_per_tile=2)) == [(0, 17), (0, 19), (0, 20)]
+    assert spans(plan(one_request(20, 5, window=4), queries_per_tile=2)) == [(12, 17), (14, 19), (16, 20)]
+
+
+def test_tiles_that_see_nothing_are_left_out() -> None:
+    packs = Packs(*(np.array(a, np.int32) for a in ([0, 0], [0, 4], [4, 6], [0, 1, 2], [0, 0])))
+    starts, lens = np.array([0, 4], np.int32), np.array([6], np.int32)
+    tiles, query, position = row_tiles(packs, starts, lens, UNLIMITED, 2)
+    # positions 2 to 5: the first tile ends before token 4, where the second pack begins
+    assert tiles.tolist() == [[0, 0, 4, 0, 2], [0, 0, 4, 2, 4], [1, 4, 6, 6, 8]]
+    assert query.tolist() == [0, 1, 2, 3] * 2
+    assert position.tolist() == [2, 3, 4, 5] * 2
+
+
+def test_the_work_list_of_two_requests_with_a_trunk() -> None:
+    rows = [[*range(8), 20, 21], [*range(8), 30]]
+    work = plan(make_batch(rows), policy="cascade").work
+    assert work.items.tolist() == [[0, 0, 8, 0, 2], [0, 8, 10, 2, 3], [1, 8, 9, 3, 4]]
+    assert work.queries.tolist() == [0, 1, 0, 1]
+    assert work.slots.tolist() == [0, 2, 1, 3]
+    assert work.merge_queries.tolist() == [0, 1]
+    assert work.merge_indptr.tolist() == [0, 2, 4]
+    assert work.num_slots == 4
+
+
+def test_a_query_in_one_piece_needs_no_slot() -> None:
+    rows = [[*range(8), 20, 21], [*range(8)], [40]]
+    work = plan(make_batch(rows), policy="cascade").work
+    assert work.items.tolist() == [[0, 0, 8, 0, 2], [0, 8, 10, 2, 3], [2, 0, 1, 3, 4]]
+    assert work.slots.tolist() == [0, DIRECT, 1, DIRECT]
+    assert work.merge_queries.tolist() == [0]
+
+
+def test_equally_heavy_items_stay_in_the_order_of_the_rows() -> None:
+    work = plan(make_batch([[1], [2, 3], [4], [5, 6]])).work
+    assert work.items[:, 0].tolist() == [1, 3, 0, 2]
+
+
+def test_an_empty_batch_has_no_work() -> None:
+    work = plan(make_batch([])).work
+    assert (work.items.shape, work.num_slots) == ((0, 5), 0)
+    assert work.merge_indptr.tolist() == [0]
