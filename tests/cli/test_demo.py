@@ -77,7 +77,7 @@ def test_the_cache_figures_add_up(shown: tuple[DemoResult, str]) -> None:
 def test_what_is_printed(shown: tuple[DemoResult, str]) -> None:
     result, text = shown
     words = " ".join(text.split())
-    for expected in ("Ada, garden", "Dan, kitchen", "… and 1 more answers", "warm-up", "utilisation", "5 of 5"):
+    for expected in ("Ada, garden", "Dan, kitchen", "… and 1 more answers", "median time", "utilisation", "5 of 5"):
         assert expected in words
     assert str(result.picture) in text.replace("\n", "")
 

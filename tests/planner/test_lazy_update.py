@@ -14,7 +14,7 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import random_forest, tree_batch
 from trunkattn.workloads.trees import parse_tree
 
-from .specs import make_spec, random_spec
+from .specs import make_batch, make_spec, random_spec
 
 SPARE_COLUMNS = 3
 EDITS = ("change_page", "add_row", "remove_row", "pad_row", "change_queries", "shrink", "change_window")
@@ -118,6 +118,15 @@ def random_requests(rng: np.random.Generator, page_size: int) -> Requests:
     return Requests(rng, page_size, pages, seq_lens, query_lens, max(map(len, pages)) + SPARE_COLUMNS)
 
 
+def assert_same_plan(found: Planned, expected: Planned) -> None:
+    assert found.work.equals(expected.work)
+    assert (found.policy, found.num_packs) == (expected.policy, expected.num_packs)
+    batch = expected.batch
+    used = -(-batch.seq_lens // expected.spec.page_size) * (np.diff(batch.query_start_loc) > 0)
+    for row, count in enumerate(used):
+        assert np.array_equal(found.batch.block_table[row, :count], batch.block_table[row, :count]), f"pages of {row}"
+
+
 def snapshot(planned: Planned) -> list[np.ndarray]:
     work = planned.work
     return [a.copy() for a in (work.items, work.queries, work.slots, work.merge_queries, work.merge_indptr)]
@@ -144,8 +153,7 @@ def test_a_patched_plan_equals_a_cold_one(
         batch = requests.batch()
         changed = np.array(sorted(requests.touched), np.int32) if rows_given else None
         found, expected = planner.plan(batch, changed), Planner(spec).plan(batch)
-        assert found.work.equals(expected.work)
-        assert (found.policy, found.num_packs) == (expected.policy, expected.num_packs)
+        assert_same_plan(found, expected)
         plans.append(found)
         kept.append(snapshot(found))
     for planned, arrays in zip(plans, kept, strict=True):  # later steps change no earlier plan
@@ -200,6 +208,45 @@ def test_windows_of_one_step_share_a_forest(builds: CountedBuilds) -> None:
     assert builds.count == 1
     for planned, batch in zip(found, steps, strict=True):
         assert planned.work.equals(Planner(spec).plan(batch).work)
+
+
+def grown(batch: Batch, row: int, tokens: int) -> Batch:
+    lens = batch.seq_lens.copy()
+    lens[row] += tokens
+    return replace(batch, seq_lens=lens)
+
+
+def test_a_request_that_leaves_what_it_shared_rebuilds(builds: CountedBuilds) -> None:
+    first = make_batch([[1, 2], [1, 2]], seq_lens=[32, 32], columns=3)
+    planner = Planner(make_spec("optimal", 16))
+    planner.plan(first)
+    planner.plan(grown(first, 1, 1))
+    assert builds.count == 2
+
+
+def test_fasttree_chooses_anew_when_a_tail_grows() -> None:
+    # 60 query rows of one leaf, 4 of the other, 32 shared tokens: as long as the first leaf is far below a tile of 32
+    # keys, less is padded if it reads the trunk itself
+    first = make_batch([[*range(32), *range(40, 50)], [*range(32), 50]], query_lens=[15, 1], columns=60)
+    planner = Planner(make_spec("fasttree"))
+    packs = []
+    for tokens in range(16):
+        batch = grown(first, 0, tokens)
+        found = planner.plan(batch)
+        assert_same_plan(found, Planner(make_spec("fasttree")).plan(batch))
+        packs.append(found.num_packs)
+    assert set(packs) == {2, 3}
+
+
+def test_auto_chooses_anew_when_a_window_slides() -> None:
+    # sharing the trunk pays while enough of its 64 tokens are in the window
+    planner, policies = Planner(make_spec("auto", 16)), []
+    for batch in decode_steps(60):
+        found = planner.plan(replace(batch, window=30))
+        assert_same_plan(found, Planner(make_spec("auto", 16)).plan(replace(batch, window=30)))
+        policies.append(found.policy)
+    assert policies[0] == "optimal"
+    assert "per_query" in policies
 
 
 @pytest.mark.parametrize("change", ["page", "fewer_tokens", "fewer_queries", "wider_table"])

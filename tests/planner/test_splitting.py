@@ -145,8 +145,9 @@ def test_a_query_in_one_piece_needs_no_slot() -> None:
 
 
 def test_equally_heavy_items_stay_in_the_order_of_the_rows() -> None:
-    work = plan(make_batch([[1], [2, 3], [4], [5, 6]])).work
-    assert work.items[:, 0].tolist() == [1, 3, 0, 2]
+    rows = [[10 * i, 10 * i + 1][: 1 + i % 2] for i in range(200)]
+    work = plan(make_batch(rows)).work
+    assert work.items[:, 0].tolist() == [*range(1, 200, 2), *range(0, 200, 2)]
 
 
 def test_an_empty_batch_has_no_work() -> None:

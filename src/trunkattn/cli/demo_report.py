@@ -153,8 +153,8 @@ def policy_table(result: DemoResult) -> Table:
     equal = f"{result.identical_answers} of {total}"
     table.add_row("answers identical", "", equal, "yes" if result.identical_answers == total else "no")
     table.caption = (
-        "Same prompts, same settings, greedy, prefix cache on and empty at the start, "
-        "after a warm-up that compiled the kernels."
+        "Same prompts and settings, greedy; prefix cache on, and empty at the start of each run; "
+        "kernels compiled before. Of several runs in turn, the one of median time."
     )
     return table
 
@@ -174,7 +174,7 @@ def cache_table(result: DemoResult) -> Table:
         ("slots that hold a token", "tokens"),
         ("waste: reserved for later tokens", "reserved"),
         ("waste: internal, never to be filled", "internal"),
-        ("waste: external, too small for a request", "external"),
+        ("waste: external, too small for one", "external"),
     )
     for name, field in rows:
         table.add_row(name, f"{getattr(paged, field):,}", f"{getattr(contiguous, field):,}")

@@ -22,7 +22,7 @@ def run_generate(options: GenerateOptions) -> None:
     errors = Console(file=sys.stderr)
     with reported_by_option(GenerateOptions):
         params = sampling_params(options)
-        with working(errors, f"Loading {options.model}"):
+        with working(errors, f"Loading {options.model.name}"):
             llm = LLM(options.model, policy=options.policy, page_size=options.page_size)
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):

@@ -30,10 +30,9 @@ def merge_states(
         if lse.shape != out_a.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")
     lse = torch.logaddexp(lse_a, lse_b)
-    # both empty: -inf - -inf is NaN, and the weights are to be 0
-    weight_a = torch.exp(lse_a - lse).nan_to_num(nan=0.0).unsqueeze(-1)
-    weight_b = torch.exp(lse_b - lse).nan_to_num(nan=0.0).unsqueeze(-1)
+    weight_a, weight_b = torch.exp(lse_a - lse).unsqueeze(-1), torch.exp(lse_b - lse).unsqueeze(-1)
     zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
+    # an empty state's output may be anything; if both are empty, the weights are NaN (-inf - -inf) and not above 0
     part_a = torch.where(weight_a > 0, weight_a * out_a, zero)
     part_b = torch.where(weight_b > 0, weight_b * out_b, zero)
     return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)
