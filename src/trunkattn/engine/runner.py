@@ -85,7 +85,7 @@ class ModelRunner:
         return output.logits[0]
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
-        """[len(chunks), pages of the longest sequence there may be]: a fixed width lets the planner patch its last plan.
+        """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
 
         Rewrites only the pages that this step writes to, or the row of a new owner.
         """
