@@ -44,8 +44,8 @@ class Capacity:
 class DeviceModel:
     """What the planner must know of a device; integers, calibrated by measurement (`kernels/tile_table.py`).
 
-    name: for messages and `stats.tiles`. tile_rows: query rows (tokens × group size) of the tallest tile. row_unit: rows
-    are computed in multiples of this, a power of two. num_slots: work items (of one KV head) that run at once.
+    name: for messages and `stats.tiles`. tile_rows: query rows (tokens × group size) of the tallest tile. row_unit:
+    rows are computed in multiples of this, a power of two. num_slots: work items (of one KV head) that run at once.
     item_bytes: fixed cost of one of those, in bytes of KV read in the same time. flops_per_byte: arithmetic done in
     the time of one byte, for balance only. split_above_mean: PAT §6's rule, no work item longer than the mean.
     split_grid: cut points are multiples of this many tokens from a pack's start.
