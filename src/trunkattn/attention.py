@@ -176,11 +176,8 @@ class BatchAttention:
                 f"k_cache has {k_cache.shape[0]} pages: expected more than the plan's page {plan.last_page}"
             )
         num_tokens = plan.num_query_tokens
-        result = (
-            out
-            if out is not None
-            else torch.empty(num_tokens, config.num_qo_heads, config.value_dim, dtype=config.dtype)
-        )
+        shape = (num_tokens, config.num_qo_heads, config.value_dim)
+        result = torch.empty(shape, dtype=config.dtype) if out is None else out
         in_place = result.dtype == torch.float32 and result.is_contiguous()
         computed = result if in_place else torch.empty(result.shape, dtype=torch.float32)
         lse = torch.empty(num_tokens, config.num_qo_heads)
@@ -189,8 +186,8 @@ class BatchAttention:
         queries = q.to(torch.float32).contiguous().view(-1).numpy()
         outputs = (computed.view(-1).numpy(), lse.numpy(), self._partial, self._partial_lse)
         options = self._options(scales, sinks)
-        inputs = (queries, k_flat, v_flat, k_strides, v_strides)
-        cpu.execute(plan.prepared, plan.shape, inputs, options, outputs, (self._floats, self._ints))
+        workspace, inputs = (self._floats, self._ints), (queries, k_flat, v_flat, k_strides, v_strides)
+        cpu.execute(plan.prepared, plan.shape, inputs, options, outputs, workspace)
         if not in_place:
             result.copy_(computed)
         return (result, lse) if return_lse else result
