@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from workloads import SHARED, UNSHARED, Workload, make_workload
 
 FEW = 8
-REPEATS = 3
+REPEATS = 2
 VOCABULARY = 49152
 
 
