@@ -71,9 +71,9 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(
         begin, end = starts[row : row + 2]
         if begin < end:
             assert_same_bits((out[begin:end], lse[begin:end]), alone(step, row, single), f"row {row}")
-            # and its first query token, when the sequence ended there, in a decode step
-            first = (out[begin : begin + 1], lse[begin : begin + 1])
-            assert_same_bits(first, alone(step, row, single, last_token=begin), f"row {row}, first token")
+            for token in {begin, end - 1}:  # the same in a decode step of the sequence that ends with it
+                here = (out[token : token + 1], lse[token : token + 1])
+                assert_same_bits(here, alone(step, row, single, last_token=token), f"row {row}, query token {token}")
 
 
 def test_the_batches_above_share_and_cut() -> None:
