@@ -157,7 +157,8 @@ def execute(
     """
     q, k_cache, v_cache, k_strides, v_strides = inputs
     work = plan.work
-    numba.set_num_threads(min(len(plan.task_indptr) - 1, numba.config.NUMBA_NUM_THREADS))
+    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at run time
+    numba.set_num_threads(min(len(plan.task_indptr) - 1, available))
     sizes = np.array([*shape, *k_strides, *v_strides], np.int64)
     _execute(
         sizes, q, k_cache, v_cache, plan.block_table, work.items, work.queries, work.slots, plan.positions, plan.tasks,
