@@ -14,7 +14,7 @@ from numba import njit, prange
 from numpy.typing import NDArray
 
 from trunkattn.kernels.cpu_task import SHAPE_FIELDS, Shape, Strides, run_merge, run_task, shape_of
-from trunkattn.kernels.cpu_tile import LANES
+from trunkattn.kernels.cpu_tile import LANES, TILES
 from trunkattn.kernels.tile_table import BLOCK_TOKENS
 from trunkattn.plan_format import KV_END, KV_START, QUERY_END, QUERY_START, WorkList
 
@@ -45,7 +45,7 @@ def workspace_sizes(plan: CpuPlan, shape: Shape) -> tuple[int, int]:
     """float32 and int64 elements that each thread needs."""
     rows, values = plan.max_rows, _padded(shape.head_dim_v)
     floats = rows * (shape.head_dim + BLOCK_TOKENS + values + 3) + BLOCK_TOKENS * (shape.head_dim + values)
-    return floats, shape.head_dim + 2 * rows + 4 * BLOCK_TOKENS
+    return floats, shape.head_dim + 2 * rows + 4 * BLOCK_TOKENS + BLOCK_TOKENS // TILES.score_keys * shape.head_dim
 
 
 def _padded(count: int) -> int:
@@ -93,8 +93,9 @@ def _run_tasks(thread, tasks, sizes, inputs, plan, options, outputs, floats, int
     k_strides = Strides(sizes[SHAPE_FIELDS], sizes[SHAPE_FIELDS + 1], sizes[SHAPE_FIELDS + 2])
     v_strides = Strides(sizes[SHAPE_FIELDS + 3], sizes[SHAPE_FIELDS + 4], sizes[SHAPE_FIELDS + 5])
     caches = (k_cache, v_cache, k_strides, v_strides)
-    for i in range(task_indptr[thread], task_indptr[thread + 1]):
-        run_task(task_list[i], shape, q, caches, plan, options, outputs, (floats, ints))
+    last = task_indptr[thread + 1] - 1
+    for i in range(task_indptr[thread], last + 1):
+        run_task(task_list[i], task_list[min(i + 1, last)], shape, q, caches, plan, options, outputs, (floats, ints))
 
 
 @njit(cache=True)

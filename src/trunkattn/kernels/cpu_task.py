@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from trunkattn.kernels.cpu_math import FLOAT32, as_float32, exp2, tanh, to_float
-from trunkattn.kernels.cpu_tile import LANES, TILES, multiply_add_tile
+from trunkattn.kernels.cpu_tile import ACCUMULATE, LANES, OVERWRITE, OVERWRITE_AHEAD, TILES, multiply_add_tile
 from trunkattn.kernels.tile_table import BLOCK_TOKENS
 from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
@@ -24,12 +24,15 @@ _SCORE_KEYS = TILES.score_keys
 _SCORE_LANES = TILES.score_vectors * LANES
 _OUTPUT_ROWS = TILES.output_rows
 _OUTPUT_LANES = TILES.output_vectors * LANES
-_SCORES_WIDE = TILES.score_keys * 10000 + TILES.score_vectors * 100
-_SCORES_NARROW = TILES.score_keys * 10000 + 100
-_OUTPUT_TALL_WIDE = TILES.output_rows * 10000 + TILES.output_vectors * 100 + 1
-_OUTPUT_TALL_NARROW = TILES.output_rows * 10000 + 101
-_OUTPUT_ROW_WIDE = 10000 + TILES.output_vectors * 100 + 1
-_OUTPUT_ROW_NARROW = 10101
+_SCORES_WIDE = TILES.score_keys * 10000 + TILES.score_vectors * 100 + OVERWRITE
+_SCORES_WIDE_AHEAD = TILES.score_keys * 10000 + TILES.score_vectors * 100 + OVERWRITE_AHEAD
+_SCORES_NARROW = TILES.score_keys * 10000 + 100 + OVERWRITE
+_SCORES_NARROW_AHEAD = TILES.score_keys * 10000 + 100 + OVERWRITE_AHEAD
+_OUTPUT_TALL_WIDE = TILES.output_rows * 10000 + TILES.output_vectors * 100 + ACCUMULATE
+_OUTPUT_TALL_NARROW = TILES.output_rows * 10000 + 100 + ACCUMULATE
+_OUTPUT_ROW_WIDE = 10000 + TILES.output_vectors * 100 + ACCUMULATE
+_OUTPUT_ROW_NARROW = 10000 + 100 + ACCUMULATE
+_LINE_BYTES = 64
 
 
 class Shape(NamedTuple):
@@ -62,41 +65,49 @@ def shape_of(sizes):
 
 
 @njit(cache=True, fastmath={"contract", "nsz"})
-def _scores(scores, keys, key_rows, q, q_rows, rows, depth):
-    """scores[t, m] = keys[t] · q[:, m] for a block of keys."""
-    for t in range(0, BLOCK_TOKENS, _SCORE_KEYS):
-        m = 0
+def _scores(scores, keys, key_rows, q, q_rows, rows, depth, tokens, ahead):
+    """scores[t, m] = keys[t] · q[:, m] for a block of keys; the lines of the next block are fetched meanwhile."""
+    for t in range(0, tokens, _SCORE_KEYS):
+        lines, at = ahead[t // _SCORE_KEYS], t * rows
+        if rows >= _SCORE_LANES:
+            m = _SCORE_LANES
+            multiply_add_tile(scores, at, rows, keys, key_rows, t, 1, q, q_rows, 0, depth, lines, _SCORES_WIDE_AHEAD)
+        else:
+            m = LANES
+            multiply_add_tile(scores, at, rows, keys, key_rows, t, 1, q, q_rows, 0, depth, lines, _SCORES_NARROW_AHEAD)
         while m + _SCORE_LANES <= rows:
-            multiply_add_tile(scores, t * rows + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, _SCORES_WIDE)
+            multiply_add_tile(scores, at + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, lines, _SCORES_WIDE)
             m += _SCORE_LANES
         while m < rows:
-            multiply_add_tile(scores, t * rows + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, _SCORES_NARROW)
+            multiply_add_tile(scores, at + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, lines, _SCORES_NARROW)
             m += LANES
 
 
 @njit(cache=True, fastmath={"contract", "nsz"})
-def _outputs(out, scores, lane, values, value_rows, used, rows, width):
+def _outputs(out, scores, lane, values, value_rows, used, rows, width, tokens):
     """out[m, :] += Σ_t scores[t, m] · values[t]."""
-    keys = BLOCK_TOKENS
+    n, none = tokens, value_rows
     for d in range(0, width // _OUTPUT_LANES * _OUTPUT_LANES, _OUTPUT_LANES):
         m = 0
         while m + _OUTPUT_ROWS <= used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_TALL_WIDE)
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_TALL_WIDE)
             m += _OUTPUT_ROWS
         while m < used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_ROW_WIDE)
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_ROW_WIDE)
             m += 1
     for d in range(width // _OUTPUT_LANES * _OUTPUT_LANES, width, LANES):
         m = 0
         while m + _OUTPUT_ROWS <= used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_TALL_NARROW)
+            multiply_add_tile(
+                out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_TALL_NARROW
+            )
             m += _OUTPUT_ROWS
         while m < used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, keys, _OUTPUT_ROW_NARROW)
+            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_ROW_NARROW)
             m += 1
 
 
@@ -108,10 +119,10 @@ def _soft_cap(scores, count, cap):
 
 
 @njit(cache=True)
-def _mask(scores, rows, used, position, first, kv_range, window):
+def _mask(scores, rows, used, position, first, tokens, kv_range, window):
     """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
     kv_start, kv_end = kv_range
-    for t in range(BLOCK_TOKENS):
+    for t in range(tokens):
         token = first + t
         outside = token < kv_start or token >= kv_end
         for m in range(used):
@@ -120,18 +131,18 @@ def _mask(scores, rows, used, position, first, kv_range, window):
 
 
 @njit(cache=True, fastmath={"contract", "nsz"})
-def _online_softmax(scores, rows, top, total, rescale):
+def _online_softmax(scores, rows, tokens, top, total, rescale):
     """Scores become weights 2^(s - max); `rescale` is what earlier weights must be multiplied by."""
     for m in range(rows):
         rescale[m] = top[m]
-    for t in range(BLOCK_TOKENS):
+    for t in range(tokens):
         line = t * rows
         for m in range(rows):
             top[m] = max(top[m], scores[line + m])
     for m in range(rows):
         rescale[m] = exp2(rescale[m] - top[m])
         total[m] *= rescale[m]
-    for t in range(BLOCK_TOKENS):
+    for t in range(tokens):
         line = t * rows
         for m in range(rows):
             weight = exp2(scores[line + m] - top[m])
@@ -140,12 +151,13 @@ def _online_softmax(scores, rows, top, total, rescale):
 
 
 @njit(cache=True)
-def _block_rows(k_rows, v_rows, pages, first, kv_range, page_size, strides, head):
+def _block_rows(k_rows, v_rows, where, first, tokens, page_size, strides):
     """Element offsets of a block's keys and values; tokens outside the item stand at one inside, and are masked."""
+    pages, kv_range, head = where
     k_strides, v_strides = strides
     token = min(max(first, kv_range[0]), kv_range[1] - 1)
     column, offset = token // page_size, token % page_size
-    for t in range(BLOCK_TOKENS):
+    for t in range(tokens):
         page = np.int64(pages[column])
         k_rows[t] = page * k_strides.page + offset * k_strides.token + head * k_strides.head
         v_rows[t] = page * v_strides.page + offset * v_strides.token + head * v_strides.head
@@ -158,9 +170,9 @@ def _block_rows(k_rows, v_rows, pages, first, kv_range, page_size, strides, head
 
 
 @njit(cache=True)
-def _stage(staged, staged_rows, cache, cache_rows, width, padded, kind):
+def _stage(staged, staged_rows, cache, cache_rows, tokens, width, padded, kind):
     """Copies a block to float32, padded to whole vectors with zeros."""
-    for t in range(BLOCK_TOKENS):
+    for t in range(tokens):
         at = t * padded
         staged_rows[t] = at
         source = cache_rows[t]
@@ -215,68 +227,128 @@ def _carve(floats, ints, shape, rows, width):
     state = (floats[acc_at:top_at], top, total, floats[top_at + 2 * rows : keys_at])
     staged = (floats[keys_at:values_at], floats[values_at : values_at + block * width])
     q_rows, lane, position = ints[:depth], ints[depth : depth + rows], ints[depth + rows : depth + 2 * rows]
-    row_space = ints[depth + 2 * rows : depth + 2 * rows + 4 * block].reshape(4, block)
+    rows_at = depth + 2 * rows
+    ahead_at = rows_at + 4 * block
+    row_space = ints[rows_at:ahead_at].reshape(4, block)
+    ahead = ints[ahead_at : ahead_at + block // _SCORE_KEYS * depth].reshape(block // _SCORE_KEYS, depth)
     for d in range(depth):
         q_rows[d] = d * rows
     for m in range(rows):
         lane[m] = m
-    return floats[:scores_at], floats[scores_at:acc_at], state, staged, (q_rows, lane, position, row_space)
+    return floats[:scores_at], floats[scores_at:acc_at], state, staged, (q_rows, lane, position, row_space, ahead)
+
+
+@njit(cache=True)
+def _blocks(kv_range, aligned):
+    """First token of an item's first block, and tokens of a block: equal ones, so that no short one is left over."""
+    if aligned:
+        return kv_range[0] // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS
+    count = kv_range[1] - kv_range[0]
+    blocks = (count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    return kv_range[0], _whole_tiles((count + blocks - 1) // blocks)
+
+
+@njit(cache=True)
+def _whole_tiles(tokens):
+    return (tokens + _SCORE_KEYS - 1) // _SCORE_KEYS * _SCORE_KEYS
+
+
+@njit(cache=True)
+def _look_ahead(ahead, tiles, rows, where, first, step, shape, caches):
+    """Addresses of the cache lines of the block that follows, as many as fit into the steps of `tiles` tiles."""
+    k_cache, v_cache, k_strides, v_strides = caches
+    tokens = min(step, _whole_tiles(where[1][1] - first))
+    _block_rows(rows[0], rows[1], where, first, tokens, shape.page_size, (k_strides, v_strides))
+    k_bytes, v_bytes = shape.head_dim * k_cache.itemsize, shape.head_dim_v * v_cache.itemsize
+    k_base, v_base = k_cache.ctypes.data, v_cache.ctypes.data
+    lines = ahead.reshape(-1)[: tiles * shape.head_dim]
+    at = 0
+    for t in range(tokens):
+        k_at, v_at = k_base + rows[0, t] * k_cache.itemsize, v_base + rows[1, t] * v_cache.itemsize
+        if at + (k_bytes + v_bytes) // _LINE_BYTES + 2 > len(lines):
+            break
+        for d in range(0, k_bytes, _LINE_BYTES):
+            lines[at] = k_at + d
+            at += 1
+        for d in range(0, v_bytes, _LINE_BYTES):
+            lines[at] = v_at + d
+            at += 1
+    lines[at:] = k_base
 
 
 @njit(cache=True, fastmath={"contract", "nsz"})
-def _block(first, item, shape, caches, arrays, soft_cap):
+def _block(where, first, tokens, queries, shape, caches, arrays, soft_cap):
     """One block of keys: scores, mask, online softmax, output."""
-    pages, kv_range, head, used, rows, width, lowest, highest = item
+    kv_range = where[1]
+    used, rows, width, lowest, highest = queries
     k_cache, v_cache, k_strides, v_strides = caches
-    q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space) = arrays
+    q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space, ahead) = arrays
     depth, kind = shape.head_dim, shape.kv_kind
     stage_v = kind != FLOAT32 or width != shape.head_dim_v
-    strides = (k_strides, v_strides)
-    _block_rows(row_space[0], row_space[1], pages, first, kv_range, shape.page_size, strides, head)
+    _block_rows(row_space[0], row_space[1], where, first, tokens, shape.page_size, (k_strides, v_strides))
     if kind != FLOAT32:
-        _stage(staged_k, row_space[2], k_cache, row_space[0], depth, depth, kind)
-    _scores(scores, as_float32(k_cache, staged_k), row_space[2 if kind != FLOAT32 else 0], q_lanes, q_rows, rows, depth)
+        _stage(staged_k, row_space[2], k_cache, row_space[0], tokens, depth, depth, kind)
+    keys, key_rows = as_float32(k_cache, staged_k), row_space[2 if kind != FLOAT32 else 0]
+    _scores(scores, keys, key_rows, q_lanes, q_rows, rows, depth, tokens, ahead)
     if soft_cap > 0:
-        _soft_cap(scores, BLOCK_TOKENS * rows, soft_cap)
-    last = first + BLOCK_TOKENS
+        _soft_cap(scores, tokens * rows, soft_cap)
+    last = first + tokens
     if first < kv_range[0] or last > kv_range[1] or last - 1 > lowest or first <= highest - shape.window:
-        _mask(scores, rows, used, position, first, kv_range, shape.window)
-    _online_softmax(scores, rows, top, total, rescale)
+        _mask(scores, rows, used, position, first, tokens, kv_range, shape.window)
+    _online_softmax(scores, rows, tokens, top, total, rescale)
     for m in range(used):
         if rescale[m] != np.float32(1.0):
             for d in range(width):
                 acc[m * width + d] *= rescale[m]
     if stage_v:
-        _stage(staged_v, row_space[3], v_cache, row_space[1], shape.head_dim_v, width, kind)
+        _stage(staged_v, row_space[3], v_cache, row_space[1], tokens, shape.head_dim_v, width, kind)
     values = staged_v if stage_v else as_float32(v_cache, staged_v)
-    _outputs(acc, scores, lane, values, row_space[3 if stage_v else 1], used, rows, width)
+    _outputs(acc, scores, lane, values, row_space[3 if stage_v else 1], used, rows, width, tokens)
+
+
+@njit(cache=True)
+def _where(task, shape, plan):
+    """Keys of a task: its row of the block table, token range and KV head."""
+    block_table, items = plan[0], plan[1]
+    item, head = task // shape.num_kv_heads, task % shape.num_kv_heads
+    return block_table[items[item, KV_ROW]], (np.int64(items[item, KV_START]), np.int64(items[item, KV_END])), head
 
 
 @njit(cache=True, fastmath={"contract", "nsz"})
-def run_task(task, shape, q, caches, plan, options, outputs, workspace):
-    """One work item for one KV head: its partial states, or the output of queries that have no other item."""
-    block_table, items, queries, slots, positions = plan
+def run_task(task, following, shape, q, caches, plan, options, outputs, workspace):
+    """One work item for one KV head: its partial states, or the output of queries that have no other item.
+
+    `following` is the thread's next task, whose first keys are fetched while the last ones of this are used.
+    """
+    _block_table, items, queries, slots, positions = plan
     logit_scale, v_scale, soft_cap, sinks = options
     out, out_lse, partial, partial_lse = outputs
-    item, head = task // shape.num_kv_heads, task % shape.num_kv_heads
+    item = task // shape.num_kv_heads
     begin, end = items[item, QUERY_START], items[item, QUERY_END]
     group = shape.num_qo_heads // shape.num_kv_heads
     tokens = queries[begin:end]
     rows = (len(tokens) * group + LANES - 1) // LANES * LANES
     width = (shape.head_dim_v + LANES - 1) // LANES * LANES
     arrays = _carve(workspace[0], workspace[1], shape, rows, width)
-    q_lanes, (acc, top, total, _), position = arrays[0], arrays[2], arrays[4][2]
+    q_lanes, (acc, top, total, _), (position, row_space, ahead) = arrays[0], arrays[2], arrays[4][2:]
+    where, where_next = _where(task, shape, plan), _where(following, shape, plan)
+    head = where[2]
     used = _load_queries(q, shape, logit_scale[head], head, tokens, rows, q_lanes, positions, position)
     top[:] = _NOTHING
     total[:] = np.float32(0.0)
     acc[:] = np.float32(0.0)
-    kv_range = (np.int64(items[item, KV_START]), np.int64(items[item, KV_END]))
-    lowest, highest = position[:used].min(), position[:used].max()
-    work = (block_table[items[item, KV_ROW]], kv_range, head, used, rows, width, lowest, highest)
-    first = kv_range[0] // BLOCK_TOKENS * BLOCK_TOKENS if shape.aligned_blocks else kv_range[0]
-    while first < kv_range[1]:
-        _block(first, work, shape, caches, arrays, soft_cap)
-        first += BLOCK_TOKENS
+    work = (used, rows, width, position[:used].min(), position[:used].max())
+    first, step = _blocks(where[1], shape.aligned_blocks)
+    first_next, step_next = _blocks(where_next[1], shape.aligned_blocks)
+    while first < where[1][1]:
+        count = min(step, _whole_tiles(where[1][1] - first))
+        tiles = count // _SCORE_KEYS
+        if first + step < where[1][1]:
+            _look_ahead(ahead, tiles, row_space, where, first + step, step, shape, caches)
+        else:
+            _look_ahead(ahead, tiles, row_space, where_next, first_next, step_next, shape, caches)
+        _block(where, first, count, work, shape, caches, arrays, soft_cap)
+        first += step
     for m in range(used):
         query_head = head * group + m % group
         lse = top[m] * _LN_2 + np.float32(np.log(total[m]))

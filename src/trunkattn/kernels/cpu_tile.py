@@ -25,28 +25,30 @@ def _host_lanes() -> int:
 
 TILES: Final = REGISTER_TILES[_host_lanes()]
 LANES: Final = TILES.lanes
+OVERWRITE, ACCUMULATE, OVERWRITE_AHEAD = range(3)  # modes of the tile
 _VECTOR: Final = ir.VectorType(_FLOAT, LANES)
 
 
 @intrinsic(prefer_literal=True)
-def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, b, b_rows, b_at, depth, shape):
+def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, b, b_rows, b_at, depth, ahead, shape):
     """C[c_at + r·c_step + x] (+)= Σ_k A[a_rows[a_at + r] + k·a_step] · B[b_rows[k] + b_at + x], k < depth.
 
     r < rows, x < vectors·LANES. Flat float32 arrays, int64 offsets; depth >= 1. `shape` is the literal
-    rows·10000 + vectors·100 + accumulate: with accumulate = 0, C is overwritten.
+    rows·10000 + vectors·100 + mode: OVERWRITE, ACCUMULATE, or OVERWRITE_AHEAD, which also asks for the cache line at
+    address ahead[k] in step k: one line per step is what memory delivers, a burst of them would stall the arithmetic.
     """
     if not isinstance(shape, types.Literal):
         return None
-    rows, vectors, accumulate = (
+    rows, vectors, mode = (
         shape.literal_value // 10000,
         shape.literal_value // 100 % 100,
         shape.literal_value % 100,
     )
     index = types.int64
-    signature = types.void(c, index, index, a, a_rows, index, index, b, b_rows, index, index, shape)
+    signature = types.void(c, index, index, a, a_rows, index, index, b, b_rows, index, index, ahead, shape)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = {i: context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 4, 7, 8)}
+        data = {i: context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 4, 7, 8, 11)}
         offsets = dict(
             zip(
                 ("c_at", "c_step", "a_at", "a_step", "b_at", "depth"),
@@ -60,8 +62,9 @@ def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, 
             for r in range(rows)
         ]
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        start = [[_load(builder, p) if accumulate else zero for p in line] for line in c_pointers]
-        sums = _loop(builder, start, a_pointers, (data[7], data[8]), offsets)
+        start = [[_load(builder, p) if mode == ACCUMULATE else zero for p in line] for line in c_pointers]
+        lines = data[11] if mode == OVERWRITE_AHEAD else None
+        sums = _loop(builder, start, a_pointers, (data[7], data[8], lines), offsets)
         for line, pointers in zip(sums, c_pointers, strict=True):
             for value, pointer in zip(line, pointers, strict=True):
                 builder.store(value, pointer).align = 4
@@ -90,7 +93,7 @@ def _loop(
 ) -> Any:
     """The loop over k, with one phi per accumulator; returns the sums."""
     rows, vectors = len(start), len(start[0])
-    b_base, b_rows = b
+    b_base, b_rows, lines = b
     entry, body, done = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
     builder.branch(body)
     builder.position_at_end(body)
@@ -113,6 +116,8 @@ def _loop(
         first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
         broadcast = builder.shuffle_vector(first, undefined, all_zero)
         following.append([builder.call(fma, [broadcast, b_vectors[w], sums[r][w]]) for w in range(vectors)])
+    if lines is not None:
+        _prefetch(builder, builder.load(builder.gep(lines, [k])))
     k_next = builder.add(k, _INT(1))
     k.add_incoming(k_next, body)
     for r in range(rows):
@@ -123,6 +128,14 @@ def _loop(
     branch.set_metadata("llvm.loop", _never_unroll(builder.module))
     builder.position_at_end(done)
     return following
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Never faults, whatever the address."""
+    flag, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, byte), flag(0), flag(3), flag(1)])
 
 
 def _never_unroll(module: Any) -> Any:
