@@ -1,13 +1,14 @@
-"""Linear layers for a CPU in float32: weights stored once in oneDNN's blocked order.
+"""Linear layers for a CPU in float32, with the weights stored in the order in which a decode step reads them.
 
-torch's own float32 `linear` goes through a BLAS that leaves half of this work's speed on the table: with 32 rows and
-SmolLM2's shapes it does 100 to 180 GFLOP/s on two Zen 5 cores, a packed oneDNN weight 360 to 430 (docs/performance.md).
+A library's product would be the first choice. But with 32 rows all of SmolLM2's layers take 30 ms on two Zen 5 cores
+with oneDNN's packed weights (torch's own BLAS: more than twice that), and 22 ms with the attention executor's register
+tile, which fetches weights from memory while it computes; at 512 rows the two are even (docs/performance.md).
 """
 
 import torch
 from torch import nn
 
-_ROWS_HINT = 32  # rows for which the blocking is chosen; any number of rows can be multiplied
+from trunkattn.kernels.cpu_linear import PANEL, multiply, pack_weight
 
 
 class PackedLinear(nn.Module):
@@ -17,17 +18,22 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        self._panels = pack_weight(linear.weight.detach().numpy())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        rows = x.detach().reshape(-1, self.in_features).contiguous()
+        out = torch.empty(len(rows), len(self._panels) * PANEL)
+        multiply(rows.numpy(), self._panels, out.numpy(), torch.get_num_threads())
+        out = out[:, : self.out_features].contiguous()  # a copy only where the last panel is not full
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch has oneDNN and the weights are float32 on a CPU."""
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return available and dtype == torch.float32 and device.type == "cpu"
+    """Whether the weights are float32 on a CPU."""
+    return dtype == torch.float32 and device.type == "cpu"
 
 
 def pack_linears(model: nn.Module) -> None:

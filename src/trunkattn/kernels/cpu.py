@@ -7,13 +7,13 @@ torch's own CPU flash kernel over the packs.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
 from trunkattn.kernels.cpu_task import SHAPE_FIELDS, Shape, Strides, run_merge, run_task, shape_of
+from trunkattn.kernels.cpu_threads import set_threads
 from trunkattn.kernels.cpu_tile import LANES, TILES
 from trunkattn.kernels.tile_table import BLOCK_TOKENS
 from trunkattn.plan_format import KV_END, KV_START, QUERY_END, QUERY_START, WorkList
@@ -158,8 +158,7 @@ def execute(
     """
     q, k_cache, v_cache, k_strides, v_strides = inputs
     work = plan.work
-    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at run time
-    numba.set_num_threads(min(len(plan.task_indptr) - 1, available))
+    set_threads(len(plan.task_indptr) - 1)
     sizes = np.array([*shape, *k_strides, *v_strides], np.int64)
     _execute(
         sizes, q, k_cache, v_cache, plan.block_table, work.items, work.queries, work.slots, plan.positions, plan.tasks,

@@ -282,7 +282,9 @@ def _block(where, first, tokens, queries, shape, caches, arrays, soft_cap):
     kv_range = where[1]
     used, rows, width, lowest, highest = queries
     k_cache, v_cache, k_strides, v_strides = caches
-    q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space, ahead) = arrays
+    q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space, ahead) = (
+        arrays
+    )
     depth, kind = shape.head_dim, shape.kv_kind
     stage_v = kind != FLOAT32 or width != shape.head_dim_v
     _block_rows(row_space[0], row_space[1], where, first, tokens, shape.page_size, (k_strides, v_strides))

@@ -25,7 +25,7 @@ def _host_lanes() -> int:
 
 TILES: Final = REGISTER_TILES[_host_lanes()]
 LANES: Final = TILES.lanes
-OVERWRITE, ACCUMULATE, OVERWRITE_AHEAD = range(3)  # modes of the tile
+OVERWRITE, ACCUMULATE, OVERWRITE_AHEAD, ACCUMULATE_AHEAD = range(4)  # modes of the tile
 _VECTOR: Final = ir.VectorType(_FLOAT, LANES)
 
 
@@ -34,8 +34,8 @@ def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, 
     """C[c_at + r·c_step + x] (+)= Σ_k A[a_rows[a_at + r] + k·a_step] · B[b_rows[k] + b_at + x], k < depth.
 
     r < rows, x < vectors·LANES. Flat float32 arrays, int64 offsets; depth >= 1. `shape` is the literal
-    rows·10000 + vectors·100 + mode: OVERWRITE, ACCUMULATE, or OVERWRITE_AHEAD, which also asks for the cache line at
-    address ahead[k] in step k: one line per step is what memory delivers, a burst of them would stall the arithmetic.
+    rows·10000 + vectors·100 + mode: OVERWRITE or ACCUMULATE; with _AHEAD, step k also asks for the cache line at
+    address ahead[k]: one line per step is what memory delivers, a burst of them would stall the arithmetic.
     """
     if not isinstance(shape, types.Literal):
         return None
@@ -62,8 +62,10 @@ def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, 
             for r in range(rows)
         ]
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        start = [[_load(builder, p) if mode == ACCUMULATE else zero for p in line] for line in c_pointers]
-        lines = data[11] if mode == OVERWRITE_AHEAD else None
+        start = [
+            [_load(builder, p) if mode in (ACCUMULATE, ACCUMULATE_AHEAD) else zero for p in line] for line in c_pointers
+        ]
+        lines = data[11] if mode in (OVERWRITE_AHEAD, ACCUMULATE_AHEAD) else None
         sums = _loop(builder, start, a_pointers, (data[7], data[8], lines), offsets)
         for line, pointers in zip(sums, c_pointers, strict=True):
             for value, pointer in zip(line, pointers, strict=True):
