@@ -91,7 +91,7 @@ def _c_pointers(builder: Any, base: Any, offsets: dict[str, Any], rows: int, vec
 
 
 def _loop(
-    builder: Any, start: list[list[Any]], a_pointers: list[Any], b: tuple[Any, Any], offsets: dict[str, Any]
+    builder: Any, start: list[list[Any]], a_pointers: list[Any], b: tuple[Any, Any, Any], offsets: dict[str, Any]
 ) -> Any:
     """The loop over k, with one phi per accumulator; returns the sums."""
     rows, vectors = len(start), len(start[0])
