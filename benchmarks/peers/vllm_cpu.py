@@ -154,10 +154,11 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     timings = measure(llm, prompts, max_tokens, arguments)
     summary = summarize(timings, len(prompts), max_tokens, arguments.few_tokens)
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "workload", "output")}
+    settings["preload"] = [Path(library).name for library in environment["LD_PRELOAD"].split(":")]
     report = {
         **summary,
-        "settings": vars(arguments) | {"max_tokens": max_tokens, "num_requests": len(prompts)},
-        "environment": environment,
+        "settings": settings | {"max_tokens": max_tokens, "num_requests": len(prompts)},
         "threads": torch.get_num_threads(),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
         "load_average_before": load_before,

@@ -54,21 +54,3 @@ def cpu_device(num_threads: int) -> DeviceModel:
         split_above_mean=False,
         split_grid=256,
     )
-
-
-@dataclass(frozen=True)
-class GpuTile:
-    """Query rows × keys of one program; `programs` per multiprocessor run at once."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    programs: int
-
-
-DECODE_TILES: Final = (
-    GpuTile(block_m=16, block_n=64, warps=4, stages=3, programs=4),
-    GpuTile(block_m=64, block_n=64, warps=4, stages=3, programs=2),
-    GpuTile(block_m=128, block_n=64, warps=8, stages=3, programs=1),
-)
