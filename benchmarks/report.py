@@ -1,11 +1,12 @@
 """Where and with what a benchmark ran, and the JSON that keeps its figures."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,7 +18,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def _commit() -> str:
-    """Short hash of HEAD, with "+" if the source differs from it."""
+    """Short hash of HEAD, with "+" if the source differs from it; BENCHMARK_COMMIT where the tree came without git."""
+    if "BENCHMARK_COMMIT" in os.environ:
+        return os.environ["BENCHMARK_COMMIT"]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
@@ -32,6 +35,13 @@ def _cpu_name() -> str:
     return next(iter(fields), platform.processor())
 
 
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
 def environment(*packages: str) -> dict[str, Any]:
     """Date, commit, device and versions."""
     return {
@@ -39,7 +49,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "commit": _commit(),
         "device": f"{_cpu_name()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "numba", "numpy", *packages)},
+        "versions": {name: version(name) for name in ("torch", "numba", "numpy", *packages) if _installed(name)},
     }
 
 

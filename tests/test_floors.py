@@ -28,7 +28,9 @@ FLOORS = MappingProxyType(
         "cli": TOP_FLOOR,
     }
 )
-SAME_FLOOR = MappingProxyType({"attention_config": "attention", "checks": "attention"})  # one module in several files
+SAME_FLOOR = MappingProxyType(
+    {"attention_config": "attention", "attention_cpu": "attention", "attention_gpu": "attention", "checks": "attention"}
+)  # one module in several files
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
 WORKLOADS = "workloads"  # stands beside the floors: imports nothing of ours, and only the top floor imports it
 
@@ -171,7 +173,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
     [
         ("kernels/decode.py", "import triton\nfrom trunkattn.plan_format import Plan\nfrom . import merge"),
         ("kernels/decode.py", "from .tile_table import TILES"),
-        ("attention.py", "from trunkattn.checks import check_run"),
+        ("attention.py", "from trunkattn.checks import check_layer"),
         ("checks.py", "from .attention_config import AttentionConfig"),
         ("planner/build.py", "from ..kernels.tile_table import TILES\nfrom .forest import Forest\nimport numba"),
         ("engine/runner.py", "import torch\nimport transformers\nfrom trunkattn.attention import BatchAttention"),

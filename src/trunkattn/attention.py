@@ -1,41 +1,42 @@
 """`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
 
-import math
+from typing import Any
 
-import numpy as np
 import torch
 
 from trunkattn.attention_config import AttentionConfig
-from trunkattn.checks import StepInputs, check_run, check_step
-from trunkattn.kernels import cpu
-from trunkattn.kernels.cpu_math import KV_KINDS
-from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, cpu_device
+from trunkattn.checks import LayerInputs, Scale, StepInputs, check_layer, check_step
 from trunkattn.plan_format import Capacity, PlanStats
-from trunkattn.planner.build import Batch, Planned, Planner, PlannerSpec
-from trunkattn.planner.check import check_plan
-from trunkattn.planner.cost_model import cost_model
-from trunkattn.planner.splitting import UNLIMITED, split_rule
+from trunkattn.planner.build import Batch
+from trunkattn.planner.splitting import UNLIMITED
 
-Scale = float | torch.Tensor | None
+
+def _executor(config: AttentionConfig, device: torch.device) -> Any:
+    """What plans and runs on a device; imported when asked for, so that neither side needs the other's compiler."""
+    if device.type == "cpu":
+        from trunkattn.attention_cpu import CpuExecutor
+
+        return CpuExecutor(config)
+    from trunkattn.attention_gpu import GpuExecutor
+
+    return GpuExecutor(config, device)
 
 
 class Plan:
     """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
 
-    def __init__(
-        self, planned: Planned, prepared: cpu.CpuPlan, shape: cpu.Shape, owner: "BatchAttention", last_page: int
-    ) -> None:
-        self.planned, self.prepared, self.shape, self.owner, self.last_page = planned, prepared, shape, owner, last_page
+    def __init__(self, step: Any, owner: "BatchAttention", last_page: int) -> None:
+        self.step, self.owner, self.last_page = step, owner, last_page
 
     @property
     def num_query_tokens(self) -> int:
         """Rows of q and out that `run` expects."""
-        return len(self.prepared.positions)
+        return self.step.num_query_tokens
 
     @property
     def stats(self) -> PlanStats:
         """What this plan reads, and what one pack per request would read."""
-        return self.planned.stats()
+        return self.step.stats()
 
     def check(self) -> None:
         """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
@@ -43,7 +44,7 @@ class Plan:
         Raises:
             AssertionError: naming the invariant and the item or query that breaks it.
         """
-        check_plan(self.planned)
+        self.step.check()
 
 
 class BatchAttention:
@@ -72,18 +73,7 @@ class BatchAttention:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.config, self.device, self.capacity = config, torch.device(device), capacity
-        self._threads = torch.get_num_threads()
-        machine = cpu_device(self._threads)
-        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-        model = cost_model(machine, *dims, config.cache_dtype.itemsize)
-        columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size) if config.batch_invariant else 1
-        chunk = columns * config.page_size if config.batch_invariant else 0
-        rule = split_rule(machine, model, config.num_kv_heads, config.head_dim + config.value_dim, chunk)
-        self._planner = Planner(PlannerSpec(config.page_size, config.policy, model, rule, columns, machine.name))
-        self._floats = np.empty((self._threads, 0), np.float32)
-        self._ints = np.empty((self._threads, 0), np.int64)
-        self._partial = np.empty((0, config.num_qo_heads, config.value_dim), np.float32)
-        self._partial_lse = np.empty((0, config.num_qo_heads), np.float32)
+        self._executor = _executor(config, self.device)
 
     def plan(
         self,
@@ -98,7 +88,8 @@ class BatchAttention:
         """The work list of one step.
 
         Args:
-            block_table: [num_requests, max_pages] int32; entries past a request's pages are never looked at.
+            block_table: [num_requests, max_pages] int32, on the CPU or this device (then it is copied, which waits
+                for the device); entries past a request's pages are never looked at.
             seq_lens: [num_requests] int32, KV length including this step's query tokens.
             query_start_loc: [num_requests + 1] int32; None: one query token each. Rows of query length 0 are padding.
             sliding_window: tokens a query sees, itself included; None: all.
@@ -110,28 +101,9 @@ class BatchAttention:
             ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.
         """
         inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages, changed_rows)
-        (table, lens, starts), rows, last_page = check_step(inputs, self.config.page_size, self.capacity)
+        (table, lens, starts), rows, last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
         window = UNLIMITED if sliding_window is None else min(sliding_window, UNLIMITED)
-        planned = self._planner.plan(Batch(table, lens, starts, window), rows)
-        config = self.config
-        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size)
-        shape = cpu.Shape(*dims, KV_KINDS[config.cache_dtype][0], window, config.batch_invariant)
-        batch = (planned.batch.seq_lens, planned.batch.query_start_loc)
-        prepared = cpu.prepare(planned.work, planned.batch.block_table, batch, shape, self._threads)
-        self._reserve(prepared, shape)
-        return Plan(planned, prepared, shape, self, last_page)
-
-    def _reserve(self, prepared: cpu.CpuPlan, shape: cpu.Shape) -> None:
-        """Grows the workspace so that `run` does not allocate."""
-        floats, ints = cpu.workspace_sizes(prepared, shape)
-        if floats > self._floats.shape[1]:
-            self._floats = torch.empty(self._threads, -(-floats // 16) * 16).numpy()  # torch aligns to cache lines
-        if ints > self._ints.shape[1]:
-            self._ints = np.empty((self._threads, ints), np.int64)
-        slots = prepared.work.num_slots
-        if slots > len(self._partial):
-            self._partial = np.empty((slots, *self._partial.shape[1:]), np.float32)
-            self._partial_lse = np.empty((slots, self._partial_lse.shape[1]), np.float32)
+        return Plan(self._executor.plan(Batch(table, lens, starts, window), rows), self, last_page)
 
     def run(
         self,
@@ -168,35 +140,13 @@ class BatchAttention:
             raise TypeError(f"plan is a {type(plan).__name__}: expected a Plan")
         if plan.owner is not self:
             raise ValueError("plan belongs to another BatchAttention: expected a plan made by this one")
-        scales = check_run(
-            config, plan.num_query_tokens, (q, k_cache, v_cache, out), (q_scale, k_scale, v_scale), sinks
-        )
+        inputs = LayerInputs(q, k_cache, v_cache, out, q_scale, k_scale, v_scale, sinks, return_lse)
+        check_layer(config, self.device, plan.num_query_tokens, inputs)
         if plan.last_page >= k_cache.shape[0]:
             raise ValueError(
                 f"k_cache has {k_cache.shape[0]} pages: expected more than the plan's page {plan.last_page}"
             )
-        num_tokens = plan.num_query_tokens
-        shape = (num_tokens, config.num_qo_heads, config.value_dim)
-        result = torch.empty(shape, dtype=config.dtype) if out is None else out
-        in_place = result.dtype == torch.float32 and result.is_contiguous()
-        computed = result if in_place else torch.empty(result.shape, dtype=torch.float32)
-        lse = torch.empty(num_tokens, config.num_qo_heads)
-        k_flat, k_strides = cpu.flat(k_cache, KV_KINDS[config.cache_dtype][1])
-        v_flat, v_strides = cpu.flat(v_cache, KV_KINDS[config.cache_dtype][1])
-        queries = q.to(torch.float32).contiguous().view(-1).numpy()
-        outputs = (computed.view(-1).numpy(), lse.numpy(), self._partial, self._partial_lse)
-        options = self._options(scales, sinks)
-        workspace, inputs = (self._floats, self._ints), (queries, k_flat, v_flat, k_strides, v_strides)
-        cpu.execute(plan.prepared, plan.shape, inputs, options, outputs, workspace)
-        if not in_place:
-            result.copy_(computed)
+        shape = (plan.num_query_tokens, config.num_qo_heads, config.value_dim)
+        result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out
+        lse = self._executor.run(plan.step, inputs, result)
         return (result, lse) if return_lse else result
-
-    def _options(self, scales: tuple[np.ndarray, np.ndarray, np.ndarray], sinks: torch.Tensor | None) -> cpu.Options:
-        config = self.config
-        q_scale, k_scale, v_scale = scales
-        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-        base = 1.0 if config.logits_soft_cap else math.log2(math.e)  # a soft cap changes the base itself
-        logit_scale = (q_scale * k_scale * np.float32(scale * base)).astype(np.float32)
-        extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
-        return cpu.Options(logit_scale, v_scale, np.float32(config.logits_soft_cap or 0.0), extra)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from trunkattn.kernels.cpu_math import KV_KINDS
 from trunkattn.planner.build import POLICIES
 
+_WIDEST_ON_GPU: Final = 256
+_LARGEST_GROUP_ON_GPU: Final = 128  # rows of the tallest tile
 _COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,4 +97,17 @@ class AttentionConfig:
             kind = torch.device(device).type
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device={device!r}: expected a torch.device or the name of one") from error
-        return [] if kind == "cpu" else [f"device {kind}: expected cpu, the only device with kernels in this release"]
+        if kind == "cpu":
+            return []
+        if kind != "cuda":
+            return [f"device {kind}: expected cpu or cuda"]
+        reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
+        if find_spec("triton") is None:
+            reasons.append("device cuda: the kernels need the package triton, which is not installed")
+        if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
+            width = max(self.head_dim, self.value_dim)
+            reasons.append(f"device cuda: head_dim {width} is over {_WIDEST_ON_GPU}, the widest the kernels hold")
+        if self.num_qo_heads // self.num_kv_heads > _LARGEST_GROUP_ON_GPU:
+            group = self.num_qo_heads // self.num_kv_heads
+            reasons.append(f"device cuda: {group} query heads a KV head are over {_LARGEST_GROUP_ON_GPU}")
+        return reasons

@@ -1,5 +1,6 @@
 """Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
 
+import math
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from trunkattn.attention_config import AttentionConfig, integer
 from trunkattn.plan_format import Capacity
 
 Int32Array = NDArray[np.int32]
+Scale = float | torch.Tensor | None
 
 
 class StepInputs(NamedTuple):
@@ -25,12 +27,12 @@ class StepInputs(NamedTuple):
     changed_rows: torch.Tensor | None
 
 
-def _int32(name: str, tensor: Any, shape: tuple[int | None, ...]) -> Int32Array:
+def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.device) -> Int32Array:
     """The tensor as a NumPy array, or an error that names it. None in `shape`: any size."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}: expected cpu, like the BatchAttention")
+    if tensor.device.type not in ("cpu", device.type):
+        raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected torch.int32")
     wrong = tensor.dim() != len(shape) or any(
@@ -39,23 +41,23 @@ def _int32(name: str, tensor: Any, shape: tuple[int | None, ...]) -> Int32Array:
     if wrong:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
-    return tensor.numpy() if tensor.is_contiguous() else tensor.contiguous().numpy()
+    return tensor.contiguous().cpu().numpy()
 
 
 def check_step(
-    inputs: StepInputs, page_size: int, capacity: Capacity | None
+    inputs: StepInputs, page_size: int, capacity: Capacity | None, device: torch.device
 ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], Int32Array | None, int]:
     """(block table, lengths, query starts), changed rows and the highest page id, shapes and values checked."""
-    table = _int32("block_table", inputs.block_table, (None, None))
+    table = _int32("block_table", inputs.block_table, (None, None), device)
     num_requests, max_pages = table.shape
-    lens = _int32("seq_lens", inputs.seq_lens, (num_requests,))
+    lens = _int32("seq_lens", inputs.seq_lens, (num_requests,), device)
     if inputs.query_start_loc is None:
         starts = np.arange(num_requests + 1, dtype=np.int32)
     else:
-        starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,))
+        starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,), device)
     if inputs.sliding_window is not None:
         integer("sliding_window", inputs.sliding_window, at_least=1)
-    rows = None if inputs.changed_rows is None else _int32("changed_rows", inputs.changed_rows, (None,))
+    rows = None if inputs.changed_rows is None else _int32("changed_rows", inputs.changed_rows, (None,), device)
     if rows is not None and len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
         raise ValueError(
             f"changed_rows holds {rows.min()} to {rows.max()}: expected rows of block_table, 0 to {num_requests - 1}"
@@ -133,28 +135,32 @@ def _describe(
     return f"block_table[{row}, {column}]={table[row, column]}: expected a page id from 0 to {num_pages - 1}"
 
 
-def check_run(
-    config: AttentionConfig,
-    num_query_tokens: int,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    scales: tuple[Any, Any, Any],
-    sinks: torch.Tensor | None,
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Checks the arguments of `run`; returns the three scales as [num_kv_heads] float32."""
-    q, k_cache, v_cache, out = tensors
-    _tensor("q", q, (num_query_tokens, config.num_qo_heads, config.head_dim), config.dtype)
-    _tensor("k_cache", k_cache, (None, config.page_size, config.num_kv_heads, config.head_dim), config.cache_dtype)
-    _tensor(
-        "v_cache",
-        v_cache,
-        (k_cache.shape[0], config.page_size, config.num_kv_heads, config.value_dim),
-        config.cache_dtype,
-    )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.stride(3) != 1 and cache.shape[3] > 1:
-            raise ValueError(f"{name} has strides {cache.stride()}: expected a contiguous last dimension")
+class LayerInputs(NamedTuple):
+    """The arguments of `BatchAttention.run`."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor | None
+    q_scale: Scale
+    k_scale: Scale
+    v_scale: Scale
+    sinks: torch.Tensor | None
+    return_lse: bool
+
+
+def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens: int, inputs: LayerInputs) -> None:
+    """Checks everything the host can see of the arguments of `run`; nothing waits for a device."""
+    k_cache, v_cache, out, sinks = inputs.k_cache, inputs.v_cache, inputs.out, inputs.sinks
+    heads, dim, width = config.num_kv_heads, config.head_dim, config.value_dim
+    _tensor("q", inputs.q, (num_query_tokens, config.num_qo_heads, dim), config.dtype, device)
+    _tensor("k_cache", k_cache, (None, config.page_size, heads, dim), config.cache_dtype, device)
+    _tensor("v_cache", v_cache, (k_cache.shape[0], config.page_size, heads, width), config.cache_dtype, device)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous last dimension")
     if out is not None:
-        _tensor("out", out, (num_query_tokens, config.num_qo_heads, config.value_dim), config.dtype)
+        _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
             raise ValueError(f"out has strides {out.stride()}: expected a place in memory for every element")
     if (sinks is not None) != config.sinks:
@@ -162,17 +168,18 @@ def check_run(
             f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}"
         )
     if sinks is not None:
-        _tensor("sinks", sinks, (config.num_qo_heads,), None)
-    named = zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)
-    q_scale, k_scale, v_scale = (_scale(name, value, config.num_kv_heads) for name, value in named)
-    return q_scale, k_scale, v_scale
+        _tensor("sinks", sinks, (config.num_qo_heads,), None, device)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        _check_scale(name, getattr(inputs, name), heads, device)
 
 
-def _tensor(name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype | None) -> None:
+def _tensor(
+    name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
+) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}: expected cpu, like the BatchAttention")
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
     if dtype is None and not tensor.is_floating_point():
@@ -187,18 +194,31 @@ def _tensor(name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
 
 
-def _scale(name: str, value: Any, num_kv_heads: int) -> NDArray[np.float32]:
+def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device) -> None:
     if value is None:
-        return np.ones(num_kv_heads, np.float32)
+        return
     if isinstance(value, torch.Tensor):
         if value.numel() not in (1, num_kv_heads):
             raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
-        _tensor(name, value, tuple(value.shape), None)
-        array = value.detach().to(torch.float32).reshape(-1).numpy()
+        _tensor(name, value, tuple(value.shape), None, device)
+        finite = device.type != "cpu" or bool(value.isfinite().all())  # elsewhere looking would wait for the device
     elif isinstance(value, Real):
-        array = np.array([value], np.float32)
+        finite = math.isfinite(float(value))
     else:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
-    if not np.isfinite(array).all():
+    if not finite:
         raise ValueError(f"{name}={value}: expected finite numbers")
+
+
+def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:
+    """A checked scale on the CPU as [num_kv_heads] float32."""
+    if isinstance(value, torch.Tensor):
+        array = value.detach().to(torch.float32).reshape(-1).numpy()
+    else:
+        array = np.array([1.0 if value is None else value], np.float32)
     return np.broadcast_to(array, num_kv_heads).astype(np.float32)
+
+
+def scale_tensor(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A checked scale to multiply a [num_kv_heads] tensor by."""
+    return value.detach().to(torch.float32).reshape(-1) if isinstance(value, torch.Tensor) else value

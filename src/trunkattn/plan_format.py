@@ -19,6 +19,11 @@ QUERY_START: Final = 3  # into WorkList.queries and .slots
 QUERY_END: Final = 4
 ITEM_COLUMNS: Final = 5
 
+# Columns of TileList.items; QUERY_START and QUERY_END as above
+RUN_START: Final = 0  # into TileList.runs
+RUN_FULL: Final = 1  # runs before this one are whole and seen by every query of the item
+RUN_END: Final = 2
+
 DIRECT: Final = -1  # slot of a query whose KV is in one piece: its item writes the final output
 
 
@@ -84,6 +89,28 @@ class WorkList:
     def equals(self, other: "WorkList") -> bool:
         """Bit equality."""
         return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class TileList:
+    """A work list whose items read several runs of KV, each for some of the item's queries; all int32.
+
+    items [num_items, ITEM_COLUMNS] in buckets: items that merge nothing by tile height, then items that merge, by tile
+    height, heaviest first; counts [2 * heights + 1] where each bucket begins, and the end. runs [num_runs, 3]: place of
+    the first token in the cache (page * page_size + offset); first query | end query << 8 | tokens << 16, queries
+    counted from the item's first; position of the first token. queries, slots as in WorkList; parts [..., 2]: partial
+    slots [first, last) that the query's item merges. merge_queries, merge_ranges [num_merged, 2]: those no item merges.
+    """
+
+    items: NDArray[np.int32]
+    runs: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    parts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    merge_queries: NDArray[np.int32]
+    merge_ranges: NDArray[np.int32]
+    num_slots: int
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_the_batches_above_share_and_cut() -> None:
         plan = step.plan(BatchAttention(step.config, "cpu"))
         plan.check()
         shared += plan.stats.kv_tokens_read < plan.stats.kv_tokens_per_query
-        cut += plan.planned.work.num_slots > 0
+        cut += plan.step.planned.work.num_slots > 0
     assert shared >= 10
     assert cut >= 10
 

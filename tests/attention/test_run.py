@@ -127,7 +127,7 @@ def test_a_plan_outlives_the_growth_of_its_batch() -> None:
     batch = replace(batch, block_table=table, num_pages=batch.num_pages + 8)
     steps = [random_step(1, make_config(), replace(batch, seq_lens=batch.seq_lens + grown)) for grown in (0, 1, 9, 33)]
     plans = [step.plan(attention) for step in steps]
-    assert len({id(plan.planned.batch.block_table) for plan in plans}) == 1, "patched, not rebuilt"
+    assert len({id(plan.step.planned.batch.block_table) for plan in plans}) == 1, "patched, not rebuilt"
     for step, plan in zip(steps, plans, strict=True):
         step.assert_accurate(*step.run(attention, plan))
 
@@ -149,7 +149,7 @@ def test_runs_are_repeatable_to_the_bit(policy: str) -> None:
     step = one_step(5, batch)
     plan = step.plan(attention)
     assert plan.stats.num_work_items > 4
-    assert plan.planned.work.num_slots > 0
+    assert plan.step.planned.work.num_slots > 0
     first = step.run(attention, plan)
     for _ in range(49):
         again = step.run(attention, plan)

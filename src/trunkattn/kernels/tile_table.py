@@ -54,3 +54,77 @@ def cpu_device(num_threads: int) -> DeviceModel:
         split_above_mean=False,
         split_grid=256,
     )
+
+
+@dataclass(frozen=True)
+class GpuTile:
+    """BLOCK_M query rows × BLOCK_N keys of one program, and what the planner must know of it.
+
+    warps, stages, max_registers (0: no limit): how it is compiled. programs: that run at once on a multiprocessor.
+    block_ns: time of one block of keys when they do.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    max_registers: int
+    programs: int
+    block_ns: int
+
+
+# Measured on an H200 (head_dim 128, bf16, page 16), of 12 tall and 14 low tiles (docs/performance.md):
+# - low: 32 keys by one warp, 4 stages, reads 256 × 4096 private tokens at 0.97 of the card's bandwidth; 64 keys by two
+#   warps 0.96; four warps 0.87 to 0.97.
+# - middle: for few rows; 128 keys or 32 were slower everywhere.
+# - tall: 128 registers a thread let two programs share a multiprocessor: 146 µs for 1,1024_2048,32, 193 without.
+DECODE_TILES: Final = (
+    GpuTile(block_m=16, block_n=32, warps=1, stages=4, max_registers=0, programs=3, block_ns=1000),
+    GpuTile(block_m=64, block_n=64, warps=4, stages=2, max_registers=0, programs=2, block_ns=2100),
+    GpuTile(block_m=128, block_n=64, warps=8, stages=2, max_registers=128, programs=2, block_ns=3400),
+)
+
+# One tile for every row of a batch-invariant plan: another would sum the same numbers in another order.
+_INVARIANT_TILES: Final = (GpuTile(128, 64, warps=8, stages=2, max_registers=128, programs=2, block_ns=3400),)
+
+
+def decode_tiles(batch_invariant: bool) -> tuple[GpuTile, ...]:
+    """The tiles of a plan, ascending."""
+    return _INVARIANT_TILES if batch_invariant else DECODE_TILES
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """Of a card. launch_ns: between dependent launches of one graph. reason: for `stats.reason`."""
+
+    bytes_per_us: int
+    launch_ns: int
+    reason: str
+
+
+_LIMITS: Final = MappingProxyType(
+    {
+        "NVIDIA H200": GpuLimits(4_540_000, 2500, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H100": GpuLimits(3_000_000, 2500, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+    }
+)
+_OTHER_CARD: Final = GpuLimits(2_000_000, 3000, "an unmeasured card (2 TB/s assumed)")
+
+
+def gpu_limits(name: str) -> GpuLimits:
+    """Limits of the card that CUDA calls `name`; a card that was not measured gets a cautious default that says so."""
+    return next((limits for card, limits in _LIMITS.items() if name.startswith(card)), _OTHER_CARD)
+
+
+def gpu_device(processors: int) -> DeviceModel:
+    """A GPU as the packing policies see it: 128 rows, 2 programs a multiprocessor, 170 FLOP in the time of a byte."""
+    return DeviceModel(
+        name="gpu",
+        tile_rows=128,
+        row_unit=16,
+        num_slots=2 * processors,
+        item_bytes=12_000,
+        flops_per_byte=170,
+        split_above_mean=True,
+        split_grid=64,
+    )

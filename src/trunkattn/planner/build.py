@@ -71,7 +71,7 @@ class Planned:
         items = self.work.items
         read = int((items[:, KV_END].astype(np.int64) - items[:, KV_START]).sum())
         batch, per_tile = self.batch, self.spec.model.queries_per_tile
-        alone = int(_tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, per_tile))
+        alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, per_tile))
         tiles = {self.spec.tile_name: len(items)}
         return PlanStats(read, alone, self.num_packs, len(items), tiles, self.policy, self.reason)
 
@@ -98,9 +98,7 @@ class Planner:
 
         `changed_rows`: the rows of which pages planned before may have changed; None: look at all of them.
         """
-        last = self._last
-        if last is None or not self._grown(last, batch, changed_rows):
-            last = self._last = self._cold(batch)
+        last = self._update(batch, changed_rows)
         if batch.window not in last.starts:
             last.starts[batch.window] = self._choose(last, batch)
         start, policy, reason = last.starts[batch.window]
@@ -109,6 +107,17 @@ class Planner:
         packs, work = _assemble(last.forest, start, batch, self.spec)
         kept = Batch(last.batch.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
         return Planned(work, kept, len(packs.kv_row), policy, reason, self.spec)
+
+    def forest(self, batch: Batch, changed_rows: Int32Array | None = None) -> tuple[Forest, Int32Array]:
+        """The prefix forest of a validated batch, and the block table it was made for."""
+        last = self._update(batch, changed_rows)
+        return last.forest, last.batch.block_table
+
+    def _update(self, batch: Batch, changed_rows: Int32Array | None) -> _Last:
+        last = self._last
+        if last is None or not self._grown(last, batch, changed_rows):
+            last = self._last = self._cold(batch)
+        return last
 
     def _cold(self, batch: Batch) -> _Last:
         query_lens = np.diff(batch.query_start_loc).astype(np.int32)
@@ -225,7 +234,8 @@ def _grow(forest, old, new, changed, units):
 
 
 @njit(cache=True)
-def _tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):
+def tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):
+    """KV tokens that one pack per request would read."""
     tokens = np.int64(0)
     for row in range(len(seq_lens)):
         first, last = query_start_loc[row], query_start_loc[row + 1]

@@ -3,8 +3,19 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
-from trunkattn.planner.build import Planned
+from trunkattn.plan_format import (
+    DIRECT,
+    KV_END,
+    KV_ROW,
+    KV_START,
+    QUERY_END,
+    QUERY_START,
+    RUN_END,
+    RUN_START,
+    TileList,
+)
+from trunkattn.planner.build import Batch, Planned
+from trunkattn.planner.tiling import TilingRule
 
 
 def check_plan(planned: Planned) -> None:
@@ -57,3 +68,41 @@ def _check_order(planned: Planned) -> None:
     padded = -(-rows // rule.row_unit) * rule.row_unit
     weight = (items[:, KV_END] - items[:, KV_START]) * (rule.head_bytes + padded * rule.row_bytes)
     assert (np.diff(weight) <= 0).all(), "items are not ordered by weight"
+
+
+def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
+    """Raises AssertionError unless every (query token, visible KV token) pair is covered exactly once, by its own page;
+    partial slots are written once and merged once; items fit their tile and each bucket's heaviest comes first."""
+    query_lens = np.diff(batch.query_start_loc)
+    row_of = np.repeat(np.arange(len(query_lens)), query_lens)
+    position = batch.seq_lens[row_of] - batch.query_start_loc[row_of + 1] + np.arange(len(row_of))
+    covered = [np.zeros(batch.seq_lens[row], np.int64) for row in row_of]
+    bucket = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts)) % len(rule.kinds)
+    for i, (start, full, end, begin, stop) in enumerate(tiles.items):
+        assert (stop - begin) * rule.group_size <= rule.kinds[bucket[i]].rows, f"item {i} exceeds its tile"
+        queries = tiles.queries[begin:stop]
+        for at, (place, rows, first) in enumerate(tiles.runs[start:end]):
+            low, high, count = rows & 255, rows >> 8 & 255, rows >> 16
+            tokens = np.arange(first, first + count)
+            for query in queries[low:high]:
+                visible = tokens[(tokens <= position[query]) & (tokens > position[query] - batch.window)]
+                pages = batch.block_table[row_of[query], visible // rule.page_size].astype(np.int64)
+                places = pages * rule.page_size + visible % rule.page_size
+                assert (places == place + visible - first).all(), f"item {i}: query {query} has other pages"
+                covered[query][visible] += 1
+                assert start + at >= full or len(visible) == rule.run, f"item {i}: query {query} needs a mask"
+            assert start + at >= full or (low == 0 and high == len(queries)), f"item {i}: a full run is not for all"
+    for query, row in enumerate(row_of):
+        seen = np.arange(batch.seq_lens[row])
+        wanted = (seen <= position[query]) & (seen > position[query] - batch.window)
+        assert (covered[query] == wanted).all(), f"query {query} of row {row}: a token is missed or read twice"
+    written = np.sort(tiles.slots[tiles.slots != DIRECT])
+    ranges = np.concatenate([tiles.parts[tiles.slots == DIRECT], tiles.merge_ranges])
+    merged = np.concatenate([np.arange(first, last) for first, last in ranges] or [np.empty(0, np.int64)])
+    assert (np.diff(written) > 0).all(), "a partial slot is written twice"
+    assert np.array_equal(np.sort(merged), written), "a partial is written and not merged, or merged and not written"
+    final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
+    assert np.array_equal(np.sort(final), np.arange(len(row_of))), "a query's output is not written exactly once"
+    size = (tiles.items[:, RUN_END] - tiles.items[:, RUN_START]).astype(np.int64)
+    for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
+        assert (np.diff(size[first:last]) <= 0).all(), "a bucket's items are not ordered by length"

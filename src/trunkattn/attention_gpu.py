@@ -1,0 +1,137 @@
+"""The GPU side of `BatchAttention`: row tiles over the prefix forest, their upload, and the launches."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trunkattn.attention_config import AttentionConfig
+from trunkattn.checks import LayerInputs, scale_tensor
+from trunkattn.kernels import gpu
+from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, decode_tiles, gpu_device, gpu_limits
+from trunkattn.plan_format import PlanStats, TileList
+from trunkattn.planner.build import Batch, Planner, PlannerSpec, tokens_per_query
+from trunkattn.planner.check import check_tiles
+from trunkattn.planner.cost_model import cost_model
+from trunkattn.planner.splitting import UNLIMITED, split_rule
+from trunkattn.planner.tiling import TileKind, TilingRule, choose, tile_forest, tile_work
+
+_FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
+
+
+@dataclass(frozen=True)
+class GpuStep:
+    """A planned step."""
+
+    tile_list: TileList
+    batch: Batch
+    rule: TilingRule
+    gpu_plan: gpu.GpuPlan
+    policy: str
+    reason: str
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Rows of q and out."""
+        return int(self.batch.query_start_loc[-1])
+
+    def stats(self) -> PlanStats:
+        """See PlanStats. A trunk that several tiles read leaves memory once; the others find it in the L2 cache."""
+        tile_list, batch = self.tile_list, self.batch
+        kinds = len(self.rule.kinds)
+        counts = np.diff(tile_list.counts)
+        tiles = {f"{kind.rows} rows": int(counts[i] + counts[i + kinds]) for i, kind in enumerate(self.rule.kinds)}
+        read = int((tile_list.runs[:, 1] >> 16).sum())
+        alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, 1))
+        items = len(tile_list.items)
+        return PlanStats(read, alone, items, items, tiles, self.policy, self.reason)
+
+    def check(self) -> None:
+        """Raises AssertionError if the tile list breaks an invariant."""
+        check_tiles(self.tile_list, self.batch, self.rule)
+
+
+class GpuExecutor:
+    """Plans on the host and runs on a GPU."""
+
+    def __init__(self, config: AttentionConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        properties = torch.cuda.get_device_properties(device)
+        self._processors = properties.multi_processor_count
+        limits = gpu_limits(properties.name)
+        self._tiles = decode_tiles(config.batch_invariant)
+        machine = gpu_device(self._processors)
+        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+        model = cost_model(machine, *dims, config.cache_dtype.itemsize)
+        columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size) if config.batch_invariant else 1
+        chunk = columns * config.page_size if config.batch_invariant else 0
+        split = split_rule(machine, model, config.num_kv_heads, config.head_dim + config.value_dim, chunk)
+        self._tiled = config.policy == "auto" and not config.batch_invariant
+        policy = "cascade" if config.policy == "auto" else config.policy
+        self._planner = Planner(PlannerSpec(config.page_size, policy, model, split, columns, machine.name))
+        self._rule = TilingRule(
+            kinds=tuple(
+                TileKind(tile.block_m, tile.block_n, self._processors * tile.programs, tile.block_ns)
+                for tile in self._tiles
+            ),
+            group_size=model.group_size,
+            num_kv_heads=config.num_kv_heads,
+            page_size=config.page_size,
+            launch_ns=limits.launch_ns,
+            bytes_per_us=limits.bytes_per_us,
+            head_bytes=model.kv_bytes // config.num_kv_heads,
+            partial_bytes=model.partial_bytes,
+            fuse_up_to=0 if config.batch_invariant else _FUSE_UP_TO,
+        )
+        heads = config.num_kv_heads
+        self._ones = torch.ones(heads, device=device)
+        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+        self._scale = self._ones * (scale * (1.0 if config.logits_soft_cap else math.log2(math.e)))
+        self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
+        self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
+        self._limits_reason = limits.reason
+
+    def plan(self, batch: Batch, changed_rows: np.ndarray | None) -> GpuStep:
+        """Plans a checked batch and starts its upload."""
+        lens, starts = batch.seq_lens, batch.query_start_loc
+        if self._tiled:
+            forest, table = self._planner.forest(batch, changed_rows)
+            best, times = choose(self._rule, forest, (lens, starts), batch.window)
+            tile_list = tile_forest(self._rule, best, forest, (table, lens, starts), batch.window)
+            listed = ", ".join(f"{name} {time / 1e3:.3g} µs" for name, time in times.items())
+            policy, reason = best.name(self._rule), f"least predicted time on {self._limits_reason}: {listed}"
+        else:
+            planned = self._planner.plan(batch, changed_rows)
+            table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
+            tile_list = tile_work(self._rule, planned.work, (table, lens, starts), batch.window)
+        query_lens = np.diff(starts)
+        row_of = np.repeat(np.arange(len(lens)), query_lens)
+        positions = (lens[row_of] - starts[row_of + 1] + np.arange(len(row_of))).astype(np.int32)
+        masked = batch.window != UNLIMITED or bool((query_lens > 1).any())
+        config = self.config
+        geometry = gpu.Geometry(
+            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
+            self._rule.run, batch.window, masked, config.logits_soft_cap, config.sinks,
+        )  # fmt: skip
+        gpu_plan = gpu.upload(tile_list, positions, geometry, self.device)
+        if tile_list.num_slots > len(self._partial):
+            self._partial = torch.empty(tile_list.num_slots, *self._partial.shape[1:], device=self.device)
+            self._partial_lse = torch.empty(tile_list.num_slots, self._partial.shape[1], device=self.device)
+        kept = Batch(table, lens.copy(), starts.copy(), batch.window)
+        return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason)
+
+    def run(self, step: GpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+        """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
+        lse = torch.empty(out.shape[:2], device=self.device) if inputs.return_lse else self._partial_lse
+        scale = self._scale
+        for value in (inputs.q_scale, inputs.k_scale):
+            if value is not None:
+                scale = scale * scale_tensor(value)
+        v_scale = self._ones if inputs.v_scale is None else self._ones * scale_tensor(inputs.v_scale)
+        tensors = gpu.Tensors(
+            inputs.q, inputs.k_cache, inputs.v_cache, out, lse, self._partial, self._partial_lse, scale, v_scale,
+            self._ones if inputs.sinks is None else inputs.sinks.contiguous(),
+        )  # fmt: skip
+        gpu.execute(step.gpu_plan, tensors, self._tiles, self._processors, inputs.return_lse)
+        return lse
