@@ -41,7 +41,10 @@ class GpuStep:
         tile_list, batch = self.tile_list, self.batch
         kinds = len(self.rule.kinds)
         counts = np.diff(tile_list.counts)
-        tiles = {f"{kind.rows} rows": int(counts[i] + counts[i + kinds]) for i, kind in enumerate(self.rule.kinds)}
+        tiles = {
+            f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + kinds])
+            for i, kind in enumerate(self.rule.kinds)
+        }
         read = int((tile_list.runs[:, 1] >> 16).sum())
         alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, 1))
         items = len(tile_list.items)
@@ -70,9 +73,16 @@ class GpuExecutor:
         self._tiled = config.policy == "auto" and not config.batch_invariant
         policy = "cascade" if config.policy == "auto" else config.policy
         self._planner = Planner(PlannerSpec(config.page_size, policy, model, split, columns, machine.name))
+        size = (config.head_dim + config.value_dim) * config.cache_dtype.itemsize  # the table's is 512 bytes
         self._rule = TilingRule(
             kinds=tuple(
-                TileKind(tile.block_m, tile.block_n, self._processors * tile.programs, tile.block_ns)
+                TileKind(
+                    tile.block_m,
+                    tile.block_n,
+                    self._processors * tile.programs,
+                    tile.block_ns * size // 512,
+                    tile.chain_ns * size // 512,
+                )
                 for tile in self._tiles
             ),
             group_size=model.group_size,

@@ -80,7 +80,7 @@ def test_a_bad_capacity(name: str, value: Any, error: type[Exception]) -> None:
     ("arguments", "error", "message"),
     [
         ((GOOD, "meta"), ValueError, "device meta: expected cpu"),
-        ((GOOD, "cuda"), ValueError, "device cuda: expected cpu"),
+        ((GOOD, "cuda"), ValueError, "device cuda: torch finds no CUDA device"),
         ((GOOD, "quantum"), ValueError, "device='quantum': expected a torch.device"),
         ((GOOD, 3.5), ValueError, r"device=3\.5"),
         (({"head_dim": 16}, "cpu"), TypeError, "config is a dict: expected an AttentionConfig"),

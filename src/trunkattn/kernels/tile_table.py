@@ -61,7 +61,7 @@ class GpuTile:
     """BLOCK_M query rows × BLOCK_N keys of one program, and what the planner must know of it.
 
     warps, stages, max_registers (0: no limit): how it is compiled. programs: that run at once on a multiprocessor.
-    block_ns: time of one block of keys when they do.
+    block_ns: time of a block of keys when all those programs run. chain_ns: of one block after another in one program.
     """
 
     block_m: int
@@ -71,21 +71,26 @@ class GpuTile:
     max_registers: int
     programs: int
     block_ns: int
+    chain_ns: int
 
 
-# Measured on an H200 (head_dim 128, bf16, page 16), of 12 tall and 14 low tiles (docs/performance.md):
-# - low: 32 keys by one warp, 4 stages, reads 256 × 4096 private tokens at 0.97 of the card's bandwidth; 64 keys by two
-#   warps 0.96; four warps 0.87 to 0.97.
-# - middle: for few rows; 128 keys or 32 were slower everywhere.
-# - tall: 128 registers a thread let two programs share a multiprocessor: 146 µs for 1,1024_2048,32, 193 without.
+# Measured on an H200 (head_dim 128, bf16, page 16), out of 12 tall and 14 low tiles (docs/performance.md). The times
+# are a fit to 256 runs (20 trees × 6 to 15 tilings); the choice they lead to is 2.1 % from the best, in the mean.
 DECODE_TILES: Final = (
-    GpuTile(block_m=16, block_n=32, warps=1, stages=4, max_registers=0, programs=3, block_ns=1000),
-    GpuTile(block_m=64, block_n=64, warps=4, stages=2, max_registers=0, programs=2, block_ns=2100),
-    GpuTile(block_m=128, block_n=64, warps=8, stages=2, max_registers=128, programs=2, block_ns=3400),
+    # 256 × 4096 private tokens at 0.97 of the bandwidth; best under a trunk, where many low tiles run
+    GpuTile(16, 32, warps=1, stages=4, max_registers=0, programs=3, block_ns=880, chain_ns=1310),
+    # best for short suffixes (1,256_256,32: 26.3 µs, the others 28.1 and 29.5)
+    GpuTile(16, 64, warps=2, stages=3, max_registers=0, programs=4, block_ns=3330, chain_ns=2570),
+    # shortest chain per token: few requests with long contexts (1,2,64: 36.6 µs, the others 44.7 and 59.1)
+    GpuTile(16, 128, warps=4, stages=2, max_registers=128, programs=3, block_ns=3520, chain_ns=2260),
+    # 32 or 128 keys were slower everywhere
+    GpuTile(64, 64, warps=4, stages=2, max_registers=0, programs=2, block_ns=2930, chain_ns=2100),
+    # 128 registers let two programs share a multiprocessor: 1,1024_2048,32 in 146 µs, without the limit 193
+    GpuTile(128, 64, warps=8, stages=2, max_registers=128, programs=2, block_ns=3520, chain_ns=4550),
 )
 
 # One tile for every row of a batch-invariant plan: another would sum the same numbers in another order.
-_INVARIANT_TILES: Final = (GpuTile(128, 64, warps=8, stages=2, max_registers=128, programs=2, block_ns=3400),)
+_INVARIANT_TILES: Final = (DECODE_TILES[-1],)
 
 
 def decode_tiles(batch_invariant: bool) -> tuple[GpuTile, ...]:
@@ -104,8 +109,8 @@ class GpuLimits:
 
 _LIMITS: Final = MappingProxyType(
     {
-        "NVIDIA H200": GpuLimits(4_540_000, 2500, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_000_000, 2500, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+        "NVIDIA H200": GpuLimits(4_540_000, 2340, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H100": GpuLimits(3_000_000, 2340, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
     }
 )
 _OTHER_CARD: Final = GpuLimits(2_000_000, 3000, "an unmeasured card (2 TB/s assumed)")

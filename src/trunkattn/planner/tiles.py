@@ -109,19 +109,14 @@ def _segments(forest, entries, stage, window, run):
 
 
 @njit(cache=True)
-def stage_load(forest, entries, stage, window, run):
-    """(tiles with work, blocks in all, blocks of the largest tile) of a stage."""
+def stage_runs(forest, entries, stage, window, run):
+    """Runs of each of a stage's tiles that has any."""
     indptr, _, num_runs = _segments(forest, entries, stage, window, run)
-    tiles, blocks, most = 0, np.int64(0), np.int64(0)
-    for tile in range(len(indptr) - 1):
-        runs = np.int64(0)
+    runs = np.zeros(len(indptr) - 1, np.int64)
+    for tile in range(len(runs)):
         for i in range(indptr[tile], indptr[tile + 1]):
-            runs += num_runs[i]
-        count = (runs + stage.block_runs - 1) // stage.block_runs
-        tiles += count > 0
-        blocks += count
-        most = max(most, count)
-    return tiles, blocks, most
+            runs[tile] += num_runs[i]
+    return runs[runs > 0]
 
 
 @njit(cache=True)

@@ -14,12 +14,16 @@ _EVERY = 1 << 30  # more entries than any node has
 
 @dataclass(frozen=True)
 class TileKind:
-    """A tile height as the planner sees it. programs: of the whole device at once; block_ns: time of a block then."""
+    """A tile as the planner sees it. programs: of the whole device at once.
+
+    block_ns: time of a block of keys when all of them run. chain_ns: of one block after another in one program.
+    """
 
     rows: int
     block_tokens: int
     programs: int
     block_ns: int
+    chain_ns: int
 
 
 @dataclass(frozen=True)
@@ -54,66 +58,82 @@ class TilingRule:
 
 @dataclass(frozen=True)
 class Tiling:
-    """One way to tile a step: a height for all nodes, or a tall one for nodes of at least `least` entries as well."""
+    """One way to tile a step: `low` for all nodes, or `tall` for those of at least `least` entries. alone: a low tile
+    holds one query token."""
 
     low: int
     tall: int | None = None
     least: int = _EVERY
+    alone: bool = False
 
     def name(self, rule: TilingRule) -> str:
-        """For `stats.reason`."""
-        low = f"{rule.kinds[self.low].rows} rows"
-        return low if self.tall is None else f"{rule.kinds[self.tall].rows} and {low}"
+        """For `stats`: rows × keys of the tiles."""
+        low, tall = rule.kinds[self.low], None if self.tall is None else rule.kinds[self.tall]
+        text = f"{low.rows}x{low.block_tokens}"
+        return (
+            f"{text} per query" if self.alone else text if tall is None else f"{tall.rows}x{tall.block_tokens}+{text}"
+        )
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
-    """Every height alone, and every pair with the lowest."""
+    """Every tile alone, every taller one with every lowest one, and the lowest ones with one query token each."""
     usable = rule.usable()
-    low = usable[0]
-    pairs = [Tiling(low, tall, max(2, rule.kinds[usable[0]].rows * 4 // rule.group_size)) for tall in usable[1:]]
-    return [Tiling(index) for index in usable] + pairs
+    lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
+    least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
+    pairs = [Tiling(low, tall, least) for tall in usable[len(lowest) :] for low in lowest]
+    return [Tiling(low, alone=True) for low in lowest] + [Tiling(index) for index in usable] + pairs
 
 
-def _stage(rule: TilingRule, kind: int, least: int, below: int) -> tiles.Stage:
+def _stage(rule: TilingRule, kind: int, height: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.kinds[kind]
     items = max(1, shape.programs // rule.num_kv_heads)
-    return tiles.Stage(shape.rows // rule.group_size, least, below, shape.block_tokens // rule.run, items)
+    return tiles.Stage(height, *limits, shape.block_tokens // rule.run, items)
 
 
 def _stages(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]:
-    low = (tiling.low, _stage(rule, tiling.low, 1, tiling.least))
-    return [low] if tiling.tall is None else [(tiling.tall, _stage(rule, tiling.tall, tiling.least, _EVERY)), low]
-
-
-def predict_ns(rule: TilingRule, tiling: Tiling, forest: Forest, entries: tiles.Entries, window: int) -> int:
-    """Time of a tiling: each stage is bound by its slots, its longest item or memory."""
-    total = 0
-    for kind, stage in _stages(rule, tiling):
-        shape = rule.kinds[kind]
-        count, blocks, most = tiles.stage_load(forest, entries, stage, window, rule.run)
-        if not count:
-            continue
-        longest = most
-        if count < stage.num_parts:  # tiles are cut: partials for their rows
-            longest = max(2, -(-blocks // stage.num_parts))
-            total += rule.launch_ns + stage.num_parts * stage.height * rule.partial_bytes * 1000 // rule.bytes_per_us
-        elif stage.least > 1:
-            total += rule.launch_ns + len(entries.query) * rule.partial_bytes * 1000 // rule.bytes_per_us
-        waves = blocks * rule.num_kv_heads * shape.block_ns // shape.programs
-        sizes = entries.node_end - entries.node_start
-        mine = (sizes >= stage.least) & (sizes < stage.below)
-        tokens = int((forest.token_end[mine].astype(np.int64) - forest.token_start[mine]).sum())
-        memory = tokens * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
-        total += max(waves, longest * shape.block_ns // 2, memory)
-    return int(total)
+    height = 1 if tiling.alone else rule.kinds[tiling.low].rows // rule.group_size
+    stages = [(tiling.low, _stage(rule, tiling.low, height, (1, tiling.least)))]
+    if tiling.tall is not None:
+        tall = rule.kinds[tiling.tall].rows // rule.group_size
+        stages.insert(0, (tiling.tall, _stage(rule, tiling.tall, tall, (tiling.least, _EVERY))))
+    return stages
 
 
 def choose(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> tuple[Tiling, dict[str, int]]:
     """The tiling of least predicted time (ties: the first), and all times in ns. batch: seq_lens, query_start_loc."""
     entries = tiles.make_entries(forest, *batch)
-    times = {tiling: predict_ns(rule, tiling, forest, entries, window) for tiling in candidates(rule)}
-    best = min(times, key=lambda tiling: times[tiling])
-    return best, {tiling.name(rule): time for tiling, time in times.items()}
+    loads: dict[tuple[int, int, int], NDArray[np.int64]] = {}  # runs of each tile; tilings have stages in common
+    times = {}
+    for tiling in candidates(rule):
+        stages = _stages(rule, tiling)
+        for _, stage in stages:
+            key = (stage.height, stage.least, stage.below)
+            if key not in loads:
+                loads[key] = tiles.stage_runs(forest, entries, stage, window, rule.run)
+        runs = [loads[stage.height, stage.least, stage.below] for _, stage in stages]
+        times[tiling] = _predict_ns(rule, stages, runs, len(entries.query))
+    read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
+    memory = read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
+    best = min(times, key=lambda tiling: max(times[tiling], memory))
+    return best, {tiling.name(rule): max(time, memory) for tiling, time in times.items()}
+
+
+def _predict_ns(
+    rule: TilingRule, stages: list[tuple[int, tiles.Stage]], runs: list[NDArray[np.int64]], num_queries: int
+) -> int:
+    """Time of a tiling if memory is no bound: of each stage what its slots or its longest item take."""
+    total, slots = 0, 0
+    for (kind, stage), tile_runs in zip(stages, runs, strict=True):
+        if not len(tile_runs):
+            continue
+        shape, last = rule.kinds[kind], stage is stages[-1][1]
+        blocks = -(-tile_runs // stage.block_runs)
+        cut = len(tile_runs) < stage.num_parts
+        longest = -(-int(blocks.sum()) // stage.num_parts) if cut else int(blocks.max())
+        waves = int(blocks.sum()) * rule.num_kv_heads * shape.block_ns // shape.programs
+        total += max(waves, longest * shape.chain_ns) + rule.launch_ns * (2 if cut and last else 1)
+        slots += stage.num_parts * stage.height if cut else 0 if last else num_queries
+    return total + slots * rule.partial_bytes * 1000 // rule.bytes_per_us
 
 
 def tile_forest(
