@@ -10,16 +10,22 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 CACHE := .numba_cache/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint clean
+.PHONY: help demo test test-gpu fuzz lint clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 demo: .venv/.stamp-model $(CACHE)  ## Serve 32 customers of a shop on this machine and show what sharing saved
 	$(BIN)/trunkattn demo
 
 test: .venv/.stamp-model $(CACHE)  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# On the machine's own Python: its torch is the one built for its GPU.
+test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
+	$(PYTHON) -m pytest -q -m gpu tests/gpu
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz

@@ -93,6 +93,7 @@ class GpuExecutor:
             head_bytes=model.kv_bytes // config.num_kv_heads,
             partial_bytes=model.partial_bytes,
             fuse_up_to=0 if config.batch_invariant else _FUSE_UP_TO,
+            uniform=config.batch_invariant,
         )
         heads = config.num_kv_heads
         self._ones = torch.ones(heads, device=device)

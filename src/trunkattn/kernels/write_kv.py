@@ -14,10 +14,12 @@ def write_kv(
 
     k [num_tokens, num_kv_heads, head_dim], v [num_tokens, num_kv_heads, head_dim_v], caches [num_pages, page_size,
     num_kv_heads, ...] of any strides with a contiguous last dimension, slot_mapping [num_tokens] int64. Values are cast
-    to the cache's dtype. Everything on a CPU.
+    to the cache's dtype. Everything on a CPU or on one GPU, where slots are not looked at by the host and one outside
+    the cache is skipped.
 
     Raises:
-        ValueError: if a shape, stride or device does not fit or a slot lies outside the cache; nothing is written then.
+        ValueError: if a shape, stride or device does not fit or, on a CPU, a slot lies outside the cache; nothing is
+            written then.
         TypeError: if slot_mapping is not int64, a cache has no known dtype, or an argument is no tensor.
     """
     named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
@@ -28,14 +30,21 @@ def write_kv(
         raise TypeError(f"slot_mapping has dtype {slot_mapping.dtype}: expected torch.int64")
     if slot_mapping.dim() != 1:
         raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}: expected (num_tokens)")
+    if k.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"k is on {k.device}: expected cpu or cuda")
+    for name, tensor in named.items():
+        if tensor.device != k.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {k.device}, like k")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         _check(name, new, cache, len(slot_mapping))
     if k_cache.shape[:2] != v_cache.shape[:2]:
         raise ValueError(
             f"v_cache has shape {tuple(v_cache.shape)}: expected the pages of k_cache, {tuple(k_cache.shape)}"
         )
-    if slot_mapping.device.type != "cpu":
-        raise ValueError(f"slot_mapping is on {slot_mapping.device}: expected cpu")
+    if k.is_cuda:
+        from trunkattn.kernels.write_kv_gpu import write_on_gpu  # needs Triton, which a CPU does not
+
+        return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
     slots = slot_mapping.contiguous().numpy()
     num_slots = k_cache.shape[0] * k_cache.shape[1]
     bad = _first_outside(slots, num_slots)
@@ -59,9 +68,6 @@ def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -
     expected = (num_tokens, *cache.shape[2:])
     if tuple(new.shape) != expected:
         raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
-    for part, tensor in ((name, new), (f"{name}_cache", cache)):
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{part} is on {tensor.device}: expected cpu")
 
 
 @njit(cache=True)

@@ -32,7 +32,8 @@ class TilingRule:
 
     kinds: ascending heights. launch_ns: of a launch that waits for another. bytes_per_us: memory bandwidth. head_bytes:
     keys and values of one token and head. partial_bytes: one partial state of all query heads, written and read.
-    fuse_up_to: partials that an item may merge.
+    fuse_up_to: partials that an item may merge. uniform: no run is marked as full, so that a row's arithmetic does not
+    depend on the rows beside it (the two loops of the kernel may round differently).
     """
 
     kinds: tuple[TileKind, ...]
@@ -44,6 +45,7 @@ class TilingRule:
     head_bytes: int
     partial_bytes: int
     fuse_up_to: int
+    uniform: bool = False
 
     @property
     def run(self) -> int:
@@ -154,7 +156,8 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     positions = (seq_lens[row_of] - starts[row_of + 1] + np.arange(len(row_of))).astype(np.int32)
     rows = (work.items[:, 4] - work.items[:, 3]) * rule.group_size
     kinds = np.searchsorted([kind.rows for kind in rule.kinds], rows).astype(np.int32)
-    block_runs = np.array([kind.block_tokens // rule.run for kind in rule.kinds], np.int32)[kinds]
+    per_kind = [_EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
+    block_runs = np.array(per_kind, np.int32)[kinds]
     emitted = tiles.items_of_work(
         (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs
     )

@@ -1,0 +1,213 @@
+"""`BatchAttention` on an NVIDIA GPU at real sizes: accuracy, determinism, graphs, invariance, bad input."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention, write_kv
+from trunkattn.workloads.batch import PagedBatch
+from trunkattn.workloads.trees import parse_tree, tree_batch
+
+pytestmark = pytest.mark.gpu
+GOOD = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's tensors on the card; pages outside the tables hold NaN."""
+
+    batch: PagedBatch
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+    @property
+    def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The arguments of `plan`."""
+        batch = self.batch
+        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+        return tuple(torch.from_numpy(array) for array in arrays)
+
+
+def make_layer(config: AttentionConfig, batch: PagedBatch, seed: int = 0) -> Layer:
+    torch.manual_seed(seed)
+    shape = (batch.num_pages + 3, config.page_size, config.num_kv_heads)
+    caches = [torch.randn(*shape, dim, device="cuda") for dim in (config.head_dim, config.value_dim)]
+    for cache in caches:
+        cache[batch.num_pages :] = math.nan
+    q = torch.randn(int(batch.query_start_loc[-1]), config.num_qo_heads, config.head_dim, device="cuda")
+    return Layer(batch, q.to(config.dtype), *(cache.to(config.cache_dtype) for cache in caches))
+
+
+def expected(layer: Layer, config: AttentionConfig, rows: list[int], **options: Any) -> torch.Tensor:
+    """float64 outputs of some requests' query tokens, one after the other."""
+    outputs = []
+    starts, group = layer.batch.query_start_loc, config.num_qo_heads // config.num_kv_heads
+    scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+    for row in rows:
+        length = int(layer.batch.seq_lens[row])
+        pages = torch.from_numpy(layer.batch.block_table[row, : -(-length // config.page_size)]).cuda().long()
+        k, v = (
+            cache[pages].double().flatten(0, 1)[:length].repeat_interleave(group, 1)
+            for cache in (layer.k_cache, layer.v_cache)
+        )
+        q = layer.q[starts[row] : starts[row + 1]].double()
+        logits = torch.einsum("qhd,lhd->hql", q, k) * scale
+        if config.logits_soft_cap:
+            logits = config.logits_soft_cap * torch.tanh(logits / config.logits_soft_cap)
+        position = torch.arange(length - len(q), length, device="cuda")[:, None]
+        token = torch.arange(length, device="cuda")
+        seen = (token <= position) & (token > position - options.get("window", 1 << 30))
+        logits = logits.masked_fill(~seen, -math.inf)
+        if "sinks" in options:
+            extra = options["sinks"].double()[:, None, None].expand(-1, len(q), 1)
+            logits = torch.cat([logits, extra], -1)
+        outputs.append(torch.einsum("hql,lhd->qhd", logits.softmax(-1)[..., :length], v))
+    return torch.cat(outputs)
+
+
+def ragged(tree: str, page_size: int, seed: int = 0) -> PagedBatch:
+    """A tree with uneven tails and query lengths 0 to 40."""
+    batch = tree_batch(parse_tree(tree), page_size, row_seed=seed, page_seed=seed)
+    rng = np.random.default_rng(seed)
+    seq_lens = batch.seq_lens - rng.integers(0, 17, len(batch.seq_lens)).astype(np.int32)
+    lengths = np.where(rng.random(len(seq_lens)) < 0.7, 1, rng.integers(0, 41, len(seq_lens)))
+    return replace(batch, seq_lens=seq_lens, query_lens=np.minimum(lengths, seq_lens).astype(np.int32))
+
+
+def check(config: AttentionConfig, batch: PagedBatch, tolerance: float, window: int | None = None) -> None:
+    layer = make_layer(config, batch)
+    attention = BatchAttention(config)
+    plan = attention.plan(*layer.step, sliding_window=window)
+    plan.check()
+    out = torch.full((len(layer.q), config.num_qo_heads, config.value_dim), math.nan, device="cuda", dtype=config.dtype)
+    options: dict[str, Any] = {} if window is None else {"window": window}
+    sinks = torch.randn(config.num_qo_heads, device="cuda") if config.sinks else None
+    if sinks is not None:
+        options["sinks"] = sinks
+    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, sinks=sinks)
+    assert not out.isnan().any()
+    rows = [int(row) for row in np.flatnonzero(batch.query_lens)]
+    rows = rows[:: max(1, len(rows) // 12)]
+    starts = batch.query_start_loc
+    found = torch.cat([out[starts[row] : starts[row + 1]] for row in rows]).double()
+    error = float((found - expected(layer, config, rows, **options)).abs().max())
+    assert error < tolerance, f"error {error:.3g}"
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("tree", ["1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300_2048,20"])
+def test_trees(tree: str, dtype: torch.dtype, tolerance: float) -> None:
+    check(replace(GOOD, dtype=dtype), tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0), tolerance)
+
+
+@pytest.mark.parametrize(
+    "head_dim, page_size", [(64, 16), (80, 16), (96, 32), (192, 16), (256, 16), (128, 1), (128, 5)]
+)
+def test_shapes(head_dim: int, page_size: int) -> None:
+    tree = "1,4,40_320,160,90"
+    check(replace(GOOD, head_dim=head_dim, page_size=page_size), tree_batch(parse_tree(tree), page_size), 0.02)
+
+
+@pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (10, 2), (14, 2), (24, 2), (16, 1)])
+def test_groups(heads: tuple[int, int]) -> None:
+    check(replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1]), ragged("1,4,40_320,160,90", 16), 0.02)
+
+
+@pytest.mark.parametrize("policy", ["per_query", "relay", "cascade", "fasttree", "pat", "optimal", "auto"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_policies(policy: str, window: int | None) -> None:
+    check(replace(GOOD, policy=policy), ragged("1,4,40_320,160,90", 16), 0.02, window)
+
+
+def test_soft_cap_sinks_and_a_narrower_value() -> None:
+    check(replace(GOOD, logits_soft_cap=20.0, sinks=True, head_dim_v=64), ragged("1,4,40_320,160,90", 16), 0.02, 200)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_caches(kv_dtype: torch.dtype) -> None:
+    check(replace(GOOD, kv_dtype=kv_dtype), ragged("1,4,40_320,160,90", 16), 0.03)
+
+
+def test_a_thousand_runs_are_bit_equal() -> None:
+    layer = make_layer(GOOD, tree_batch(parse_tree("1,8,64_512,128,100"), 16))
+    attention = BatchAttention(GOOD)
+    plan = attention.plan(*layer.step)
+    first, first_lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True)
+    for _ in range(1000):
+        out, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True)
+        assert torch.equal(out, first) and torch.equal(lse, first_lse)
+
+
+def test_a_graph_replays_on_new_values() -> None:
+    layer = make_layer(GOOD, tree_batch(parse_tree("1,8,64_512,128,100"), 16))
+    attention = BatchAttention(GOOD)
+    plan = attention.plan(*layer.step)
+    out = torch.empty_like(layer.q)
+    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
+    for seed in range(3):
+        fresh = make_layer(GOOD, layer.batch, seed)
+        for target, source in zip((layer.q, layer.k_cache), (fresh.q, fresh.k_cache), strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache))
+
+
+def test_a_batch_invariant_output_does_not_depend_on_the_batch() -> None:
+    config = replace(GOOD, batch_invariant=True)
+    batch = tree_batch(parse_tree("1,4,24_512,256,90"), 16, row_seed=0)
+    layer = make_layer(config, batch)
+    attention = BatchAttention(config)
+    together = attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache)
+    for rows in ([3], [5, 9, 20], list(range(0, 24, 2))):
+        table, lens = (array[rows] for array in layer.step[:2])
+        some = attention.run(attention.plan(table, lens), layer.q[rows], layer.k_cache, layer.v_cache)
+        assert torch.equal(some, together[rows])
+
+
+def test_write_kv_equals_the_cpu() -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(50, 2, 80), torch.randn(50, 2, 64)
+    slots = torch.randperm(7 * 16)[:50]
+    slots[3] = -1
+    caches = [torch.zeros(7, 2, 16, dim, dtype=torch.bfloat16).transpose(1, 2) for dim in (80, 64)]
+    on_card = [cache.cuda() for cache in caches]
+    write_kv(k, v, *caches, slots)
+    write_kv(k.cuda(), v.cuda(), *on_card, slots.cuda())
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(caches, on_card, strict=True))
+
+
+def test_a_block_table_on_the_card_gives_the_same_plan() -> None:
+    layer = make_layer(GOOD, ragged("1,4,40_320,160,90", 16))
+    attention = BatchAttention(GOOD)
+    host, card = attention.plan(*layer.step), attention.plan(*(array.cuda() for array in layer.step))
+    assert np.array_equal(host.step.tile_list.items, card.step.tile_list.items)
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    layer = make_layer(GOOD, tree_batch(parse_tree("1,4_64,20"), 16))
+    attention = BatchAttention(GOOD)
+    plan = attention.plan(*layer.step)
+    with pytest.raises(ValueError, match="q is on cpu: expected cuda"):
+        attention.run(plan, layer.q.cpu(), layer.k_cache, layer.v_cache)
+    with pytest.raises(ValueError, match="v_cache is on cpu: expected cuda"):
+        attention.run(plan, layer.q, layer.k_cache, layer.v_cache.cpu())
+
+
+def test_what_the_kernels_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim 320 is over 256"):
+        BatchAttention(replace(GOOD, head_dim=320))
+
+
+def test_for_the_sanitizer() -> None:
+    for window in (None, 50):
+        check(GOOD, ragged("1,3,12_64,32,30", 16), 0.02, window)
+    check(replace(GOOD, policy="pat", num_kv_heads=4), tree_batch(parse_tree("1,40_128,20"), 16), 0.02)
