@@ -1,8 +1,12 @@
 """Attention kernels of other projects on a paged decode batch; each is left out, with the reason, if it cannot run."""
 
+import io
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from trunkattn.workloads.batch import PagedBatch
@@ -109,9 +113,70 @@ def flashinfer_cascade(case: Case) -> Run:
     return lambda copy: wrapper.run(case.q, case.kv[copy])
 
 
+def _fasttree_nodes(case: Case) -> tuple[list[Any], torch.Tensor]:
+    """FastTree's nodes, level by level below an empty root, and in their order the slots of their tokens in the cache.
+
+    FastTree takes one tree, not a forest; an empty root, as a radix tree has, adds no work.
+    """
+    from kv_tree_simple import KVTreeNode
+
+    tree, begins = [KVTreeNode()], [0]
+    above, above_begin = 1, 0
+    for nodes, tokens in case.levels:
+        parents = above_begin + np.arange(nodes) * above // nodes
+        above, above_begin = nodes, len(tree)
+        for parent in parents.tolist():
+            node = KVTreeNode()
+            node.id, node.parent, node.seqlen = len(tree), parent, tokens
+            begins.append(begins[parent] + tree[parent].seqlen)
+            tree[parent].num_children += 1
+            tree.append(node)
+    for request, leaf in enumerate(tree[above_begin:]):
+        leaf.requests = [request]
+    for node in reversed(tree[1:]):
+        tree[node.parent].requests[:0] = node.requests
+    page, slots = case.batch.page_size, []
+    for node, begin in zip(tree, begins, strict=True):
+        positions = np.arange(begin, begin + node.seqlen)
+        slots.append(case.batch.block_table[node.requests[0], positions // page].astype(np.int64) * page)
+        slots[-1] += positions % page
+    return tree, torch.from_numpy(np.concatenate(slots)).to(case.q.device)
+
+
+def fasttree(case: Case) -> Run:
+    """FastTree's kernel benchmark, told the tree, on contiguous copies of the cache, with its settings for an H100."""
+    import fasttree
+
+    if not case.levels:
+        raise ValueError("no tree")
+    hq, hkv, dim = case.heads
+    tree, slots = _fasttree_nodes(case)
+    if len(slots) * hkv * dim >= 2**31:
+        raise ValueError("FastTree's offsets are int32; K has 2**31 elements or more")
+    params = fasttree.FastTreeParams()
+    params.set_kv_group_num(hq // hkv)
+    params.set_q_tile_sizes([64 * hkv // hq, 16 * hkv // hq])
+    params.set_kv_tile_sizes([32, 32])
+    ends = np.cumsum([0] + [node.seqlen for node in tree]).tolist()
+    with redirect_stdout(io.StringIO()):  # it reports its plan
+        plan, _ = fasttree.fasttree_preparation(
+            tree, ends, len(case.q), hq, hkv, dim, [1024, 128], [132, 528], [132, 132], params
+        )
+    # The plan may have changed the tile sizes, so they are read from params after it.
+    kv = [(k.flatten(0, 1)[slots], v.flatten(0, 1)[slots]) for k, v in case.kv]
+    out = torch.empty_like(case.q)
+
+    def run(copy: int) -> torch.Tensor:
+        fasttree.fasttree_decode(case.q, *kv[copy], out, *plan, params.TSQs, params.TSKs, dim**-0.5)
+        return out
+
+    return run
+
+
 PEERS: dict[str, Callable[[Case], Run]] = {
     "flash_attention_3": flash_attention_3,
     "flashinfer_decode": flashinfer_decode,
     "flashinfer_decode_cuda_cores": flashinfer_decode_cuda_cores,
     "flashinfer_cascade": flashinfer_cascade,
+    "fasttree": fasttree,
 }

@@ -216,14 +216,16 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
             lowest, highest = min(lowest, positions[queries[j]]), max(highest, positions[queries[j]])
         items[i, RUN_START] = at
         full, leading = 0, True
-        for token in range(start // run * run, end, run):
-            tokens = min(run, end - token)
+        token = start
+        while token < end:
+            tokens = min((token // run + 1) * run, end) - token  # a window may start inside a run
             runs[at, 0] = table[row, token // page_size] * page_size + token % page_size
             runs[at, 1] = count << 8 | tokens << 16
             runs[at, 2] = token
             leading = leading and tokens == run and token + run - 1 <= lowest and token > highest - window
             full += leading
             at += 1
+            token += tokens
         items[i, RUN_FULL] = items[i, RUN_START] + full // block_runs[i] * block_runs[i]
         items[i, RUN_END] = at
     return Items(items, runs, queries, np.ones(len(items), np.bool_))
