@@ -1,6 +1,8 @@
 """Decode attention on a GPU: PAT's 20 trees × 4 head settings, against every peer that imports.
 
-    python benchmarks/kernels.py [--heads 32/8 ...] [--trees TREE ...]     # results/kernels-CARD.json
+    python benchmarks/kernels.py                                            # results/kernels-CARD-bfloat16.json
+    python benchmarks/kernels.py --name long --heads 32/8 --trees 8_8192 1_131072
+    python benchmarks/kernels.py --name fp8 --kv-dtype float8_e4m3fn --trees 256_1024 256_4096      # ours alone
 
 Time is that of a CUDA graph that runs the layer once on each of several copies of the cache, together several times the
 L2 cache, so that every run finds it cold; median of the replays. SOL = max(unique K, V, Q and output bytes / read
@@ -74,14 +76,14 @@ def ceilings() -> tuple[float, float]:
     return max(rates), flops
 
 
-def make_case(tree: str, hq: int, hkv: int, dtype: torch.dtype) -> Case:
-    """Random q and caches, pages and rows shuffled; rows of a cascade must stay in tree order, so only pages are."""
+def make_case(tree: str, hq: int, hkv: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Case:
+    """Random q and caches, pages shuffled; the rows stay in tree order, in which the cascades want them."""
     parsed = parse_tree(tree)
     batch = tree_batch(parsed, PAGE_SIZE, page_seed=1)
     shape = (batch.num_pages, PAGE_SIZE, hkv, HEAD_DIM)
-    copies = max(2, math.ceil(FLUSH_BYTES / (4 * math.prod(shape))))
+    copies = max(2, math.ceil(FLUSH_BYTES / (2 * kv_dtype.itemsize * math.prod(shape))))
     torch.manual_seed(0)
-    kv = [tuple(torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2)) for _ in range(copies)]
+    kv = [tuple(torch.randn(shape, device="cuda", dtype=dtype).to(kv_dtype) for _ in range(2)) for _ in range(copies)]
     q = torch.randn(len(batch.seq_lens), hq, HEAD_DIM, device="cuda", dtype=dtype)
     return Case(batch, q, kv, list(zip(parsed.nodes, parsed.tokens, strict=True)))
 
@@ -106,7 +108,7 @@ def largest_error(case: Case, out: torch.Tensor) -> float:
 def ours(case: Case) -> tuple[Run, trunkattn.Plan]:
     """This project, `auto`."""
     hq, hkv, dim = case.heads
-    config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype)
+    config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, kv_dtype=case.kv[0][0].dtype)
     attention = trunkattn.BatchAttention(config, "cuda")
     plan = attention.plan(torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens))
     out = torch.full_like(case.q, math.nan)
@@ -121,18 +123,20 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
     return {"us": round(microseconds(run, len(case.kv)), 2), "error": error}
 
 
-def row_of(tree: str, heads: str, limits: tuple[float, float], dtype: torch.dtype) -> dict[str, Any]:
-    """One cell: SOL, ours and every peer."""
+def row_of(
+    tree: str, heads: str, limits: tuple[float, float], dtypes: tuple[torch.dtype, torch.dtype]
+) -> dict[str, Any]:
+    """One cell: SOL, ours and every peer (of q's dtype only). dtypes: of q and of the cache."""
     hq, hkv = map(int, heads.split("/"))
-    case = make_case(tree, hq, hkv, dtype)
+    case = make_case(tree, hq, hkv, *dtypes)
     parsed = parse_tree(tree)
-    size = parsed.unique_tokens * hkv * HEAD_DIM * 4 + 2 * case.q.nbytes
+    size = parsed.unique_tokens * hkv * HEAD_DIM * 2 * dtypes[1].itemsize + 2 * case.q.nbytes
     flops = 4 * HEAD_DIM * hq * parsed.num_requests * parsed.seq_len
     row: dict[str, Any] = {"tree": tree, "heads": heads, "sol_us": round(max(size / limits[0], flops / limits[1]), 2)}
     run, plan = ours(case)
     stats = plan.stats
     row["trunkattn"] = measure(case, run) | {"tiling": stats.policy, "items": stats.num_work_items}
-    for name, peer in PEERS.items():
+    for name, peer in PEERS.items() if dtypes[0] == dtypes[1] else ():
         try:
             row[name] = measure(case, peer(case))
         except Exception as reason:  # a peer that cannot run here is reported, not fatal
@@ -146,7 +150,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for heads in dict.fromkeys(row["heads"] for row in rows):
         shared = [row for row in rows if row["heads"] == heads and "," in row["tree"].split("_")[0]]
         for name in ("trunkattn", *PEERS):
-            times = [row[name]["us"] / row["sol_us"] for row in shared if "us" in row[name]]
+            times = [row[name]["us"] / row["sol_us"] for row in shared if "us" in row.get(name, {})]
             if times and len(times) == len(shared):
                 means.setdefault(heads, {})[name] = round(geometric_mean(times), 3)
     return means
@@ -157,25 +161,28 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads / KV heads")
     parser.add_argument("--trees", nargs="+", default=PAT_TREES, help="nodes per level _ tokens per level")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
+    parser.add_argument("--name", help="of the result file; default: the dtype")
     arguments = parser.parse_args()
+    dtypes = tuple(getattr(torch, name) for name in (arguments.dtype, arguments.kv_dtype or arguments.dtype))
     limits = ceilings()
     card = torch.cuda.get_device_name()
     print(f"{card}: {limits[0] / 1e6:.2f} TB/s read, {limits[1] / 1e6:.0f} TFLOP/s bf16", flush=True)
     rows = []
     for heads in arguments.heads:
         for tree in arguments.trees:
-            rows.append(row_of(tree, heads, limits, getattr(torch, arguments.dtype)))
+            rows.append(row_of(tree, heads, limits, dtypes))
             torch.cuda.empty_cache()
             row = rows[-1]
-            cells = {name: row[name].get("us", "-") for name in ("trunkattn", *PEERS)}
+            cells = {name: row[name].get("us", "-") for name in ("trunkattn", *PEERS) if name in row}
             print(f"{heads} {tree}: SOL {row['sol_us']}, {cells}, {row['trunkattn'].get('tiling')}", flush=True)
     figures = {
         "card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1),
-        "dtype": arguments.dtype, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE,
+        "dtype": arguments.dtype, "kv_dtype": arguments.kv_dtype or arguments.dtype, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE,
         "times_sol": summary(rows), "rows": rows,
     }  # fmt: skip
     print(figures["times_sol"])
-    write_result(f"kernels-{card.split()[-1].lower()}-{arguments.dtype}", figures, "triton")
+    write_result(f"kernels-{card.split()[-1].lower()}-{arguments.name or arguments.dtype}", figures, "triton")
 
 
 if __name__ == "__main__":

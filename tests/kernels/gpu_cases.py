@@ -1,0 +1,111 @@
+"""The GPU kernels under Triton's interpreter: one step, tiled in any way, on CPU tensors."""
+
+import math
+import os
+from dataclasses import dataclass
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import numpy as np
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.kernels import gpu
+from trunkattn.kernels.tile_table import DECODE_TILES, gpu_device
+from trunkattn.plan_format import TileList
+from trunkattn.planner.build import Batch, Planner, PlannerSpec
+from trunkattn.planner.check import check_tiles
+from trunkattn.planner.cost_model import cost_model
+from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.planner.splitting import UNLIMITED, split_rule
+from trunkattn.planner.tiling import TileKind, TilingRule, candidates, tile_forest, tile_work
+
+from ..attention.cases import Step
+
+TILINGS = (
+    "16x32 per query", "16x64 per query", "16x128 per query", "16x32", "16x64", "16x128", "64x64", "128x64",
+    "64x64+16x32", "64x64+16x64", "64x64+16x128", "128x64+16x32", "128x64+16x64", "128x64+16x128",
+)  # fmt: skip
+POLICIES = ("pat", "cascade")
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A step on an imagined device of so many multiprocessors. fuse_up_to: partials that an item may merge."""
+
+    step: Step
+    processors: int
+    fuse_up_to: int = 8
+
+    @property
+    def rule(self) -> TilingRule:
+        config = self.step.config
+        kinds = (
+            TileKind(tile.block_m, tile.block_n, self.processors * tile.programs, tile.block_ns, tile.chain_ns)
+            for tile in DECODE_TILES
+        )
+        return TilingRule(
+            kinds=tuple(kinds),
+            group_size=config.num_qo_heads // config.num_kv_heads,
+            num_kv_heads=config.num_kv_heads,
+            page_size=config.page_size,
+            launch_ns=2340,
+            bytes_per_us=4_540_000,
+            head_bytes=512,
+            partial_bytes=1024 * config.num_qo_heads,
+            fuse_up_to=self.fuse_up_to,
+        )
+
+    @property
+    def batch(self) -> Batch:
+        paged, window = self.step.batch, self.step.window
+        return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window)
+
+    def tile(self, way: str) -> TileList:
+        """The tile list of a tiling or of a packing policy, checked."""
+        rule, batch = self.rule, self.batch
+        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+        if way in POLICIES:
+            tile_list = tile_work(rule, self._planner(way).plan(batch).work, arrays, batch.window)
+        else:
+            forest = Forest(
+                *build_forest(batch.block_table, batch.seq_lens, self.step.batch.query_lens, rule.page_size, 1)
+            )
+            tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == way)
+            tile_list = tile_forest(rule, tiling, forest, arrays, batch.window)
+        check_tiles(tile_list, batch, rule)
+        return tile_list
+
+    def _planner(self, policy: str) -> Planner:
+        config, device = self.step.config, gpu_device(self.processors)
+        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+        model = cost_model(device, *dims, config.cache_dtype.itemsize)
+        split = split_rule(device, model, config.num_kv_heads, config.head_dim + config.value_dim, 0)
+        return Planner(PlannerSpec(config.page_size, policy, model, split))
+
+    def run(self, tile_list: TileList, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse, from tensors that were full of NaN; so were the partials."""
+        step, config, batch = self.step, self.step.config, self.batch
+        query_lens, tokens = step.batch.query_lens, len(step.q)
+        row_of = np.repeat(np.arange(len(query_lens)), query_lens)
+        ends = batch.seq_lens[row_of] - batch.query_start_loc[row_of + 1]
+        geometry = gpu.Geometry(
+            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
+            self.rule.run, batch.window, step.window is not None or bool((query_lens > 1).any()),
+            config.logits_soft_cap, config.sinks,
+        )  # fmt: skip
+        plan = gpu.upload(tile_list, (ends + np.arange(tokens)).astype(np.int32), geometry, torch.device("cpu"))
+        heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
+        ones = torch.ones(config.num_kv_heads)
+        scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
+        for name in ("q_scale", "k_scale"):
+            scale = scale * torch.as_tensor(step.options.get(name, 1.0))
+        out = torch.full((tokens, heads, config.value_dim), math.nan, dtype=config.dtype)
+        lse = torch.full((tokens, heads), math.nan)
+        tensors = gpu.Tensors(
+            step.q, step.k_cache, step.v_cache, out, lse, torch.full((slots, heads, config.value_dim), math.nan),
+            torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
+            step.options.get("sinks", ones),
+        )  # fmt: skip
+        gpu.execute(plan, tensors, DECODE_TILES, self.processors, return_lse)
+        return out, lse
