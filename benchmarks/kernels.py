@@ -178,7 +178,8 @@ def main() -> None:
             print(f"{heads} {tree}: SOL {row['sol_us']}, {cells}, {row['trunkattn'].get('tiling')}", flush=True)
     figures = {
         "card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1),
-        "dtype": arguments.dtype, "kv_dtype": arguments.kv_dtype or arguments.dtype, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE,
+        "dtype": arguments.dtype, "kv_dtype": arguments.kv_dtype or arguments.dtype,
+        "head_dim": HEAD_DIM, "page_size": PAGE_SIZE,
         "times_sol": summary(rows), "rows": rows,
     }  # fmt: skip
     print(figures["times_sol"])

@@ -63,7 +63,7 @@ class GpuExecutor:
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
         limits = gpu_limits(properties.name)
-        self._tiles = decode_tiles(config.batch_invariant)
+        self._tiles = decode_tiles(config.batch_invariant, config.cache_dtype.itemsize)
         machine = gpu_device(self._processors)
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         model = cost_model(machine, *dims, config.cache_dtype.itemsize)
@@ -73,7 +73,8 @@ class GpuExecutor:
         self._tiled = config.policy == "auto" and not config.batch_invariant
         policy = "cascade" if config.policy == "auto" else config.policy
         self._planner = Planner(PlannerSpec(config.page_size, policy, model, split, columns, machine.name))
-        size = (config.head_dim + config.value_dim) * config.cache_dtype.itemsize  # the table's is 512 bytes
+        # the table's times are for 512 bytes a key and value; 8-bit ones take as much arithmetic as 16-bit ones
+        size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
         self._rule = TilingRule(
             kinds=tuple(
                 TileKind(

@@ -9,7 +9,6 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 import numpy as np
 import torch
 
-from trunkattn import AttentionConfig
 from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import DECODE_TILES, gpu_device
 from trunkattn.plan_format import TileList
@@ -31,11 +30,10 @@ POLICIES = ("pat", "cascade")
 
 @dataclass(frozen=True)
 class Interpreted:
-    """A step on an imagined device of so many multiprocessors. fuse_up_to: partials that an item may merge."""
+    """A step on an imagined device of so many multiprocessors."""
 
     step: Step
     processors: int
-    fuse_up_to: int = 8
 
     @property
     def rule(self) -> TilingRule:
@@ -53,7 +51,7 @@ class Interpreted:
             bytes_per_us=4_540_000,
             head_bytes=512,
             partial_bytes=1024 * config.num_qo_heads,
-            fuse_up_to=self.fuse_up_to,
+            fuse_up_to=8,
         )
 
     @property

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:Run
 
 def ragged_batch(page_size: int, several: bool) -> PagedBatch:
     """Five requests under two branches: a strict prefix, an equal row up to its last tokens, one without a query."""
-    trunk = max(32, page_size)
-    tree = parse_tree(f"1,2,5_{trunk},{page_size * -(-18 // page_size)},19")
+    trunk, branch = (-(-tokens // page_size) * page_size for tokens in (32, 18))
+    tree = parse_tree(f"1,2,5_{trunk},{branch},19")
     batch = tree_batch(tree, page_size, row_seed=3, page_seed=4)
     query_lens = np.array([3, 1, 0, 9, 1] if several else [1, 1, 0, 1, 1], np.int32)
     return replace(batch, seq_lens=batch.seq_lens - np.array([0, 3, 0, 18, 1], np.int32), query_lens=query_lens)
@@ -68,56 +68,57 @@ class Features:
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# No bfloat16 q: the interpreter multiplies bit patterns of bfloat16 tiles as if they were integers.
 # Each pair of values of any two columns is in at least one row (head_dim goes with head_dim_v, dtype with kv_dtype).
 TABLE = (
-    Features(192, 192, 16, 16, True, None, None, False, False, F32, F16, "plain", False),
-    Features(96, 64, 1, 3, False, None, 5.0, True, True, B16, B16, "sliced", True),
-    Features(64, 64, 5, 1, True, 21, None, True, False, B16, E4M3, "heads_first", True),
+    Features(192, 192, 16, 16, True, None, None, False, False, F16, B16, "plain", False),
+    Features(96, 64, 1, 3, False, None, 5.0, True, True, F32, F16, "sliced", True),
+    Features(64, 64, 5, 1, True, 21, None, True, False, F16, E4M3, "heads_first", True),
     Features(128, 128, 7, 128, False, 21, 5.0, False, True, F32, F32, "k_and_v_in_one_row", False),
-    Features(256, 256, 16, 16, False, 21, 5.0, True, True, F16, E5M2, "plain", True),
+    Features(256, 256, 16, 16, False, 21, 5.0, True, True, F32, E5M2, "plain", True),
     Features(80, 80, 7, 128, True, None, None, True, False, F16, F16, "k_and_v_in_one_row", True),
     Features(192, 128, 5, 1, False, None, 5.0, False, True, F16, F16, "heads_first", False),
-    Features(256, 256, 1, 3, True, 21, None, False, False, F16, E5M2, "sliced", False),
-    Features(96, 64, 7, 1, True, 21, None, False, True, B16, B16, "plain", False),
-    Features(64, 64, 7, 16, False, None, 5.0, False, False, B16, E4M3, "sliced", False),
+    Features(256, 256, 1, 3, True, 21, None, False, False, F32, E5M2, "sliced", False),
+    Features(96, 64, 7, 1, True, 21, None, False, True, F32, F16, "plain", False),
+    Features(64, 64, 7, 16, False, None, 5.0, False, False, F16, E4M3, "sliced", False),
     Features(128, 128, 5, 3, True, None, None, True, False, F32, F32, "plain", True),
-    Features(192, 192, 1, 1, False, 21, 5.0, True, True, F32, F16, "k_and_v_in_one_row", True),
-    Features(80, 80, 1, 128, False, 21, None, True, True, B16, E4M3, "plain", False),
-    Features(192, 128, 16, 3, True, 21, None, True, False, B16, E4M3, "k_and_v_in_one_row", True),
+    Features(192, 192, 1, 1, False, 21, 5.0, True, True, F16, B16, "k_and_v_in_one_row", True),
+    Features(80, 80, 1, 128, False, 21, None, True, True, F16, E4M3, "plain", False),
+    Features(192, 128, 16, 3, True, 21, None, True, False, F16, E4M3, "k_and_v_in_one_row", True),
     Features(80, 80, 16, 1, True, None, 5.0, False, True, F32, F32, "sliced", True),
-    Features(96, 64, 5, 16, True, None, None, True, False, B16, B16, "k_and_v_in_one_row", True),
-    Features(192, 192, 7, 3, False, None, None, False, False, F16, E5M2, "heads_first", False),
-    Features(64, 64, 16, 128, True, 21, 5.0, True, True, B16, B16, "heads_first", True),
-    Features(256, 256, 5, 128, True, None, None, False, False, F32, F16, "sliced", True),
+    Features(96, 64, 5, 16, True, None, None, True, False, F32, F16, "k_and_v_in_one_row", True),
+    Features(192, 192, 7, 3, False, None, None, False, False, F32, E5M2, "heads_first", False),
+    Features(64, 64, 16, 128, True, 21, 5.0, True, True, F32, F16, "heads_first", True),
+    Features(256, 256, 5, 128, True, None, None, False, False, F16, B16, "sliced", True),
     Features(128, 128, 1, 16, False, 21, 5.0, False, False, F16, F16, "heads_first", True),
     Features(192, 128, 1, 16, True, 21, None, False, True, F32, F32, "sliced", False),
     Features(64, 64, 16, 3, False, None, None, True, False, F16, F16, "plain", False),
-    Features(80, 80, 7, 3, True, 21, 5.0, True, True, F32, F16, "heads_first", True),
+    Features(80, 80, 7, 3, True, 21, 5.0, True, True, F16, B16, "heads_first", True),
     Features(96, 64, 16, 128, False, 21, None, True, True, F32, F32, "heads_first", True),
-    Features(64, 64, 1, 128, True, 21, None, True, True, F16, E5M2, "k_and_v_in_one_row", True),
+    Features(64, 64, 1, 128, True, 21, None, True, True, F32, E5M2, "k_and_v_in_one_row", True),
     Features(192, 192, 5, 128, True, 21, 5.0, True, False, F16, F16, "sliced", True),
-    Features(128, 128, 5, 1, False, None, None, False, True, F16, E5M2, "sliced", False),
-    Features(192, 128, 7, 128, False, 21, None, True, True, F32, F16, "plain", False),
+    Features(128, 128, 5, 1, False, None, None, False, True, F32, E5M2, "sliced", False),
+    Features(192, 128, 7, 128, False, 21, None, True, True, F16, B16, "plain", False),
     Features(256, 256, 7, 1, True, 21, None, True, True, F32, F32, "k_and_v_in_one_row", False),
-    Features(80, 80, 5, 16, True, 21, None, False, True, F16, E5M2, "plain", False),
+    Features(80, 80, 5, 16, True, 21, None, False, True, F32, E5M2, "plain", False),
     Features(256, 256, 7, 3, False, None, 5.0, True, True, F16, F16, "heads_first", False),
-    Features(128, 128, 16, 16, True, 21, None, False, False, F32, F16, "k_and_v_in_one_row", True),
-    Features(256, 256, 16, 3, False, 21, 5.0, False, True, B16, B16, "heads_first", True),
+    Features(128, 128, 16, 16, True, 21, None, False, False, F16, B16, "k_and_v_in_one_row", True),
+    Features(256, 256, 16, 3, False, 21, 5.0, False, True, F32, F16, "heads_first", True),
     Features(96, 64, 1, 1, False, 21, 5.0, True, True, F16, F16, "plain", False),
-    Features(192, 128, 7, 128, True, 21, 5.0, False, False, B16, B16, "sliced", True),
-    Features(80, 80, 7, 128, False, None, 5.0, True, False, B16, B16, "sliced", True),
-    Features(96, 64, 5, 16, False, None, 5.0, True, True, F32, F16, "sliced", False),
+    Features(192, 128, 7, 128, True, 21, 5.0, False, False, F32, F16, "sliced", True),
+    Features(80, 80, 7, 128, False, None, 5.0, True, False, F32, F16, "sliced", True),
+    Features(96, 64, 5, 16, False, None, 5.0, True, True, F16, B16, "sliced", False),
     Features(192, 192, 5, 128, True, None, None, True, True, F32, F32, "sliced", True),
-    Features(256, 256, 16, 3, True, 21, None, False, False, B16, E4M3, "k_and_v_in_one_row", False),
-    Features(128, 128, 16, 1, False, 21, 5.0, False, True, B16, E4M3, "plain", True),
-    Features(96, 64, 7, 3, False, None, None, True, True, B16, E4M3, "heads_first", True),
-    Features(96, 64, 1, 1, False, None, 5.0, True, True, F16, E5M2, "k_and_v_in_one_row", True),
-    Features(192, 192, 7, 1, True, None, 5.0, False, True, B16, E4M3, "sliced", True),
-    Features(128, 128, 1, 128, False, 21, None, True, False, B16, B16, "heads_first", True),
+    Features(256, 256, 16, 3, True, 21, None, False, False, F16, E4M3, "k_and_v_in_one_row", False),
+    Features(128, 128, 16, 1, False, 21, 5.0, False, True, F16, E4M3, "plain", True),
+    Features(96, 64, 7, 3, False, None, None, True, True, F16, E4M3, "heads_first", True),
+    Features(96, 64, 1, 1, False, None, 5.0, True, True, F32, E5M2, "k_and_v_in_one_row", True),
+    Features(192, 192, 7, 1, True, None, 5.0, False, True, F16, E4M3, "sliced", True),
+    Features(128, 128, 1, 128, False, 21, None, True, False, F32, F16, "heads_first", True),
     Features(64, 64, 5, 1, True, None, None, False, False, F32, F32, "heads_first", False),
-    Features(192, 192, 5, 3, True, 21, 5.0, True, False, B16, B16, "sliced", True),
-    Features(192, 128, 5, 3, True, None, None, False, True, F16, E5M2, "heads_first", False),
-    Features(64, 64, 7, 16, True, None, None, False, True, F32, F16, "k_and_v_in_one_row", False),
+    Features(192, 192, 5, 3, True, 21, 5.0, True, False, F32, F16, "sliced", True),
+    Features(192, 128, 5, 3, True, None, None, False, True, F32, E5M2, "heads_first", False),
+    Features(64, 64, 7, 16, True, None, None, False, True, F16, B16, "k_and_v_in_one_row", False),
 )  # fmt: skip
 
 
@@ -157,17 +158,16 @@ def test_every_tiling(way: str, processors: int) -> None:
     case.step.assert_accurate(*case.run(case.tile(way)))
 
 
-def many_pieces(fuse_up_to: int, sinks: bool) -> Interpreted:
+def many_pieces() -> Interpreted:
     """One request whose 40 runs of 16 tokens are spread over a large device."""
-    config = AttentionConfig(4, 2, 16, 16, torch.float32, sinks=sinks)
-    options = {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])} if sinks else {}
+    config = AttentionConfig(4, 2, 16, 16, torch.float32, sinks=True)
     batch = tree_batch(parse_tree("1,2_640,5"), 16, row_seed=0, page_seed=1)
-    return Interpreted(random_step(0, config, batch, **options), 132, fuse_up_to)
+    return Interpreted(random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])), 132)
 
 
 @pytest.mark.parametrize("return_lse", [True, False])
 def test_the_merge_of_more_partials_than_one_block_holds(return_lse: bool) -> None:
-    case = many_pieces(8, sinks=True)
+    case = many_pieces()
     tile_list = case.tile("16x32")
     assert (np.diff(tile_list.merge_ranges) > 16).all()
     assert len(tile_list.merge_queries) == 2

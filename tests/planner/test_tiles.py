@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn.kernels.tile_table import DECODE_TILES
@@ -16,7 +16,7 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import TileKind, Tiling, TilingRule, candidates, choose, tile_forest, tile_work
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
-from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec
+from .specs import MODEL, UNCUT, as_batch, forest_of, make_batch, make_spec
 
 SEEDS = st.integers(0, 2**32 - 1)
 PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
@@ -112,7 +112,6 @@ def assert_runnable(tile_list: TileList, batch: Batch, rule: TilingRule) -> None
 
 
 @pytest.mark.property
-@settings(max_examples=max(10, settings.get_profile("ci").max_examples // 2))
 @given(case=cases())
 def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, Batch]) -> None:
     rule, batch = case
@@ -239,16 +238,12 @@ def without_the_last_run(tile_list: TileList) -> TileList:
     return changed("items", (0, RUN_END), -1)(tile_list)
 
 
-def in_reverse(tile_list: TileList) -> TileList:
-    return replace(tile_list, items=tile_list.items[::-1].copy())
-
-
 ONE_TILE = [
     (without_the_last_run, "a token is missed or read twice"),
     (changed("items", (0, RUN_START), 1), "a token is missed or read twice"),
     (changed("items", (0, RUN_FULL), 1), "item 0: a full run is not for all"),
     (changed("items", (0, RUN_FULL), 28), "item 0: a full run is not for all|needs a mask"),
-    (changed("items", (0, QUERY_END), -1), "a token is missed or read twice"),
+    (changed("items", (0, QUERY_END), -1), "item 0: a full run is not for all"),
     (changed("runs", (0, 0), 1), "item 0: query .* has other pages"),
     (changed("runs", (0, 1), 1), "item 0: a full run is not for all"),
     (changed("runs", (0, 1), -(1 << 8)), "item 0: a full run is not for all"),
@@ -256,7 +251,7 @@ ONE_TILE = [
     (changed("runs", (0, 1), -(1 << 16)), "item 0: query .* needs a mask"),
     (changed("runs", (-1, 2), -1), "item 0: query .* has other pages"),
     (changed("queries", 0, 1), "has other pages|a token is missed or read twice"),
-    (changed("counts", slice(3, 6), -1), "item 0 exceeds its tile"),
+    (changed("counts", 3, 1), "item 0 exceeds its tile"),
     (changed("slots", 0, 1), "a partial is written and not merged"),
 ]
 
@@ -275,7 +270,6 @@ CUT = [
     (changed("merge_ranges", (0, 0), 1), "written and not merged"),
     (lambda tiles: replace(tiles, merge_queries=tiles.merge_queries[[0, *range(len(tiles.merge_queries) - 1)]]),
      "a query's output is not written exactly once"),
-    (in_reverse, "a bucket's items are not ordered by length"),
 ]  # fmt: skip
 
 
@@ -285,6 +279,14 @@ def test_broken_slots_merges_and_order_are_found(break_it: Change, message: str)
     assert len(tile_list.merge_queries) > 1
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)
+
+
+def test_a_bucket_out_of_order_is_found() -> None:
+    batch, rule = make_batch([[1, 2, 3], [4, 5, 6, 7, 8]]), make_rule(4, 1, 1, num_kv_heads=2)
+    tile_list = tile(rule, Tiling(0, alone=True), batch)
+    check_tiles(tile_list, batch, rule)
+    with pytest.raises(AssertionError, match="a bucket's items are not ordered by length"):
+        check_tiles(replace(tile_list, items=tile_list.items[::-1].copy()), batch, rule)
 
 
 @pytest.mark.property

@@ -78,7 +78,7 @@ class GpuTile:
 # are a fit to 256 runs (20 trees × 6 to 15 tilings); the choice they lead to is 2.1 % from the best, in the mean.
 DECODE_TILES: Final = (
     # 256 × 4096 private tokens at 0.97 of the bandwidth; best under a trunk, where many low tiles run
-    GpuTile(16, 32, warps=1, stages=4, max_registers=0, programs=3, block_ns=880, chain_ns=1310),
+    GpuTile(16, 32, warps=1, stages=4, max_registers=0, programs=6, block_ns=1760, chain_ns=1310),
     # best for short suffixes (1,256_256,32: 26.3 µs, the others 28.1 and 29.5)
     GpuTile(16, 64, warps=2, stages=3, max_registers=0, programs=4, block_ns=3330, chain_ns=2570),
     # shortest chain per token: few requests with long contexts (1,2,64: 36.6 µs, the others 44.7 and 59.1)
@@ -93,9 +93,12 @@ DECODE_TILES: Final = (
 _INVARIANT_TILES: Final = (DECODE_TILES[-1],)
 
 
-def decode_tiles(batch_invariant: bool) -> tuple[GpuTile, ...]:
-    """The tiles of a plan, ascending."""
-    return _INVARIANT_TILES if batch_invariant else DECODE_TILES
+def decode_tiles(batch_invariant: bool, kv_itemsize: int) -> tuple[GpuTile, ...]:
+    """The tiles of a plan, ascending. kv_itemsize in bytes."""
+    if batch_invariant:
+        return _INVARIANT_TILES
+    # 8-bit keys are converted by every warp: 256_1024 takes 232 µs with four warps, 258 with one, 326 with two
+    return DECODE_TILES if kv_itemsize > 1 else DECODE_TILES[2:]
 
 
 @dataclass(frozen=True)

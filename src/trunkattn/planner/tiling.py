@@ -1,6 +1,6 @@
 """Which row tiles a step takes on a GPU: candidates by predicted time, and the tile list of the best."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,12 +61,13 @@ class TilingRule:
 @dataclass(frozen=True)
 class Tiling:
     """One way to tile a step: `low` for all nodes, or `tall` for those of at least `least` entries. alone: a low tile
-    holds one query token."""
+    holds one query token. cut: tiles are cut into parts where there are fewer than the device has slots."""
 
     low: int
     tall: int | None = None
     least: int = _EVERY
     alone: bool = False
+    cut: bool = True
 
     def name(self, rule: TilingRule) -> str:
         """For `stats`: rows × keys of the tiles."""
@@ -78,26 +79,26 @@ class Tiling:
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
-    """Every tile alone, every taller one with every lowest one, and the lowest ones with one query token each."""
+    """Every tile alone, every taller one with every lowest one, the lowest ones with one query token; cut or not."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
     least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
     pairs = [Tiling(low, tall, least) for tall in usable[len(lowest) :] for low in lowest]
-    return [Tiling(low, alone=True) for low in lowest] + [Tiling(index) for index in usable] + pairs
+    found = [Tiling(low, alone=True) for low in lowest] + [Tiling(index) for index in usable] + pairs
+    return found + [replace(tiling, cut=False) for tiling in found]
 
 
-def _stage(rule: TilingRule, kind: int, height: int, limits: tuple[int, int]) -> tiles.Stage:
+def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.kinds[kind]
-    items = max(1, shape.programs // rule.num_kv_heads)
+    height = 1 if tiling.alone else shape.rows // rule.group_size
+    items = max(1, shape.programs // rule.num_kv_heads) if tiling.cut else 1
     return tiles.Stage(height, *limits, shape.block_tokens // rule.run, items)
 
 
 def _stages(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]:
-    height = 1 if tiling.alone else rule.kinds[tiling.low].rows // rule.group_size
-    stages = [(tiling.low, _stage(rule, tiling.low, height, (1, tiling.least)))]
+    stages = [(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
     if tiling.tall is not None:
-        tall = rule.kinds[tiling.tall].rows // rule.group_size
-        stages.insert(0, (tiling.tall, _stage(rule, tiling.tall, tall, (tiling.least, _EVERY))))
+        stages.insert(0, (tiling.tall, _stage(rule, tiling, tiling.tall, (tiling.least, _EVERY))))
     return stages
 
 
@@ -105,6 +106,8 @@ def choose(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> tuple
     """The tiling of least predicted time (ties: the first), and all times in ns. batch: seq_lens, query_start_loc."""
     entries = tiles.make_entries(forest, *batch)
     loads: dict[tuple[int, int, int], NDArray[np.int64]] = {}  # runs of each tile; tilings have stages in common
+    read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
+    memory = read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
     times = {}
     for tiling in candidates(rule):
         stages = _stages(rule, tiling)
@@ -113,18 +116,21 @@ def choose(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> tuple
             if key not in loads:
                 loads[key] = tiles.stage_runs(forest, entries, stage, window, rule.run)
         runs = [loads[stage.height, stage.least, stage.below] for _, stage in stages]
-        times[tiling] = _predict_ns(rule, stages, runs, len(entries.query))
-    read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
-    memory = read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
-    best = min(times, key=lambda tiling: max(times[tiling], memory))
-    return best, {tiling.name(rule): max(time, memory) for tiling, time in times.items()}
+        times[tiling] = _predict_ns(rule, stages, runs, len(entries.query), memory)
+    best = min(times, key=lambda tiling: times[tiling])
+    return best, {tiling.name(rule): time for tiling, time in times.items()}
 
 
 def _predict_ns(
-    rule: TilingRule, stages: list[tuple[int, tiles.Stage]], runs: list[NDArray[np.int64]], num_queries: int
+    rule: TilingRule,
+    stages: list[tuple[int, tiles.Stage]],
+    runs: list[NDArray[np.int64]],
+    num_queries: int,
+    memory: int,
 ) -> int:
-    """Time of a tiling if memory is no bound: of each stage what its slots or its longest item take."""
-    total, slots = 0, 0
+    """Each stage takes what its slots or its longest item take, all of them at least the time of the KV bytes; launches
+    and partial states come on top."""
+    busy, extra = 0, 0
     for (kind, stage), tile_runs in zip(stages, runs, strict=True):
         if not len(tile_runs):
             continue
@@ -133,9 +139,10 @@ def _predict_ns(
         cut = len(tile_runs) < stage.num_parts
         longest = -(-int(blocks.sum()) // stage.num_parts) if cut else int(blocks.max())
         waves = int(blocks.sum()) * rule.num_kv_heads * shape.block_ns // shape.programs
-        total += max(waves, longest * shape.chain_ns) + rule.launch_ns * (2 if cut and last else 1)
-        slots += stage.num_parts * stage.height if cut else 0 if last else num_queries
-    return total + slots * rule.partial_bytes * 1000 // rule.bytes_per_us
+        busy += max(waves, longest * shape.chain_ns)
+        slots = stage.num_parts * stage.height if cut else 0 if last else num_queries
+        extra += rule.launch_ns * (2 if cut and last else 1) + slots * rule.partial_bytes * 1000 // rule.bytes_per_us
+    return max(busy, memory) + extra
 
 
 def tile_forest(
