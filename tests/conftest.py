@@ -1,5 +1,8 @@
 """Hypothesis profiles: `ci` repeats the same examples in every run, `fuzz` looks for new ones (`make fuzz`)."""
 
+import os
+
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -9,3 +12,6 @@ settings.register_profile(
     "fuzz", deadline=None, max_examples=100_000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; a GPU's tests need its compiler

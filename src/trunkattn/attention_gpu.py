@@ -62,8 +62,11 @@ class GpuExecutor:
         self.config, self.device = config, device
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
+        self._card = gpu.Card(self._processors, overlaps=properties.major >= 9)
         limits = gpu_limits(properties.name)
-        self._tiles = decode_tiles(config.batch_invariant, config.cache_dtype.itemsize)
+        self._tiles = decode_tiles(
+            config.batch_invariant, config.cache_dtype.itemsize, max(config.head_dim, config.value_dim)
+        )
         machine = gpu_device(self._processors)
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         model = cost_model(machine, *dims, config.cache_dtype.itemsize)
@@ -78,11 +81,11 @@ class GpuExecutor:
         self._rule = TilingRule(
             kinds=tuple(
                 TileKind(
-                    tile.block_m,
-                    tile.block_n,
-                    self._processors * tile.programs,
-                    tile.block_ns * size // 512,
-                    tile.chain_ns * size // 512,
+                    rows=tile.block_m,
+                    block_tokens=tile.block_n,
+                    programs=self._processors * tile.programs,
+                    block_ns=(tile.block_ns[0] * size // 512, tile.block_ns[1] * size // 512),
+                    chain_ns=(tile.chain_ns[0] * size // 512, tile.chain_ns[1] * size // 512),
                 )
                 for tile in self._tiles
             ),
@@ -145,5 +148,5 @@ class GpuExecutor:
             inputs.q, inputs.k_cache, inputs.v_cache, out, lse, self._partial, self._partial_lse, scale, v_scale,
             self._ones if inputs.sinks is None else inputs.sinks.contiguous(),
         )  # fmt: skip
-        gpu.execute(step.gpu_plan, tensors, self._tiles, self._processors, inputs.return_lse)
+        gpu.execute(step.gpu_plan, tensors, self._tiles, self._card, inputs.return_lse)
         return lse

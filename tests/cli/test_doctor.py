@@ -19,7 +19,7 @@ def test_the_report_says_what_runs_and_what_is_not_there() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
-    for expected in ("library on the CPU yes", "engine on the CPU yes", "GPU kernels no", "vLLM plug-in no"):
+    for expected in ("library on the CPU yes", "engine on the CPU yes", "library on a GPU no", "vLLM plug-in no"):
         assert expected in words
     assert "not part of release" in words and "float32 per vector" in words
 
@@ -31,7 +31,7 @@ def test_json() -> None:
         "library on the CPU": True,
         "engine on the CPU": True,
         "demo": True,
-        "GPU kernels": False,
+        "library on a GPU": False,
         "vLLM plug-in": False,
     }
     assert report["packages"]["torch"].startswith("2.")

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
-from trunkattn.kernels.tile_table import DECODE_TILES, GpuTile
+from trunkattn.kernels.tile_table import GpuTile, decode_tiles
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 POINTERS = {
@@ -76,7 +76,7 @@ def resources(compiled: Any) -> dict[str, int]:
 def main() -> None:
     capability, head_dim = int(sys.argv[1]), int(sys.argv[2])
     report = {"merge": resources(compile_merge(capability, head_dim))}
-    for tile in DECODE_TILES:
+    for tile in decode_tiles(batch_invariant=False, kv_itemsize=2, width=head_dim):
         for merges in (False, True):
             name = f"{tile.block_m}x{tile.block_n}{' merging' if merges else ''}"
             report[name] = resources(compile_tile(tile, capability, head_dim, merges))

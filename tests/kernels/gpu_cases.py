@@ -9,6 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 import numpy as np
 import torch
 
+from trunkattn import AttentionConfig
 from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import DECODE_TILES, gpu_device
 from trunkattn.plan_format import TileList
@@ -21,11 +22,29 @@ from trunkattn.planner.tiling import TileKind, TilingRule, candidates, tile_fore
 
 from ..attention.cases import Step
 
-TILINGS = (
-    "16x32 per query", "16x64 per query", "16x128 per query", "16x32", "16x64", "16x128", "64x64", "128x64",
-    "64x64+16x32", "64x64+16x64", "64x64+16x128", "128x64+16x32", "128x64+16x64", "128x64+16x128",
-)  # fmt: skip
 POLICIES = ("pat", "cascade")
+
+
+def make_rule(config: AttentionConfig, processors: int) -> TilingRule:
+    """The tiles of the table; two programs of each on a multiprocessor."""
+    kinds = (
+        TileKind(tile.block_m, tile.block_n, 2 * processors, tile.block_ns, tile.chain_ns) for tile in DECODE_TILES
+    )
+    return TilingRule(
+        kinds=tuple(kinds),
+        group_size=config.num_qo_heads // config.num_kv_heads,
+        num_kv_heads=config.num_kv_heads,
+        page_size=config.page_size,
+        launch_ns=2340,
+        bytes_per_us=4_540_000,
+        head_bytes=512,
+        partial_bytes=1024 * config.num_qo_heads,
+        fuse_up_to=8,
+    )
+
+
+# As many as any group that fits the lowest tile has.
+TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.float32), 1))))
 
 
 @dataclass(frozen=True)
@@ -37,39 +56,25 @@ class Interpreted:
 
     @property
     def rule(self) -> TilingRule:
-        config = self.step.config
-        kinds = (
-            TileKind(tile.block_m, tile.block_n, self.processors * tile.programs, tile.block_ns, tile.chain_ns)
-            for tile in DECODE_TILES
-        )
-        return TilingRule(
-            kinds=tuple(kinds),
-            group_size=config.num_qo_heads // config.num_kv_heads,
-            num_kv_heads=config.num_kv_heads,
-            page_size=config.page_size,
-            launch_ns=2340,
-            bytes_per_us=4_540_000,
-            head_bytes=512,
-            partial_bytes=1024 * config.num_qo_heads,
-            fuse_up_to=8,
-        )
+        return make_rule(self.step.config, self.processors)
 
     @property
     def batch(self) -> Batch:
         paged, window = self.step.batch, self.step.window
         return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window)
 
-    def tile(self, way: str) -> TileList:
-        """The tile list of a tiling or of a packing policy, checked."""
+    def tile(self, way: int | str) -> TileList:
+        """The tile list of a candidate, by its number or name, or of a packing policy; checked."""
         rule, batch = self.rule, self.batch
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-        if way in POLICIES:
+        if isinstance(way, str) and way in POLICIES:
             tile_list = tile_work(rule, self._planner(way).plan(batch).work, arrays, batch.window)
         else:
             forest = Forest(
                 *build_forest(batch.block_table, batch.seq_lens, self.step.batch.query_lens, rule.page_size, 1)
             )
-            tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == way)
+            found = candidates(rule)
+            tiling = found[way] if isinstance(way, int) else next(x for x in found if x.name(rule) == way)
             tile_list = tile_forest(rule, tiling, forest, arrays, batch.window)
         check_tiles(tile_list, batch, rule)
         return tile_list
@@ -105,5 +110,5 @@ class Interpreted:
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
-        gpu.execute(plan, tensors, DECODE_TILES, self.processors, return_lse)
+        gpu.execute(plan, tensors, DECODE_TILES, gpu.Card(self.processors, overlaps=False), return_lse)
         return out, lse

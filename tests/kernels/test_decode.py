@@ -14,7 +14,7 @@ from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 from ..attention.cases import Step, random_step
 from .gpu_cases import POLICIES, TILINGS, Interpreted
 
-WAYS = TILINGS + POLICIES
+WAYS = (*TILINGS, *POLICIES)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
 
 
@@ -150,7 +150,7 @@ def test_each_pair_of_features(number: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("processors", [1, 8])
-def test_every_tiling(way: str, processors: int) -> None:
+def test_every_tiling(way: int | str, processors: int) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)

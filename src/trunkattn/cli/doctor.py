@@ -121,8 +121,19 @@ def find_demo(engine_runs: bool) -> Way:
 
 
 def gpu_kernels() -> Way:
-    """Not in this release, whatever the machine has."""
-    return Way("GPU kernels", False, f"{NOT_IN_RELEASE}: nothing to install, attention runs on the CPU")
+    """A small batch on the GPU, if there is one; the engine does not use it yet."""
+    name = "library on a GPU"
+    config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
+    reasons = config.supports("cuda")
+    if reasons:
+        return Way(name, False, "; ".join(reasons), "an NVIDIA GPU, and a CUDA build of torch with triton")
+    try:
+        error = _attention_error("cuda")
+    except Exception as failure:  # as above
+        return Way(name, False, f"{type(failure).__name__}: {failure}")
+    if error > 1e-5:
+        return Way(name, False, f"computes wrong results: error {error:.1e} against the float64 reference")
+    return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
 
 
 def vllm_plugin() -> Way:
@@ -151,7 +162,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(verdict, style="bold green" if report.healthy else "bold red")
 
 
-def _attention_error() -> float:
+def _attention_error(device: str = "cpu") -> float:
     """Largest absolute error of three requests that share a page, two KV heads of two query heads each."""
     generator = torch.Generator().manual_seed(0)
     table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 5, 6]], dtype=torch.int32)
@@ -159,12 +170,12 @@ def _attention_error() -> float:
     q = torch.randn(3, 4, 64, generator=generator)
     k_cache, v_cache = torch.randn(2, 7, 8, 2, 64, generator=generator)
     config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
-    attention = trunkattn.BatchAttention(config, device="cpu")
+    attention = trunkattn.BatchAttention(config, device=device)
     plan = attention.plan(table, seq_lens)
-    computed = attention.run(plan, q, k_cache, v_cache)
+    computed = attention.run(plan, q.to(device), k_cache.to(device), v_cache.to(device))
     expected, _ = paged_attention(q, k_cache, v_cache, table, seq_lens)
     assert isinstance(computed, torch.Tensor)
-    return float((computed.double() - expected).abs().max())
+    return float((computed.cpu().double() - expected).abs().max())
 
 
 def _version(package: str) -> str | None:

@@ -222,6 +222,8 @@ def _attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
         policy=config.policy,
     )
     reasons = attention.supports(info.device)
+    if info.device.type != "cpu":
+        reasons.append("expected cpu, the only device of the engine in this release")
     if reasons:
         raise ValueError(f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}")
     return attention

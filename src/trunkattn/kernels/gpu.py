@@ -83,15 +83,23 @@ class Tensors:
     sinks: torch.Tensor
 
 
-def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], processors: int, return_lse: bool) -> None:
-    """Launches a plan on the current stream. processors: multiprocessors of the device."""
+@dataclass(frozen=True)
+class Card:
+    """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on)."""
+
+    processors: int
+    overlaps: bool
+
+
+def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    """Launches a plan on the current stream."""
     buckets = [bucket for bucket in range(2 * len(tiles)) if plan.counts[bucket + 1] > plan.counts[bucket]]
     for bucket in buckets:
         # only the launch that directly follows the partials' writer may start before that one ends
-        overlap = tensors.q.is_cuda and len(buckets) == 2 and buckets[0] < len(tiles) <= buckets[1]
+        overlap = card.overlaps and len(buckets) == 2 and buckets[0] < len(tiles) <= buckets[1]
         _launch(plan, tensors, (bucket, len(tiles), overlap, return_lse), tiles[bucket % len(tiles)])
     if plan.counts[-1]:
-        _merge(plan, tensors, processors, return_lse)
+        _merge(plan, tensors, card.processors, return_lse)
 
 
 def _padded(width: int) -> int:

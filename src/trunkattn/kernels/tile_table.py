@@ -5,7 +5,7 @@ matrix products. A register tile of `rows` × `vectors` keeps rows·vectors accu
 beside the `vectors` operands and one broadcast.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -61,7 +61,8 @@ class GpuTile:
     """BLOCK_M query rows × BLOCK_N keys of one program, and what the planner must know of it.
 
     warps, stages, max_registers (0: no limit): how it is compiled. programs: that run at once on a multiprocessor.
-    block_ns: time of a block of keys when all those programs run. chain_ns: of one block after another in one program.
+    block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
+    chain_ns: the same of one block after another in one program.
     """
 
     block_m: int
@@ -70,35 +71,36 @@ class GpuTile:
     stages: int
     max_registers: int
     programs: int
-    block_ns: int
-    chain_ns: int
+    block_ns: tuple[int, int]
+    chain_ns: tuple[int, int]
 
 
-# Measured on an H200 (head_dim 128, bf16, page 16), out of 12 tall and 14 low tiles (docs/performance.md). The times
-# are a fit to 256 runs (20 trees × 6 to 15 tilings); the choice they lead to is 2.1 % from the best, in the mean.
+# Measured on an H200 (head_dim 128, bf16, page 16), out of 12 tall and 16 low tiles (docs/performance.md). The times
+# are a fit to 344 runs (24 trees × 6 to 22 tilings); the choice they lead to is 2.5 % from the best, in the mean.
 DECODE_TILES: Final = (
     # 256 × 4096 private tokens at 0.97 of the bandwidth; best under a trunk, where many low tiles run
-    GpuTile(16, 32, warps=1, stages=4, max_registers=0, programs=6, block_ns=1760, chain_ns=1310),
+    GpuTile(16, 32, 1, 4, max_registers=0, programs=6, block_ns=(1530, 3070), chain_ns=(1320, 2260)),
     # best for short suffixes (1,256_256,32: 26.3 µs, the others 28.1 and 29.5)
-    GpuTile(16, 64, warps=2, stages=3, max_registers=0, programs=4, block_ns=3330, chain_ns=2570),
+    GpuTile(16, 64, 2, 3, max_registers=0, programs=4, block_ns=(2540, 4240), chain_ns=(2440, 1120)),
     # shortest chain per token: few requests with long contexts (1,2,64: 36.6 µs, the others 44.7 and 59.1)
-    GpuTile(16, 128, warps=4, stages=2, max_registers=128, programs=3, block_ns=3520, chain_ns=2260),
+    GpuTile(16, 128, 4, 2, max_registers=128, programs=3, block_ns=(3350, 6620), chain_ns=(930, 430)),
     # 32 or 128 keys were slower everywhere
-    GpuTile(64, 64, warps=4, stages=2, max_registers=0, programs=2, block_ns=2930, chain_ns=2100),
+    GpuTile(64, 64, 4, 2, max_registers=0, programs=2, block_ns=(2380, 3090), chain_ns=(740, 2830)),
     # 128 registers let two programs share a multiprocessor: 1,1024_2048,32 in 146 µs, without the limit 193
-    GpuTile(128, 64, warps=8, stages=2, max_registers=128, programs=2, block_ns=3520, chain_ns=4550),
+    GpuTile(128, 64, 8, 2, max_registers=128, programs=2, block_ns=(4040, 4650), chain_ns=(1380, 2710)),
 )
-
-# One tile for every row of a batch-invariant plan: another would sum the same numbers in another order.
-_INVARIANT_TILES: Final = (DECODE_TILES[-1],)
+_WIDE: Final = 128  # above this head_dim the tallest tile needs more than 128 registers and does not compile
 
 
-def decode_tiles(batch_invariant: bool, kv_itemsize: int) -> tuple[GpuTile, ...]:
-    """The tiles of a plan, ascending. kv_itemsize in bytes."""
-    if batch_invariant:
-        return _INVARIANT_TILES
+def decode_tiles(batch_invariant: bool, kv_itemsize: int, width: int) -> tuple[GpuTile, ...]:
+    """The tiles of a plan, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v."""
+    tiles: tuple[GpuTile, ...] = DECODE_TILES
+    if width > _WIDE:
+        tiles = tuple(replace(tile, max_registers=0) for tile in DECODE_TILES[:-1])
+    if batch_invariant:  # one tile for every row: another would sum the same numbers in another order
+        return tiles[-1:]
     # 8-bit keys are converted by every warp: 256_1024 takes 232 µs with four warps, 258 with one, 326 with two
-    return DECODE_TILES if kv_itemsize > 1 else DECODE_TILES[2:]
+    return tiles if kv_itemsize > 1 else tiles[2:]
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ class GpuLimits:
 
 _LIMITS: Final = MappingProxyType(
     {
-        "NVIDIA H200": GpuLimits(4_540_000, 2340, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_000_000, 2340, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+        "NVIDIA H200": GpuLimits(4_540_000, 2420, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H100": GpuLimits(3_000_000, 2420, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
     }
 )
 _OTHER_CARD: Final = GpuLimits(2_000_000, 3000, "an unmeasured card (2 TB/s assumed)")

@@ -67,12 +67,12 @@ def make_entries(forest, seq_lens, query_start_loc):
 
 
 @njit(cache=True)
-def _visible(forest, entries, node, low, high, window, run):
-    """Tokens [start, end) of a node that entries [low, high) see, start on a run; lowest and highest position."""
+def _visible(forest, entries, node, low, high, window):
+    """Tokens [start, end) of a node that entries [low, high) see; lowest and highest position."""
     lowest, highest = entries.position[low], entries.position[low]
     for i in range(low + 1, high):
         lowest, highest = min(lowest, entries.position[i]), max(highest, entries.position[i])
-    start = max(forest.token_start[node], (lowest + 1 - window) // run * run)
+    start = max(forest.token_start[node], lowest + 1 - window)
     end = min(forest.token_end[node], highest + 1)
     return start, end, lowest, highest
 
@@ -101,22 +101,24 @@ def _segments(forest, entries, stage, window, run):
                     max(entries.node_start[node], tile * height),
                     min(entries.node_end[node], (tile + 1) * height),
                 )
-                start, end, _, _ = _visible(forest, entries, node, low, high, window, run)
+                start, end, _, _ = _visible(forest, entries, node, low, high, window)
                 nodes[fill[tile]] = node
-                num_runs[fill[tile]] = max(0, (end - start + run - 1) // run)
+                num_runs[fill[tile]] = max(0, (end + run - 1) // run - start // run)
                 fill[tile] += 1
     return indptr, nodes, num_runs
 
 
 @njit(cache=True)
 def stage_runs(forest, entries, stage, window, run):
-    """Runs of each of a stage's tiles that has any."""
-    indptr, _, num_runs = _segments(forest, entries, stage, window, run)
-    runs = np.zeros(len(indptr) - 1, np.int64)
+    """[tiles that have any, 2] runs of nodes that hold the whole tile, and of others."""
+    indptr, nodes, num_runs = _segments(forest, entries, stage, window, run)
+    runs = np.zeros((len(indptr) - 1, 2), np.int64)
     for tile in range(len(runs)):
+        first, last = tile * stage.height, min((tile + 1) * stage.height, len(entries.query))
         for i in range(indptr[tile], indptr[tile + 1]):
-            runs[tile] += num_runs[i]
-    return runs[runs > 0]
+            partly = entries.node_start[nodes[i]] > first or entries.node_end[nodes[i]] < last
+            runs[tile, np.int64(partly)] += num_runs[i]
+    return runs[runs.sum(axis=1) > 0]
 
 
 @njit(cache=True)
@@ -128,17 +130,18 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
         node = nodes[i]
         low = max(entries.node_start[node], tile * stage.height)
         high = min(entries.node_end[node], (tile + 1) * stage.height)
-        start, end, lowest, highest = _visible(forest, entries, node, low, high, window, run)
+        start, end, lowest, highest = _visible(forest, entries, node, low, high, window)
         row = forest.order[forest.row_start[node]]
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
-        for j in range(num_runs[i]):
-            token = start + j * run
-            count = min(run, end - token)
+        token = start
+        for _ in range(num_runs[i]):
+            count = min((token // run + 1) * run, end) - token  # a window may start inside a run
             runs[at, 0] = table[row, token // page_size] * page_size + token % page_size
             runs[at, 1] = rows | count << 16
             runs[at, 2] = token
             whole[at] = count == run and token + run - 1 <= lowest and token > highest - window
             at += 1
+            token += count
     return at
 
 

@@ -16,14 +16,15 @@ _EVERY = 1 << 30  # more entries than any node has
 class TileKind:
     """A tile as the planner sees it. programs: of the whole device at once.
 
-    block_ns: time of a block of keys when all of them run. chain_ns: of one block after another in one program.
+    block_ns: time of a block of full and of masked runs when all of them run. chain_ns: of one such block after another
+    in one program.
     """
 
     rows: int
     block_tokens: int
     programs: int
-    block_ns: int
-    chain_ns: int
+    block_ns: tuple[int, int]
+    chain_ns: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -71,21 +72,20 @@ class Tiling:
 
     def name(self, rule: TilingRule) -> str:
         """For `stats`: rows × keys of the tiles."""
-        low, tall = rule.kinds[self.low], None if self.tall is None else rule.kinds[self.tall]
-        text = f"{low.rows}x{low.block_tokens}"
-        return (
-            f"{text} per query" if self.alone else text if tall is None else f"{tall.rows}x{tall.block_tokens}+{text}"
-        )
+        kinds = [rule.kinds[index] for index in (self.tall, self.low) if index is not None]
+        text = "+".join(f"{kind.rows}x{kind.block_tokens}" for kind in kinds)
+        return text + (" per query" if self.alone else "") + ("" if self.cut else " uncut")
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
-    """Every tile alone, every taller one with every lowest one, the lowest ones with one query token; cut or not."""
+    """The lowest tiles with one query token; every tile, and every taller one with every lowest one, cut or not."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
     least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
     pairs = [Tiling(low, tall, least) for tall in usable[len(lowest) :] for low in lowest]
-    found = [Tiling(low, alone=True) for low in lowest] + [Tiling(index) for index in usable] + pairs
-    return found + [replace(tiling, cut=False) for tiling in found]
+    several = [Tiling(index) for index in usable] + pairs
+    uncut = [replace(tiling, cut=False) for tiling in several]
+    return [Tiling(low, alone=True) for low in lowest] + several + uncut
 
 
 def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
@@ -135,11 +135,13 @@ def _predict_ns(
         if not len(tile_runs):
             continue
         shape, last = rule.kinds[kind], stage is stages[-1][1]
-        blocks = -(-tile_runs // stage.block_runs)
+        full = tile_runs[:, 0] // stage.block_runs
+        blocks = np.stack([full, -(-tile_runs.sum(1) // stage.block_runs) - full], 1)
         cut = len(tile_runs) < stage.num_parts
-        longest = -(-int(blocks.sum()) // stage.num_parts) if cut else int(blocks.max())
-        waves = int(blocks.sum()) * rule.num_kv_heads * shape.block_ns // shape.programs
-        busy += max(waves, longest * shape.chain_ns)
+        chains = blocks @ np.array(shape.chain_ns)
+        longest = max(int(chains.sum()) // stage.num_parts, min(shape.chain_ns)) if cut else int(chains.max())
+        waves = int((blocks @ np.array(shape.block_ns)).sum()) * rule.num_kv_heads // shape.programs
+        busy += max(waves, longest)
         slots = stage.num_parts * stage.height if cut else 0 if last else num_queries
         extra += rule.launch_ns * (2 if cut and last else 1) + slots * rule.partial_bytes * 1000 // rule.bytes_per_us
     return max(busy, memory) + extra
