@@ -12,7 +12,7 @@ from trunkattn.cli import app as application
 from trunkattn.cli import doctor, models
 from trunkattn.cli.app import app
 
-COMMANDS = ("demo", "generate", "doctor")
+COMMANDS = ("demo", "generate", "bench", "doctor")
 
 
 def test_the_report_says_what_runs_and_what_is_not_there() -> None:

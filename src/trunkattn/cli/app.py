@@ -1,10 +1,11 @@
 """The typer application: which commands there are, and what each says about itself."""
 
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
+from trunkattn.cli.bench import BENCHMARKS, run_bench
 from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, command
 
 ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate")
@@ -69,6 +70,20 @@ def generate(options: GenerateOptions) -> None:
     from trunkattn.cli.generate import run_generate
 
     run_generate(options)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
+) -> None:
+    """Run one of the project's benchmarks; the options after its name are the script's own.
+
+    The scripts are part of a checkout (`benchmarks/`), not of the package. Results go to `benchmarks/results`.
+
+    Example: `trunkattn bench kernels --heads 32/8`
+    """
+    raise typer.Exit(run_bench(name, context.args))
 
 
 @app.command()
