@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
     parser.add_argument("--name", help="of the result file; default: the dtype")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "kernels.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
     dtypes = tuple(getattr(torch, name) for name in (arguments.dtype, arguments.kv_dtype or arguments.dtype))
     limits = ceilings()
     card = torch.cuda.get_device_name()
