@@ -2,15 +2,21 @@
 
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.forests import random_forest
+from trunkattn.workloads.serving import AgentRequest, agent_batch, agent_requests, batch_of_prefixes, conversation_batch
 from trunkattn.workloads.traces import HASH_BLOCK_TOKENS, TraceRequest, decode_batches, read_trace
 from trunkattn.workloads.trees import PAT_TREES, PrefixTree, parse_tree, tree_batch
 
 __all__ = [
     "HASH_BLOCK_TOKENS",
     "PAT_TREES",
+    "AgentRequest",
     "PagedBatch",
     "PrefixTree",
     "TraceRequest",
+    "agent_batch",
+    "agent_requests",
+    "batch_of_prefixes",
+    "conversation_batch",
     "decode_batches",
     "parse_tree",
     "random_forest",
