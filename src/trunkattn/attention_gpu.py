@@ -144,9 +144,15 @@ class GpuExecutor:
             if value is not None:
                 scale = scale * scale_tensor(value)
         v_scale = self._ones if inputs.v_scale is None else self._ones * scale_tensor(inputs.v_scale)
+        # the kernels take any strides but that of the last dimension
+        q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
+        computed = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         tensors = gpu.Tensors(
-            inputs.q, inputs.k_cache, inputs.v_cache, out, lse, self._partial, self._partial_lse, scale, v_scale,
+            q, inputs.k_cache, inputs.v_cache, computed, lse, self._partial, self._partial_lse, scale, v_scale,
             self._ones if inputs.sinks is None else inputs.sinks.contiguous(),
         )  # fmt: skip
-        gpu.execute(step.gpu_plan, tensors, self._tiles, self._card, inputs.return_lse)
+        with torch.cuda.device(inputs.q.device):  # launches go to the current device
+            gpu.execute(step.gpu_plan, tensors, self._tiles, self._card, inputs.return_lse)
+        if computed is not out:
+            out.copy_(computed)
         return lse

@@ -161,6 +161,19 @@ def test_a_graph_replays_on_new_values() -> None:
         assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache))
 
 
+def test_strided_tensors() -> None:
+    layer = make_layer(GOOD, tree_batch(parse_tree("1,4,12_64,32,20"), 16))
+    attention = BatchAttention(GOOD)
+    plan = attention.plan(*layer.step)
+    expected_out = attention.run(plan, layer.q, layer.k_cache, layer.v_cache)
+    q = layer.q.transpose(0, 2).contiguous().transpose(0, 2)
+    out = torch.full_like(q, math.nan)
+    assert q.stride(2) != 1 and out.stride(2) != 1
+    caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (layer.k_cache, layer.v_cache)]
+    attention.run(plan, q, *caches, out=out)
+    assert torch.equal(out, expected_out)
+
+
 def test_a_batch_invariant_output_does_not_depend_on_the_batch() -> None:
     config = replace(GOOD, batch_invariant=True)
     batch = tree_batch(parse_tree("1,4,24_512,256,90"), 16, row_seed=0)

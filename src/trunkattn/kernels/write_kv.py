@@ -44,7 +44,8 @@ def write_kv(
     if k.is_cuda:
         from trunkattn.kernels.write_kv_gpu import write_on_gpu  # needs Triton, which a CPU does not
 
-        return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
+        with torch.cuda.device(k.device):  # launches go to the current device
+            return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
     slots = slot_mapping.contiguous().numpy()
     num_slots = k_cache.shape[0] * k_cache.shape[1]
     bad = _first_outside(slots, num_slots)
