@@ -1,0 +1,76 @@
+"""RelayAttention's Figure 5: what a shared system prompt saves one attention layer, in theory and measured.
+
+    python benchmarks/relay.py            # results/relay-cpu.json; on a machine with an NVIDIA GPU relay-CARD.json
+
+Batch 32, 128 private tokens each, a system prompt of 64 to 8,192 tokens, 32 heads of 128 (Llama-2-7B's). Theory counts
+the memory traffic of the paper's section 3.3: (s + c + 2) / (s / b + c + 7) for b requests, s shared and c private
+tokens. Measured: the time of policy `per_query` over that of `relay` and of `auto`.
+"""
+
+import torch
+from report import time_ms, write_result
+
+from trunkattn import AttentionConfig, BatchAttention
+from trunkattn.reference import paged_attention
+from trunkattn.workloads import parse_tree, tree_batch
+
+BATCH, PRIVATE, HEADS, HEAD_DIM, PAGE = 32, 128, 32, 128, 16
+PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+POLICIES = ("per_query", "relay", "auto")
+
+
+def theory(shared: int) -> float:
+    """RelayAttention's speed-up by memory traffic."""
+    return (shared + PRIVATE + 2) / (shared / BATCH + PRIVATE + 7)
+
+
+def measure(shared: int, device: str) -> dict[str, float]:
+    """Milliseconds of a layer under each policy; the first rows checked against float64."""
+    batch = tree_batch(parse_tree(f"1,{BATCH}_{shared},{PRIVATE}"), PAGE, page_seed=0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    shape = (batch.num_pages, PAGE, HEADS, HEAD_DIM)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(BATCH, HEADS, HEAD_DIM, device=device, dtype=dtype)
+    table, lens = torch.from_numpy(batch.block_table), torch.from_numpy(batch.seq_lens)
+    some = (q[:1].cpu(), k_cache.cpu(), v_cache.cpu(), table[:1], lens[:1])
+    expected, _ = paged_attention(*some)
+    times = {}
+    for policy in POLICIES:
+        attention = BatchAttention(AttentionConfig(HEADS, HEADS, HEAD_DIM, PAGE, dtype, policy=policy), device)
+        plan = attention.plan(table, lens)
+        out = torch.empty_like(q)
+
+        def run(attention: BatchAttention = attention, plan: object = plan, out: torch.Tensor = out) -> torch.Tensor:
+            return attention.run(plan, q, k_cache, v_cache, out=out)
+
+        error = float((run()[:1].cpu().double() - expected).abs().max())
+        assert error < (1e-5 if device == "cpu" else 0.02), f"{policy}: error {error:.3g}"
+        times[policy] = _milliseconds(run, device)
+    return times
+
+
+def _milliseconds(run: object, device: str) -> float:
+    if device == "cpu":
+        return time_ms(run)["median_ms"]
+    from kernels import microseconds  # needs Triton
+
+    return microseconds(lambda _: run(), 8) / 1e3
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for shared in PROMPTS:
+        times = measure(shared, device)
+        row = {"shared_tokens": shared, "theory": round(theory(shared), 2)}
+        row |= {f"{policy}_ms": round(time, 4) for policy, time in times.items()}
+        row |= {f"{policy}_speedup": round(times["per_query"] / times[policy], 2) for policy in POLICIES[1:]}
+        rows.append(row)
+        print(row, flush=True)
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[-1].lower()
+    print(write_result(f"relay-{name}", {"batch": BATCH, "private_tokens": PRIVATE, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
