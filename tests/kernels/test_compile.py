@@ -9,14 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
+from trunkattn.kernels.tile_solver import ARCHITECTURES
 from trunkattn.kernels.tile_table import decode_tiles
 
 COMPILE = Path(__file__).with_name("compile_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
-
-SHARED_PER_PROGRAM = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-SHARED_PER_MULTIPROCESSOR = 228 << 10  # of compute capability 9.0, 1 KiB of each program is the system's
-REGISTERS_PER_MULTIPROCESSOR = 64 << 10
 
 # Bytes of a thread's stack up to head_dim 128, as found: more is what this notices. The tallest tile spills on purpose:
 # with 128 registers two programs share a multiprocessor, which was faster than none spilled (tile_table).
@@ -24,7 +21,7 @@ SPILLED_AT_MOST = {"16x32": 16, "16x64": 0, "16x128": 16, "64x64": 128, "128x64"
 
 
 class Compiled(NamedTuple):
-    """By kernel: registers, spilled and shared bytes."""
+    """By kernel: registers, spilled and shared bytes, programs on a multiprocessor."""
 
     capability: int
     head_dim: int
@@ -54,7 +51,7 @@ def test_every_tile_and_the_merge_compile(compiled: Compiled) -> None:
 
 def test_shared_memory_fits_the_device(compiled: Compiled) -> None:
     for name, used in compiled.report.items():
-        assert used["shared"] <= SHARED_PER_PROGRAM[compiled.capability], name
+        assert used["shared"] <= ARCHITECTURES[compiled.capability].shared_per_program, name
 
 
 def test_registers_suffice(compiled: Compiled) -> None:
@@ -67,6 +64,4 @@ def test_as_many_programs_share_a_multiprocessor_as_the_tile_table_says(compiled
     if compiled.capability == 90 and compiled.head_dim <= 128:
         for tile in decode_tiles(False, 2, compiled.head_dim):
             used = compiled.report[f"{tile.block_m}x{tile.block_n}"]
-            registers = -(-used["registers"] // 8) * 8 * 32 * tile.warps
-            assert tile.programs * registers <= REGISTERS_PER_MULTIPROCESSOR
-            assert tile.programs * (used["shared"] + 1024) <= SHARED_PER_MULTIPROCESSOR
+            assert tile.programs <= used["programs"], used

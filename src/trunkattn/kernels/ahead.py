@@ -1,0 +1,82 @@
+"""The GPU kernels compiled without a GPU, and what they need of one: registers, spills, shared memory (PAT §5.2).
+
+Not for a process in which Triton interprets (TRITON_INTERPRET).
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from trunkattn.kernels.decode import decode_kernel
+from trunkattn.kernels.merge_partials import merge_kernel
+from trunkattn.kernels.tile_solver import Resources
+from trunkattn.kernels.tile_table import GpuTile
+
+_POINTERS = MappingProxyType({
+    "q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "out": "*bf16", "lse_out": "*fp32", "partial": "*fp32",
+    "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
+})  # fmt: skip
+_ARRAYS = ("items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A card and an attention in bf16 with pages of 16. capability: 80, 90, 100, ..."""
+
+    capability: int
+    head_dim: int = 128
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+
+
+def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resources:
+    """`decode_kernel` for one tile, without masks and options; `merges`: the variant that merges partials."""
+    dim = target.head_dim
+    constants: dict[str, object] = {
+        "BUCKET": 0, "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": dim,
+        "PADDED_DIM_V": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "MASKED": False, "MERGE": merges,
+        "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": "tf32",
+        "OVERLAP": merges and target.capability >= 90,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps} | ({"maxnreg": tile.max_registers} if tile.max_registers else {})
+    return _compile(decode_kernel, target, constants, options)
+
+
+def compile_merge(target: Target) -> Resources:
+    """`merge_kernel`."""
+    constants: dict[str, object] = {
+        "COUNT_AT": 10, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": target.head_dim, "BLOCK_P": 16, "SINKS": False,
+        "RETURN_LSE": False,
+    }  # fmt: skip
+    return _compile(merge_kernel, target, constants, {"num_warps": 2})
+
+
+def _compile(kernel: Any, target: Target, constants: dict[str, object], options: dict[str, int]) -> Resources:
+    """The arguments are typed and aligned as a launch on a GPU finds them."""
+    constants |= {"NUM_QO_HEADS": target.num_qo_heads, "NUM_KV_HEADS": target.num_kv_heads}
+    types = _POINTERS | dict.fromkeys(_ARRAYS, "*i32")
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or "_stride_" in name
+    }
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
+    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    spilled, shared = used["STACK"] + used["LOCAL"], max(used["SHARED"], compiled.metadata.shared)
+    return Resources(used["REG"], spilled, shared)
