@@ -18,7 +18,7 @@ from trunkattn.kernels.tile_table import DECODE_TILES, GpuTile
 
 WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4, 8), 128: (4, 8)}
 KEYS = (16, 32, 64, 128)
-STAGES = (2, 3, 4)
+STAGES = (2, 3, 5)
 HEAD_DIM = 128
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trunkattn.kernels.tile_solver import ARCHITECTURES, Memory, Resources, least_keys, reasons_against
+from trunkattn.kernels.tile_solver import ARCHITECTURES, Memory, Resources, keys_in_flight, least_keys, reasons_against
 from trunkattn.kernels.tile_table import GpuTile
 
 HOPPER = ARCHITECTURES[90]
@@ -33,6 +33,10 @@ def test_the_lower_bound_on_keys() -> None:
     assert [least_keys(programs, MEMORY, 256) for programs in (1, 2, 4)] == [109, 55, 28]
 
 
+def test_keys_in_flight() -> None:
+    assert [keys_in_flight(tile(n=64, stages=stages)) for stages in (2, 3, 4, 5, 7)] == [64, 64, 64, 128, 192]
+
+
 @pytest.mark.parametrize(
     ("candidate", "used", "reason"),
     [
@@ -40,7 +44,7 @@ def test_the_lower_bound_on_keys() -> None:
         (tile(n=8, stages=20), Resources(64, 0, 1000), "n=8 is no power of two from 16"),
         (tile(), Resources(64, 8, 1000), "spills 8 bytes"),
         (tile(), Resources(64, 0, 240_000), "240000 bytes of shared memory, 232448 allowed"),
-        (tile(n=16, warps=4, stages=2), Resources(255, 0, 1000), "2 programs need 55 keys in flight, 16 are"),
+        (tile(n=16, warps=4, stages=2), Resources(255, 0, 1000), "2 programs need 55 keys in flight each, 16 are"),
         (tile(warps=32), Resources(128, 0, 1000), "no program fits a multiprocessor"),
     ],
 )

@@ -75,9 +75,9 @@ def reasons_against(
         reasons.append(f"spills {used.spilled} bytes")
     programs = architecture.resident(tile, used)
     if programs:
-        least = least_keys(programs, memory, token_bytes)
-        if tile.block_n * (tile.stages - 1) < least:
-            reasons.append(f"{programs} programs need {least} keys in flight, {tile.block_n * (tile.stages - 1)} are")
+        least, flying = least_keys(programs, memory, token_bytes), keys_in_flight(tile)
+        if flying < least:
+            reasons.append(f"{programs} programs need {least} keys in flight each, {flying} are")
     elif not reasons:
         reasons.append("no program fits a multiprocessor")
     return reasons
@@ -86,3 +86,8 @@ def reasons_against(
 def least_keys(programs: int, memory: Memory, token_bytes: int) -> int:
     """PAT's bound: n >= latency · bandwidth / (processors · programs · bytes of a key)."""
     return -(-memory.latency_ns * memory.bytes_per_ns // (memory.processors * programs * token_bytes))
+
+
+def keys_in_flight(tile: GpuTile) -> int:
+    """Of one program: a key is found through the run list, and each of the two loads takes half of the stages."""
+    return tile.block_n * max(1, (tile.stages - 1) // 2)
