@@ -76,18 +76,18 @@ class GpuTile:
 
 
 # Measured on an H200 (head_dim 128, bf16, page 16), out of 12 tall and 16 low tiles (docs/performance.md). The times
-# are a fit to 344 runs (24 trees × 6 to 22 tilings); the choice they lead to is 2.5 % from the best, in the mean.
+# are a fit to 290 runs (benchmarks/calibrate.py, results/calibration-h200.json): the choice loses 2.5 % in the mean.
 DECODE_TILES: Final = (
     # 256 × 4096 private tokens at 0.97 of the bandwidth; best under a trunk, where many low tiles run
-    GpuTile(16, 32, 1, 4, max_registers=0, programs=6, block_ns=(1530, 3070), chain_ns=(1320, 2260)),
+    GpuTile(16, 32, 1, 4, max_registers=0, programs=6, block_ns=(1440, 3120), chain_ns=(650, 2020)),
     # best for short suffixes (1,256_256,32: 26.3 µs, the others 28.1 and 29.5)
-    GpuTile(16, 64, 2, 3, max_registers=0, programs=4, block_ns=(2540, 4240), chain_ns=(2440, 1120)),
+    GpuTile(16, 64, 2, 3, max_registers=0, programs=4, block_ns=(2270, 4170), chain_ns=(1240, 2130)),
     # shortest chain per token: few requests with long contexts (1,2,64: 36.6 µs, the others 44.7 and 59.1)
-    GpuTile(16, 128, 4, 2, max_registers=128, programs=3, block_ns=(3350, 6620), chain_ns=(930, 430)),
+    GpuTile(16, 128, 4, 2, max_registers=128, programs=3, block_ns=(2910, 6300), chain_ns=(1960, 4610)),
     # 32 or 128 keys were slower everywhere
-    GpuTile(64, 64, 4, 2, max_registers=0, programs=2, block_ns=(2380, 3090), chain_ns=(740, 2830)),
+    GpuTile(64, 64, 4, 2, max_registers=0, programs=2, block_ns=(2210, 2860), chain_ns=(540, 3030)),
     # 128 registers let two programs share a multiprocessor: 1,1024_2048,32 in 146 µs, without the limit 193
-    GpuTile(128, 64, 8, 2, max_registers=128, programs=2, block_ns=(4040, 4650), chain_ns=(1380, 2710)),
+    GpuTile(128, 64, 8, 2, max_registers=128, programs=2, block_ns=(3710, 4160), chain_ns=(1220, 1720)),
 )
 _WIDE: Final = 128  # above this head_dim the tallest tile needs more than 128 registers and does not compile
 
@@ -114,8 +114,8 @@ class GpuLimits:
 
 _LIMITS: Final = MappingProxyType(
     {
-        "NVIDIA H200": GpuLimits(4_540_000, 2420, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_000_000, 2420, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+        "NVIDIA H200": GpuLimits(4_540_000, 780, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H100": GpuLimits(3_000_000, 780, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
     }
 )
 _OTHER_CARD: Final = GpuLimits(2_000_000, 3000, "an unmeasured card (2 TB/s assumed)")

@@ -95,7 +95,8 @@ def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int])
     return tiles.Stage(height, *limits, shape.block_tokens // rule.run, items)
 
 
-def _stages(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]:
+def stages_of(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]:
+    """(kind, stage) of each launch of a tiling, tall tiles first."""
     stages = [(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
     if tiling.tall is not None:
         stages.insert(0, (tiling.tall, _stage(rule, tiling, tiling.tall, (tiling.least, _EVERY))))
@@ -106,22 +107,27 @@ def choose(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> tuple
     """The tiling of least predicted time (ties: the first), and all times in ns. batch: seq_lens, query_start_loc."""
     entries = tiles.make_entries(forest, *batch)
     loads: dict[tuple[int, int, int], NDArray[np.int64]] = {}  # runs of each tile; tilings have stages in common
-    read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
-    memory = read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
+    memory = memory_ns(rule, forest)
     times = {}
     for tiling in candidates(rule):
-        stages = _stages(rule, tiling)
+        stages = stages_of(rule, tiling)
         for _, stage in stages:
             key = (stage.height, stage.least, stage.below)
             if key not in loads:
                 loads[key] = tiles.stage_runs(forest, entries, stage, window, rule.run)
         runs = [loads[stage.height, stage.least, stage.below] for _, stage in stages]
-        times[tiling] = _predict_ns(rule, stages, runs, len(entries.query), memory)
+        times[tiling] = predict_ns(rule, stages, runs, len(entries.query), memory)
     best = min(times, key=lambda tiling: times[tiling])
     return best, {tiling.name(rule): time for tiling, time in times.items()}
 
 
-def _predict_ns(
+def memory_ns(rule: TilingRule, forest: Forest) -> int:
+    """Time to read every key and value of the forest once."""
+    read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
+    return read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
+
+
+def predict_ns(
     rule: TilingRule,
     stages: list[tuple[int, tiles.Stage]],
     runs: list[NDArray[np.int64]],
@@ -153,7 +159,7 @@ def tile_forest(
     """The tile list of a tiling. batch: block_table, seq_lens, query_start_loc."""
     table, seq_lens, starts = batch
     entries = tiles.make_entries(forest, seq_lens, starts)
-    stages = _stages(rule, tiling)
+    stages = stages_of(rule, tiling)
     emitted = [tiles.emit_stage(forest, entries, table, stage, window, rule.run, rule.page_size) for _, stage in stages]
     return _join(rule, emitted, [kind for kind, _ in stages], int(starts[-1]))
 
