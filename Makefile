@@ -19,7 +19,7 @@ demo: .venv/.stamp-model $(CACHE)  ## Serve 32 customers of a shop on this machi
 	$(BIN)/trunkattn demo
 
 test: .venv/.stamp-model $(CACHE)  ## Run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # On the machine's own Python: its torch is the one built for its GPU.
 test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
@@ -28,7 +28,7 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race ch
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
 
 lint: .venv/.stamp  ## Check style, formatting and types
 	$(BIN)/ruff check .
