@@ -29,7 +29,13 @@ FLOORS = MappingProxyType(
     }
 )
 SAME_FLOOR = MappingProxyType(
-    {"attention_config": "attention", "attention_cpu": "attention", "attention_gpu": "attention", "checks": "attention"}
+    {
+        "attention_config": "attention",
+        "attention_cpu": "attention",
+        "attention_gpu": "attention",
+        "attention_planner": "attention",
+        "checks": "attention",
+    }
 )  # one module in several files
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
 WORKLOADS = "workloads"  # stands beside the floors: imports nothing of ours, and only the top floor imports it

@@ -7,15 +7,14 @@ import numpy as np
 import torch
 
 from trunkattn.attention_config import AttentionConfig
+from trunkattn.attention_planner import make_planner
 from trunkattn.checks import LayerInputs, scale_array
 from trunkattn.kernels import cpu
 from trunkattn.kernels.cpu_math import KV_KINDS
-from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, cpu_device
+from trunkattn.kernels.tile_table import cpu_device
 from trunkattn.plan_format import PlanStats
-from trunkattn.planner.build import Batch, Planned, Planner, PlannerSpec
+from trunkattn.planner.build import Batch, Planned
 from trunkattn.planner.check import check_plan
-from trunkattn.planner.cost_model import cost_model
-from trunkattn.planner.splitting import split_rule
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,7 @@ class CpuExecutor:
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
         self._threads = torch.get_num_threads()
-        machine = cpu_device(self._threads)
-        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-        model = cost_model(machine, *dims, config.cache_dtype.itemsize)
-        columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size) if config.batch_invariant else 1
-        chunk = columns * config.page_size if config.batch_invariant else 0
-        rule = split_rule(machine, model, config.num_kv_heads, config.head_dim + config.value_dim, chunk)
-        self._planner = Planner(PlannerSpec(config.page_size, config.policy, model, rule, columns, machine.name))
+        self._planner = make_planner(config, cpu_device(self._threads))
         self._floats = np.empty((self._threads, 0), np.float32)
         self._ints = np.empty((self._threads, 0), np.int64)
         self._partial = np.empty((0, config.num_qo_heads, config.value_dim), np.float32)

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 
 from trunkattn.attention_config import AttentionConfig
+from trunkattn.attention_planner import make_planner
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, decode_tiles, gpu_device, gpu_limits
+from trunkattn.kernels.tile_table import decode_tiles, gpu_device, gpu_limits
 from trunkattn.plan_format import PlanStats, TileList
-from trunkattn.planner.build import Batch, Planner, PlannerSpec, tokens_per_query
+from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
-from trunkattn.planner.cost_model import cost_model
-from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.tiling import TileKind, TilingRule, choose, tile_forest, tile_work
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiling import TileKind, TilingRule, choose, query_positions, tile_forest, tile_work
 
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
 
@@ -67,15 +67,9 @@ class GpuExecutor:
         self._tiles = decode_tiles(
             config.batch_invariant, config.cache_dtype.itemsize, max(config.head_dim, config.value_dim)
         )
-        machine = gpu_device(self._processors)
-        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-        model = cost_model(machine, *dims, config.cache_dtype.itemsize)
-        columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size) if config.batch_invariant else 1
-        chunk = columns * config.page_size if config.batch_invariant else 0
-        split = split_rule(machine, model, config.num_kv_heads, config.head_dim + config.value_dim, chunk)
+        self._planner = make_planner(config, gpu_device(self._processors))
+        model = self._planner.spec.model
         self._tiled = config.policy == "auto" and not config.batch_invariant
-        policy = "cascade" if config.policy == "auto" else config.policy
-        self._planner = Planner(PlannerSpec(config.page_size, policy, model, split, columns, machine.name))
         # the table's times are for 512 bytes a key and value; 8-bit ones take as much arithmetic as 16-bit ones
         size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
         self._rule = TilingRule(
@@ -120,16 +114,13 @@ class GpuExecutor:
             planned = self._planner.plan(batch, changed_rows)
             table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
             tile_list = tile_work(self._rule, planned.work, (table, lens, starts), batch.window)
-        query_lens = np.diff(starts)
-        row_of = np.repeat(np.arange(len(lens)), query_lens)
-        positions = (lens[row_of] - starts[row_of + 1] + np.arange(len(row_of))).astype(np.int32)
-        masked = batch.window != UNLIMITED or bool((query_lens > 1).any())
+        masked = batch.window != UNLIMITED or bool((np.diff(starts) > 1).any())
         config = self.config
         geometry = gpu.Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
             self._rule.run, batch.window, masked, config.logits_soft_cap, config.sinks,
         )  # fmt: skip
-        gpu_plan = gpu.upload(tile_list, positions, geometry, self.device)
+        gpu_plan = gpu.upload(tile_list, query_positions(lens, starts), geometry, self.device)
         if tile_list.num_slots > len(self._partial):
             self._partial = torch.empty(tile_list.num_slots, *self._partial.shape[1:], device=self.device)
             self._partial_lse = torch.empty(tile_list.num_slots, self._partial.shape[1], device=self.device)

@@ -164,11 +164,16 @@ def tile_forest(
     return _join(rule, emitted, [kind for kind, _ in stages], int(starts[-1]))
 
 
+def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[num_query_tokens] each query token's place in its sequence."""
+    row_of = np.repeat(np.arange(len(seq_lens)), np.diff(query_start_loc))
+    return (seq_lens[row_of] - query_start_loc[row_of + 1] + np.arange(len(row_of))).astype(np.int32)
+
+
 def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, NDArray], window: int) -> TileList:
     """A work list of one of the packing policies as a tile list: each item in the lowest tile that holds it."""
     table, seq_lens, starts = batch
-    row_of = np.repeat(np.arange(len(seq_lens)), np.diff(starts))
-    positions = (seq_lens[row_of] - starts[row_of + 1] + np.arange(len(row_of))).astype(np.int32)
+    positions = query_positions(seq_lens, starts)
     rows = (work.items[:, 4] - work.items[:, 3]) * rule.group_size
     kinds = np.searchsorted([kind.rows for kind in rule.kinds], rows).astype(np.int32)
     per_kind = [_EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
