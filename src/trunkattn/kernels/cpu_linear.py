@@ -83,9 +83,9 @@ def _multiply_chunk(target, operands, depth, tile, row_tile):
     rows, m = len(x_rows), 0
     while m + _ROWS <= rows:
         ahead = lines[m // _ROWS * depth :]
-        multiply_add_tile(out, m * width, width, x, x_rows, m, 1, weights, weight_rows, 0, depth, ahead, tile)
+        multiply_add_tile((out, m * width, width), (x, x_rows, m, 1), (weights, weight_rows, 0), depth, ahead, tile)
         m += _ROWS
     while m < rows:
         ahead = lines[(m // _ROWS + m % _ROWS) * depth :]
-        multiply_add_tile(out, m * width, width, x, x_rows, m, 1, weights, weight_rows, 0, depth, ahead, row_tile)
+        multiply_add_tile((out, m * width, width), (x, x_rows, m, 1), (weights, weight_rows, 0), depth, ahead, row_tile)
         m += 1

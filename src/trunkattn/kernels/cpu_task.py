@@ -71,15 +71,23 @@ def _scores(scores, keys, key_rows, q, q_rows, rows, depth, tokens, ahead):
         lines, at = ahead[t // _SCORE_KEYS], t * rows
         if rows >= _SCORE_LANES:
             m = _SCORE_LANES
-            multiply_add_tile(scores, at, rows, keys, key_rows, t, 1, q, q_rows, 0, depth, lines, _SCORES_WIDE_AHEAD)
+            multiply_add_tile(
+                (scores, at, rows), (keys, key_rows, t, 1), (q, q_rows, 0), depth, lines, _SCORES_WIDE_AHEAD
+            )
         else:
             m = LANES
-            multiply_add_tile(scores, at, rows, keys, key_rows, t, 1, q, q_rows, 0, depth, lines, _SCORES_NARROW_AHEAD)
+            multiply_add_tile(
+                (scores, at, rows), (keys, key_rows, t, 1), (q, q_rows, 0), depth, lines, _SCORES_NARROW_AHEAD
+            )
         while m + _SCORE_LANES <= rows:
-            multiply_add_tile(scores, at + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, lines, _SCORES_WIDE)
+            multiply_add_tile(
+                (scores, at + m, rows), (keys, key_rows, t, 1), (q, q_rows, m), depth, lines, _SCORES_WIDE
+            )
             m += _SCORE_LANES
         while m < rows:
-            multiply_add_tile(scores, at + m, rows, keys, key_rows, t, 1, q, q_rows, m, depth, lines, _SCORES_NARROW)
+            multiply_add_tile(
+                (scores, at + m, rows), (keys, key_rows, t, 1), (q, q_rows, m), depth, lines, _SCORES_NARROW
+            )
             m += LANES
 
 
@@ -91,23 +99,29 @@ def _outputs(out, scores, lane, values, value_rows, used, rows, width, tokens):
         m = 0
         while m + _OUTPUT_ROWS <= used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_TALL_WIDE)
+            multiply_add_tile(
+                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_TALL_WIDE
+            )
             m += _OUTPUT_ROWS
         while m < used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_ROW_WIDE)
+            multiply_add_tile(
+                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_ROW_WIDE
+            )
             m += 1
     for d in range(width // _OUTPUT_LANES * _OUTPUT_LANES, width, LANES):
         m = 0
         while m + _OUTPUT_ROWS <= used:
             at = m * width + d
             multiply_add_tile(
-                out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_TALL_NARROW
+                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_TALL_NARROW
             )
             m += _OUTPUT_ROWS
         while m < used:
             at = m * width + d
-            multiply_add_tile(out, at, width, scores, lane, m, rows, values, value_rows, d, n, none, _OUTPUT_ROW_NARROW)
+            multiply_add_tile(
+                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_ROW_NARROW
+            )
             m += 1
 
 

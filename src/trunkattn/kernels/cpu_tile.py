@@ -30,12 +30,13 @@ _VECTOR: Final = ir.VectorType(_FLOAT, LANES)
 
 
 @intrinsic(prefer_literal=True)
-def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, b, b_rows, b_at, depth, ahead, shape):
-    """C[c_at + r·c_step + x] (+)= Σ_k A[a_rows[a_at + r] + k·a_step] · B[b_rows[k] + b_at + x], k < depth.
+def multiply_add_tile(typing_context, c, a, b, depth, ahead, shape):
+    """C[at + r·step + x] (+)= Σ_k A[rows[at + r] + k·step] · B[rows[k] + at + x], k < depth.
 
-    r < rows, x < vectors·LANES. Flat float32 arrays, int64 offsets; depth >= 1. `shape` is the literal
-    rows·10000 + vectors·100 + mode: OVERWRITE or ACCUMULATE; with _AHEAD, step k also asks for the cache line at
-    address ahead[k]: one line per step is what memory delivers, a burst of them would stall the arithmetic.
+    c = (C, at, step), a = (A, rows, at, step), b = (B, rows, at): flat float32 arrays, arrays of their row offsets, and
+    int64 numbers. r < rows, x < vectors·LANES; depth >= 1. `shape` is the literal rows·10000 + vectors·100 + mode:
+    OVERWRITE or ACCUMULATE; with _AHEAD, step k also asks for the cache line at address ahead[k]: one line per step is
+    what memory delivers, a burst of them would stall the arithmetic.
     """
     if not isinstance(shape, types.Literal):
         return None
@@ -45,28 +46,30 @@ def multiply_add_tile(typing_context, c, c_at, c_step, a, a_rows, a_at, a_step, 
         shape.literal_value % 100,
     )
     index = types.int64
-    signature = types.void(c, index, index, a, a_rows, index, index, b, b_rows, index, index, ahead, shape)
+    c_type, a_type = types.Tuple((c[0], index, index)), types.Tuple((a[0], a[1], index, index))
+    signature = types.void(c_type, a_type, types.Tuple((b[0], b[1], index)), index, ahead, shape)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = {i: context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 4, 7, 8, 11)}
-        offsets = dict(
-            zip(
-                ("c_at", "c_step", "a_at", "a_step", "b_at", "depth"),
-                (args[i] for i in (1, 2, 5, 6, 9, 10)),
-                strict=True,
-            )
-        )
-        c_pointers = _c_pointers(builder, data[0], offsets, rows, vectors)
+        def part(argument: int, position: int) -> Any:
+            """An element of a tuple; of an array, where its data begin."""
+            value, kind = builder.extract_value(args[argument], position), signature.args[argument][position]
+            return context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+
+        offsets = {"c_at": part(0, 1), "c_step": part(0, 2), "a_at": part(1, 2), "a_step": part(1, 3)}
+        offsets |= {"b_at": part(2, 2), "depth": args[3]}
+        c_pointers = _c_pointers(builder, part(0, 0), offsets, rows, vectors)
+        a_base, a_rows = part(1, 0), part(1, 1)
         a_pointers = [
-            builder.gep(data[3], [builder.load(builder.gep(data[4], [builder.add(offsets["a_at"], _INT(r))]))])
+            builder.gep(a_base, [builder.load(builder.gep(a_rows, [builder.add(offsets["a_at"], _INT(r))]))])
             for r in range(rows)
         ]
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         start = [
             [_load(builder, p) if mode in (ACCUMULATE, ACCUMULATE_AHEAD) else zero for p in line] for line in c_pointers
         ]
-        lines = data[11] if mode in (OVERWRITE_AHEAD, ACCUMULATE_AHEAD) else None
-        sums = _loop(builder, start, a_pointers, (data[7], data[8], lines), offsets)
+        lines = context.make_array(signature.args[4])(context, builder, args[4]).data
+        fetched = lines if mode in (OVERWRITE_AHEAD, ACCUMULATE_AHEAD) else None
+        sums = _loop(builder, start, a_pointers, (part(2, 0), part(2, 1), fetched), offsets)
         for line, pointers in zip(sums, c_pointers, strict=True):
             for value, pointer in zip(line, pointers, strict=True):
                 builder.store(value, pointer).align = 4
