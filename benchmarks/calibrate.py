@@ -47,6 +47,8 @@ def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) 
             card.processors * tile.programs,
             (int(row[0]), int(row[1])),
             (int(row[2]), int(row[3])),
+            tile.subtiles,
+            tile.private_n,
         )
         for tile, row in zip(DECODE_TILES, table[:-1].reshape(-1, 4), strict=True)
     )
@@ -81,21 +83,21 @@ def measure(heads: str, tree: str, card: Card) -> dict[str, Any]:
     geometry = gpu.Geometry(
         hq, hkv, HEAD_DIM, HEAD_DIM, PAGE_SIZE, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
-    overlaps = torch.cuda.get_device_capability()[0] >= 9
+    processors = gpu.Card(card.processors, overlaps=torch.cuda.get_device_capability()[0] >= 9)
     ones = torch.ones(hkv, device="cuda")
     scale = ones * (math.log2(math.e) / math.sqrt(HEAD_DIM))
     found = {}
     for way in tiling.candidates(rule):
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         listed = tiling.tile_forest(rule, way, forest, arrays, UNLIMITED)
-        plan = gpu.upload(listed, (batch.seq_lens - 1).astype(np.int32), geometry, torch.device("cuda"))
-        slots = max(1, plan.num_slots)
+        plan = gpu.upload(listed, (batch.seq_lens - 1).astype(np.int32), geometry, processors, torch.device("cuda"))
+        slots = max(1, listed.num_slots)
         partial = torch.empty(slots, hq, HEAD_DIM, device="cuda")
         lse, out = torch.empty(slots, hq, device="cuda"), torch.full_like(case.q, math.nan)
 
         def run(copy: int, plan: Any = plan, out: Any = out, partial: Any = partial, lse: Any = lse) -> Any:
             tensors = gpu.Tensors(case.q, *case.kv[copy], out, lse, partial, lse, scale, ones, ones)
-            gpu.execute(plan, tensors, DECODE_TILES, gpu.Card(card.processors, overlaps), return_lse=False)
+            gpu.execute(plan, tensors, DECODE_TILES, processors, return_lse=False)
             return out
 
         error = largest_error(case, run(0))
@@ -111,7 +113,7 @@ class Measured:
 
     heads: str
     stages: list[list[tuple[int, tiles.Stage]]]
-    runs: list[list[NDArray[np.int64]]]
+    blocks: list[list[NDArray[np.int64]]]
     num_queries: int
     memory: int
     ns: NDArray[np.float64]
@@ -125,11 +127,11 @@ def prepare(row: dict[str, Any], card: Card) -> Measured:
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     ways = [way for way in tiling.candidates(rule) if way.name(rule) in row["us"]]
     stages = [tiling.stages_of(rule, way) for way in ways]
-    runs = [[tiles.stage_runs(forest, entries, stage, UNLIMITED, rule.run) for _, stage in each] for each in stages]
+    blocks = [[tiles.stage_blocks(forest, entries, stage, UNLIMITED, rule.run) for _, stage in each] for each in stages]
     names = [way.name(rule) for way in ways]
     memory = tiling.memory_ns(rule, forest)
     return Measured(
-        row["heads"], stages, runs, len(entries.query), memory, 1e3 * np.array([row["us"][n] for n in names]), names
+        row["heads"], stages, blocks, len(entries.query), memory, 1e3 * np.array([row["us"][n] for n in names]), names
     )
 
 
@@ -139,8 +141,8 @@ def predict(rows: list[Measured], card: Card, times: NDArray[np.float64]) -> lis
     return [
         np.array(
             [
-                tiling.predict_ns(rules[row.heads], stages, runs, row.num_queries, row.memory)
-                for stages, runs in zip(row.stages, row.runs, strict=True)
+                tiling.predict_ns(rules[row.heads], stages, blocks, row.num_queries, row.memory)
+                for stages, blocks in zip(row.stages, row.blocks, strict=True)
             ],
             np.float64,
         )

@@ -30,6 +30,7 @@ from gpu_kernels import PEERS, Case, Run
 HEADS = ("32/32", "16/8", "32/8", "64/8")
 HEAD_DIM, PAGE_SIZE = 128, 16
 FLUSH_BYTES = 400_000_000
+OURS = ("trunkattn", "trunkattn_one_graph")
 TOLERANCE = 0.02  # bf16 outputs of size 1: 8 bits of mantissa, and a sum of rounded weights
 
 
@@ -105,11 +106,14 @@ def largest_error(case: Case, out: torch.Tensor) -> float:
     return worst
 
 
-def ours(case: Case) -> tuple[Run, trunkattn.Plan]:
-    """This project, `auto`."""
+def ours(case: Case, fixed: bool = False) -> tuple[Run, trunkattn.Plan]:
+    """This project, `auto`. fixed: the plan has a capacity, for twice as many requests of twice the length, so that a
+    captured graph serves any batch within it."""
     hq, hkv, dim = case.heads
     config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, kv_dtype=case.kv[0][0].dtype)
-    attention = trunkattn.BatchAttention(config, "cuda")
+    requests, pages = case.batch.block_table.shape
+    capacity = trunkattn.Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages) if fixed else None
+    attention = trunkattn.BatchAttention(config, "cuda", capacity)
     plan = attention.plan(torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens))
     out = torch.full_like(case.q, math.nan)
     return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out), plan
@@ -136,6 +140,7 @@ def row_of(
     run, plan = ours(case)
     stats = plan.stats
     row["trunkattn"] = measure(case, run) | {"tiling": stats.policy, "items": stats.num_work_items}
+    row["trunkattn_one_graph"] = measure(case, ours(case, fixed=True)[0])
     for name, peer in PEERS.items() if dtypes[0] == dtypes[1] else ():
         try:
             row[name] = measure(case, peer(case))
@@ -149,7 +154,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     means: dict[str, dict[str, float]] = {}
     for heads in dict.fromkeys(row["heads"] for row in rows):
         shared = [row for row in rows if row["heads"] == heads and "," in row["tree"].split("_")[0]]
-        for name in ("trunkattn", *PEERS):
+        for name in (*OURS, *PEERS):
             times = [row[name]["us"] / row["sol_us"] for row in shared if "us" in row.get(name, {})]
             if times and len(times) == len(shared):
                 means.setdefault(heads, {})[name] = round(geometric_mean(times), 3)
@@ -176,7 +181,7 @@ def main() -> None:
             rows.append(row_of(tree, heads, limits, dtypes))
             torch.cuda.empty_cache()
             row = rows[-1]
-            cells = {name: row[name].get("us", "-") for name in ("trunkattn", *PEERS) if name in row}
+            cells = {name: row[name].get("us", "-") for name in (*OURS, *PEERS) if name in row}
             print(f"{heads} {tree}: SOL {row['sol_us']}, {cells}, {row['trunkattn'].get('tiling')}", flush=True)
     figures = {
         "card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1),

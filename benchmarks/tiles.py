@@ -18,20 +18,20 @@ from trunkattn.kernels.tile_table import DECODE_TILES, GpuTile
 
 WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4, 8), 128: (4, 8)}
 KEYS = (16, 32, 64, 128)
-STAGES = (2, 3, 5)
+STAGES = (2, 3, 4)
 HEAD_DIM = 128
 
 
 def candidates() -> list[GpuTile]:
-    """Every combination, and the listed tiles with their limits on registers."""
-    found = [
-        GpuTile(m, n, warps, stages, max_registers=0, programs=0, block_ns=(0, 0), chain_ns=(0, 0))
+    """Every combination; the tall ones with subtiles of 16 rows and with none."""
+    return [
+        GpuTile(m, n, warps, stages, programs=0, block_ns=(0, 0), chain_ns=(0, 0), subtiles=subtiles)
         for m, choices in WARPS.items()
         for n in KEYS
         for warps in choices
         for stages in STAGES
+        for subtiles in sorted({1, m // 16})
     ]
-    return found + [tile for tile in DECODE_TILES if tile.max_registers]
 
 
 def main() -> None:
@@ -43,13 +43,11 @@ def main() -> None:
     arguments = parser.parse_args()
     memory = Memory(arguments.latency_ns, arguments.bytes_per_ns, arguments.processors)
     architecture, target = ARCHITECTURES[arguments.capability], Target(arguments.capability, HEAD_DIM)
-    listed = {(tile.block_m, tile.block_n, tile.warps, tile.stages, tile.max_registers) for tile in DECODE_TILES}
+    listed = {(tile.block_m, tile.block_n, tile.warps, tile.stages, tile.subtiles) for tile in DECODE_TILES}
     rows = []
     for tile in track(candidates(), "Compiling"):
-        shape = (tile.block_m, tile.block_n, tile.warps, tile.stages, tile.max_registers)
-        row = dict(zip(("m", "n", "warps", "stages", "max_registers"), shape, strict=True)) | {
-            "listed": shape in listed
-        }
+        shape = (tile.block_m, tile.block_n, tile.warps, tile.stages, tile.subtiles)
+        row = dict(zip(("m", "n", "warps", "stages", "subtiles"), shape, strict=True)) | {"listed": shape in listed}
         try:
             used = compile_decode(target, tile)
         except Exception as failure:  # the compiler refuses what cannot fit, in many ways

@@ -11,7 +11,7 @@ from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
 
 
-def _executor(config: AttentionConfig, device: torch.device) -> Any:
+def _executor(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> Any:
     """What plans and runs on a device; imported when asked for, so that neither side needs the other's compiler."""
     if device.type == "cpu":
         from trunkattn.attention_cpu import CpuExecutor
@@ -19,14 +19,14 @@ def _executor(config: AttentionConfig, device: torch.device) -> Any:
         return CpuExecutor(config)
     from trunkattn.attention_gpu import GpuExecutor
 
-    return GpuExecutor(config, device)
+    return GpuExecutor(config, device, capacity)
 
 
 class Plan:
     """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
 
-    def __init__(self, step: Any, owner: "BatchAttention", last_page: int) -> None:
-        self.step, self.owner, self.last_page = step, owner, last_page
+    def __init__(self, step: Any, owner: "BatchAttention", last_page: int, window: int) -> None:
+        self.step, self.owner, self.last_page, self.window = step, owner, last_page, window
 
     @property
     def num_query_tokens(self) -> int:
@@ -56,7 +56,8 @@ class BatchAttention:
     Args:
         config: shape and options.
         device: where q and the caches live.
-        capacity: upper bounds of a step, or None to take what comes.
+        capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of a fixed size, so
+            that a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there.
 
     Raises:
         ValueError: with the reasons, if the device cannot run the configuration.
@@ -73,7 +74,7 @@ class BatchAttention:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.config, self.device, self.capacity = config, torch.device(device), capacity
-        self._executor = _executor(config, self.device)
+        self._executor = _executor(config, self.device, capacity)
 
     def plan(
         self,
@@ -84,6 +85,7 @@ class BatchAttention:
         *,
         num_pages: int | None = None,
         changed_rows: torch.Tensor | None = None,
+        into: Plan | None = None,
     ) -> Plan:
         """The work list of one step.
 
@@ -96,6 +98,8 @@ class BatchAttention:
             num_pages: pages in the cache, to check page ids against; None: the capacity's; without either only `run`
                 checks.
             changed_rows: int32 rows whose earlier pages may differ from the last plan; None: compare all rows.
+            into: a plan of this object, with the same window, that is to become the plan of this batch, and is
+                returned; only with a capacity. A CUDA graph that ran it runs the new batch.
 
         Raises:
             ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.
@@ -103,7 +107,22 @@ class BatchAttention:
         inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages, changed_rows)
         (table, lens, starts), rows, last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
         window = UNLIMITED if sliding_window is None else min(sliding_window, UNLIMITED)
-        return Plan(self._executor.plan(Batch(table, lens, starts, window), rows), self, last_page)
+        batch = Batch(table, lens, starts, window)
+        if into is None:
+            return Plan(self._executor.plan(batch, rows), self, last_page, window)
+        self._check_own("into", into)
+        if self.capacity is None:
+            raise ValueError("into is given: expected a BatchAttention with a capacity")
+        if into.window != window:
+            raise ValueError(f"sliding_window={sliding_window}: expected the window that `into` was planned with")
+        into.step, into.last_page = self._executor.plan(batch, rows, into.step), last_page
+        return into
+
+    def _check_own(self, name: str, plan: Any) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"{name} is a {type(plan).__name__}: expected a Plan")
+        if plan.owner is not self:
+            raise ValueError(f"{name} belongs to another BatchAttention: expected a plan made by this one")
 
     def run(
         self,
@@ -123,7 +142,8 @@ class BatchAttention:
 
         Args:
             plan: of this object.
-            q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype.
+            q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more rows,
+                up to max_query_tokens; of them, `out` is left as it is and lse undefined.
             k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
                 strides with a contiguous last dimension.
             out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.
@@ -136,17 +156,17 @@ class BatchAttention:
             ValueError, TypeError: naming the argument, the value and what was expected; nothing is computed then.
         """
         config = self.config
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is a {type(plan).__name__}: expected a Plan")
-        if plan.owner is not self:
-            raise ValueError("plan belongs to another BatchAttention: expected a plan made by this one")
+        self._check_own("plan", plan)
         inputs = LayerInputs(q, k_cache, v_cache, out, q_scale, k_scale, v_scale, sinks, return_lse)
-        check_layer(config, self.device, plan.num_query_tokens, inputs)
+        rows = plan.num_query_tokens
+        if self.capacity is not None and isinstance(q, torch.Tensor) and q.dim():
+            rows = min(max(rows, q.shape[0]), self.capacity.max_query_tokens)
+        check_layer(config, self.device, rows, inputs)
         if plan.last_page >= k_cache.shape[0]:
             raise ValueError(
                 f"k_cache has {k_cache.shape[0]} pages: expected more than the plan's page {plan.last_page}"
             )
-        shape = (plan.num_query_tokens, config.num_qo_heads, config.value_dim)
+        shape = (rows, config.num_qo_heads, config.value_dim)
         result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out
         lse = self._executor.run(plan.step, inputs, result)
         return (result, lse) if return_lse else result

@@ -11,7 +11,8 @@ from trunkattn.kernels.cpu_math import KV_KINDS
 from trunkattn.planner.build import POLICIES
 
 _WIDEST_ON_GPU: Final = 256
-_LARGEST_GROUP_ON_GPU: Final = 128  # rows of the tallest tile
+_NARROW_ON_GPU: Final = 128
+_LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others
 _COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -107,7 +108,11 @@ class AttentionConfig:
         if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
             width = max(self.head_dim, self.value_dim)
             reasons.append(f"device cuda: head_dim {width} is over {_WIDEST_ON_GPU}, the widest the kernels hold")
-        if self.num_qo_heads // self.num_kv_heads > _LARGEST_GROUP_ON_GPU:
-            group = self.num_qo_heads // self.num_kv_heads
-            reasons.append(f"device cuda: {group} query heads a KV head are over {_LARGEST_GROUP_ON_GPU}")
+        wide = max(self.head_dim, self.value_dim) > _NARROW_ON_GPU or self.cache_dtype.itemsize > 2
+        largest, group = _LARGEST_GROUP_ON_GPU[wide], self.num_qo_heads // self.num_kv_heads
+        if group > largest:
+            reasons.append(
+                f"device cuda: {group} query heads a KV head are over {largest}, the rows of the tallest tile for "
+                f"head_dim {max(self.head_dim, self.value_dim)} and {self.cache_dtype} caches"
+            )
         return reasons

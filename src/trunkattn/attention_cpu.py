@@ -51,8 +51,8 @@ class CpuExecutor:
         self._partial = np.empty((0, config.num_qo_heads, config.value_dim), np.float32)
         self._partial_lse = np.empty((0, config.num_qo_heads), np.float32)
 
-    def plan(self, batch: Batch, changed_rows: np.ndarray | None) -> CpuStep:
-        """Plans a checked batch."""
+    def plan(self, batch: Batch, changed_rows: np.ndarray | None, into: CpuStep | None = None) -> CpuStep:
+        """Plans a checked batch; a step has nothing fixed that `into` would have to keep."""
         planned = self._planner.plan(batch, changed_rows)
         config = self.config
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size)
@@ -76,13 +76,14 @@ class CpuExecutor:
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
+        lse = torch.empty(out.shape[:2])
+        out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
         in_place = out.dtype == torch.float32 and out.is_contiguous()
         computed = out if in_place else torch.empty(out.shape, dtype=torch.float32)
-        lse = torch.empty(out.shape[:2])
         bits = KV_KINDS[self.config.cache_dtype][1]
         k_flat, k_strides = cpu.flat(inputs.k_cache, bits)
         v_flat, v_strides = cpu.flat(inputs.v_cache, bits)
-        queries = inputs.q.to(torch.float32).contiguous().view(-1).numpy()
+        queries = inputs.q[: step.num_query_tokens].to(torch.float32).contiguous().view(-1).numpy()
         outputs = (computed.view(-1).numpy(), lse.numpy(), self._partial, self._partial_lse)
         arrays, workspace = (queries, k_flat, v_flat, k_strides, v_strides), (self._floats, self._ints)
         cpu.execute(step.prepared, step.shape, arrays, self._options(inputs), outputs, workspace)

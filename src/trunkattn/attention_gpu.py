@@ -10,12 +10,21 @@ from trunkattn.attention_config import AttentionConfig
 from trunkattn.attention_planner import make_planner
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import decode_tiles, gpu_device, gpu_limits
-from trunkattn.plan_format import PlanStats, TileList
+from trunkattn.kernels.tile_table import decode_tiles, gpu_device, gpu_limits, without_subtiles
+from trunkattn.plan_format import Capacity, PlanStats, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import TileKind, TilingRule, choose, query_positions, tile_forest, tile_work
+from trunkattn.planner.forest import Forest
+from trunkattn.planner.tiling import (
+    TileKind,
+    TilingRule,
+    predict,
+    query_positions,
+    tile_forest,
+    tile_limits,
+    tile_work,
+)
 
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
 
@@ -58,18 +67,20 @@ class GpuStep:
 class GpuExecutor:
     """Plans on the host and runs on a GPU."""
 
-    def __init__(self, config: AttentionConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
+        self.config, self.device, self._capacity = config, device, capacity
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
         self._card = gpu.Card(self._processors, overlaps=properties.major >= 9)
         limits = gpu_limits(properties.name)
-        self._tiles = decode_tiles(
-            config.batch_invariant, config.cache_dtype.itemsize, max(config.head_dim, config.value_dim)
-        )
-        self._planner = make_planner(config, gpu_device(self._processors))
-        model = self._planner.spec.model
         self._tiled = config.policy == "auto" and not config.batch_invariant
+        width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
+        tiles = decode_tiles(config.cache_dtype.itemsize, width, group)
+        self._tiles = tiles if self._tiled else without_subtiles(tiles)
+        if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
+            self._tiles = self._tiles[-1:]
+        self._planner = make_planner(config, gpu_device(self._processors, self._tiles[-1].block_m))
+        model = self._planner.spec.model
         # the table's times are for 512 bytes a key and value; 8-bit ones take as much arithmetic as 16-bit ones
         size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
         self._rule = TilingRule(
@@ -80,6 +91,8 @@ class GpuExecutor:
                     programs=self._processors * tile.programs,
                     block_ns=(tile.block_ns[0] * size // 512, tile.block_ns[1] * size // 512),
                     chain_ns=(tile.chain_ns[0] * size // 512, tile.chain_ns[1] * size // 512),
+                    subtiles=tile.subtiles,
+                    private_tokens=tile.private_n,
                 )
                 for tile in self._tiles
             ),
@@ -100,41 +113,69 @@ class GpuExecutor:
         self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
         self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
         self._limits_reason = limits.reason
+        self._limits = None if capacity is None else tile_limits(self._rule, capacity)
+        if self._limits:
+            self._reserve(self._limits.slots)
 
-    def plan(self, batch: Batch, changed_rows: np.ndarray | None) -> GpuStep:
-        """Plans a checked batch and starts its upload."""
+    def plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | None = None) -> GpuStep:
+        """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
         lens, starts = batch.seq_lens, batch.query_start_loc
         if self._tiled:
             forest, table = self._planner.forest(batch, changed_rows)
-            best, times = choose(self._rule, forest, (lens, starts), batch.window)
-            tile_list = tile_forest(self._rule, best, forest, (table, lens, starts), batch.window)
-            listed = ", ".join(f"{name} {time / 1e3:.3g} µs" for name, time in times.items())
-            policy, reason = best.name(self._rule), f"least predicted time on {self._limits_reason}: {listed}"
+            tile_list, policy, reason = self._tile(forest, Batch(table, lens, starts, batch.window))
         else:
             planned = self._planner.plan(batch, changed_rows)
             table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
             tile_list = tile_work(self._rule, planned.work, (table, lens, starts), batch.window)
-        masked = batch.window != UNLIMITED or bool((np.diff(starts) > 1).any())
-        config = self.config
-        geometry = gpu.Geometry(
-            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
-            self._rule.run, batch.window, masked, config.logits_soft_cap, config.sinks,
-        )  # fmt: skip
-        gpu_plan = gpu.upload(tile_list, query_positions(lens, starts), geometry, self.device)
-        if tile_list.num_slots > len(self._partial):
-            self._partial = torch.empty(tile_list.num_slots, *self._partial.shape[1:], device=self.device)
-            self._partial_lse = torch.empty(tile_list.num_slots, self._partial.shape[1], device=self.device)
+        if self._limits and (broken := self._limits.broken_by(tile_list)):
+            raise ValueError(f"policy={policy!r} makes {', '.join(broken)} that a plan of this capacity holds")
+        gpu_plan = self._place(tile_list, batch, into)
         kept = Batch(table, lens.copy(), starts.copy(), batch.window)
         return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason)
+
+    def _tile(self, forest: Forest, batch: Batch) -> tuple[TileList, str, str]:
+        """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do."""
+        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+        times = predict(self._rule, forest, arrays[1:], batch.window)
+        for tiling in sorted(times, key=lambda tiling: times[tiling]):
+            tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
+            if self._limits is None or not self._limits.broken_by(tile_list):
+                break
+        listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
+        return tile_list, tiling.name(self._rule), f"least predicted time on {self._limits_reason}: {listed}"
+
+    def _place(self, tile_list: TileList, batch: Batch, into: GpuStep | None) -> gpu.GpuPlan:
+        """Sends a tile list to the device."""
+        config, capacity = self.config, self._capacity
+        several = bool((np.diff(batch.query_start_loc) > 1).any())
+        if capacity is not None:
+            several = capacity.max_query_tokens > capacity.max_requests
+        geometry = gpu.Geometry(
+            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
+            self._rule.run, batch.window, several or batch.window != UNLIMITED, config.logits_soft_cap, config.sinks,
+        )  # fmt: skip
+        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        if self._limits is None:
+            self._reserve(tile_list.num_slots)
+            return gpu.upload(tile_list, positions, geometry, self._card, self.device)
+        placed = into.gpu_plan if into else gpu.reserve(self._limits, self._tiles, geometry, self._card, self.device)
+        gpu.refill(placed, tile_list, positions)
+        return placed
+
+    def _reserve(self, slots: int) -> None:
+        if slots > len(self._partial):
+            self._partial = torch.empty(slots, *self._partial.shape[1:], device=self.device)
+            self._partial_lse = torch.empty(slots, self._partial.shape[1], device=self.device)
 
     def run(self, step: GpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
         lse = torch.empty(out.shape[:2], device=self.device) if inputs.return_lse else self._partial_lse
-        scale = self._scale
+        scale, v_scale = self._scale, self._ones
         for value in (inputs.q_scale, inputs.k_scale):
-            if value is not None:
+            if value is not None and not _is_one(value):
                 scale = scale * scale_tensor(value)
-        v_scale = self._ones if inputs.v_scale is None else self._ones * scale_tensor(inputs.v_scale)
+        if inputs.v_scale is not None and not _is_one(inputs.v_scale):
+            v_scale = self._ones * scale_tensor(inputs.v_scale)
         # the kernels take any strides but that of the last dimension
         q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
         computed = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -147,3 +188,8 @@ class GpuExecutor:
         if computed is not out:
             out.copy_(computed)
         return lse
+
+
+def _is_one(scale: float | torch.Tensor) -> bool:
+    """Whether a scale changes nothing, as far as the host can see."""
+    return not isinstance(scale, torch.Tensor) and scale == 1

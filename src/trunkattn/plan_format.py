@@ -114,6 +114,29 @@ class TileList:
 
 
 @dataclass(frozen=True)
+class TileLimits:
+    """Most that the arrays of a TileList may hold in buffers of a fixed size."""
+
+    items: int
+    runs: int
+    queries: int
+    merged: int
+    slots: int
+    query_tokens: int
+
+    def broken_by(self, tiles: TileList) -> list[str]:
+        """What of a tile list is over its limit; empty: it fits."""
+        sizes = {
+            "items": len(tiles.items),
+            "runs": len(tiles.runs),
+            "queries": len(tiles.queries),
+            "merged": len(tiles.merge_queries),
+            "slots": tiles.num_slots,
+        }
+        return [f"{size} {name} of {getattr(self, name)}" for name, size in sizes.items() if size > getattr(self, name)]
+
+
+@dataclass(frozen=True)
 class PlanStats:
     """What a plan reads. Tokens are KV tokens per KV head and layer; a token read by two items counts twice."""
 

@@ -28,7 +28,10 @@ POLICIES = ("pat", "cascade")
 def make_rule(config: AttentionConfig, processors: int) -> TilingRule:
     """The tiles of the table; two programs of each on a multiprocessor."""
     kinds = (
-        TileKind(tile.block_m, tile.block_n, 2 * processors, tile.block_ns, tile.chain_ns) for tile in DECODE_TILES
+        TileKind(
+            tile.block_m, tile.block_n, 2 * processors, tile.block_ns, tile.chain_ns, tile.subtiles, tile.private_n
+        )
+        for tile in DECODE_TILES
     )
     return TilingRule(
         kinds=tuple(kinds),
@@ -80,7 +83,7 @@ class Interpreted:
         return tile_list
 
     def _planner(self, policy: str) -> Planner:
-        config, device = self.step.config, gpu_device(self.processors)
+        config, device = self.step.config, gpu_device(self.processors, DECODE_TILES[-1].block_m)
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         model = cost_model(device, *dims, config.cache_dtype.itemsize)
         split = split_rule(device, model, config.num_kv_heads, config.head_dim + config.value_dim, 0)

@@ -8,12 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.kernels.tile_table import DECODE_TILES
+from trunkattn.kernels.tile_table import DECODE_TILES, GpuTile, decode_tiles, without_subtiles
 from trunkattn.plan_format import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.planner import tiles
 from trunkattn.planner.build import POLICIES, Batch, Planner
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import TileKind, Tiling, TilingRule, candidates, choose, tile_forest, tile_work
+from trunkattn.planner.tiling import (
+    TileKind,
+    Tiling,
+    TilingRule,
+    candidates,
+    choose,
+    query_positions,
+    stages_of,
+    tile_forest,
+    tile_work,
+)
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import MODEL, UNCUT, as_batch, forest_of, make_batch, make_spec
@@ -21,9 +32,9 @@ from .specs import MODEL, UNCUT, as_batch, forest_of, make_batch, make_spec
 SEEDS = st.integers(0, 2**32 - 1)
 PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
 WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
-GROUP_SIZES = st.one_of(st.integers(1, 16), st.sampled_from([24, 64, 128]))
+GROUP_SIZES = st.one_of(st.integers(1, 16), st.sampled_from([5, 7, 12, 16, 24, 32]))
 PROCESSORS = st.sampled_from([1, 3, 16, 132])
-SHAPES = tuple((tile.block_m, tile.block_n) for tile in DECODE_TILES)
+CACHES = ((2, 128), (1, 128), (2, 256))  # bytes of an element and head_dim: the table has tiles for each of them
 
 
 def make_rule(
@@ -31,13 +42,15 @@ def make_rule(
     page_size: int,
     processors: int,
     *,
-    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    shapes: tuple[GpuTile, ...] = (),
     num_kv_heads: int = 1,
     fuse_up_to: int = 8,
 ) -> TilingRule:
-    """The tile table's times where a shape has one."""
-    times = {(tile.block_m, tile.block_n): (tile.block_ns, tile.chain_ns) for tile in DECODE_TILES}
-    kinds = (TileKind(*shape, 2 * processors, *times.get(shape, ((2000, 3000), (1500, 2500)))) for shape in shapes)
+    """By default of the tiles for a 16-bit cache."""
+    kinds = (
+        TileKind(it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n)
+        for it in shapes or decode_tiles(2, 128, group_size)
+    )
     return TilingRule(
         kinds=tuple(kinds),
         group_size=group_size,
@@ -52,18 +65,34 @@ def make_rule(
 
 
 @st.composite
+def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
+    """So low that a small batch fills many of each height; rows of a subtile that hold no whole group stay unused."""
+    shapes = []
+    for _ in range(draw(st.integers(1, 4))):
+        subtiles, private = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([4, 8, 16, 32]))
+        rows = subtiles * (draw(st.integers(1, 3)) * group_size + draw(st.integers(0, group_size - 1)))
+        keys = private * draw(st.sampled_from([1, 2, 4]))
+        shapes.append(GpuTile(rows, keys, 1, 1, 2, (2000, 3000), (1500, 2500), subtiles, private))
+    return tuple(sorted(shapes, key=lambda shape: shape.block_m))
+
+
+@st.composite
 def rules(draw: st.DrawFn, page_size: int) -> TilingRule:
-    """Tiles of the table, or such low ones that a small batch fills many of each height."""
     group_size = draw(GROUP_SIZES)
-    low = tuple((queries * group_size, keys) for queries, keys in ((1, 4), (1, 16), (3, 8), (8, 8)))
+    listed = st.sampled_from([decode_tiles(*cache, group_size) for cache in CACHES])
     return make_rule(
         group_size,
         page_size,
         draw(PROCESSORS),
-        shapes=draw(st.sampled_from([SHAPES, low])),
+        shapes=draw(st.one_of(listed, low_tiles(group_size))),
         num_kv_heads=draw(st.sampled_from([1, 2, 8])),
         fuse_up_to=draw(st.sampled_from([0, 1, 8])),
     )
+
+
+def unnested(rule: TilingRule) -> TilingRule:
+    """As the packing policies take the tiles."""
+    return replace(rule, kinds=tuple(replace(kind, subtiles=1) for kind in rule.kinds))
 
 
 @st.composite
@@ -88,17 +117,22 @@ def tile(rule: TilingRule, tiling: Tiling, batch: Batch) -> TileList:
 
 
 def assert_runnable(tile_list: TileList, batch: Batch, rule: TilingRule) -> None:
-    """What `check_tiles` asserts, and what the kernels rely on besides: whole blocks of full runs, no partial written
-    by an item of the launches that merge, nothing merged by the others, consecutive slots."""
+    """What `check_tiles` asserts, and what the kernels rely on besides: whole blocks of full runs and whole rounds of
+    subtiles, no partial written by an item of the launches that merge, nothing merged by the others, consecutive
+    slots."""
     check_tiles(tile_list, batch, rule)
     num_kinds = len(rule.kinds)
     assert len(tile_list.counts) == 2 * num_kinds + 1
     assert (tile_list.counts[0], tile_list.counts[-1]) == (0, len(tile_list.items))
     bucket = np.repeat(np.arange(2 * num_kinds), np.diff(tile_list.counts))
     for item, of in zip(tile_list.items, bucket, strict=True):
-        block_runs = rule.kinds[of % num_kinds].block_tokens // rule.run
+        kind = rule.kinds[of % num_kinds]
+        block_runs, private_runs = kind.block_tokens // rule.run, kind.private_tokens // rule.run
         assert item[RUN_START] <= item[RUN_FULL] <= item[RUN_END] > item[RUN_START]
         assert (item[RUN_FULL] - item[RUN_START]) % block_runs == 0
+        if kind.subtiles > 1 and item[RUN_END] > item[RUN_FULL]:
+            rounds = tile_list.runs[item[RUN_FULL] : item[RUN_END], 1].reshape(-1, kind.subtiles * private_runs)
+            assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
         slots, parts = (x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.slots, tile_list.parts))
         if of < num_kinds:
@@ -127,7 +161,7 @@ def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, B
 def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     case: tuple[TilingRule, Batch], policy: str, invariant: bool, above_mean: bool
 ) -> None:
-    batch, rule = case[1], replace(case[0], uniform=invariant)
+    batch, rule = case[1], replace(unnested(case[0]), uniform=invariant)
     columns = 2 if invariant else 1
     tallest = max(kind.rows for kind in rule.kinds)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)
@@ -166,7 +200,7 @@ def test_without_a_query_the_tile_list_is_empty(rows: list[int]) -> None:
     work = Planner(make_spec("cascade")).plan(batch).work
     for tile_list in [
         *(tile(rule, tiling, batch) for tiling in candidates(rule)),
-        tile_work(rule, work, arrays(batch), UNLIMITED),
+        tile_work(unnested(rule), work, arrays(batch), UNLIMITED),
     ]:
         assert_runnable(tile_list, batch, rule)
         assert (len(tile_list.items), len(tile_list.runs), tile_list.num_slots) == (0, 0, 0)
@@ -177,7 +211,8 @@ def test_without_a_query_the_tile_list_is_empty(rows: list[int]) -> None:
 
 def test_candidates_hold_at_least_one_query_token() -> None:
     """Groups of 20 heads do not fit 16 rows."""
-    rule = make_rule(20, 16, 8)
+    low, tall = without_subtiles(DECODE_TILES)
+    rule = make_rule(20, 16, 8, shapes=(low, tall, replace(tall, block_m=128)))
     names = [tiling.name(rule) for tiling in candidates(rule) if tiling.cut]
     assert names == ["64x64 per query", "64x64", "128x64", "128x64+64x64"]
     uncut = [replace(tiling, cut=True) for tiling in candidates(rule) if not tiling.cut]
@@ -185,16 +220,74 @@ def test_candidates_hold_at_least_one_query_token() -> None:
 
 
 def test_a_run_divides_the_page_and_every_block() -> None:
-    assert [make_rule(1, page, 8).run for page in (1, 2, 3, 12, 16, 48, 64, 128)] == [1, 2, 1, 4, 16, 16, 32, 32]
+    pages = (1, 2, 3, 12, 16, 48, 64, 128)
+    assert [make_rule(1, page, 8).run for page in pages] == [1, 2, 1, 4, 16, 16, 32, 32]
+    wide = decode_tiles(2, 256, 1)
+    assert [make_rule(1, page, 8, shapes=wide).run for page in pages] == [1, 2, 1, 4, 16, 16, 16, 16]
+
+
+def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
+    """Subtiles of 2 queries and 2 runs a block; a list of one item of a plain kind comes first."""
+
+    def run(place: int, low: int, high: int) -> list[int]:
+        return [place, low | high << 8 | 16 << 16, place % 100]
+
+    plain, full, empty = [run(900, 0, 1), run(916, 0, 1)], run(100, 0, 4), [0, 0, 0]
+    both, long_one, long_two, long_three, short = (
+        run(200, 0, 4), run(300, 0, 2), run(316, 0, 2), run(332, 1, 2), run(400, 3, 4),
+    )  # fmt: skip
+    listed = [*plain, full, long_one, both, long_two, long_three, short]
+    emitted = tiles.Items(
+        np.array([[0, 0, 2, 0, 1], [2, 3, 8, 1, 5]], np.int32),
+        np.array(listed, np.int32),
+        np.arange(5, dtype=np.int32),
+        np.ones(2, np.bool_),
+    )
+    nested = tiles.nest(emitted, np.array([0, 1], np.int32), np.array([[1, 5, 4], [2, 2, 2]], np.int64))
+    first = [long_one, both, both, short]  # a block of the first subtile, and one of the second
+    second = [long_two, long_three, empty, empty]
+    assert nested.runs.tolist() == [*plain, full, *first, *second]
+    assert nested.items.tolist() == [[0, 0, 2, 0, 1], [2, 3, 11, 1, 5]]
+    assert emitted.runs.tolist() == listed
+    assert nested.queries is emitted.queries and nested.uncut is emitted.uncut
+
+
+@pytest.mark.property
+@given(case=cases())
+def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, Batch]) -> None:
+    """Of tiles that are not cut. Full runs that some query sees in part move to the masked blocks, so that only the
+    number of keys is the same. A stage that leaves out some queries of a tile has the others stand elsewhere in it."""
+    rule, batch = case
+    forest, lens, starts = forest_of(batch, rule.page_size), batch.seq_lens, batch.query_start_loc
+    entries = tiles.make_entries(forest, lens, starts)
+    seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.run == 0).all()
+    for kind, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
+        shape, uncut = rule.kinds[kind], stage._replace(num_parts=1)
+        predicted = tiles.stage_blocks(forest, entries, uncut, batch.window, rule.run)
+        emitted = tiles.emit_stage(forest, entries, batch.block_table, uncut, batch.window, rule.run, rule.page_size)
+        height = shape.entries(rule.group_size) // shape.subtiles
+        of_kind = np.array([[shape.subtiles, height, stage.private_runs]], np.int64)
+        items = tiles.nest(emitted, np.zeros(len(emitted.items), np.int32), of_kind).items.tolist()
+        step = stage.block_runs if shape.subtiles == 1 else stage.private_runs
+        for (whole, private), (start, full, end, first, last) in zip(predicted.tolist(), items, strict=True):
+            blocks = (full - start) // stage.block_runs
+            masked = -(-(end - full) // (step * shape.subtiles))
+            place = entries.query.tolist().index(emitted.queries[first]) // stage.height * stage.height
+            complete = last - first == min(stage.height, len(entries.query) - place)
+            if complete or shape.subtiles == 1:
+                assert blocks * stage.block_runs + masked * step == whole * stage.block_runs + private * step
+            assert blocks <= whole or not complete
+            assert blocks == whole or not (complete and seen_whole)
 
 
 TREE = tree_batch(parse_tree("1,2,12_64,32,20"), 16, row_seed=0, page_seed=1)
 TREE_BATCH = as_batch(TREE)
 
 
-def tree_tiles(name: str, processors: int) -> tuple[TileList, TilingRule]:
+def tree_tiles(name: str, processors: int, nested: bool = True) -> tuple[TileList, TilingRule]:
     """12 requests of 4 heads: 64 tokens for all, 32 for six, 20 each (the last 4 of them in a run that is not full)."""
     rule = make_rule(4, 16, processors, num_kv_heads=2)
+    rule = rule if nested else unnested(rule)
     tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == name)
     tile_list = tile(rule, tiling, TREE_BATCH)
     check_tiles(tile_list, TREE_BATCH, rule)
@@ -202,10 +295,20 @@ def tree_tiles(name: str, processors: int) -> tuple[TileList, TilingRule]:
 
 
 def test_one_tile_reads_each_token_of_the_tree_once() -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1)
+    tile_list, rule = tree_tiles("64x64", processors=1, nested=False)
     assert rule.run == 16
     assert tile_list.items.tolist() == [[0, 4, 4 + 2 * 2 + 12 * 2, 0, 12]]
     assert (tile_list.runs[:, 1] >> 16).sum() == 64 + 2 * 32 + 12 * 20
+    assert tile_list.num_slots == 0
+
+
+def test_a_nested_tile_reads_a_branch_once_for_each_subtile() -> None:
+    """Subtiles of 4 queries read 10, 12, 10 and 0 private runs, two at a time: each branch concerns two of them."""
+    tile_list, _ = tree_tiles("64x64", processors=1)
+    assert tile_list.items.tolist() == [[0, 4, 4 + 6 * 4 * 2, 0, 12]]
+    private = (tile_list.runs[4:, 1] >> 16).reshape(6, 4, 2)
+    assert np.count_nonzero(private, axis=(0, 2)).tolist() == [10, 12, 10, 0]
+    assert (tile_list.runs[:, 1] >> 16).sum() == 64 + 2 * 2 * 32 + 12 * 20
     assert tile_list.num_slots == 0
 
 
@@ -213,13 +316,12 @@ def test_two_heights_leave_the_trunk_to_the_tall_tile() -> None:
     """Nodes of at least 16 queries are tall: none of this tree's 12, all of three times as many."""
     rule = make_rule(4, 16, 1, num_kv_heads=2)
     batch = as_batch(tree_batch(parse_tree("1,2,36_64,32,20"), 16, row_seed=0, page_seed=1))
-    tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == "64x64+16x32")
+    tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == "64x64+16x64")
     tile_list = tile(rule, tiling, batch)
     assert_runnable(tile_list, batch, rule)
-    tall = tile_list.items[tile_list.counts[3] : tile_list.counts[4]]
-    read = [(tile_list.runs[item[RUN_START] : item[RUN_END], 2]).tolist() for item in tall]
-    assert {start for starts in read for start in starts} == set(range(0, 96, 16))
-    assert tile_list.counts[5:].tolist()[0] < len(tile_list.items)  # the low tiles merge what the tall ones leave
+    assert tile_list.counts.tolist() == [0, 0, 3, 12, 12]  # the low tiles merge what the tall ones leave
+    read = [tile_list.runs[item[RUN_START] : item[RUN_END]] for item in tile_list.items[:3]]
+    assert all(set(runs[runs[:, 1] > 0, 2]) == set(range(0, 96, 16)) for runs in read)
     assert len(tile_list.merge_queries) == 0
 
 
@@ -237,33 +339,75 @@ def changed(name: str, index: tuple[int, ...] | int, delta: int) -> Change:
     return change
 
 
-def without_the_last_run(tile_list: TileList) -> TileList:
-    return changed("items", (0, RUN_END), -1)(tile_list)
+def last_run(column: int, delta: int) -> Change:
+    """Adds `delta` to one number of the last run that has tokens."""
+    return lambda tile_list: changed("runs", (np.flatnonzero(tile_list.runs[:, 1])[-1], column), delta)(tile_list)
 
 
+def swapped_runs(one: int, other: int) -> Change:
+    def change(tile_list: TileList) -> TileList:
+        runs = tile_list.runs.copy()
+        runs[[one, other]] = runs[[other, one]]
+        return replace(tile_list, runs=runs)
+
+    return change
+
+
+def without_runs(*places: int) -> Change:
+    """As those that fill up a block."""
+
+    def change(tile_list: TileList) -> TileList:
+        runs = tile_list.runs.copy()
+        runs[list(places)] = 0
+        return replace(tile_list, runs=runs)
+
+    return change
+
+
+MISSED, NOT_FOR_ALL = "a token is missed or read twice", "item 0: a full run is not for all"
 ONE_TILE = [
-    (without_the_last_run, "a token is missed or read twice"),
-    (changed("items", (0, RUN_START), 1), "a token is missed or read twice"),
-    (changed("items", (0, RUN_FULL), 1), "item 0: a full run is not for all"),
-    (changed("items", (0, RUN_FULL), 28), "item 0: a full run is not for all|needs a mask"),
-    (changed("items", (0, QUERY_END), -1), "item 0: a full run is not for all"),
+    (changed("items", (0, RUN_END), -5), MISSED),
+    (changed("items", (0, RUN_START), 1), MISSED),
+    (changed("items", (0, RUN_FULL), 1), NOT_FOR_ALL),
+    (changed("items", (0, RUN_FULL), 24), NOT_FOR_ALL + "|needs a mask"),
+    (changed("items", (0, QUERY_END), -1), NOT_FOR_ALL),
     (changed("runs", (0, 0), 1), "item 0: query .* has other pages"),
-    (changed("runs", (0, 1), 1), "item 0: a full run is not for all"),
-    (changed("runs", (0, 1), -(1 << 8)), "item 0: a full run is not for all"),
-    (changed("runs", (-1, 1), -(1 << 16)), "a token is missed or read twice"),
+    (changed("runs", (0, 1), 1), NOT_FOR_ALL),
+    (changed("runs", (0, 1), -(1 << 8)), NOT_FOR_ALL),
+    (last_run(1, -(1 << 16)), MISSED),
     (changed("runs", (0, 1), -(1 << 16)), "item 0: query .* needs a mask"),
-    (changed("runs", (-1, 2), -1), "item 0: query .* has other pages"),
-    (changed("queries", 0, 1), "has other pages|a token is missed or read twice"),
-    (changed("counts", 3, 1), "item 0 exceeds its tile"),
+    (last_run(2, -1), "item 0: query .* has other pages"),
+    (changed("queries", 0, 1), "has other pages|" + MISSED),
+    (changed("counts", 1, 1), "item 0 exceeds its tile"),
     (changed("slots", 0, 1), "a partial is written and not merged"),
 ]
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize(("break_it", "message"), ONE_TILE)
-def test_a_broken_tile_is_found(break_it: Change, message: str) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1)
+def test_a_broken_tile_is_found(break_it: Change, message: str, nested: bool) -> None:
+    tile_list, rule = tree_tiles("64x64", processors=1, nested=nested)
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)
+
+
+# Of the tree's tile, runs 4 to 11 are the first blocks of the four subtiles: 4, 5 and 6, 7 the first branch for two of
+# them, 8, 9 the second branch for the third, 10, 11 empty. Runs 12, 13 are leaves of the first.
+NESTED = {
+    "in_the_block_of_another_subtile": swapped_runs(12, 11),
+    "of_two_subtiles_exchanged": swapped_runs(12, 14),
+    "missing_for_the_first_subtile": without_runs(4),
+    "missing_for_the_second_subtile": without_runs(6),
+    "a_block_early": changed("items", (0, RUN_FULL), -1),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_run_that_the_wrong_subtile_reads_is_found(name: str) -> None:
+    tile_list, rule = tree_tiles("64x64", processors=1)
+    assert tile_list.runs[4:6].tolist() == tile_list.runs[6:8].tolist() != tile_list.runs[8:10].tolist()
+    with pytest.raises(AssertionError, match=MISSED):
+        check_tiles(NESTED[name](tile_list), TREE_BATCH, rule)
 
 
 CUT = [
@@ -294,19 +438,32 @@ def test_a_bucket_out_of_order_is_found() -> None:
 
 @pytest.mark.property
 @given(case=cases(), draw=st.data())
-def test_a_dropped_run_and_a_moved_mark_are_found_anywhere(case: tuple[TilingRule, Batch], draw: st.DataObject) -> None:
+def test_a_missing_run_and_a_moved_mark_are_found_anywhere(case: tuple[TilingRule, Batch], draw: st.DataObject) -> None:
     rule, batch = case
     tile_list = tile(rule, draw.draw(st.sampled_from(candidates(rule))), batch)
     if len(tile_list.items) == 0:
         return
     at = draw.draw(st.integers(0, len(tile_list.items) - 1))
-    shorter = changed("items", (at, RUN_END), -1)(tile_list)
+    start, full, end, begin, stop = tile_list.items[at].tolist()
+    missing = draw.draw(st.sampled_from(needed_runs(tile_list, start, end, begin, batch)))
+    same = (tile_list.runs[start:end] == tile_list.runs[missing]).all(axis=1)  # for several subtiles
     with pytest.raises(AssertionError):
-        check_tiles(shorter, batch, rule)
-    _, full, end, begin, stop = tile_list.items[at]
+        check_tiles(without_runs(*(start + np.flatnonzero(same)).tolist())(tile_list), batch, rule)
     rows, count = tile_list.runs[full:end, 1], stop - begin
     masked = (rows >> 16 < rule.run) | (rows & 255 > 0) | (rows >> 8 & 255 < count)
     if masked.any():
         everything = changed("items", (at, RUN_FULL), end - full)(tile_list)
         with pytest.raises(AssertionError, match=r"a full run is not for all|needs a mask"):
             check_tiles(everything, batch, rule)
+
+
+def needed_runs(tile_list: TileList, start: int, end: int, begin: int, batch: Batch) -> list[int]:
+    """Those of runs [start, end) that at least one query of theirs sees a token of."""
+    positions = query_positions(batch.seq_lens, batch.query_start_loc)[tile_list.queries[begin:]]
+    needed = []
+    for i in range(start, end):
+        _, rows, first = tile_list.runs[i].tolist()
+        place, last = positions[rows & 255 : rows >> 8 & 255], first + (rows >> 16) - 1
+        if ((place >= first) & (last > place - batch.window)).any():
+            needed.append(i)
+    return needed

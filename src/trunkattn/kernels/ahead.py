@@ -43,19 +43,19 @@ def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resou
     dim = target.head_dim
     constants: dict[str, object] = {
         "BUCKET": 0, "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": dim,
-        "PADDED_DIM_V": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "MASKED": False, "MERGE": merges,
+        "PADDED_DIM_V": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SUBTILES": tile.subtiles,
+        "PRIVATE_N": tile.private_n, "MASKED": False, "MERGE": merges,
         "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": "tf32",
-        "OVERLAP": merges and target.capability >= 90,
+        "LEADS": False, "FOLLOWS": merges and target.capability >= 90,
     }  # fmt: skip
-    options = {"num_warps": tile.warps} | ({"maxnreg": tile.max_registers} if tile.max_registers else {})
-    return _compile(decode_kernel, target, constants, options)
+    return _compile(decode_kernel, target, constants, {"num_warps": tile.warps})
 
 
 def compile_merge(target: Target) -> Resources:
     """`merge_kernel`."""
     constants: dict[str, object] = {
         "COUNT_AT": 10, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": target.head_dim, "BLOCK_P": 16, "SINKS": False,
-        "RETURN_LSE": False,
+        "RETURN_LSE": False, "FOLLOWS": target.capability >= 90,
     }  # fmt: skip
     return _compile(merge_kernel, target, constants, {"num_warps": 2})
 

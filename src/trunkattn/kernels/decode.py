@@ -19,6 +19,26 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _listed(runs, at, end, COLUMN: tl.constexpr):
+    """A column of the run list, 0 from `end` on. In halves: a load of 32 bits would be staged as the keys are, and wait
+    for them; these stay in registers."""
+    half = (runs + at * 3 + COLUMN).to(tl.pointer_type(tl.uint16))
+    low = tl.load(half, mask=at < end, other=0).to(tl.int32)
+    return low | tl.load(half + 1, mask=at < end, other=0).to(tl.int32) << 16
+
+
+@triton.jit
+def _column(runs, at, end, key_run, COLUMN: tl.constexpr, STEP: tl.constexpr):
+    """`_listed` for each key of a step; as scalars where it has few runs: a thread then keeps one address per run."""
+    if STEP > 4:
+        return _listed(runs, at + key_run, end, COLUMN)
+    value = tl.zeros_like(key_run)
+    for i in tl.static_range(STEP):
+        value = tl.where(key_run == i, _listed(runs, at + i, end, COLUMN), value)
+    return value
+
+
+@triton.jit
 def _load(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASK_ROWS: tl.constexpr):
     """A tile of keys or values; masks only what needs one, because masked loads cost address registers."""
     pointers = base + rows + columns
@@ -34,6 +54,58 @@ def _load(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr
 def _cap(scores, soft_cap):
     """Logits to soft_cap · tanh(logit / soft_cap), in base 2."""
     return (2.0 / (1.0 + tl.exp2(scores * (-2.0 * _LOG2_E / soft_cap))) - 1.0) * (soft_cap * _LOG2_E)
+
+
+@triton.jit
+def _attend(state, q_tile, keys, values, seen, scale, soft_cap,
+            MASK: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One step of the online softmax: acc [..., M, Dv], maximum and sum [..., M]."""
+    acc, top, total = state
+    scores = tl.dot(q_tile, keys, input_precision=PRECISION) * scale
+    if SOFT_CAP:
+        scores = _cap(scores, soft_cap)
+    if MASK:
+        scores = tl.where(seen, scores, -float("inf"))
+    AXIS: tl.constexpr = len(scores.shape) - 1
+    higher = tl.maximum(top, tl.max(scores, AXIS))
+    weights = tl.exp2(scores - tl.expand_dims(higher, AXIS))
+    rescale = tl.exp2(top - higher)
+    total = total * rescale + tl.sum(weights, AXIS)
+    acc = tl.dot(weights.to(values.dtype), values, acc * tl.expand_dims(rescale, AXIS), input_precision=PRECISION)
+    return acc, higher, total
+
+
+@triton.jit
+def _attend_masked(state, q_tile, local, position, key_run, key_place, runs, first, end, k_head, v_head,
+                   k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
+                   STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                   PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr,
+                   STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Runs [first, end) that not all rows see, STEP at a time. local, position [..., M]: each row's query; key_run,
+    key_place [..., N]: each key's run of a step, and place in it."""
+    M: tl.constexpr = len(q_tile.shape) - 1  # axis to insert, so that a mask lies along the keys
+    N: tl.constexpr = len(q_tile.shape) - 2
+    d, dv = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM_V)
+    place = _column(runs, first, end, key_run, 0, STEP)
+    rows = _column(runs, first, end, key_run, 1, STEP)
+    for at in tl.range(first, end, STEP, num_stages=STAGES):
+        inside = key_place < rows >> 16
+        page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE + key_place
+        k_at = tl.expand_dims(page * k_stride_p + offset * k_stride_t, N)
+        v_at = tl.expand_dims(page * v_stride_p + offset * v_stride_t, M)
+        keys = _load(k_head, k_at, d[:, None], tl.expand_dims(inside, N), HEAD_DIM, PADDED_DIM, True)
+        values = _load(v_head, v_at, dv[None, :], tl.expand_dims(inside, M), HEAD_DIM_V, PADDED_DIM_V, True)
+        low, high = tl.where(inside, rows & 255, 256), rows >> 8 & 255
+        query = tl.expand_dims(local, M)
+        seen = (query >= tl.expand_dims(low, N)) & (query < tl.expand_dims(high, N))
+        if MASKED:
+            where = tl.expand_dims(_column(runs, at, end, key_run, 2, STEP) + key_place, N)
+            seen = seen & (where <= tl.expand_dims(position, M)) & (where > tl.expand_dims(position, M) - window)
+        state = _attend(state, q_tile, keys.to(q_tile.dtype), values.to(q_tile.dtype), seen, scale, soft_cap,
+                        True, SOFT_CAP, PRECISION)  # fmt: skip
+        place = _column(runs, at + STEP, end, key_run, 0, STEP)
+        rows = _column(runs, at + STEP, end, key_run, 1, STEP)
+    return state
 
 
 @triton.jit
@@ -64,16 +136,19 @@ def decode_kernel(
     k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
     BUCKET: tl.constexpr, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RUN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PADDED_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
+    PRIVATE_N: tl.constexpr, MASKED: tl.constexpr, MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Items counts[BUCKET] .. counts[BUCKET + 1] - 1; see `kernels.gpu` for the launch, `TileList` for the arrays."""
-    if OVERLAP and not MERGE:
+    if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     BLOCK_RUNS: tl.constexpr = BLOCK_N // RUN
+    ROWS: tl.constexpr = BLOCK_M // SUBTILES  # of a subtile, which holds whole groups
+    ENTRIES: tl.constexpr = ROWS // GROUP
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    w, p = tl.arange(0, SUBTILES), tl.arange(0, PRIVATE_N)
     d, dv = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM_V)
     first_item = tl.load(counts + BUCKET)
     num_tasks = (tl.load(counts + BUCKET + 1) - first_item) * NUM_KV_HEADS
@@ -82,79 +157,69 @@ def decode_kernel(
         head = task % NUM_KV_HEADS
         run_start, run_full, run_end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         begin, end = tl.load(item + 3), tl.load(item + 4)
-        local = m // GROUP
+        local = m // ROWS * ENTRIES + m % ROWS // GROUP
         entry = begin + local
-        used = entry < end
+        used = (entry < end) & (m % ROWS < ENTRIES * GROUP)
         token = tl.load(queries + entry, mask=used, other=0)
-        query_head = head * GROUP + m % GROUP
+        query_head = head * GROUP + m % ROWS % GROUP
         q_at = (token.to(tl.int64) * q_stride_t + query_head * q_stride_h)[:, None]
         q_tile = _load(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
+        if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+            q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
         scale = tl.load(logit_scale + head)
-        top = tl.full([BLOCK_M], _NOTHING, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32)
+        state = (
+            tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
+            tl.full([BLOCK_M], _NOTHING, tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+        )
         k_head, v_head = k_cache + head * k_stride_h, v_cache + head * v_stride_h
+        position = local
+        if MASKED:
+            position = tl.load(positions + token, mask=used, other=0)
+        place = _column(runs, run_start, run_end, n // RUN, 0, BLOCK_RUNS)
         for at in tl.range(run_start, run_full, BLOCK_RUNS, num_stages=STAGES):
-            place = tl.load(runs + (at + n // RUN) * 3) + n % RUN
-            page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE
-            k_at = (page * k_stride_p + offset * k_stride_t)[None, :]
-            k_tile = _load(k_head, k_at, d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
-            scores = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale
-            if SOFT_CAP:
-                scores = _cap(scores, soft_cap)
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            rescale = tl.exp2(top - higher)
-            total = total * rescale + tl.sum(weights, 1)
-            v_at = (page * v_stride_p + offset * v_stride_t)[:, None]
-            v_tile = _load(v_head, v_at, dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
-            acc = tl.dot(weights.to(q_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
-            top = higher
-        for at in tl.range(run_full, run_end, BLOCK_RUNS, num_stages=STAGES):
-            listed = at + n // RUN < run_end
-            place = tl.load(runs + (at + n // RUN) * 3, mask=listed, other=0) + n % RUN
-            rows = tl.load(runs + (at + n // RUN) * 3 + 1, mask=listed, other=0)
-            inside = n % RUN < rows >> 16
-            page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE
-            k_at = (page * k_stride_p + offset * k_stride_t)[None, :]
-            k_tile = _load(k_head, k_at, d[:, None], inside[None, :], HEAD_DIM, PADDED_DIM, True).to(q_tile.dtype)
-            scores = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale
-            if SOFT_CAP:
-                scores = _cap(scores, soft_cap)
-            low = tl.where(inside, rows & 255, 256)
-            seen = (local[:, None] >= low[None, :]) & (local[:, None] < (rows >> 8 & 255)[None, :])
-            if MASKED:
-                position = tl.load(positions + token, mask=used, other=0)[:, None]
-                where = (tl.load(runs + (at + n // RUN) * 3 + 2, mask=listed, other=0) + n % RUN)[None, :]
-                seen = seen & (where <= position) & (where > position - window)
-            scores = tl.where(seen, scores, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            rescale = tl.exp2(top - higher)
-            total = total * rescale + tl.sum(weights, 1)
-            v_at = (page * v_stride_p + offset * v_stride_t)[:, None]
-            v_tile = _load(v_head, v_at, dv[None, :], inside[:, None], HEAD_DIM_V, PADDED_DIM_V, True).to(q_tile.dtype)
-            acc = tl.dot(weights.to(q_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
-            top = higher
+            page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE + n % RUN
+            k_at, v_at = page * k_stride_p + offset * k_stride_t, page * v_stride_p + offset * v_stride_t
+            keys = _load(k_head, k_at[None, :], d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
+            values = _load(v_head, v_at[:, None], dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
+            state = _attend(state, q_tile, keys, values, True, scale, soft_cap, False, SOFT_CAP, PRECISION)
+            place = _column(runs, at + BLOCK_RUNS, run_end, n // RUN, 0, BLOCK_RUNS)
+        if SUBTILES == 1:
+            state = _attend_masked(
+                state, q_tile, local, position, n // RUN, n % RUN, runs, run_full, run_end, k_head, v_head,
+                k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
+                BLOCK_RUNS, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V, MASKED, SOFT_CAP,
+                STAGES, PRECISION,
+            )  # fmt: skip
+        else:
+            inner = _attend_masked(
+                (
+                    tl.reshape(state[0], (SUBTILES, ROWS, PADDED_DIM_V)),
+                    tl.reshape(state[1], (SUBTILES, ROWS)),
+                    tl.reshape(state[2], (SUBTILES, ROWS)),
+                ),
+                tl.reshape(q_tile, (SUBTILES, ROWS, PADDED_DIM)), tl.reshape(local, (SUBTILES, ROWS)),
+                tl.reshape(position, (SUBTILES, ROWS)), w[:, None] * (PRIVATE_N // RUN) + (p // RUN)[None, :],
+                (p % RUN)[None, :] + tl.zeros_like(w)[:, None], runs, run_full, run_end, k_head, v_head,
+                k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
+                SUBTILES * (PRIVATE_N // RUN), PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V, MASKED,
+                SOFT_CAP, 2, PRECISION,
+            )  # fmt: skip
+            state = (
+                tl.reshape(inner[0], (BLOCK_M, PADDED_DIM_V)),
+                tl.reshape(inner[1], (BLOCK_M,)),
+                tl.reshape(inner[2], (BLOCK_M,)),
+            )
         if MERGE:
-            if OVERLAP:
-                tl.extra.cuda.gdc_wait()  # the earlier launch's partials are complete from here on
+            if FOLLOWS:
+                tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on
             part = tl.load(parts + 2 * entry, mask=used, other=0)
             last = tl.load(parts + 2 * entry + 1, mask=used, other=0)
             most = tl.max(last - part, 0)
-            acc, top, total = _merge(
-                (acc, top, total),
-                part,
-                last,
-                most,
-                query_head,
-                partial,
-                partial_lse,
-                used,
-                dv,
-                NUM_QO_HEADS,
-                HEAD_DIM_V,
+            state = _merge(
+                state, part, last, most, query_head, partial, partial_lse, used, dv, NUM_QO_HEADS, HEAD_DIM_V
             )
+        acc, top, total = state
         slot = tl.load(slots + entry, mask=used, other=0)
         columns = (dv < HEAD_DIM_V)[None, :]
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row may see nothing of its item
@@ -172,3 +237,5 @@ def decode_kernel(
         tl.store(out + out_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=direct[:, None] & columns)
         if RETURN_LSE:
             tl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+    if FOLLOWS:  # so that whatever waits for this launch also waits for those ahead of it
+        tl.extra.cuda.gdc_wait()

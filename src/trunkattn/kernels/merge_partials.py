@@ -10,8 +10,11 @@ def merge_kernel(
     out_stride_t, out_stride_h,
     COUNT_AT: tl.constexpr, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     PADDED_DIM_V: tl.constexpr, BLOCK_P: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """counts[COUNT_AT] query tokens; partials are taken in the order of their tokens."""
+    if FOLLOWS:
+        tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on
     p, dv = tl.arange(0, BLOCK_P), tl.arange(0, PADDED_DIM_V)
     for task in range(tl.program_id(0), tl.load(counts + COUNT_AT) * NUM_QO_HEADS, tl.num_programs(0)):
         merged, head = task // NUM_QO_HEADS, task % NUM_QO_HEADS

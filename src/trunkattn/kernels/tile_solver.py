@@ -89,5 +89,5 @@ def least_keys(programs: int, memory: Memory, token_bytes: int) -> int:
 
 
 def keys_in_flight(tile: GpuTile) -> int:
-    """Of one program: a key is found through the run list, and each of the two loads takes half of the stages."""
-    return tile.block_n * max(1, (tile.stages - 1) // 2)
+    """Of one program: while it computes with one stage, the others load."""
+    return tile.block_n * (tile.stages - 1)

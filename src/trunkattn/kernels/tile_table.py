@@ -60,52 +60,58 @@ def cpu_device(num_threads: int) -> DeviceModel:
 class GpuTile:
     """BLOCK_M query rows × BLOCK_N keys of one program, and what the planner must know of it.
 
-    warps, stages, max_registers (0: no limit): how it is compiled. programs: that run at once on a multiprocessor.
-    block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
-    chain_ns: the same of one block after another in one program.
+    warps, stages: how it is compiled. programs: that run at once on a multiprocessor. block_ns: time of a block of keys
+    when all those programs run: one that all rows see whole, and one with a mask. chain_ns: the same of one block after
+    another in one program. subtiles: equal parts of the rows that read keys of their own side by side, private_n each
+    at a time; such blocks are the ones with a mask.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    max_registers: int
     programs: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
+    subtiles: int = 1
+    private_n: int = 32
 
 
-# Measured on an H200 (head_dim 128, bf16, page 16), out of 12 tall and 16 low tiles (docs/performance.md). The times
-# are a fit to 290 runs (benchmarks/calibrate.py, results/calibration-h200.json): the choice loses 2.5 % in the mean.
-DECODE_TILES: Final = (
-    # 256 × 4096 private tokens at 0.97 of the bandwidth; best under a trunk, where many low tiles run
-    GpuTile(16, 32, 1, 4, max_registers=0, programs=6, block_ns=(1440, 3120), chain_ns=(650, 2020)),
-    # best for short suffixes (1,256_256,32: 26.3 µs, the others 28.1 and 29.5)
-    GpuTile(16, 64, 2, 3, max_registers=0, programs=4, block_ns=(2270, 4170), chain_ns=(1240, 2130)),
-    # shortest chain per token: few requests with long contexts (1,2,64: 36.6 µs, the others 44.7 and 59.1)
-    GpuTile(16, 128, 4, 2, max_registers=128, programs=3, block_ns=(2910, 6300), chain_ns=(1960, 4610)),
-    # 32 or 128 keys were slower everywhere
-    GpuTile(64, 64, 4, 2, max_registers=0, programs=2, block_ns=(2210, 2860), chain_ns=(540, 3030)),
-    # 128 registers let two programs share a multiprocessor: 1,1024_2048,32 in 146 µs, without the limit 193
-    GpuTile(128, 64, 8, 2, max_registers=128, programs=2, block_ns=(3710, 4160), chain_ns=(1220, 1720)),
+# Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The choice between tilings of
+# these two loses 0.1 % in the mean, 3.4 % at most, against the best tiling of five tiles on 80 batches (docs/
+# performance.md). The times are a fit to those runs (benchmarks/calibrate.py, results/calibration-h200.json).
+_LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2270, 3490), chain_ns=(2110, 1690))
+_TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2400, 1920), chain_ns=(560, 2200), subtiles=4)
+DECODE_TILES: Final = (_LOW, _TALL)
+# 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others
+DECODE_TILES_FP8: Final = (
+    GpuTile(16, 32, 1, 3, programs=8, block_ns=(2290, 3500), chain_ns=(900, 1500)),
+    _TALL,
 )
-_WIDE: Final = 128  # above this head_dim the tallest tile needs more than 128 registers and does not compile
+# head_dim over 128, or 32-bit keys: of 64 rows the accumulators alone would fill the registers
+DECODE_TILES_WIDE: Final = (_LOW, GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16))
+_WIDE: Final = 128
 
 
-def decode_tiles(batch_invariant: bool, kv_itemsize: int, width: int) -> tuple[GpuTile, ...]:
-    """The tiles of a plan, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v."""
-    tiles: tuple[GpuTile, ...] = DECODE_TILES
-    if width > _WIDE:
-        tiles = tuple(replace(tile, max_registers=0) for tile in DECODE_TILES[:-1])
-    if batch_invariant:  # one tile for every row: another would sum the same numbers in another order
-        return tiles[-1:]
-    # 8-bit keys are converted by every warp: 256_1024 takes 232 µs with four warps, 258 with one, 326 with two
-    return tiles if kv_itemsize > 1 else tiles[2:]
+def decode_tiles(kv_itemsize: int, width: int, group_size: int) -> tuple[GpuTile, ...]:
+    """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v."""
+    tiles = DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
+    if width > _WIDE or kv_itemsize > 2:
+        tiles = DECODE_TILES_WIDE
+    tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
+    fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
+    return tiles if fits else without_subtiles(tiles)
+
+
+def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
+    """The same tiles, all of whose rows read all keys: for items that are packs."""
+    return tuple(replace(tile, subtiles=1) for tile in tiles)
 
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """Of a card. launch_ns: between dependent launches of one graph. reason: for `stats.reason`."""
+    """Of a card. launch_ns: what a launch adds that waits for another, fitted with the tiles' times. reason: for
+    `stats.reason`."""
 
     bytes_per_us: int
     launch_ns: int
@@ -114,11 +120,11 @@ class GpuLimits:
 
 _LIMITS: Final = MappingProxyType(
     {
-        "NVIDIA H200": GpuLimits(4_540_000, 780, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_000_000, 780, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+        "NVIDIA H200": GpuLimits(4_540_000, 4800, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H100": GpuLimits(3_000_000, 4800, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
     }
 )
-_OTHER_CARD: Final = GpuLimits(2_000_000, 3000, "an unmeasured card (2 TB/s assumed)")
+_OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assumed)")
 
 
 def gpu_limits(name: str) -> GpuLimits:
@@ -126,11 +132,12 @@ def gpu_limits(name: str) -> GpuLimits:
     return next((limits for card, limits in _LIMITS.items() if name.startswith(card)), _OTHER_CARD)
 
 
-def gpu_device(processors: int) -> DeviceModel:
-    """A GPU as the packing policies see it: 128 rows, 2 programs a multiprocessor, 170 FLOP in the time of a byte."""
+def gpu_device(processors: int, rows: int) -> DeviceModel:
+    """A GPU as the packing policies see it: rows of the tallest tile, 2 programs a multiprocessor, 170 FLOP in the time
+    of a byte."""
     return DeviceModel(
         name="gpu",
-        tile_rows=128,
+        tile_rows=rows,
         row_unit=16,
         num_slots=2 * processors,
         item_bytes=12_000,

@@ -79,10 +79,15 @@ def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
     covered = [np.zeros(batch.seq_lens[row], np.int64) for row in row_of]
     bucket = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts)) % len(rule.kinds)
     for i, (start, full, end, begin, stop) in enumerate(tiles.items):
-        assert (stop - begin) * rule.group_size <= rule.kinds[bucket[i]].rows, f"item {i} exceeds its tile"
+        kind = rule.kinds[bucket[i]]
+        assert stop - begin <= kind.entries(rule.group_size), f"item {i} exceeds its tile"
+        height, block = kind.entries(rule.group_size) // kind.subtiles, kind.private_tokens // rule.run
         queries = tiles.queries[begin:stop]
         for at, (place, rows, first) in enumerate(tiles.runs[start:end]):
             low, high, count = rows & 255, rows >> 8 & 255, rows >> 16
+            if kind.subtiles > 1 and start + at >= full:  # the run is one subtile's, see `tiles.nest`
+                subtile = (start + at - full) // block % kind.subtiles
+                low, high = max(low, subtile * height), min(high, (subtile + 1) * height)
             tokens = np.arange(first, first + count)
             for query in queries[low:high]:
                 visible = tokens[(tokens <= position[query]) & (tokens > position[query] - batch.window)]

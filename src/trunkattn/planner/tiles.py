@@ -34,6 +34,8 @@ class Stage(NamedTuple):
     below: int
     block_runs: int  # runs of a block of keys
     num_parts: int  # items wanted: tiles are cut until there are as many
+    subtiles: int = 1  # see `nest`
+    private_runs: int = 1  # of a subtile's block
 
 
 class Items(NamedTuple):
@@ -109,16 +111,27 @@ def _segments(forest, entries, stage, window, run):
 
 
 @njit(cache=True)
-def stage_runs(forest, entries, stage, window, run):
-    """[tiles that have any, 2] runs of nodes that hold the whole tile, and of others."""
+def stage_blocks(forest, entries, stage, window, run):
+    """[tiles that have any, 2] blocks of nodes that hold the whole tile, and of others."""
     indptr, nodes, num_runs = _segments(forest, entries, stage, window, run)
-    runs = np.zeros((len(indptr) - 1, 2), np.int64)
-    for tile in range(len(runs)):
+    blocks = np.zeros((len(indptr) - 1, 2), np.int64)
+    height = stage.height // stage.subtiles
+    private = np.zeros(stage.subtiles, np.int64)
+    for tile in range(len(blocks)):
         first, last = tile * stage.height, min((tile + 1) * stage.height, len(entries.query))
+        whole = np.int64(0)
+        private[:] = 0
         for i in range(indptr[tile], indptr[tile + 1]):
-            partly = entries.node_start[nodes[i]] > first or entries.node_end[nodes[i]] < last
-            runs[tile, np.int64(partly)] += num_runs[i]
-    return runs[runs.sum(axis=1) > 0]
+            low, high = max(entries.node_start[nodes[i]], first), min(entries.node_end[nodes[i]], last)
+            if low == first and high == last:
+                whole += num_runs[i]
+            else:
+                for subtile in range((low - first) // height, (high - 1 - first) // height + 1):
+                    private[subtile] += num_runs[i]
+        blocks[tile, 0] = whole // stage.block_runs
+        left, step = whole % stage.block_runs, stage.block_runs if stage.subtiles == 1 else stage.private_runs
+        blocks[tile, 1] = (private.max() + left + step - 1) // step
+    return blocks[blocks.sum(axis=1) > 0]
 
 
 @njit(cache=True)
@@ -232,6 +245,53 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
         items[i, RUN_FULL] = items[i, RUN_START] + full // block_runs[i] * block_runs[i]
         items[i, RUN_END] = at
     return Items(items, runs, queries, np.ones(len(items), np.bool_))
+
+
+@njit(cache=True)
+def nest(emitted, kind_of_item, shapes):
+    """Deals the runs of an item that are not full to its subtiles, which read them side by side.
+
+    shapes [kinds, 3]: subtiles of a tile, entries and runs of a block of one. A run goes to every subtile that has
+    queries of it; the list holds a block for each subtile in turn, short ones filled up with runs of no token.
+    """
+    items, runs, queries, uncut = emitted
+    items = items.copy()
+    lengths = np.zeros(shapes[:, 0].max(), np.int64)
+    ends = np.zeros(len(items) + 1, np.int64)
+    for item in range(len(items)):
+        subtiles, height, block = shapes[kind_of_item[item]]
+        size = items[item, RUN_END] - items[item, RUN_FULL]
+        if subtiles > 1:
+            _count(runs, items[item], height, lengths)
+            size = (lengths.max() + block - 1) // block * block * subtiles
+        ends[item + 1] = ends[item] + items[item, RUN_FULL] - items[item, RUN_START] + size
+    nested = np.zeros((ends[-1], 3), np.int32)
+    for item in range(len(items)):
+        subtiles, height, block = shapes[kind_of_item[item]]
+        start, full, end = items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END]
+        at = ends[item] + full - start
+        nested[ends[item] : at] = runs[start:full]
+        if subtiles == 1:
+            nested[at : ends[item + 1]] = runs[full:end]
+        else:
+            lengths[:] = 0
+            for i in range(full, end):
+                low, high = runs[i, 1] & 255, runs[i, 1] >> 8 & 255
+                for subtile in range(low // height, (high - 1) // height + 1):
+                    nth = lengths[subtile]
+                    nested[at + (nth // block * subtiles + subtile) * block + nth % block] = runs[i]
+                    lengths[subtile] += 1
+        items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END] = ends[item], at, ends[item + 1]
+    return Items(items, nested, queries, uncut)
+
+
+@njit(cache=True)
+def _count(runs, item, height, lengths):
+    """Runs of an item that are not full, by subtile."""
+    lengths[:] = 0
+    for i in range(item[RUN_FULL], item[RUN_END]):
+        for subtile in range((runs[i, 1] & 255) // height, ((runs[i, 1] >> 8 & 255) - 1) // height + 1):
+            lengths[subtile] += 1
 
 
 @njit(cache=True)

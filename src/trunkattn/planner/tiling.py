@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.plan_format import TileList, WorkList
+from trunkattn.plan_format import Capacity, TileLimits, TileList, WorkList
 from trunkattn.planner import tiles
 from trunkattn.planner.forest import Forest
 
@@ -25,6 +25,12 @@ class TileKind:
     programs: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
+    subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tiles.nest`
+    private_tokens: int = 32
+
+    def entries(self, group_size: int) -> int:
+        """Query tokens that it holds."""
+        return self.subtiles * (self.rows // self.subtiles // group_size)
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,12 @@ class TilingRule:
     @property
     def run(self) -> int:
         """Tokens of a run: a power of two that divides the page and every block."""
-        smallest = min(kind.block_tokens for kind in self.kinds)
+        smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
         return min(smallest, self.page_size & -self.page_size)
 
     def usable(self) -> list[int]:
         """Heights that hold at least one query token."""
-        return [index for index, kind in enumerate(self.kinds) if kind.rows >= self.group_size]
+        return [index for index, kind in enumerate(self.kinds) if kind.entries(self.group_size)]
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,10 @@ def candidates(rule: TilingRule) -> list[Tiling]:
 
 def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.kinds[kind]
-    height = 1 if tiling.alone else shape.rows // rule.group_size
+    height = 1 if tiling.alone else shape.entries(rule.group_size)
     items = max(1, shape.programs // rule.num_kv_heads) if tiling.cut else 1
-    return tiles.Stage(height, *limits, shape.block_tokens // rule.run, items)
+    blocks = (shape.block_tokens // rule.run, items, shape.subtiles, shape.private_tokens // rule.run)
+    return tiles.Stage(height, *limits, *blocks)
 
 
 def stages_of(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]:
@@ -103,22 +110,20 @@ def stages_of(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]
     return stages
 
 
-def choose(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> tuple[Tiling, dict[str, int]]:
-    """The tiling of least predicted time (ties: the first), and all times in ns. batch: seq_lens, query_start_loc."""
+def predict(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> dict[Tiling, int]:
+    """Predicted ns of every candidate. batch: seq_lens, query_start_loc."""
     entries = tiles.make_entries(forest, *batch)
-    loads: dict[tuple[int, int, int], NDArray[np.int64]] = {}  # runs of each tile; tilings have stages in common
+    loads: dict[tiles.Stage, NDArray[np.int64]] = {}  # blocks of each tile; tilings have stages in common
     memory = memory_ns(rule, forest)
     times = {}
     for tiling in candidates(rule):
         stages = stages_of(rule, tiling)
         for _, stage in stages:
-            key = (stage.height, stage.least, stage.below)
-            if key not in loads:
-                loads[key] = tiles.stage_runs(forest, entries, stage, window, rule.run)
-        runs = [loads[stage.height, stage.least, stage.below] for _, stage in stages]
-        times[tiling] = predict_ns(rule, stages, runs, len(entries.query), memory)
-    best = min(times, key=lambda tiling: times[tiling])
-    return best, {tiling.name(rule): time for tiling, time in times.items()}
+            if (uncut := stage._replace(num_parts=1)) not in loads:
+                loads[uncut] = tiles.stage_blocks(forest, entries, uncut, window, rule.run)
+        blocks = [loads[stage._replace(num_parts=1)] for _, stage in stages]
+        times[tiling] = predict_ns(rule, stages, blocks, len(entries.query), memory)
+    return times
 
 
 def memory_ns(rule: TilingRule, forest: Forest) -> int:
@@ -130,20 +135,20 @@ def memory_ns(rule: TilingRule, forest: Forest) -> int:
 def predict_ns(
     rule: TilingRule,
     stages: list[tuple[int, tiles.Stage]],
-    runs: list[NDArray[np.int64]],
+    blocks_of: list[NDArray[np.int64]],
     num_queries: int,
     memory: int,
 ) -> int:
     """Each stage takes what its slots or its longest item take, all of them at least the time of the KV bytes; launches
     and partial states come on top."""
     busy, extra = 0, 0
-    for (kind, stage), tile_runs in zip(stages, runs, strict=True):
-        if not len(tile_runs):
+    for (kind, stage), blocks in zip(stages, blocks_of, strict=True):
+        if not len(blocks):
             continue
         shape, last = rule.kinds[kind], stage is stages[-1][1]
-        full = tile_runs[:, 0] // stage.block_runs
-        blocks = np.stack([full, -(-tile_runs.sum(1) // stage.block_runs) - full], 1)
-        cut = len(tile_runs) < stage.num_parts
+        cut = len(blocks) < stage.num_parts
+        if cut:  # a part holds the private runs of few requests, mostly of one subtile
+            blocks = blocks * np.array([1, stage.subtiles])
         chains = blocks @ np.array(shape.chain_ns)
         longest = max(int(chains.sum()) // stage.num_parts, min(shape.chain_ns)) if cut else int(chains.max())
         waves = int((blocks @ np.array(shape.block_ns)).sum()) * rule.num_kv_heads // shape.programs
@@ -151,6 +156,27 @@ def predict_ns(
         slots = stage.num_parts * stage.height if cut else 0 if last else num_queries
         extra += rule.launch_ns * (2 if cut and last else 1) + slots * rule.partial_bytes * 1000 // rule.bytes_per_us
     return max(busy, memory) + extra
+
+
+def tile_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
+    """What every batch of a capacity keeps in low tiles that are not cut, and room for cutting.
+
+    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles.
+    """
+    heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
+    parts = 2 * max(kind.programs for kind in rule.kinds) // rule.num_kv_heads + 2
+    tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
+    tiles_of_requests = min(tokens, requests + tokens // heights[0])
+    runs_of_page = capacity.max_pages_per_request * (rule.page_size // rule.run)
+    entries = 2 * (tokens + parts * max(heights))
+    return TileLimits(
+        items=2 * (tokens + parts),
+        runs=(tiles_of_requests + parts) * (runs_of_page + 2),
+        queries=entries,
+        merged=tokens,
+        slots=entries,
+        query_tokens=tokens,
+    )
 
 
 def tile_forest(
@@ -174,8 +200,8 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     """A work list of one of the packing policies as a tile list: each item in the lowest tile that holds it."""
     table, seq_lens, starts = batch
     positions = query_positions(seq_lens, starts)
-    rows = (work.items[:, 4] - work.items[:, 3]) * rule.group_size
-    kinds = np.searchsorted([kind.rows for kind in rule.kinds], rows).astype(np.int32)
+    heights = [kind.entries(rule.group_size) for kind in rule.kinds]
+    kinds = np.searchsorted(heights, work.items[:, 4] - work.items[:, 3]).astype(np.int32)
     per_kind = [_EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
     block_runs = np.array(per_kind, np.int32)[kinds]
     emitted = tiles.items_of_work(
@@ -199,4 +225,10 @@ def _join(rule: TilingRule, emitted: list[tiles.Items], kinds: list[int], num_qu
 
 
 def _list(rule: TilingRule, emitted: tiles.Items, bucket: NDArray[np.int32], num_queries: int) -> TileList:
+    if any(kind.subtiles > 1 for kind in rule.kinds):
+        shapes = [
+            (kind.subtiles, kind.entries(rule.group_size) // kind.subtiles, kind.private_tokens // rule.run)
+            for kind in rule.kinds
+        ]
+        emitted = tiles.nest(emitted, bucket, np.array(shapes, np.int64))
     return TileList(*tiles.finish(emitted, bucket, len(rule.kinds), num_queries, rule.fuse_up_to))
