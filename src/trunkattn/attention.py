@@ -56,8 +56,8 @@ class BatchAttention:
     Args:
         config: shape and options.
         device: where q and the caches live.
-        capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of a fixed size, so
-            that a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there.
+        capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of fixed sizes,
+            and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there.
 
     Raises:
         ValueError: with the reasons, if the device cannot run the configuration.
@@ -142,8 +142,8 @@ class BatchAttention:
 
         Args:
             plan: of this object.
-            q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more rows,
-                up to max_query_tokens; of them, `out` is left as it is and lse undefined.
+            q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more
+                rows, up to max_query_tokens; of them, `out` is left as it is and lse undefined.
             k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
                 strides with a contiguous last dimension.
             out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.

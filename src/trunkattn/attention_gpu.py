@@ -14,8 +14,8 @@ from trunkattn.kernels.tile_table import decode_tiles, gpu_device, gpu_limits, w
 from trunkattn.plan_format import Capacity, PlanStats, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.forest import Forest
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import (
     TileKind,
     TilingRule,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.gpu
 TREES = ("1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300_2048,20", "256_1024", "1_30000")
 
 
-def captured(config: AttentionConfig, capacity: Capacity, layers: list[Layer]) -> tuple[BatchAttention, list, object]:
-    """A graph over the largest layer's tensors, captured with a plan of no request; (attention, tensors, (graph, plan))."""
+def captured(config: AttentionConfig, capacity: Capacity, layers: list[Layer]) -> tuple[BatchAttention, list, Any]:
+    """Captured with a plan of no request: attention, tensors as large as any layer's, (graph, plan)."""
     attention = BatchAttention(config, "cuda", capacity)
     pages = max(len(layer.k_cache) for layer in layers)
     caches = [
@@ -38,9 +39,7 @@ def captured(config: AttentionConfig, capacity: Capacity, layers: list[Layer]) -
     return attention, [q, *caches, out], (graph, plan)
 
 
-def replay(
-    layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor], graph: object, plan: object
-) -> torch.Tensor:
+def replay(layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor], graph: Any, plan: Any) -> torch.Tensor:
     q, k_cache, v_cache, out = tensors
     for target, source in ((q, layer.q), (k_cache, layer.k_cache), (v_cache, layer.v_cache)):
         target[: len(source)] = source

@@ -137,8 +137,8 @@ def decode_kernel(
     BUCKET: tl.constexpr, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RUN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
-    PRIVATE_N: tl.constexpr, MASKED: tl.constexpr, MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+    PRIVATE_N: tl.constexpr, MASKED: tl.constexpr, MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Items counts[BUCKET] .. counts[BUCKET + 1] - 1; see `kernels.gpu` for the launch, `TileList` for the arrays."""
     if LEADS:

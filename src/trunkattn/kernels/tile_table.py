@@ -95,7 +95,7 @@ _WIDE: Final = 128
 
 def decode_tiles(kv_itemsize: int, width: int, group_size: int) -> tuple[GpuTile, ...]:
     """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v."""
-    tiles = DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
+    tiles: tuple[GpuTile, ...] = DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
     if width > _WIDE or kv_itemsize > 2:
         tiles = DECODE_TILES_WIDE
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)

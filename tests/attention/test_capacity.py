@@ -1,0 +1,109 @@
+"""A plan that is refilled: `plan(..., into=plan)` on a CPU, and on a GPU's executor under the interpreter."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import BatchAttention, Capacity
+from trunkattn.attention_gpu import GpuExecutor
+from trunkattn.planner.build import Batch
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
+
+from .test_gpu_executor import CONFIG, caches, card, expected, run
+
+__all__ = ["card"]  # a fixture
+CAPACITY = Capacity(max_requests=24, max_query_tokens=24, max_pages_per_request=16, num_pages=400)
+TREES = ("1,2,9_48,32,21", "20_70", "1,24_128,5", "1_200", "2,4,8,16_16,16,16,16")
+
+
+def as_tensors(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc))
+
+
+@pytest.mark.parametrize("policy", ["auto", "pat", "per_query"])
+def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: str) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy), torch.device("cpu"), CAPACITY)
+    step, places = None, set()
+    for tree in TREES:
+        batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+        step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), None, step)
+        step.check()
+        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, executor._partial.data_ptr()))
+        q, kv = torch.randn(len(batch.seq_lens), 4, 32), caches(batch, CONFIG)
+        out, lse = run(executor, step, q, kv)
+        want, want_lse = expected(batch, q, kv)
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert len(places) == 1
+
+
+def test_a_plan_of_no_request_computes_nothing() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    empty = Batch(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
+    out, _ = run(
+        executor, executor.plan(empty, None), torch.randn(5, 4, 32), caches(tree_batch(parse_tree("1_20"), 16), CONFIG)
+    )
+    assert out.isnan().all()
+
+
+def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
+    executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    executor._limits = replace(executor._limits, items=2)
+    batch = tree_batch(parse_tree(TREES[0]), 16)
+    with pytest.raises(ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds"):
+        executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), None)
+
+
+def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
+    """No partial may be written, so nothing may be cut."""
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    batch = tree_batch(parse_tree("1_200"), 16)
+    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    executor._limits = replace(executor._limits, slots=0)
+    step = executor.plan(arrays, None)
+    step.check()
+    assert step.tile_list.num_slots == 0
+
+
+def test_a_refilled_plan_on_a_cpu() -> None:
+    attention = BatchAttention(CONFIG, "cpu", CAPACITY)
+    plan = None
+    for tree in TREES:
+        batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+        kv = caches(batch, CONFIG)
+        q, tokens = torch.randn(24, 4, 32), len(batch.seq_lens)
+        made = attention.plan(*as_tensors(batch), into=plan)
+        assert plan is None or made is plan
+        plan = made
+        out = torch.full((24, 4, 32), 7.0)
+        attention.run(plan, q, *kv, out=out)
+        torch.testing.assert_close(out[:tokens].double(), expected(batch, q[:tokens], kv)[0], rtol=0, atol=1e-5)
+        assert (out[tokens:] == 7).all()
+
+
+def test_bad_ways_to_refill() -> None:
+    batch = as_tensors(tree_batch(parse_tree(TREES[0]), 16))
+    fixed, other, free = (BatchAttention(CONFIG, "cpu", each) for each in (CAPACITY, CAPACITY, None))
+    plan = fixed.plan(*batch)
+    with pytest.raises(ValueError, match="into belongs to another BatchAttention"):
+        other.plan(*batch, into=plan)
+    with pytest.raises(TypeError, match="into is a SimpleNamespace: expected a Plan"):
+        fixed.plan(*batch, into=SimpleNamespace())
+    with pytest.raises(ValueError, match="into is given: expected a BatchAttention with a capacity"):
+        free.plan(*batch, into=free.plan(*batch))
+    with pytest.raises(ValueError, match="sliding_window=5: expected the window"):
+        fixed.plan(*batch, sliding_window=5, into=plan)
+    rows = torch.randn(25, 4, 32)
+    kv = caches(tree_batch(parse_tree(TREES[0]), 16), CONFIG)
+    with pytest.raises(ValueError, match=r"q has shape \(25, 4, 32\): expected \(24, 4, 32\)"):
+        fixed.run(plan, rows, *kv)
+    with pytest.raises(ValueError, match=r"q has shape \(8, 4, 32\): expected \(9, 4, 32\)"):
+        fixed.run(plan, rows[:8], *kv)
+    too_many = as_tensors(tree_batch(parse_tree("25_20"), 16))
+    with pytest.raises(ValueError, match="block_table rows: 25 is over the capacity, 24"):
+        fixed.plan(*too_many, into=plan)
+    assert plan.num_query_tokens == 9, "the plan is as it was"

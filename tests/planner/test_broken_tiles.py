@@ -1,0 +1,160 @@
+"""`check_tiles` finds a broken tile list."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkattn.plan_format import QUERY_END, RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.planner.build import Batch
+from trunkattn.planner.check import check_tiles
+from trunkattn.planner.tiling import Tiling, TilingRule, candidates, query_positions
+
+from .specs import make_batch
+from .tile_cases import TREE_BATCH, cases, make_rule, tile, tree_tiles
+
+Change = Callable[[TileList], TileList]
+
+
+def changed(name: str, index: tuple[int, ...] | int, delta: int) -> Change:
+    """Adds `delta` to one number of one array."""
+
+    def change(tile_list: TileList) -> TileList:
+        array = getattr(tile_list, name).copy()
+        array[index] += delta
+        return replace(tile_list, **{name: array})
+
+    return change
+
+
+def last_run(column: int, delta: int) -> Change:
+    """Adds `delta` to one number of the last run that has tokens."""
+    return lambda tile_list: changed("runs", (np.flatnonzero(tile_list.runs[:, 1])[-1], column), delta)(tile_list)
+
+
+def swapped_runs(one: int, other: int) -> Change:
+    def change(tile_list: TileList) -> TileList:
+        runs = tile_list.runs.copy()
+        runs[[one, other]] = runs[[other, one]]
+        return replace(tile_list, runs=runs)
+
+    return change
+
+
+def without_runs(*places: int) -> Change:
+    """As those that fill up a block."""
+
+    def change(tile_list: TileList) -> TileList:
+        runs = tile_list.runs.copy()
+        runs[list(places)] = 0
+        return replace(tile_list, runs=runs)
+
+    return change
+
+
+MISSED, NOT_FOR_ALL = "a token is missed or read twice", "item 0: a full run is not for all"
+ONE_TILE = [
+    (changed("items", (0, RUN_END), -5), MISSED),
+    (changed("items", (0, RUN_START), 1), MISSED),
+    (changed("items", (0, RUN_FULL), 1), NOT_FOR_ALL),
+    (changed("items", (0, RUN_FULL), 24), NOT_FOR_ALL + "|needs a mask"),
+    (changed("items", (0, QUERY_END), -1), NOT_FOR_ALL),
+    (changed("runs", (0, 0), 1), "item 0: query .* has other pages"),
+    (changed("runs", (0, 1), 1), NOT_FOR_ALL),
+    (changed("runs", (0, 1), -(1 << 8)), NOT_FOR_ALL),
+    (last_run(1, -(1 << 16)), MISSED),
+    (changed("runs", (0, 1), -(1 << 16)), "item 0: query .* needs a mask"),
+    (last_run(2, -1), "item 0: query .* has other pages"),
+    (changed("queries", 0, 1), "has other pages|" + MISSED),
+    (changed("counts", 1, 1), "item 0 exceeds its tile"),
+    (changed("slots", 0, 1), "a partial is written and not merged"),
+]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize(("break_it", "message"), ONE_TILE)
+def test_a_broken_tile_is_found(break_it: Change, message: str, nested: bool) -> None:
+    tile_list, rule = tree_tiles("64x64", processors=1, nested=nested)
+    with pytest.raises(AssertionError, match=message):
+        check_tiles(break_it(tile_list), TREE_BATCH, rule)
+
+
+# Of the tree's tile, runs 4 to 11 are the first blocks of the four subtiles: 4, 5 and 6, 7 the first branch for two of
+# them, 8, 9 the second branch for the third, 10, 11 empty. Runs 12, 13 are leaves of the first.
+NESTED = {
+    "in_the_block_of_another_subtile": swapped_runs(12, 11),
+    "of_two_subtiles_exchanged": swapped_runs(12, 14),
+    "missing_for_the_first_subtile": without_runs(4),
+    "missing_for_the_second_subtile": without_runs(6),
+    "a_block_early": changed("items", (0, RUN_FULL), -1),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_run_that_the_wrong_subtile_reads_is_found(name: str) -> None:
+    tile_list, rule = tree_tiles("64x64", processors=1)
+    assert tile_list.runs[4:6].tolist() == tile_list.runs[6:8].tolist() != tile_list.runs[8:10].tolist()
+    with pytest.raises(AssertionError, match=MISSED):
+        check_tiles(NESTED[name](tile_list), TREE_BATCH, rule)
+
+
+CUT = [
+    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 0, tiles.slots)), "a partial slot is written twice"),
+    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 999, tiles.slots)), "written and not merged"),
+    (changed("merge_ranges", (0, 1), -1), "written and not merged"),
+    (changed("merge_ranges", (0, 0), 1), "written and not merged"),
+    (lambda tiles: replace(tiles, merge_queries=tiles.merge_queries[[0, *range(len(tiles.merge_queries) - 1)]]),
+     "a query's output is not written exactly once"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("break_it", "message"), CUT)
+def test_broken_slots_merges_and_order_are_found(break_it: Change, message: str) -> None:
+    tile_list, rule = tree_tiles("64x64", processors=2)
+    assert len(tile_list.merge_queries) > 1
+    with pytest.raises(AssertionError, match=message):
+        check_tiles(break_it(tile_list), TREE_BATCH, rule)
+
+
+def test_a_bucket_out_of_order_is_found() -> None:
+    batch, rule = make_batch([[1, 2, 3], [4, 5, 6, 7, 8]]), make_rule(4, 1, 1, num_kv_heads=2)
+    tile_list = tile(rule, Tiling(0, alone=True), batch)
+    check_tiles(tile_list, batch, rule)
+    with pytest.raises(AssertionError, match="a bucket's items are not ordered by length"):
+        check_tiles(replace(tile_list, items=tile_list.items[::-1].copy()), batch, rule)
+
+
+@pytest.mark.property
+@given(case=cases(), draw=st.data())
+def test_a_missing_run_and_a_moved_mark_are_found_anywhere(case: tuple[TilingRule, Batch], draw: st.DataObject) -> None:
+    rule, batch = case
+    tile_list = tile(rule, draw.draw(st.sampled_from(candidates(rule))), batch)
+    if len(tile_list.items) == 0:
+        return
+    at = draw.draw(st.integers(0, len(tile_list.items) - 1))
+    start, full, end, begin, stop = tile_list.items[at].tolist()
+    missing = draw.draw(st.sampled_from(needed_runs(tile_list, start, end, begin, batch)))
+    same = (tile_list.runs[start:end] == tile_list.runs[missing]).all(axis=1)  # for several subtiles
+    with pytest.raises(AssertionError):
+        check_tiles(without_runs(*(start + np.flatnonzero(same)).tolist())(tile_list), batch, rule)
+    rows, count = tile_list.runs[full:end, 1], stop - begin
+    masked = (rows >> 16 < rule.run) | (rows & 255 > 0) | (rows >> 8 & 255 < count)
+    if masked.any():
+        everything = changed("items", (at, RUN_FULL), end - full)(tile_list)
+        with pytest.raises(AssertionError, match=r"a full run is not for all|needs a mask"):
+            check_tiles(everything, batch, rule)
+
+
+def needed_runs(tile_list: TileList, start: int, end: int, begin: int, batch: Batch) -> list[int]:
+    """Those of runs [start, end) that at least one query of theirs sees a token of."""
+    positions = query_positions(batch.seq_lens, batch.query_start_loc)[tile_list.queries[begin:]]
+    needed = []
+    for i in range(start, end):
+        _, rows, first = tile_list.runs[i].tolist()
+        place, last = positions[rows & 255 : rows >> 8 & 255], first + (rows >> 16) - 1
+        if ((place >= first) & (last > place - batch.window)).any():
+            needed.append(i)
+    return needed

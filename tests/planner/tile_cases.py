@@ -1,0 +1,117 @@
+"""Tile rules, random batches for them, and one small tree."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from trunkattn.kernels.tile_table import GpuTile, decode_tiles
+from trunkattn.plan_format import TileList
+from trunkattn.planner.build import Batch
+from trunkattn.planner.check import check_tiles
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiling import TileKind, Tiling, TilingRule, candidates, tile_forest
+from trunkattn.workloads import parse_tree, random_forest, tree_batch
+
+from .specs import as_batch, forest_of
+
+SEEDS = st.integers(0, 2**32 - 1)
+PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
+WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
+GROUP_SIZES = st.one_of(st.integers(1, 16), st.sampled_from([5, 7, 12, 16, 24, 32]))
+PROCESSORS = st.sampled_from([1, 3, 16, 132])
+CACHES = ((2, 128), (1, 128), (2, 256))  # bytes of an element and head_dim: the table has tiles for each of them
+
+
+def make_rule(
+    group_size: int,
+    page_size: int,
+    processors: int,
+    *,
+    shapes: tuple[GpuTile, ...] = (),
+    num_kv_heads: int = 1,
+    fuse_up_to: int = 8,
+) -> TilingRule:
+    """By default of the tiles for a 16-bit cache."""
+    kinds = (
+        TileKind(it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n)
+        for it in shapes or decode_tiles(2, 128, group_size)
+    )
+    return TilingRule(
+        kinds=tuple(kinds),
+        group_size=group_size,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        launch_ns=2340,
+        bytes_per_us=4_540_000,
+        head_bytes=512,
+        partial_bytes=group_size * num_kv_heads * 129 * 8,
+        fuse_up_to=fuse_up_to,
+    )
+
+
+@st.composite
+def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
+    """So low that a small batch fills many of each height; rows of a subtile that hold no whole group stay unused."""
+    shapes = []
+    for _ in range(draw(st.integers(1, 4))):
+        subtiles, private = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([4, 8, 16, 32]))
+        rows = subtiles * (draw(st.integers(1, 3)) * group_size + draw(st.integers(0, group_size - 1)))
+        keys = private * draw(st.sampled_from([1, 2, 4]))
+        shapes.append(GpuTile(rows, keys, 1, 1, 2, (2000, 3000), (1500, 2500), subtiles, private))
+    return tuple(sorted(shapes, key=lambda shape: shape.block_m))
+
+
+@st.composite
+def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
+    """Of the table, or, unless they must be `listed`, of low tiles."""
+    group_size = draw(GROUP_SIZES)
+    table = st.sampled_from([decode_tiles(*cache, group_size) for cache in CACHES])
+    return make_rule(
+        group_size,
+        page_size,
+        draw(PROCESSORS),
+        shapes=draw(table if listed else st.one_of(table, low_tiles(group_size))),
+        num_kv_heads=draw(st.sampled_from([1, 2, 8])),
+        fuse_up_to=draw(st.sampled_from([0, 1, 8])),
+    )
+
+
+def unnested(rule: TilingRule) -> TilingRule:
+    """As the packing policies take the tiles."""
+    return replace(rule, kinds=tuple(replace(kind, subtiles=1) for kind in rule.kinds))
+
+
+@st.composite
+def cases(draw: st.DrawFn, listed: bool = False) -> tuple[TilingRule, Batch]:
+    page_size = draw(PAGE_SIZES)
+    paged = random_forest(
+        np.random.default_rng(draw(SEEDS)),
+        page_size=page_size,
+        max_requests=draw(st.sampled_from([3, 6, 12])),
+        max_own_tokens=draw(st.sampled_from([8, 60])),
+        max_query_len=draw(st.sampled_from([1, 12, 40])),
+    )
+    return draw(rules(page_size, listed)), as_batch(paged, draw(WINDOWS))
+
+
+def arrays(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return batch.block_table, batch.seq_lens, batch.query_start_loc
+
+
+def tile(rule: TilingRule, tiling: Tiling, batch: Batch) -> TileList:
+    return tile_forest(rule, tiling, forest_of(batch, rule.page_size), arrays(batch), batch.window)
+
+
+TREE = tree_batch(parse_tree("1,2,12_64,32,20"), 16, row_seed=0, page_seed=1)
+TREE_BATCH = as_batch(TREE)
+
+
+def tree_tiles(name: str, processors: int, nested: bool = True) -> tuple[TileList, TilingRule]:
+    """12 requests of 4 heads: 64 tokens for all, 32 for six, 20 each (the last 4 of them in a run that is not full)."""
+    rule = make_rule(4, 16, processors, num_kv_heads=2)
+    rule = rule if nested else unnested(rule)
+    tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == name)
+    tile_list = tile(rule, tiling, TREE_BATCH)
+    check_tiles(tile_list, TREE_BATCH, rule)
+    return tile_list, rule
