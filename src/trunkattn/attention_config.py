@@ -11,6 +11,7 @@ from trunkattn.kernels.cpu_math import KV_KINDS
 from trunkattn.planner.build import POLICIES
 
 _WIDEST_ON_GPU: Final = 256
+EXECUTIONS: Final = ("auto", "serial", "streams", "persistent")
 _NARROW_ON_GPU: Final = 128
 _LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others
 _COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +32,8 @@ class AttentionConfig:
     head_dim_v: None for head_dim. kv_dtype: dtype of the cache, None for `dtype`. sm_scale: None for
     1 / sqrt(head_dim). logits_soft_cap: c > 0 for logits c · tanh(x / c). sinks: `run` takes an extra logit per query
     head. policy: how shared prefixes are packed (`trunkattn.planner`). batch_invariant: a request's output bits depend
-    on its own tokens and these options alone.
+    on its own tokens and these options alone. execution: how a GPU launches a step: serial, streams (PAT §6),
+    persistent, or auto.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what was expected.
@@ -50,6 +52,7 @@ class AttentionConfig:
     sinks: bool = False
     policy: str = "auto"
     batch_invariant: bool = False
+    execution: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
@@ -77,6 +80,8 @@ class AttentionConfig:
             raise ValueError("causal=False: expected True, query tokens are the last tokens of their sequence")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r}: expected one of {', '.join(POLICIES)}")
+        if self.execution not in EXECUTIONS:
+            raise ValueError(f"execution={self.execution!r}: expected one of {', '.join(EXECUTIONS)}")
 
     @property
     def value_dim(self) -> int:
@@ -99,7 +104,8 @@ class AttentionConfig:
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device={device!r}: expected a torch.device or the name of one") from error
         if kind == "cpu":
-            return []
+            launches = self.execution == "auto"
+            return [] if launches else [f"device cpu: execution={self.execution!r} is a way to launch kernels on a GPU"]
         if kind != "cuda":
             return [f"device {kind}: expected cpu or cuda"]
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]

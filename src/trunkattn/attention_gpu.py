@@ -69,6 +69,8 @@ class GpuExecutor:
 
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
         self.config, self.device, self._capacity = config, device, capacity
+        # serial was the fastest in every case measured (benchmarks/ablation.py)
+        self._execution = "serial" if config.execution == "auto" else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
         self._card = gpu.Card(self._processors, overlaps=properties.major >= 9)
@@ -103,7 +105,7 @@ class GpuExecutor:
             bytes_per_us=limits.bytes_per_us,
             head_bytes=model.kv_bytes // config.num_kv_heads,
             partial_bytes=model.partial_bytes,
-            fuse_up_to=0 if config.batch_invariant else _FUSE_UP_TO,
+            fuse_up_to=_FUSE_UP_TO if self._may_fuse else 0,
             uniform=config.batch_invariant,
         )
         heads = config.num_kv_heads
@@ -112,10 +114,19 @@ class GpuExecutor:
         self._scale = self._ones * (scale * (1.0 if config.logits_soft_cap else math.log2(math.e)))
         self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
         self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
+        self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         self._limits_reason = limits.reason
         self._limits = None if capacity is None else tile_limits(self._rule, capacity)
         if self._limits:
             self._reserve(self._limits.slots)
+
+    @property
+    def _may_fuse(self) -> bool:
+        """Whether items may merge partials: not if other executions or launches of fixed size could run them too early,
+        nor if that depended on the batch."""
+        if self.config.batch_invariant or self._execution == "persistent":
+            return False
+        return self._capacity is None or (self._tiled and self._execution == "serial")
 
     def plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
@@ -157,8 +168,12 @@ class GpuExecutor:
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
         if self._limits is None:
             self._reserve(tile_list.num_slots)
-            return gpu.upload(tile_list, positions, geometry, self._card, self.device)
-        placed = into.gpu_plan if into else gpu.reserve(self._limits, self._tiles, geometry, self._card, self.device)
+            return gpu.upload(tile_list, positions, geometry, self._card, self._execution, self.device)
+        placed = (
+            into.gpu_plan
+            if into
+            else gpu.reserve(self._limits, self._tiles, geometry, self._card, self._execution, self.device)
+        )
         gpu.refill(placed, tile_list, positions)
         return placed
 
@@ -181,7 +196,7 @@ class GpuExecutor:
         computed = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         tensors = gpu.Tensors(
             q, inputs.k_cache, inputs.v_cache, computed, lse, self._partial, self._partial_lse, scale, v_scale,
-            self._ones if inputs.sinks is None else inputs.sinks.contiguous(),
+            self._ones if inputs.sinks is None else inputs.sinks.contiguous(), self._counters,
         )  # fmt: skip
         with torch.cuda.device(inputs.q.device):  # launches go to the current device
             gpu.execute(step.gpu_plan, tensors, self._tiles, self._card, inputs.return_lse)

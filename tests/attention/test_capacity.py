@@ -24,9 +24,10 @@ def as_tensors(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return tuple(torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc))
 
 
-@pytest.mark.parametrize("policy", ["auto", "pat", "per_query"])
-def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: str) -> None:
-    executor = GpuExecutor(replace(CONFIG, policy=policy), torch.device("cpu"), CAPACITY)
+@pytest.mark.parametrize("execution", ["serial", "streams", "persistent"])
+@pytest.mark.parametrize("policy", ["auto", "pat"])
+def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: str, execution: str) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution), torch.device("cpu"), CAPACITY)
     step, places = None, set()
     for tree in TREES:
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)

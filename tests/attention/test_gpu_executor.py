@@ -72,6 +72,22 @@ def test_a_batch_of_decodes_and_chunks(policy: str, window: int | None) -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("policy", ["auto", "pat"])
+@pytest.mark.parametrize("execution", ["streams", "persistent"])
+def test_every_execution(policy: str, execution: str) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
+    for tree in ("1,2,9_48,32,21", "1_300"):  # the second is cut into parts, which are merged
+        batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+        step, kv, sinks = plan(executor, batch), caches(batch, CONFIG), torch.randn(4)
+        step.check()
+        q = torch.randn(len(batch.seq_lens), 4, 32)
+        for _ in range(2):  # the second run finds the counters as the first found them
+            out, lse = run(executor, step, q, kv, sinks=sinks)
+            want, want_lse = expected(batch, q, kv, sinks=sinks)
+            torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+            torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
 def test_scales() -> None:
     executor = GpuExecutor(CONFIG, torch.device("cpu"))
     step, q, (k, v) = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)

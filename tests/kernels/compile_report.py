@@ -15,7 +15,7 @@ from trunkattn.kernels.tile_table import decode_tiles
 def main() -> None:
     target = Target(int(sys.argv[1]), int(sys.argv[2]))
     report = {"merge": asdict(compile_merge(target))}
-    for tile in decode_tiles(batch_invariant=False, kv_itemsize=2, width=target.head_dim):
+    for tile in decode_tiles(2, target.head_dim, target.num_qo_heads // target.num_kv_heads):
         for merges in (False, True):
             used = compile_decode(target, tile, merges)
             programs = ARCHITECTURES[target.capability].resident(tile, used)

@@ -3,35 +3,35 @@
 import math
 import os
 from dataclasses import dataclass
+from functools import cached_property
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-import numpy as np
 import torch
 
 from trunkattn import AttentionConfig
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import DECODE_TILES, gpu_device
+from trunkattn.kernels.tile_table import GpuTile, decode_tiles, gpu_device, without_subtiles
 from trunkattn.plan_format import TileList
 from trunkattn.planner.build import Batch, Planner, PlannerSpec
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.cost_model import cost_model
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.tiling import TileKind, TilingRule, candidates, tile_forest, tile_work
+from trunkattn.planner.tiling import TileKind, TilingRule, candidates, query_positions, tile_forest, tile_work
 
 from ..attention.cases import Step
 
 POLICIES = ("pat", "cascade")
+NARROW = (2, 128)
+CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an element, head_dim: which tiles are taken
 
 
-def make_rule(config: AttentionConfig, processors: int) -> TilingRule:
-    """The tiles of the table; two programs of each on a multiprocessor."""
+def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...]) -> TilingRule:
+    """Two programs of each tile on a multiprocessor."""
     kinds = (
-        TileKind(
-            tile.block_m, tile.block_n, 2 * processors, tile.block_ns, tile.chain_ns, tile.subtiles, tile.private_n
-        )
-        for tile in DECODE_TILES
+        TileKind(it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n)
+        for it in tiles
     )
     return TilingRule(
         kinds=tuple(kinds),
@@ -46,29 +46,42 @@ def make_rule(config: AttentionConfig, processors: int) -> TilingRule:
     )
 
 
-# As many as any group that fits the lowest tile has.
-TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.float32), 1))))
+# As many as any group that fits the lowest tile has, of any cache.
+TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.float32), 1, decode_tiles(*NARROW, 1)))))
 
 
 @dataclass(frozen=True)
 class Interpreted:
-    """A step on an imagined device of so many multiprocessors."""
+    """A step on an imagined device of so many multiprocessors.
+
+    way: a candidate tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
+    does for the step's group; those of a policy have no subtiles.
+    """
 
     step: Step
     processors: int
+    way: int | str
+    cache: tuple[int, int] = NARROW
+
+    @property
+    def tiles(self) -> tuple[GpuTile, ...]:
+        config = self.step.config
+        tiles = decode_tiles(*self.cache, config.num_qo_heads // config.num_kv_heads)
+        return without_subtiles(tiles) if self.way in POLICIES else tiles
 
     @property
     def rule(self) -> TilingRule:
-        return make_rule(self.step.config, self.processors)
+        return make_rule(self.step.config, self.processors, self.tiles)
 
     @property
     def batch(self) -> Batch:
         paged, window = self.step.batch, self.step.window
         return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window)
 
-    def tile(self, way: int | str) -> TileList:
-        """The tile list of a candidate, by its number or name, or of a packing policy; checked."""
-        rule, batch = self.rule, self.batch
+    @cached_property
+    def tile_list(self) -> TileList:
+        """Checked."""
+        rule, batch, way = self.rule, self.batch, self.way
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         if isinstance(way, str) and way in POLICIES:
             tile_list = tile_work(rule, self._planner(way).plan(batch).work, arrays, batch.window)
@@ -83,24 +96,23 @@ class Interpreted:
         return tile_list
 
     def _planner(self, policy: str) -> Planner:
-        config, device = self.step.config, gpu_device(self.processors, DECODE_TILES[-1].block_m)
+        config, device = self.step.config, gpu_device(self.processors, self.tiles[-1].block_m)
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         model = cost_model(device, *dims, config.cache_dtype.itemsize)
         split = split_rule(device, model, config.num_kv_heads, config.head_dim + config.value_dim, 0)
         return Planner(PlannerSpec(config.page_size, policy, model, split))
 
-    def run(self, tile_list: TileList, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse, from tensors that were full of NaN; so were the partials."""
-        step, config, batch = self.step, self.step.config, self.batch
-        query_lens, tokens = step.batch.query_lens, len(step.q)
-        row_of = np.repeat(np.arange(len(query_lens)), query_lens)
-        ends = batch.seq_lens[row_of] - batch.query_start_loc[row_of + 1]
+        step, config, batch, tile_list = self.step, self.step.config, self.batch, self.tile_list
+        tokens, card = len(step.q), gpu.Card(self.processors, overlaps=False)
         geometry = gpu.Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
-            self.rule.run, batch.window, step.window is not None or bool((query_lens > 1).any()),
+            self.rule.run, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
-        plan = gpu.upload(tile_list, (ends + np.arange(tokens)).astype(np.int32), geometry, torch.device("cpu"))
+        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        plan = gpu.upload(tile_list, positions, geometry, card, torch.device("cpu"))
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
         ones = torch.ones(config.num_kv_heads)
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
@@ -113,5 +125,5 @@ class Interpreted:
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
-        gpu.execute(plan, tensors, DECODE_TILES, gpu.Card(self.processors, overlaps=False), return_lse)
+        gpu.execute(plan, tensors, self.tiles, card, return_lse)
         return out, lse

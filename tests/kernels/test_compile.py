@@ -10,14 +10,19 @@ from typing import NamedTuple
 import pytest
 
 from trunkattn.kernels.tile_solver import ARCHITECTURES
-from trunkattn.kernels.tile_table import decode_tiles
+from trunkattn.kernels.tile_table import GpuTile, decode_tiles
 
 COMPILE = Path(__file__).with_name("compile_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
 
-# Bytes of a thread's stack up to head_dim 128, as found: more is what this notices. The tallest tile spills on purpose:
-# with 128 registers two programs share a multiprocessor, which was faster than none spilled (tile_table).
-SPILLED_AT_MOST = {"16x32": 16, "16x64": 0, "16x128": 16, "64x64": 128, "128x64": 704}
+# Bytes of a thread's stack, about as found with Triton 3.9: more is what this notices. The tiles were measured on an
+# sm_90, where none spills up to head_dim 128; other cards, and wider heads, take theirs as they come.
+SPILLED_AT_MOST = {
+    (80, 128): {"64x64": 16},
+    (90, 256): {"16x64 merging": 160},
+    (100, 128): {"64x64": 32, "64x64 merging": 128},
+    (100, 256): {"16x64 merging": 160, "32x64 merging": 64},
+}
 
 
 class Compiled(NamedTuple):
@@ -27,10 +32,15 @@ class Compiled(NamedTuple):
     head_dim: int
     report: dict[str, dict[str, int]]
 
+    @property
+    def tiles(self) -> tuple[GpuTile, ...]:
+        """Of a 16-bit cache and groups of 4 heads."""
+        return decode_tiles(2, self.head_dim, 4)
+
 
 @pytest.fixture(
     scope="module",
-    params=[(80, 128), (90, 64), (90, 128), (90, 256), (100, 128)],
+    params=[(80, 128), (90, 64), (90, 128), (90, 256), (100, 128), (100, 256)],
     ids=lambda it: f"sm{it[0]}-{it[1]}",
 )
 def compiled(request: pytest.FixtureRequest) -> Compiled:
@@ -44,7 +54,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
 
 
 def test_every_tile_and_the_merge_compile(compiled: Compiled) -> None:
-    tiles = {f"{tile.block_m}x{tile.block_n}" for tile in decode_tiles(False, 2, compiled.head_dim)}
+    tiles = {f"{tile.block_m}x{tile.block_n}" for tile in compiled.tiles}
     assert set(compiled.report) == {"merge"} | tiles | {f"{tile} merging" for tile in tiles}
     assert all(used["registers"] > 16 for used in compiled.report.values())
 
@@ -55,13 +65,14 @@ def test_shared_memory_fits_the_device(compiled: Compiled) -> None:
 
 
 def test_registers_suffice(compiled: Compiled) -> None:
-    for name, used in compiled.report.items() if compiled.head_dim <= 128 else ():
-        assert used["spilled"] <= SPILLED_AT_MOST.get(name.split()[0], 0), name
+    allowed = SPILLED_AT_MOST.get((compiled.capability, compiled.head_dim), {})
+    for name, used in compiled.report.items():
+        assert used["spilled"] <= allowed.get(name, 0), name
 
 
 def test_as_many_programs_share_a_multiprocessor_as_the_tile_table_says(compiled: Compiled) -> None:
     """On the card that it was measured on; others may hold fewer."""
     if compiled.capability == 90 and compiled.head_dim <= 128:
-        for tile in decode_tiles(False, 2, compiled.head_dim):
+        for tile in compiled.tiles:
             used = compiled.report[f"{tile.block_m}x{tile.block_n}"]
             assert tile.programs <= used["programs"], used

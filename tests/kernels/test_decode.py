@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
+from trunkattn.planner.tiling import candidates
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import Step, random_step
-from .gpu_cases import POLICIES, TILINGS, Interpreted
+from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
 
 WAYS = (*TILINGS, *POLICIES)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
@@ -138,40 +139,81 @@ def test_the_table_holds_every_pair() -> None:
 
 @pytest.mark.parametrize("number", range(len(TABLE)))
 def test_each_pair_of_features(number: int) -> None:
-    """The tilings and policies take turns."""
-    row = TABLE[number]
-    case = Interpreted(row.step(), processors=1 + number % 3)
-    out, lse = case.run(case.tile(WAYS[number % len(WAYS)]), row.return_lse)
+    """The tilings and policies take turns, with the tiles of each kind of cache, whatever the caches are."""
+    row, turns = TABLE[number], list(itertools.product(WAYS, CACHES.values()))
+    way, cache = turns[number % len(turns)]
+    case = Interpreted(row.step(), 1 + number % 2, way, cache)
+    out, lse = case.run(row.return_lse)
     if not row.return_lse:
         assert lse.isnan().all()
         lse = case.step.oracle()[1].float()
     case.step.assert_accurate(out, lse)
 
 
+def test_the_ways_are_all_that_any_cache_has() -> None:
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    step = random_step(0, config, tree_batch(parse_tree("1,2_16,3"), 16, row_seed=0, page_seed=1))
+    for cache in CACHES.values():
+        assert len(candidates(Interpreted(step, 1, 0, cache).rule)) == len(TILINGS)
+
+
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("processors", [1, 8])
-def test_every_tiling(way: int | str, processors: int) -> None:
+def test_every_tiling(way: int | str, cache: str, processors: int) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), processors)
-    case.step.assert_accurate(*case.run(case.tile(way)))
+    case = Interpreted(random_step(0, config, batch), processors, way, CACHES[cache])
+    case.step.assert_accurate(*case.run())
+
+
+@pytest.mark.parametrize(("several", "window"), [(False, None), (True, None), (True, 21)])
+@pytest.mark.parametrize("cache", CACHES)
+def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: int | None) -> None:
+    """Of 20 requests after a trunk, fours have some 165 private tokens, 5, 40, none and 90."""
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,20_64,170"), 16, row_seed=0, page_seed=1)
+    own = np.maximum(np.repeat([165, 5, 40, 0, 90], 4) - np.arange(20) % 4, 0)
+    query_lens = np.array([1, 4, 1, 2] * 5 if several else [1] * 20, np.int32)
+    batch = replace(batch, seq_lens=(64 + own).astype(np.int32), query_lens=query_lens)
+    case = Interpreted(replace(random_step(0, config, batch), window=window), 1, 2, CACHES[cache])
+    subtiles = case.tiles[1].subtiles
+    assert subtiles > 1
+    if not several and subtiles == 4:
+        _, full, end, _, queries = case.tile_list.items[0]
+        runs = case.tile_list.runs[full:end, 1].reshape(-1, 4, 2)
+        assert (np.count_nonzero(runs, axis=(0, 2)).tolist(), queries) == ([44, 4, 12, 0], 16)
+    case.step.assert_accurate(*case.run())
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("group", [5, 7, 12, 16, 20, 32])
+def test_groups_in_the_tallest_tile(group: int, cache: str) -> None:
+    """Rows of a subtile beyond its whole groups are unused; groups over 16 heads have no subtiles and no low tile."""
+    config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2,9_64,32,19"), 16, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.array([1, 3, 0] * 3, np.int32))
+    case = Interpreted(random_step(0, config, batch), 1, 2 if group <= 16 else 1, CACHES[cache])
+    tallest = case.tiles[-1]
+    assert (tallest.subtiles > 1) == (group <= 16)
+    assert candidates(case.rule)[case.way].name(case.rule) == f"{tallest.block_m}x{tallest.block_n}"
+    case.step.assert_accurate(*case.run())
 
 
 def many_pieces() -> Interpreted:
-    """One request whose 40 runs of 16 tokens are spread over a large device."""
+    """Two requests; the 72 runs of 16 tokens of their trunk are spread over a large device."""
     config = AttentionConfig(4, 2, 16, 16, torch.float32, sinks=True)
-    batch = tree_batch(parse_tree("1,2_640,5"), 16, row_seed=0, page_seed=1)
-    return Interpreted(random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])), 132)
+    batch = tree_batch(parse_tree("1,2_1152,5"), 16, row_seed=0, page_seed=1)
+    return Interpreted(random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])), 132, "16x64")
 
 
 @pytest.mark.parametrize("return_lse", [True, False])
 def test_the_merge_of_more_partials_than_one_block_holds(return_lse: bool) -> None:
     case = many_pieces()
-    tile_list = case.tile("16x32")
-    assert (np.diff(tile_list.merge_ranges) > 16).all()
-    assert len(tile_list.merge_queries) == 2
-    out, lse = case.run(tile_list, return_lse)
+    assert (np.diff(case.tile_list.merge_ranges) > 16).all()
+    assert len(case.tile_list.merge_queries) == 2
+    out, lse = case.run(return_lse)
     case.step.assert_accurate(out, lse if return_lse else case.step.oracle()[1].float())
 
 
@@ -179,11 +221,11 @@ def test_an_item_merges_the_partials_of_a_taller_tile() -> None:
     """36 requests under a trunk that tall tiles cut into parts; the leaves' items merge them."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32, sinks=True)
     batch = tree_batch(parse_tree("1,36_128,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])), 3)
-    tile_list = case.tile("64x64+16x32")
-    assert len(tile_list.merge_queries) == 0
-    assert (tile_list.parts[:, 1] - tile_list.parts[:, 0]).max() > 1
-    case.step.assert_accurate(*case.run(tile_list))
+    step = random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
+    case = Interpreted(step, 3, "64x64+16x64")
+    assert len(case.tile_list.merge_queries) == 0
+    assert (case.tile_list.parts[:, 1] - case.tile_list.parts[:, 0]).max() > 1
+    case.step.assert_accurate(*case.run())
 
 
 def test_an_item_that_sees_nothing_for_a_row_adds_nothing() -> None:
@@ -191,17 +233,17 @@ def test_an_item_that_sees_nothing_for_a_row_adds_nothing() -> None:
     config = AttentionConfig(1, 1, 16, 4, torch.float32)
     batch = tree_batch(parse_tree("1,2_32,40"), 4, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.array([30, 30], np.int32))
-    case = Interpreted(replace(random_step(0, config, batch), window=5), 8)
-    for way in ("64x64", "16x32", "cascade"):
-        case.step.assert_accurate(*case.run(case.tile(way)))
+    step = replace(random_step(0, config, batch), window=5)
+    for way in ("64x64", "16x64", "cascade"):
+        step.assert_accurate(*Interpreted(step, 8, way).run())
 
 
 def test_logits_far_apart_do_not_overflow() -> None:
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,6_32,19"), 16, row_seed=0, page_seed=1)
     step = random_step(0, config, batch)
-    case = Interpreted(replace(step, q=step.q * 100), 8)
-    out, lse = case.run(case.tile("64x64"))
+    case = Interpreted(replace(step, q=step.q * 100), 8, "64x64")
+    out, lse = case.run()
     assert math.isfinite(float(lse.abs().max()))
     case.step.assert_accurate(out, lse)
 
@@ -209,6 +251,6 @@ def test_logits_far_apart_do_not_overflow() -> None:
 def test_an_empty_step_launches_nothing() -> None:
     batch = tree_batch(parse_tree("1,2_16,3"), 16, row_seed=0, page_seed=1)
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
-    case = Interpreted(random_step(0, config, replace(batch, query_lens=np.zeros(2, np.int32))), 8)
-    out, lse = case.run(case.tile("16x32"))
+    case = Interpreted(random_step(0, config, replace(batch, query_lens=np.zeros(2, np.int32))), 8, "16x64")
+    out, lse = case.run()
     assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))

@@ -1,9 +1,11 @@
-"""PAT's offline constraints: each one alone, with the numbers worked out by hand."""
+"""PAT's offline constraints: each one alone, with the numbers worked out by hand; and which tiles are listed."""
 
 import pytest
+import torch
 
+from trunkattn import AttentionConfig
 from trunkattn.kernels.tile_solver import ARCHITECTURES, Memory, Resources, keys_in_flight, least_keys, reasons_against
-from trunkattn.kernels.tile_table import GpuTile
+from trunkattn.kernels.tile_table import GpuTile, decode_tiles, without_subtiles
 
 HOPPER = ARCHITECTURES[90]
 MEMORY = Memory(latency_ns=800, bytes_per_ns=4574, processors=132)
@@ -54,3 +56,30 @@ def test_each_constraint(candidate: GpuTile, used: Resources, reason: str) -> No
 
 def test_a_good_tile_has_no_reason_against_it() -> None:
     assert reasons_against(tile(), Resources(180, 0, 40_000), HOPPER, MEMORY, 256) == []
+
+
+# bytes of an element, the larger of head_dim and head_dim_v, the largest group
+@pytest.mark.parametrize(
+    ("kv_itemsize", "width", "largest"),
+    [(2, 64, 64), (2, 128, 64), (1, 128, 64), (2, 129, 32), (1, 256, 32), (4, 64, 32)],
+)
+def test_every_group_has_tiles_that_the_kernel_can_run(kv_itemsize: int, width: int, largest: int) -> None:
+    for group in range(1, largest + 1):
+        tiles = decode_tiles(kv_itemsize, width, group)
+        assert [it.block_m for it in tiles] == sorted({it.block_m for it in tiles if it.block_m >= group})
+        for it in tiles:
+            rows = it.block_m // it.subtiles
+            sizes = (it.block_m, it.block_n, rows, it.private_n)
+            assert all(size >= 16 and size & (size - 1) == 0 for size in sizes), "of a matrix product"
+            assert rows >= group and it.block_n % it.private_n == 0
+        assert any(it.subtiles > 1 for it in tiles) == (group <= 16)
+        assert all(it.subtiles == 1 for it in without_subtiles(tiles))
+    assert decode_tiles(kv_itemsize, width, largest + 1) == ()
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (192, torch.bfloat16), (64, torch.float32)])
+def test_a_group_that_fits_no_tile_is_not_supported(head_dim: int, dtype: torch.dtype) -> None:
+    for group in (1, 32, 33, 64, 65, 128):
+        reasons = AttentionConfig(group, 1, head_dim, 16, dtype).supports("cuda")
+        fits = bool(decode_tiles(dtype.itemsize, head_dim, group))
+        assert any("the tallest tile" in reason for reason in reasons) != fits

@@ -16,6 +16,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trunkattn.kernels import gpu
 from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
 from trunkattn.kernels.tile_solver import Resources
@@ -42,8 +43,9 @@ def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resou
     """`decode_kernel` for one tile, without masks and options; `merges`: the variant that merges partials."""
     dim = target.head_dim
     constants: dict[str, object] = {
-        "BUCKET": 0, "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": dim,
-        "PADDED_DIM_V": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SUBTILES": tile.subtiles,
+        "BUCKET": 0, "ALSO": 2 if merges else -1, "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim,
+        "PADDED_DIM": gpu.padded(dim), "PADDED_DIM_V": gpu.padded(dim),
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SUBTILES": tile.subtiles,
         "PRIVATE_N": tile.private_n, "MASKED": False, "MERGE": merges,
         "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": "tf32",
         "LEADS": False, "FOLLOWS": merges and target.capability >= 90,
@@ -54,8 +56,8 @@ def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resou
 def compile_merge(target: Target) -> Resources:
     """`merge_kernel`."""
     constants: dict[str, object] = {
-        "COUNT_AT": 10, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": target.head_dim, "BLOCK_P": 16, "SINKS": False,
-        "RETURN_LSE": False, "FOLLOWS": target.capability >= 90,
+        "COUNT_AT": 10, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": gpu.padded(target.head_dim), "BLOCK_P": 16,
+        "SINKS": False, "RETURN_LSE": False, "FOLLOWS": target.capability >= 90,
     }  # fmt: skip
     return _compile(merge_kernel, target, constants, {"num_warps": 2})
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS
 
 _DIRECT = tl.constexpr(DIRECT)
-_ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
+ITEM = tl.constexpr(ITEM_COLUMNS)
 _NOTHING = tl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -128,21 +128,21 @@ def _merge(state, part, last, most, query_head, partial, partial_lse, used, dv,
 
 
 @triton.jit
-def decode_kernel(
-    q, k_cache, v_cache, out, lse_out, partial, partial_lse,  # tensors
-    items, runs, queries, slots, parts, positions, counts,  # the plan
-    logit_scale, v_scale, sinks, soft_cap, window,  # options
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
-    BUCKET: tl.constexpr, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RUN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
-    PRIVATE_N: tl.constexpr, MASKED: tl.constexpr, MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+def compute_item(
+    item, head, tensors, plan, options, strides,
+    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr, PRIVATE_N: tl.constexpr,
+    MASKED: tl.constexpr, MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """Items counts[BUCKET] .. counts[BUCKET + 1] - 1; see `kernels.gpu` for the launch, `TileList` for the arrays."""
-    if LEADS:
-        tl.extra.cuda.gdc_launch_dependents()
+    """One item for one KV head. tensors, plan, options, strides: as `decode_kernel` groups its arguments."""
+    q, k_cache, v_cache, out, lse_out, partial, partial_lse = tensors
+    runs, queries, slots, parts, positions = plan
+    logit_scale, v_scale, sinks, soft_cap, window = options
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h = strides[0], strides[1], strides[2], strides[3]
+    k_stride_p, k_stride_t, k_stride_h = strides[4], strides[5], strides[6]
+    v_stride_p, v_stride_t, v_stride_h = strides[7], strides[8], strides[9]
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     BLOCK_RUNS: tl.constexpr = BLOCK_N // RUN
     ROWS: tl.constexpr = BLOCK_M // SUBTILES  # of a subtile, which holds whole groups
@@ -150,92 +150,122 @@ def decode_kernel(
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     w, p = tl.arange(0, SUBTILES), tl.arange(0, PRIVATE_N)
     d, dv = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM_V)
-    first_item = tl.load(counts + BUCKET)
-    num_tasks = (tl.load(counts + BUCKET + 1) - first_item) * NUM_KV_HEADS
-    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
-        item = items + (first_item + task // NUM_KV_HEADS) * _ITEM_COLUMNS
-        head = task % NUM_KV_HEADS
-        run_start, run_full, run_end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        begin, end = tl.load(item + 3), tl.load(item + 4)
-        local = m // ROWS * ENTRIES + m % ROWS // GROUP
-        entry = begin + local
-        used = (entry < end) & (m % ROWS < ENTRIES * GROUP)
-        token = tl.load(queries + entry, mask=used, other=0)
-        query_head = head * GROUP + m % ROWS % GROUP
-        q_at = (token.to(tl.int64) * q_stride_t + query_head * q_stride_h)[:, None]
-        q_tile = _load(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
-        if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
-            q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
-        scale = tl.load(logit_scale + head)
+    run_start, run_full, run_end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    begin, end = tl.load(item + 3), tl.load(item + 4)
+    local = m // ROWS * ENTRIES + m % ROWS // GROUP
+    entry = begin + local
+    used = (entry < end) & (m % ROWS < ENTRIES * GROUP)
+    token = tl.load(queries + entry, mask=used, other=0)
+    query_head = head * GROUP + m % ROWS % GROUP
+    q_at = (token.to(tl.int64) * q_stride_t + query_head * q_stride_h)[:, None]
+    q_tile = _load(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
+    if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
+    scale = tl.load(logit_scale + head)
+    state = (
+        tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
+        tl.full([BLOCK_M], _NOTHING, tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    k_head, v_head = k_cache + head * k_stride_h, v_cache + head * v_stride_h
+    position = local
+    if MASKED:
+        position = tl.load(positions + token, mask=used, other=0)
+    place = _column(runs, run_start, run_end, n // RUN, 0, BLOCK_RUNS)
+    for at in tl.range(run_start, run_full, BLOCK_RUNS, num_stages=STAGES):
+        page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE + n % RUN
+        k_at, v_at = page * k_stride_p + offset * k_stride_t, page * v_stride_p + offset * v_stride_t
+        keys = _load(k_head, k_at[None, :], d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
+        values = _load(v_head, v_at[:, None], dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
+        state = _attend(state, q_tile, keys, values, True, scale, soft_cap, False, SOFT_CAP, PRECISION)
+        place = _column(runs, at + BLOCK_RUNS, run_end, n // RUN, 0, BLOCK_RUNS)
+    if SUBTILES == 1:
+        state = _attend_masked(
+            state, q_tile, local, position, n // RUN, n % RUN, runs, run_full, run_end, k_head, v_head,
+            k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
+            BLOCK_RUNS, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V, MASKED, SOFT_CAP,
+            STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        inner = _attend_masked(
+            (
+                tl.reshape(state[0], (SUBTILES, ROWS, PADDED_DIM_V)),
+                tl.reshape(state[1], (SUBTILES, ROWS)),
+                tl.reshape(state[2], (SUBTILES, ROWS)),
+            ),
+            tl.reshape(q_tile, (SUBTILES, ROWS, PADDED_DIM)), tl.reshape(local, (SUBTILES, ROWS)),
+            tl.reshape(position, (SUBTILES, ROWS)), w[:, None] * (PRIVATE_N // RUN) + (p // RUN)[None, :],
+            (p % RUN)[None, :] + tl.zeros_like(w)[:, None], runs, run_full, run_end, k_head, v_head,
+            k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
+            SUBTILES * (PRIVATE_N // RUN), PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V, MASKED,
+            SOFT_CAP, 2, PRECISION,
+        )  # fmt: skip
         state = (
-            tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
-            tl.full([BLOCK_M], _NOTHING, tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
+            tl.reshape(inner[0], (BLOCK_M, PADDED_DIM_V)),
+            tl.reshape(inner[1], (BLOCK_M,)),
+            tl.reshape(inner[2], (BLOCK_M,)),
         )
-        k_head, v_head = k_cache + head * k_stride_h, v_cache + head * v_stride_h
-        position = local
-        if MASKED:
-            position = tl.load(positions + token, mask=used, other=0)
-        place = _column(runs, run_start, run_end, n // RUN, 0, BLOCK_RUNS)
-        for at in tl.range(run_start, run_full, BLOCK_RUNS, num_stages=STAGES):
-            page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE + n % RUN
-            k_at, v_at = page * k_stride_p + offset * k_stride_t, page * v_stride_p + offset * v_stride_t
-            keys = _load(k_head, k_at[None, :], d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
-            values = _load(v_head, v_at[:, None], dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
-            state = _attend(state, q_tile, keys, values, True, scale, soft_cap, False, SOFT_CAP, PRECISION)
-            place = _column(runs, at + BLOCK_RUNS, run_end, n // RUN, 0, BLOCK_RUNS)
-        if SUBTILES == 1:
-            state = _attend_masked(
-                state, q_tile, local, position, n // RUN, n % RUN, runs, run_full, run_end, k_head, v_head,
-                k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
-                BLOCK_RUNS, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V, MASKED, SOFT_CAP,
-                STAGES, PRECISION,
-            )  # fmt: skip
-        else:
-            inner = _attend_masked(
-                (
-                    tl.reshape(state[0], (SUBTILES, ROWS, PADDED_DIM_V)),
-                    tl.reshape(state[1], (SUBTILES, ROWS)),
-                    tl.reshape(state[2], (SUBTILES, ROWS)),
-                ),
-                tl.reshape(q_tile, (SUBTILES, ROWS, PADDED_DIM)), tl.reshape(local, (SUBTILES, ROWS)),
-                tl.reshape(position, (SUBTILES, ROWS)), w[:, None] * (PRIVATE_N // RUN) + (p // RUN)[None, :],
-                (p % RUN)[None, :] + tl.zeros_like(w)[:, None], runs, run_full, run_end, k_head, v_head,
-                k_stride_p, k_stride_t, v_stride_p, v_stride_t, scale, soft_cap, window,
-                SUBTILES * (PRIVATE_N // RUN), PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V, MASKED,
-                SOFT_CAP, 2, PRECISION,
-            )  # fmt: skip
-            state = (
-                tl.reshape(inner[0], (BLOCK_M, PADDED_DIM_V)),
-                tl.reshape(inner[1], (BLOCK_M,)),
-                tl.reshape(inner[2], (BLOCK_M,)),
-            )
-        if MERGE:
-            if FOLLOWS:
-                tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on
-            part = tl.load(parts + 2 * entry, mask=used, other=0)
-            last = tl.load(parts + 2 * entry + 1, mask=used, other=0)
-            most = tl.max(last - part, 0)
-            state = _merge(
-                state, part, last, most, query_head, partial, partial_lse, used, dv, NUM_QO_HEADS, HEAD_DIM_V
-            )
-        acc, top, total = state
-        slot = tl.load(slots + entry, mask=used, other=0)
-        columns = (dv < HEAD_DIM_V)[None, :]
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row may see nothing of its item
-        natural = tl.where(total > 0, top * _LN_2 + tl.log(tl.where(total > 0, total, 1.0)), _NOTHING)
-        kept = used & (slot != _DIRECT)
-        slot_at = slot.to(tl.int64) * NUM_QO_HEADS + query_head
-        tl.store(partial + slot_at[:, None] * HEAD_DIM_V + dv[None, :], result, mask=kept[:, None] & columns)
-        tl.store(partial_lse + slot_at, natural, mask=kept)
-        direct = used & (slot == _DIRECT)
-        result *= tl.load(v_scale + head)
-        if SINKS:
-            sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32)
-            result /= (1.0 + tl.exp2((sink - natural) * _LOG2_E))[:, None]
-        out_at = token.to(tl.int64) * out_stride_t + query_head * out_stride_h
-        tl.store(out + out_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=direct[:, None] & columns)
-        if RETURN_LSE:
-            tl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+    if MERGE:
+        if FOLLOWS:
+            tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on
+        part = tl.load(parts + 2 * entry, mask=used, other=0)
+        last = tl.load(parts + 2 * entry + 1, mask=used, other=0)
+        most = tl.max(last - part, 0)
+        state = _merge(state, part, last, most, query_head, partial, partial_lse, used, dv, NUM_QO_HEADS, HEAD_DIM_V)
+    acc, top, total = state
+    slot = tl.load(slots + entry, mask=used, other=0)
+    columns = (dv < HEAD_DIM_V)[None, :]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row may see nothing of its item
+    natural = tl.where(total > 0, top * _LN_2 + tl.log(tl.where(total > 0, total, 1.0)), _NOTHING)
+    kept = used & (slot != _DIRECT)
+    slot_at = slot.to(tl.int64) * NUM_QO_HEADS + query_head
+    tl.store(partial + slot_at[:, None] * HEAD_DIM_V + dv[None, :], result, mask=kept[:, None] & columns)
+    tl.store(partial_lse + slot_at, natural, mask=kept)
+    direct = used & (slot == _DIRECT)
+    result *= tl.load(v_scale + head)
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32)
+        result /= (1.0 + tl.exp2((sink - natural) * _LOG2_E))[:, None]
+    out_at = token.to(tl.int64) * out_stride_t + query_head * out_stride_h
+    tl.store(out + out_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=direct[:, None] & columns)
+    if RETURN_LSE:
+        tl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+
+
+@triton.jit
+def decode_kernel(
+    q, k_cache, v_cache, out, lse_out, partial, partial_lse,  # tensors
+    items, counts, runs, queries, slots, parts, positions,  # the plan
+    logit_scale, v_scale, sinks, soft_cap, window,  # options
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
+    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr, PRIVATE_N: tl.constexpr,
+    MASKED: tl.constexpr, MERGE: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BUCKET: tl.constexpr, ALSO: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr,
+):  # fmt: skip
+    """The items of BUCKET, and of ALSO if that is none below 0; see `kernels.gpu`, and `TileList` for the arrays."""
+    if LEADS:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_item = tl.load(counts + BUCKET)
+    num_items = tl.load(counts + BUCKET + 1) - first_item
+    also, num_also = first_item, 0
+    if ALSO >= 0:
+        also = tl.load(counts + ALSO) - num_items
+        num_also = tl.load(counts + ALSO + 1) - also - num_items
+    for task in range(tl.program_id(0), (num_items + num_also) * NUM_KV_HEADS, tl.num_programs(0)):
+        number = task // NUM_KV_HEADS
+        compute_item(
+            items + (number + tl.where(number < num_items, first_item, also)) * ITEM, task % NUM_KV_HEADS,
+            (q, k_cache, v_cache, out, lse_out, partial, partial_lse), (runs, queries, slots, parts, positions),
+            (logit_scale, v_scale, sinks, soft_cap, window),
+            (q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+             k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h),
+            NUM_QO_HEADS, NUM_KV_HEADS, PAGE_SIZE, RUN, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V,
+            BLOCK_M, BLOCK_N, SUBTILES, PRIVATE_N, MASKED, MERGE, SOFT_CAP, SINKS, RETURN_LSE, STAGES, PRECISION,
+            FOLLOWS,
+        )  # fmt: skip
     if FOLLOWS:  # so that whatever waits for this launch also waits for those ahead of it
         tl.extra.cuda.gdc_wait()

@@ -1,11 +1,14 @@
 """GPU executor of a tile list (PAT §3.4: pack, forward, merge): its arrays on the device, and its launches.
 
 Launch order: items that merge nothing, by tile height; then items that merge what those left; then the merges that no
-item does. Every launch is a number of programs that read their counts from device memory.
+item does. Every launch is a number of programs that read their counts from device memory. Executions: `serial`, where
+each launch may start while the one ahead of it ends; `streams`, where launches that wait for nothing run side by side
+(PAT §6); `persistent`, one launch for everything.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,11 @@ from numpy.typing import NDArray
 
 from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
+from trunkattn.kernels.persistent import persistent_kernel
 from trunkattn.kernels.tile_table import GpuTile
 from trunkattn.plan_format import ITEM_COLUMNS, TileLimits, TileList
 
+_WAVES = 1  # programs of a launch of fixed size, in times of those that run at once
 _MERGE_PROGRAMS = 16  # of one warp or two on a multiprocessor; each reads a few kilobytes
 
 
@@ -45,16 +50,22 @@ class Card:
 
 
 @dataclass(frozen=True)
-class GpuPlan:
-    """A tile list on the device: arrays of `sizes` elements, one after the other in `flat`.
+class Launch:
+    """buckets: whose items it computes, all of one tile; none: it merges what no item does."""
 
-    launches: (bucket, programs); the bucket after the last, 2 * heights, is the merge kernel.
-    """
+    buckets: tuple[int, ...]
+    programs: int
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """A tile list on the device: arrays of `sizes` elements, one after the other in `flat`."""
 
     flat: torch.Tensor
     sizes: dict[str, int]
-    launches: tuple[tuple[int, int], ...]
+    launches: tuple[Launch, ...]
     geometry: Geometry
+    execution: str
 
     @cached_property
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -62,32 +73,28 @@ class GpuPlan:
         return dict(zip(self.sizes, self.flat.split(list(self.sizes.values())), strict=True))
 
 
-def launch_order(heights: int) -> list[int]:
-    """Buckets that merge nothing before those that do, the tallest first."""
-    return [*range(heights - 1, -1, -1), *range(2 * heights - 1, heights - 1, -1)]
-
-
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, device: torch.device
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device
 ) -> GpuPlan:
     """Sends a tile list to the device. positions [num_query_tokens]: place in the sequence."""
     host = _host_arrays(tiles, positions)
     sizes = {name: _aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(tiles.counts)
-    tasks = [(bucket, int(counts[bucket]) * geometry.num_kv_heads) for bucket in launch_order(heights)]
-    tasks.append(
-        (2 * heights, min(len(tiles.merge_queries) * geometry.num_qo_heads, card.processors * _MERGE_PROGRAMS))
-    )
-    plan = GpuPlan(flat, sizes, tuple(launch for launch in tasks if launch[1]), geometry)
+    order = [*range(heights - 1, -1, -1), *range(2 * heights - 1, heights - 1, -1)]  # tallest first, then what merges
+    launches = [Launch((bucket,), int(counts[bucket]) * geometry.num_kv_heads) for bucket in order]
+    merges = len(tiles.merge_queries) * geometry.num_qo_heads
+    launches.append(Launch((), min(merges, card.processors * _MERGE_PROGRAMS)))
+    plan = GpuPlan(flat, sizes, tuple(launch for launch in launches if launch.programs), geometry, execution)
     _send(plan, host)
     return plan
 
 
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, device: torch.device
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str, device: torch.device
 ) -> GpuPlan:
-    """An empty plan for any tile list within the limits: every launch, with as many programs as the device holds."""
+    """An empty plan for any tile list within the limits; each tile's items are one launch of fixed size. Items may
+    merge only under `serial`, only of the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
         "counts": 2 * heights + 2, "positions": limits.query_tokens, "items": limits.items * ITEM_COLUMNS,
@@ -95,10 +102,12 @@ def reserve(
         "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged, "runs": 3 * limits.runs,
     }  # fmt: skip
     sizes = {name: _aligned(size) for name, size in sizes.items()}
-    programs = [(bucket, card.processors * tiles[bucket % heights].programs) for bucket in launch_order(heights)]
-    launches = (*programs, (2 * heights, card.processors * _MERGE_PROGRAMS))
+    launches = [Launch((bucket,), _WAVES * card.processors * tiles[bucket].programs) for bucket in range(heights)]
+    if execution == "serial":
+        launches[0] = Launch((0, heights), launches[0].programs)
+    launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-    return GpuPlan(flat, sizes, launches, geometry)
+    return GpuPlan(flat, sizes, tuple(launches), geometry, execution)
 
 
 def refill(plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32]) -> None:
@@ -136,7 +145,7 @@ class Tensors:
     """One layer. q, out [T, Hq, D / Dv]; caches [pages, page_size, Hkv, D / Dv]; the rest float32.
 
     lse [T, Hq]; partial [slots, Hq, Dv], partial_lse [slots, Hq]; logit_scale [Hkv], log2(e) included unless there is a
-    soft cap; v_scale [Hkv]; sinks [Hq] of any floating dtype.
+    soft cap; v_scale [Hkv]; sinks [Hq] of any floating dtype; counters [2] int32, zero between launches.
     """
 
     q: torch.Tensor
@@ -149,57 +158,117 @@ class Tensors:
     logit_scale: torch.Tensor
     v_scale: torch.Tensor
     sinks: torch.Tensor
+    counters: torch.Tensor
 
 
 def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
-    """Launches a plan on the current stream. Each launch may start while the one ahead of it ends."""
-    arrays = plan.arrays
-    for number, (bucket, programs) in enumerate(plan.launches):
-        overlap = {"FOLLOWS": card.overlaps and number > 0}
-        if bucket == 2 * len(tiles):
-            _merge(plan.geometry, arrays, tensors, (bucket + 1, programs), overlap | {"RETURN_LSE": return_lse})
-            continue
-        overlap["LEADS"] = card.overlaps and number + 1 < len(plan.launches)
-        options = overlap | {"RETURN_LSE": return_lse, "BUCKET": bucket, "MERGE": bucket >= len(tiles)}
-        _attend(plan.geometry, arrays, tensors, tiles[bucket % len(tiles)], programs, options)
+    """Launches a plan, ordered on the current stream."""
+    _EXECUTIONS[plan.execution](plan, tensors, tiles, card, return_lse)
 
 
-def _padded(width: int) -> int:
+def _serial(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    for number, launch in enumerate(plan.launches):
+        overlap = {"FOLLOWS": card.overlaps and number > 0, "RETURN_LSE": return_lse}
+        if launch.buckets:
+            overlap["LEADS"] = card.overlaps and number + 1 < len(plan.launches)
+            _attend(plan, tensors, tiles, launch, overlap)
+        else:
+            _merge(plan, tensors, 2 * len(tiles) + 1, launch.programs, overlap)
+
+
+def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    if not tensors.q.is_cuda:  # the interpreter has no streams
+        return _serial(plan, tensors, tiles, card, return_lse)
+    independent = [launch for launch in plan.launches if launch.buckets and launch.buckets[-1] < len(tiles)]
+    main = torch.cuda.current_stream()
+    streams = [main, *(torch.cuda.Stream() for _ in independent[1:])]
+    for stream in streams[1:]:
+        stream.wait_stream(main)
+    for launch, stream in zip(independent, streams, strict=False):
+        with torch.cuda.stream(stream):
+            _attend(plan, tensors, tiles, launch, {"FOLLOWS": False, "LEADS": False, "RETURN_LSE": return_lse})
+    for stream in streams[1:]:
+        main.wait_stream(stream)
+    dependent = tuple(launch for launch in plan.launches if launch not in independent)
+    _serial(replace(plan, launches=dependent), tensors, tiles, card, return_lse)
+
+
+def padded(width: int) -> int:
+    """The power of two that holds a head."""
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _attend(
-    geometry: Geometry,
-    arrays: dict[str, torch.Tensor],
-    t: Tensors,
-    tile: GpuTile,
-    programs: int,
-    options: dict[str, Any],
-) -> None:
-    launch = {"num_warps": tile.warps} | ({"launch_pdl": True} if options["FOLLOWS"] else {})
-    decode_kernel[(programs,)](
-        t.q, t.k_cache, t.v_cache, t.out, t.lse, t.partial, t.partial_lse,
-        arrays["items"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["parts"], arrays["positions"],
-        arrays["counts"], t.logit_scale, t.v_scale, t.sinks, geometry.soft_cap or 0.0, geometry.window,
-        t.q.stride(0), t.q.stride(1), t.out.stride(0), t.out.stride(1),
-        *t.k_cache.stride()[:3], *t.v_cache.stride()[:3],
-        NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads,
-        PAGE_SIZE=geometry.page_size, RUN=geometry.run, HEAD_DIM=geometry.head_dim, HEAD_DIM_V=geometry.head_dim_v,
-        PADDED_DIM=_padded(geometry.head_dim), PADDED_DIM_V=_padded(geometry.head_dim_v),
+def _attend(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, options: dict[str, Any]) -> None:
+    arrays, geometry, tile = plan.arrays, plan.geometry, tiles[launch.buckets[0] % len(tiles)]
+    options |= {"BUCKET": launch.buckets[0], "ALSO": -1, "MERGE": launch.buckets[-1] >= len(tiles)}
+    if len(launch.buckets) > 1:
+        options["ALSO"] = launch.buckets[1]
+    names = ("items", "counts", "runs", "queries", "slots", "parts", "positions")
+    decode_kernel[(launch.programs,)](
+        *_tensors(t), *(arrays[name] for name in names), *_options(t, geometry), *_strides(t), **_shape(t, geometry),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SUBTILES=tile.subtiles, PRIVATE_N=tile.private_n,
-        MASKED=geometry.masked, SOFT_CAP=geometry.soft_cap is not None, SINKS=geometry.sinks, STAGES=tile.stages,
-        PRECISION="ieee" if t.q.dtype == torch.float32 else "tf32", **options, **launch,
+        STAGES=tile.stages, num_warps=tile.warps, **options, **_after(options),
     )  # fmt: skip
 
 
-def _merge(
-    geometry: Geometry, arrays: dict[str, torch.Tensor], t: Tensors, where: tuple[int, int], options: dict[str, Any]
-) -> None:
-    count_at, programs = where
+def _persistent(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    shapes = {
+        f"{name}_{field}": value
+        for name, tile in (("LOW", tiles[0]), ("TALL", tiles[-1]))
+        for field, value in zip(
+            ("M", "N", "SUBTILES", "PRIVATE_N", "STAGES"),
+            (tile.block_m, tile.block_n, tile.subtiles, tile.private_n, tile.stages),
+            strict=True,
+        )
+    }
+    # a cooperative launch runs all of its programs at once or fails, so that none waits for one that cannot start
+    cooperative = {"launch_cooperative_grid": True} if t.q.is_cuda else {}
+    programs = card.processors * min(tile.programs for tile in tiles)
+    names = ("items", "counts", "runs", "queries", "slots", "parts", "positions", "merge_queries", "merge_ranges")
+    persistent_kernel[(programs if t.q.is_cuda else 1,)](
+        *_tensors(t), *(plan.arrays[name] for name in names), *_options(t, plan.geometry), t.counters, *_strides(t),
+        **_shape(t, plan.geometry), HEIGHTS=len(tiles), RETURN_LSE=return_lse, **shapes, **cooperative,
+        num_warps=max(tile.warps for tile in tiles),
+    )  # fmt: skip
+
+
+def _tensors(t: Tensors) -> tuple[torch.Tensor, ...]:
+    return t.q, t.k_cache, t.v_cache, t.out, t.lse, t.partial, t.partial_lse
+
+
+def _options(t: Tensors, geometry: Geometry) -> tuple[Any, ...]:
+    return t.logit_scale, t.v_scale, t.sinks, geometry.soft_cap or 0.0, geometry.window
+
+
+def _strides(t: Tensors) -> tuple[int, ...]:
+    return *t.q.stride()[:2], *t.out.stride()[:2], *t.k_cache.stride()[:3], *t.v_cache.stride()[:3]
+
+
+def _shape(t: Tensors, geometry: Geometry) -> dict[str, Any]:
+    """The constants that all tiles have in common."""
+    return {
+        "NUM_QO_HEADS": geometry.num_qo_heads, "NUM_KV_HEADS": geometry.num_kv_heads, "PAGE_SIZE": geometry.page_size,
+        "RUN": geometry.run, "HEAD_DIM": geometry.head_dim, "HEAD_DIM_V": geometry.head_dim_v,
+        "PADDED_DIM": padded(geometry.head_dim), "PADDED_DIM_V": padded(geometry.head_dim_v),
+        "MASKED": geometry.masked, "SOFT_CAP": geometry.soft_cap is not None, "SINKS": geometry.sinks,
+        "PRECISION": "ieee" if t.q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+def _after(options: dict[str, Any]) -> dict[str, Any]:
+    """How to launch what may start before the launch ahead of it ends (programmatic dependent launch)."""
+    return {"launch_pdl": True} if options["FOLLOWS"] else {}
+
+
+def _merge(plan: GpuPlan, t: Tensors, count_at: int, programs: int, options: dict[str, Any]) -> None:
+    arrays, geometry = plan.arrays, plan.geometry
     merge_kernel[(programs,)](
         t.out, t.lse, t.partial, t.partial_lse, arrays["merge_queries"], arrays["merge_ranges"], arrays["counts"],
         t.v_scale, t.sinks, t.out.stride(0), t.out.stride(1),
         COUNT_AT=count_at, NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads,
-        HEAD_DIM_V=geometry.head_dim_v, PADDED_DIM_V=_padded(geometry.head_dim_v), BLOCK_P=16,
-        SINKS=geometry.sinks, num_warps=2, **options, **({"launch_pdl": True} if options["FOLLOWS"] else {}),
+        HEAD_DIM_V=geometry.head_dim_v, PADDED_DIM_V=padded(geometry.head_dim_v), BLOCK_P=16,
+        SINKS=geometry.sinks, num_warps=2, **options, **_after(options),
     )  # fmt: skip
+
+
+_EXECUTIONS = MappingProxyType({"serial": _serial, "streams": _streams, "persistent": _persistent})

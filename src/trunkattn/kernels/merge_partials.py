@@ -5,6 +5,48 @@ import triton.language as tl
 
 
 @triton.jit
+def merge_query(
+    task, tensors, lists, options, strides,
+    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM_V: tl.constexpr,
+    BLOCK_P: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+):  # fmt: skip
+    """One query token and head; its partials are taken in the order of their tokens."""
+    out, lse_out, partial, partial_lse = tensors
+    merge_queries, merge_ranges = lists
+    v_scale, sinks = options
+    out_stride_t, out_stride_h = strides
+    p, dv = tl.arange(0, BLOCK_P), tl.arange(0, PADDED_DIM_V)
+    merged, head = task // NUM_QO_HEADS, task % NUM_QO_HEADS
+    token = tl.load(merge_queries + merged)
+    first, last = tl.load(merge_ranges + 2 * merged), tl.load(merge_ranges + 2 * merged + 1)
+    top, total = -1e30, 0.0
+    acc = tl.zeros([PADDED_DIM_V], tl.float32)
+    for start in range(first, last, BLOCK_P):
+        here = start + p < last
+        at = (start + p).to(tl.int64) * NUM_QO_HEADS + head
+        lse = tl.load(partial_lse + at, mask=here, other=-1e30) * 1.4426950408889634
+        states = tl.load(
+            partial + at[:, None] * HEAD_DIM_V + dv[None, :],
+            mask=here[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0,
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.where(here, tl.exp2(lse - higher), 0.0)
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.sum(weights, 0)
+        acc = acc * rescale + tl.sum(states * weights[:, None], 0)
+        top = higher
+    natural = top * 0.6931471805599453 + tl.log(total)
+    result = acc / tl.where(total > 0, total, 1.0) * tl.load(v_scale + head // (NUM_QO_HEADS // NUM_KV_HEADS))
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        result = result / (1.0 + tl.exp2((sink - natural) * 1.4426950408889634))
+    out_at = token.to(tl.int64) * out_stride_t + head * out_stride_h
+    tl.store(out + out_at + dv, result.to(out.dtype.element_ty), mask=dv < HEAD_DIM_V)
+    if RETURN_LSE:
+        tl.store(lse_out + token * NUM_QO_HEADS + head, natural)
+
+
+@triton.jit
 def merge_kernel(
     out, lse_out, partial, partial_lse, merge_queries, merge_ranges, counts, v_scale, sinks,
     out_stride_t, out_stride_h,
@@ -12,36 +54,12 @@ def merge_kernel(
     PADDED_DIM_V: tl.constexpr, BLOCK_P: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """counts[COUNT_AT] query tokens; partials are taken in the order of their tokens."""
+    """counts[COUNT_AT] query tokens."""
     if FOLLOWS:
         tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on
-    p, dv = tl.arange(0, BLOCK_P), tl.arange(0, PADDED_DIM_V)
     for task in range(tl.program_id(0), tl.load(counts + COUNT_AT) * NUM_QO_HEADS, tl.num_programs(0)):
-        merged, head = task // NUM_QO_HEADS, task % NUM_QO_HEADS
-        token = tl.load(merge_queries + merged)
-        first, last = tl.load(merge_ranges + 2 * merged), tl.load(merge_ranges + 2 * merged + 1)
-        top, total = -1e30, 0.0
-        acc = tl.zeros([PADDED_DIM_V], tl.float32)
-        for start in range(first, last, BLOCK_P):
-            here = start + p < last
-            at = (start + p).to(tl.int64) * NUM_QO_HEADS + head
-            lse = tl.load(partial_lse + at, mask=here, other=-1e30) * 1.4426950408889634
-            states = tl.load(
-                partial + at[:, None] * HEAD_DIM_V + dv[None, :],
-                mask=here[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0,
-            )  # fmt: skip
-            higher = tl.maximum(top, tl.max(lse, 0))
-            weights = tl.where(here, tl.exp2(lse - higher), 0.0)
-            rescale = tl.exp2(top - higher)
-            total = total * rescale + tl.sum(weights, 0)
-            acc = acc * rescale + tl.sum(states * weights[:, None], 0)
-            top = higher
-        natural = top * 0.6931471805599453 + tl.log(total)
-        result = acc / tl.where(total > 0, total, 1.0) * tl.load(v_scale + head // (NUM_QO_HEADS // NUM_KV_HEADS))
-        if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32)
-            result = result / (1.0 + tl.exp2((sink - natural) * 1.4426950408889634))
-        out_at = token.to(tl.int64) * out_stride_t + head * out_stride_h
-        tl.store(out + out_at + dv, result.to(out.dtype.element_ty), mask=dv < HEAD_DIM_V)
-        if RETURN_LSE:
-            tl.store(lse_out + token * NUM_QO_HEADS + head, natural)
+        merge_query(
+            task, (out, lse_out, partial, partial_lse), (merge_queries, merge_ranges), (v_scale, sinks),
+            (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, BLOCK_P, SINKS,
+            RETURN_LSE,
+        )  # fmt: skip
