@@ -21,7 +21,6 @@ from trunkattn.kernels.persistent import persistent_kernel
 from trunkattn.kernels.tile_table import GpuTile
 from trunkattn.plan_format import ITEM_COLUMNS, TileLimits, TileList
 
-_WAVES = 1  # programs of a launch of fixed size, in times of those that run at once
 _MERGE_PROGRAMS = 16  # of one warp or two on a multiprocessor; each reads a few kilobytes
 
 
@@ -102,7 +101,7 @@ def reserve(
         "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged, "runs": 3 * limits.runs,
     }  # fmt: skip
     sizes = {name: _aligned(size) for name, size in sizes.items()}
-    launches = [Launch((bucket,), _WAVES * card.processors * tiles[bucket].programs) for bucket in range(heights)]
+    launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in range(heights)]
     if execution == "serial":
         launches[0] = Launch((0, heights), launches[0].programs)
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
