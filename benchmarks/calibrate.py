@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from kernels import TOLERANCE, ceilings, largest_error, make_case, microseconds
 from numpy.typing import NDArray
 from report import write_result
+from tiled import list_tiles, make_run, tile_rule
 
-from trunkattn.kernels.tile_table import DECODE_TILES
+from trunkattn.kernels.tile_table import DECODE_TILES, GpuLimits
 from trunkattn.planner import tiles, tiling
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
@@ -40,22 +43,12 @@ def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) 
     """The rule of `BatchAttention` for bf16; times: see `start`."""
     hq, hkv = map(int, heads.split("/"))
     table = start() if times is None else times
-    kinds = tuple(
-        tiling.TileKind(
-            tile.block_m,
-            tile.block_n,
-            card.processors * tile.programs,
-            (int(row[0]), int(row[1])),
-            (int(row[2]), int(row[3])),
-            tile.subtiles,
-            tile.private_n,
-        )
+    timed = tuple(
+        replace(tile, block_ns=(int(row[0]), int(row[1])), chain_ns=(int(row[2]), int(row[3])))
         for tile, row in zip(DECODE_TILES, table[:-1].reshape(-1, 4), strict=True)
     )
-    partial = hq * (HEAD_DIM + 1) * 8
-    return tiling.TilingRule(
-        kinds, hq // hkv, hkv, PAGE_SIZE, int(table[-1]), card.bytes_per_us, 4 * HEAD_DIM, partial, 8
-    )
+    limits = GpuLimits(card.bytes_per_us, int(table[-1]), "as measured")
+    return tile_rule(timed, (hq, hkv, HEAD_DIM), card.processors, limits)
 
 
 def start() -> NDArray[np.float64]:
@@ -71,35 +64,12 @@ def batch_of(tree: str) -> tuple[Any, Forest]:
 
 def measure(heads: str, tree: str, card: Card) -> dict[str, Any]:
     """Microseconds of every tiling of one tree."""
-    import torch
-    from kernels import TOLERANCE, largest_error, make_case, microseconds
-
-    from trunkattn.kernels import gpu
-
     hq, hkv = map(int, heads.split("/"))
     case = make_case(tree, hq, hkv, torch.bfloat16, torch.bfloat16)
-    _, forest = batch_of(tree)
-    rule, batch = make_rule(card, heads), case.batch
-    geometry = gpu.Geometry(
-        hq, hkv, HEAD_DIM, HEAD_DIM, PAGE_SIZE, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
-    )
-    processors = gpu.Card(card.processors, overlaps=torch.cuda.get_device_capability()[0] >= 9)
-    ones = torch.ones(hkv, device="cuda")
-    scale = ones * (math.log2(math.e) / math.sqrt(HEAD_DIM))
+    rule = make_rule(card, heads)
     found = {}
     for way in tiling.candidates(rule):
-        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-        listed = tiling.tile_forest(rule, way, forest, arrays, UNLIMITED)
-        plan = gpu.upload(listed, (batch.seq_lens - 1).astype(np.int32), geometry, processors, torch.device("cuda"))
-        slots = max(1, listed.num_slots)
-        partial = torch.empty(slots, hq, HEAD_DIM, device="cuda")
-        lse, out = torch.empty(slots, hq, device="cuda"), torch.full_like(case.q, math.nan)
-
-        def run(copy: int, plan: Any = plan, out: Any = out, partial: Any = partial, lse: Any = lse) -> Any:
-            tensors = gpu.Tensors(case.q, *case.kv[copy], out, lse, partial, lse, scale, ones, ones)
-            gpu.execute(plan, tensors, DECODE_TILES, processors, return_lse=False)
-            return out
-
+        run = make_run(case, rule, list_tiles(case.batch, rule, way), DECODE_TILES)
         error = largest_error(case, run(0))
         if error > TOLERANCE:
             raise SystemExit(f"{heads} {tree} {way.name(rule)}: error {error:.3g}")
@@ -189,9 +159,6 @@ def main() -> None:
         result = json.loads(arguments.fit.read_text())
         card, rows = Card(**result["card"]), result["rows"]
     else:
-        import torch
-        from kernels import ceilings
-
         card = Card(torch.cuda.get_device_properties(0).multi_processor_count, int(ceilings()[0]))
         rows = []
         for heads in arguments.heads:

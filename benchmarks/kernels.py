@@ -128,9 +128,9 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
 
 
 def row_of(
-    tree: str, heads: str, limits: tuple[float, float], dtypes: tuple[torch.dtype, torch.dtype]
+    tree: str, heads: str, limits: tuple[float, float], dtypes: tuple[torch.dtype, torch.dtype], peers: list[str]
 ) -> dict[str, Any]:
-    """One cell: SOL, ours and every peer (of q's dtype only). dtypes: of q and of the cache."""
+    """One cell: SOL, ours and the peers (of q's dtype only). dtypes: of q and of the cache."""
     hq, hkv = map(int, heads.split("/"))
     case = make_case(tree, hq, hkv, *dtypes)
     parsed = parse_tree(tree)
@@ -141,9 +141,9 @@ def row_of(
     stats = plan.stats
     row["trunkattn"] = measure(case, run) | {"tiling": stats.policy, "items": stats.num_work_items}
     row["trunkattn_one_graph"] = measure(case, ours(case, fixed=True)[0])
-    for name, peer in PEERS.items() if dtypes[0] == dtypes[1] else ():
+    for name in peers if dtypes[0] == dtypes[1] else ():
         try:
-            row[name] = measure(case, peer(case))
+            row[name] = measure(case, PEERS[name](case))
         except Exception as reason:  # a peer that cannot run here is reported, not fatal
             row[name] = {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
     return row
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=PAT_TREES, help="nodes per level _ tokens per level")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
+    parser.add_argument("--peers", nargs="*", default=tuple(PEERS), choices=tuple(PEERS), help="default: all")
     parser.add_argument("--name", help="of the result file; default: the dtype")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -178,7 +179,7 @@ def main() -> None:
     rows = []
     for heads in arguments.heads:
         for tree in arguments.trees:
-            rows.append(row_of(tree, heads, limits, dtypes))
+            rows.append(row_of(tree, heads, limits, dtypes, arguments.peers))
             torch.cuda.empty_cache()
             row = rows[-1]
             cells = {name: row[name].get("us", "-") for name in (*OURS, *PEERS) if name in row}

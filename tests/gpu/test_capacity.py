@@ -11,7 +11,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
-from .test_card import GOOD, Layer, expected, make_layer, ragged
+from .test_card import GOOD, Layer, check, expected, make_layer, ragged
 
 pytestmark = pytest.mark.gpu
 TREES = ("1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300_2048,20", "256_1024", "1_30000")
@@ -51,9 +51,12 @@ def replay(layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor],
     return out[: len(layer.q)]
 
 
-@pytest.mark.parametrize("policy", ["auto", "pat", "per_query"])
-def test_one_graph_for_decode_batches_of_any_shape(policy: str) -> None:
-    config = replace(GOOD, policy=policy)
+WAYS = [("auto", "serial"), ("auto", "streams"), ("auto", "persistent"), ("pat", "serial"), ("pat", "streams")]
+
+
+@pytest.mark.parametrize("policy, execution", [*WAYS, ("pat", "persistent"), ("per_query", "serial")])
+def test_one_graph_for_decode_batches_of_any_shape(policy: str, execution: str) -> None:
+    config = replace(GOOD, policy=policy, execution=execution)
     layers = [make_layer(config, tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0)) for tree in TREES]
     capacity = Capacity(320, 320, 2048, 1 << 20)
     attention, tensors, (graph, plan) = captured(config, capacity, layers)
@@ -97,3 +100,9 @@ def test_run_allocates_nothing_beyond_out() -> None:
     for _ in range(10):
         attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, k_scale=1.0)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("dtype, head_dim, tolerance", [(torch.float32, 256, 1e-5), (torch.bfloat16, 256, 0.02)])
+def test_a_persistent_launch_fits_the_card_with_the_widest_heads(dtype: Any, head_dim: int, tolerance: float) -> None:
+    config = replace(GOOD, dtype=dtype, head_dim=head_dim, execution="persistent")
+    check(config, tree_batch(parse_tree("1,8,64_512,128,100"), 16), tolerance)

@@ -27,7 +27,7 @@ NARROW = (2, 128)
 CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an element, head_dim: which tiles are taken
 
 
-def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...]) -> TilingRule:
+def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
     """Two programs of each tile on a multiprocessor."""
     kinds = (
         TileKind(it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n)
@@ -42,7 +42,7 @@ def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ..
         bytes_per_us=4_540_000,
         head_bytes=512,
         partial_bytes=1024 * config.num_qo_heads,
-        fuse_up_to=8,
+        fuse_up_to=fuse_up_to,
     )
 
 
@@ -62,6 +62,7 @@ class Interpreted:
     processors: int
     way: int | str
     cache: tuple[int, int] = NARROW
+    execution: str = "serial"
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
@@ -71,7 +72,9 @@ class Interpreted:
 
     @property
     def rule(self) -> TilingRule:
-        return make_rule(self.step.config, self.processors, self.tiles)
+        """As the executor has it, items merge only if no other launch or program could come first."""
+        fuse_up_to = 0 if self.execution == "persistent" else 8
+        return make_rule(self.step.config, self.processors, self.tiles, fuse_up_to)
 
     @property
     def batch(self) -> Batch:
@@ -112,7 +115,7 @@ class Interpreted:
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        plan = gpu.upload(tile_list, positions, geometry, card, torch.device("cpu"))
+        plan = gpu.upload(tile_list, positions, geometry, card, self.execution, torch.device("cpu"))
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
         ones = torch.ones(config.num_kv_heads)
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
@@ -123,7 +126,7 @@ class Interpreted:
         tensors = gpu.Tensors(
             step.q, step.k_cache, step.v_cache, out, lse, torch.full((slots, heads, config.value_dim), math.nan),
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
-            step.options.get("sinks", ones),
+            step.options.get("sinks", ones), torch.zeros(2, dtype=torch.int32),
         )  # fmt: skip
         gpu.execute(plan, tensors, self.tiles, card, return_lse)
         return out, lse

@@ -16,6 +16,7 @@ from ..attention.cases import Step, random_step
 from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
 
 WAYS = (*TILINGS, *POLICIES)
+EXECUTIONS = ("persistent", "serial")  # streams are like serial here
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
 
 
@@ -142,7 +143,7 @@ def test_each_pair_of_features(number: int) -> None:
     """The tilings and policies take turns, with the tiles of each kind of cache, whatever the caches are."""
     row, turns = TABLE[number], list(itertools.product(WAYS, CACHES.values()))
     way, cache = turns[number % len(turns)]
-    case = Interpreted(row.step(), 1 + number % 2, way, cache)
+    case = Interpreted(row.step(), 1 + number % 2, way, cache, EXECUTIONS[number // 2 % 2])
     out, lse = case.run(row.return_lse)
     if not row.return_lse:
         assert lse.isnan().all()
@@ -159,12 +160,12 @@ def test_the_ways_are_all_that_any_cache_has() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("processors", [1, 8])
-def test_every_tiling(way: int | str, cache: str, processors: int) -> None:
+@pytest.mark.parametrize(("processors", "execution"), [(1, "serial"), (8, "serial"), (8, "persistent")])
+def test_every_tiling(way: int | str, cache: str, processors: int, execution: str) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), processors, way, CACHES[cache])
+    case = Interpreted(random_step(0, config, batch), processors, way, CACHES[cache], execution)
     case.step.assert_accurate(*case.run())
 
 
@@ -194,7 +195,7 @@ def test_groups_in_the_tallest_tile(group: int, cache: str) -> None:
     config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,9_64,32,19"), 16, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.array([1, 3, 0] * 3, np.int32))
-    case = Interpreted(random_step(0, config, batch), 1, 2 if group <= 16 else 1, CACHES[cache])
+    case = Interpreted(random_step(0, config, batch), 1, 2 if group <= 16 else 1, CACHES[cache], EXECUTIONS[group % 2])
     tallest = case.tiles[-1]
     assert (tallest.subtiles > 1) == (group <= 16)
     assert candidates(case.rule)[case.way].name(case.rule) == f"{tallest.block_m}x{tallest.block_n}"

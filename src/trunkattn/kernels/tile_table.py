@@ -83,14 +83,19 @@ class GpuTile:
 _LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2270, 3490), chain_ns=(2110, 1690))
 _TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2400, 1920), chain_ns=(560, 2200), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
-# 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others
+# 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others.
+# For 64 rows converted keys go back to shared memory; a trunk is still faster there (1,1024_2048,32: 183 µs, low 256).
 DECODE_TILES_FP8: Final = (
-    GpuTile(16, 32, 1, 3, programs=8, block_ns=(2290, 3500), chain_ns=(900, 1500)),
-    _TALL,
+    GpuTile(16, 32, 1, 3, programs=8, block_ns=(2290, 2300), chain_ns=(900, 1500)),
+    replace(_TALL, block_ns=(3240, 3900), chain_ns=(760, 3600)),
 )
 # head_dim over 128, or 32-bit keys: of 64 rows the accumulators alone would fill the registers
-DECODE_TILES_WIDE: Final = (_LOW, GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16))
+DECODE_TILES_WIDE: Final = (
+    replace(_LOW, programs=2),
+    GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16),
+)
 _WIDE: Final = 128
+_WIDEST_BYTES: Final = 512  # of a key: above this, a multiprocessor's shared memory holds one program
 
 
 def decode_tiles(kv_itemsize: int, width: int, group_size: int) -> tuple[GpuTile, ...]:
@@ -98,6 +103,8 @@ def decode_tiles(kv_itemsize: int, width: int, group_size: int) -> tuple[GpuTile
     tiles: tuple[GpuTile, ...] = DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
     if width > _WIDE or kv_itemsize > 2:
         tiles = DECODE_TILES_WIDE
+    if width * kv_itemsize > _WIDEST_BYTES:
+        tiles = tuple(replace(tile, programs=1) for tile in tiles)
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
     fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
     return tiles if fits else without_subtiles(tiles)
