@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from report import write_result
 from tiled import list_tiles, make_run, tile_rule
 
-from trunkattn.kernels.tile_table import DECODE_TILES, GpuLimits
+from trunkattn.kernels.tile_table import DECODE_TILES, GpuLimits, gpu_limits
 from trunkattn.planner import tiles, tiling
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
@@ -37,6 +37,7 @@ class Card:
 
     processors: int
     bytes_per_us: int
+    l2_bytes: int = 50 << 20
 
 
 def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) -> tiling.TilingRule:
@@ -48,12 +49,16 @@ def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) 
         for tile, row in zip(DECODE_TILES, table[:-1].reshape(-1, 4), strict=True)
     )
     limits = GpuLimits(card.bytes_per_us, int(table[-1]), "as measured")
-    return tile_rule(timed, (hq, hkv, HEAD_DIM), card.processors, limits)
+    return tile_rule(timed, (hq, hkv, HEAD_DIM), (card.processors, card.l2_bytes), limits)
 
 
 def start() -> NDArray[np.float64]:
     """Today's times: block_ns and chain_ns (full, masked) of each tile, then launch_ns."""
-    return np.array([value for tile in DECODE_TILES for value in (*tile.block_ns, *tile.chain_ns)] + [2420], np.float64)
+    return np.array(
+        [value for tile in DECODE_TILES for value in (*tile.block_ns, *tile.chain_ns)]
+        + [gpu_limits("NVIDIA H200").launch_ns],
+        np.float64,
+    )
 
 
 def batch_of(tree: str) -> tuple[Any, Forest]:
@@ -85,7 +90,7 @@ class Measured:
     stages: list[list[tuple[int, tiles.Stage]]]
     blocks: list[list[NDArray[np.int64]]]
     num_queries: int
-    memory: int
+    memory: list[int]
     ns: NDArray[np.float64]
     names: list[str]
 
@@ -99,7 +104,7 @@ def prepare(row: dict[str, Any], card: Card) -> Measured:
     stages = [tiling.stages_of(rule, way) for way in ways]
     blocks = [[tiles.stage_blocks(forest, entries, stage, UNLIMITED, rule.run) for _, stage in each] for each in stages]
     names = [way.name(rule) for way in ways]
-    memory = tiling.memory_ns(rule, forest)
+    memory = [tiling.memory_ns(rule, forest, entries, each) for each in stages]
     return Measured(
         row["heads"], stages, blocks, len(entries.query), memory, 1e3 * np.array([row["us"][n] for n in names]), names
     )
@@ -111,8 +116,8 @@ def predict(rows: list[Measured], card: Card, times: NDArray[np.float64]) -> lis
     return [
         np.array(
             [
-                tiling.predict_ns(rules[row.heads], stages, blocks, row.num_queries, row.memory)
-                for stages, blocks in zip(row.stages, row.blocks, strict=True)
+                tiling.predict_ns(rules[row.heads], stages, blocks, row.num_queries, memory)
+                for stages, blocks, memory in zip(row.stages, row.blocks, row.memory, strict=True)
             ],
             np.float64,
         )
@@ -159,7 +164,8 @@ def main() -> None:
         result = json.loads(arguments.fit.read_text())
         card, rows = Card(**result["card"]), result["rows"]
     else:
-        card = Card(torch.cuda.get_device_properties(0).multi_processor_count, int(ceilings()[0]))
+        properties = torch.cuda.get_device_properties(0)
+        card = Card(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size)
         rows = []
         for heads in arguments.heads:
             for tree in arguments.trees:

@@ -126,7 +126,7 @@ def chain_row(heads: tuple[int, int], tile: Listed, alone: bool) -> dict[str, An
     for tokens in TOKENS:
         case = make_case(f"{requests}_{tokens}", *heads, torch.bfloat16, tile.kv_dtype)
         rule = rule_on_card(case, (tile.tile,))
-        listed = list_tiles(case.batch, rule, Tiling(0, alone=alone, cut=False))
+        listed = list_tiles(case.batch, rule, Tiling(0, alone=alone, waves=0))
         found = measure(case, make_run(case, rule, listed, (tile.tile,)))
         if "us" not in found:
             return row | {"tokens": tokens} | found

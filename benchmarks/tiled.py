@@ -32,10 +32,15 @@ class PlannedBytes:
 
 
 def tile_rule(
-    tiles: tuple[GpuTile, ...], heads: tuple[int, int, int], processors: int, limits: GpuLimits, kv_itemsize: int = 2
+    tiles: tuple[GpuTile, ...],
+    heads: tuple[int, int, int],
+    card: tuple[int, int],
+    limits: GpuLimits,
+    kv_itemsize: int = 2,
 ) -> TilingRule:
-    """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim."""
-    hq, hkv, dim = heads
+    """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim; card: multiprocessors and
+    bytes of the L2 cache."""
+    (hq, hkv, dim), (processors, l2_bytes) = heads, card
     kinds = tuple(
         TileKind(
             tile.block_m, tile.block_n, processors * tile.programs, tile.block_ns, tile.chain_ns,
@@ -53,6 +58,7 @@ def tile_rule(
         head_bytes=2 * dim * kv_itemsize,
         partial_bytes=hq * (dim + 1) * 8,
         fuse_up_to=8,
+        l2_bytes=l2_bytes,
     )
 
 
@@ -60,7 +66,8 @@ def rule_on_card(case: Case, tiles: tuple[GpuTile, ...]) -> TilingRule:
     """The rule for a batch on the card that holds it."""
     properties = torch.cuda.get_device_properties(case.q.device)
     limits = gpu_limits(properties.name)
-    return tile_rule(tiles, case.heads, properties.multi_processor_count, limits, case.kv[0][0].itemsize)
+    card = properties.multi_processor_count, properties.L2_cache_size
+    return tile_rule(tiles, case.heads, card, limits, case.kv[0][0].itemsize)
 
 
 def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

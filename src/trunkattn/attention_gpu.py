@@ -106,6 +106,7 @@ class GpuExecutor:
             head_bytes=model.kv_bytes // config.num_kv_heads,
             partial_bytes=model.partial_bytes,
             fuse_up_to=_FUSE_UP_TO if self._may_fuse else 0,
+            l2_bytes=properties.L2_cache_size,
             uniform=config.batch_invariant,
         )
         heads = config.num_kv_heads

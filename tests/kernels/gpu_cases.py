@@ -43,6 +43,7 @@ def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ..
         head_bytes=512,
         partial_bytes=1024 * config.num_qo_heads,
         fuse_up_to=fuse_up_to,
+        l2_bytes=50 << 20,
     )
 
 

@@ -31,6 +31,7 @@ def make_rule(
     shapes: tuple[GpuTile, ...] = (),
     num_kv_heads: int = 1,
     fuse_up_to: int = 8,
+    l2_bytes: int = 50 << 20,
 ) -> TilingRule:
     """By default of the tiles for a 16-bit cache."""
     kinds = (
@@ -47,6 +48,7 @@ def make_rule(
         head_bytes=512,
         partial_bytes=group_size * num_kv_heads * 129 * 8,
         fuse_up_to=fuse_up_to,
+        l2_bytes=l2_bytes,
     )
 
 
@@ -74,6 +76,7 @@ def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
         shapes=draw(table if listed else st.one_of(table, low_tiles(group_size))),
         num_kv_heads=draw(st.sampled_from([1, 2, 8])),
         fuse_up_to=draw(st.sampled_from([0, 1, 8])),
+        l2_bytes=draw(st.sampled_from([0, 1 << 16, 50 << 20])),
     )
 
 

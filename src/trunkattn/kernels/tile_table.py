@@ -80,8 +80,8 @@ class GpuTile:
 # Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The choice between tilings of
 # these two loses 0.1 % in the mean, 3.4 % at most, against the best tiling of five tiles on 80 batches (docs/
 # performance.md). The times are a fit to those runs (benchmarks/calibrate.py, results/calibration-h200.json).
-_LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2270, 3490), chain_ns=(2110, 1690))
-_TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2400, 1920), chain_ns=(560, 2200), subtiles=4)
+_LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2140, 3060), chain_ns=(2420, 1480))
+_TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2210, 2370), chain_ns=(640, 2370), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
 # 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others.
 # For 64 rows converted keys go back to shared memory; a trunk is still faster there (1,1024_2048,32: 183 µs, low 256).
@@ -127,8 +127,8 @@ class GpuLimits:
 
 _LIMITS: Final = MappingProxyType(
     {
-        "NVIDIA H200": GpuLimits(4_540_000, 4800, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_000_000, 4800, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+        "NVIDIA H200": GpuLimits(4_540_000, 5300, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H100": GpuLimits(3_000_000, 5300, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
     }
 )
 _OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assumed)")

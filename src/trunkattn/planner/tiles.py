@@ -6,6 +6,7 @@ run side by side find the trunk in the L2 cache, so it leaves memory once. Two h
 for nodes with many queries, low ones for the rest, which merge the partials of the tall ones (RelayAttention §3.3).
 """
 
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Stage(NamedTuple):
     least: int
     below: int
     block_runs: int  # runs of a block of keys
-    num_parts: int  # items wanted: tiles are cut until there are as many
+    num_parts: int  # items wanted: long tiles are cut until there are about as many; 0: none is cut
     subtiles: int = 1  # see `nest`
     private_runs: int = 1  # of a subtile's block
 
@@ -135,6 +136,37 @@ def stage_blocks(forest, entries, stage, window, run):
 
 
 @njit(cache=True)
+def stage_rereads(forest, entries, stage):
+    """Tokens of nodes that several tiles read, and how many tokens those tiles read beyond the first."""
+    shared, again = np.int64(0), np.int64(0)
+    for node in range(len(forest.parent)):
+        size = entries.node_end[node] - entries.node_start[node]
+        if stage.least <= size < stage.below:
+            more = (entries.node_end[node] - 1) // stage.height - entries.node_start[node] // stage.height
+            tokens = np.int64(forest.token_end[node] - forest.token_start[node])
+            shared += tokens * (more > 0)
+            again += tokens * more
+    return shared, again
+
+
+@njit(cache=True)
+def makespan(costs, counts, slots):
+    """When `slots` that take the heaviest item left, each as it becomes free, have done counts[i] items of costs[i].
+
+    Where there are fewer items than slots, each runs the faster for it.
+    """
+    order = np.argsort(-costs, kind="mergesort")
+    total = counts.sum()
+    if total <= slots:
+        return costs[order[0]] * total // slots
+    ends = [np.int64(0)] * slots
+    for i in order:
+        for _ in range(counts[i]):
+            heapq.heapreplace(ends, ends[0] + costs[i])
+    return max(ends)
+
+
+@njit(cache=True)
 def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size, runs, whole):
     """Runs of one tile's segments; whole[i]: a full run that all of its queries see."""
     nodes, num_runs = span
@@ -163,11 +195,9 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
     """The items of a stage, tiles cut into parts of whole blocks."""
     indptr, nodes, num_runs = _segments(forest, entries, stage, window, run)
     num_tiles = len(indptr) - 1
-    total, tiles = np.int64(num_runs.sum()), 0
-    for tile in range(num_tiles):
-        tiles += num_runs[indptr[tile] : indptr[tile + 1]].sum() > 0
+    total = np.int64(num_runs.sum())
     share = total + 1  # runs of an item
-    if tiles < stage.num_parts:
+    if stage.num_parts:
         share = max(np.int64(stage.block_runs), (total + stage.num_parts - 1) // stage.num_parts)
     runs = np.empty((total, 3), np.int32)
     whole = np.empty(total, np.bool_)

@@ -1,6 +1,8 @@
 """Which row tiles a step takes on a GPU: candidates by predicted time, and the tile list of the best."""
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +12,7 @@ from trunkattn.planner import tiles
 from trunkattn.planner.forest import Forest
 
 _EVERY = 1 << 30  # more entries than any node has
+_CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class TilingRule:
 
     kinds: ascending heights. launch_ns: of a launch that waits for another. bytes_per_us: memory bandwidth. head_bytes:
     keys and values of one token and head. partial_bytes: one partial state of all query heads, written and read.
-    fuse_up_to: partials that an item may merge. uniform: no run is marked as full, so that a row's arithmetic does not
-    depend on the rows beside it (the two loops of the kernel may round differently).
+    fuse_up_to: partials that an item may merge. l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a
+    row's arithmetic does not depend on the rows beside it (the two loops of the kernel may round differently).
     """
 
     kinds: tuple[TileKind, ...]
@@ -52,6 +55,7 @@ class TilingRule:
     head_bytes: int
     partial_bytes: int
     fuse_up_to: int
+    l2_bytes: int
     uniform: bool = False
 
     @property
@@ -68,36 +72,37 @@ class TilingRule:
 @dataclass(frozen=True)
 class Tiling:
     """One way to tile a step: `low` for all nodes, or `tall` for those of at least `least` entries. alone: a low tile
-    holds one query token. cut: tiles are cut into parts where there are fewer than the device has slots."""
+    holds one query token. waves: long tiles are cut until there are about so many items for each of the device's slots;
+    0: none is."""
 
     low: int
     tall: int | None = None
     least: int = _EVERY
     alone: bool = False
-    cut: bool = True
+    waves: int = 1
 
     def name(self, rule: TilingRule) -> str:
         """For `stats`: rows × keys of the tiles."""
         kinds = [rule.kinds[index] for index in (self.tall, self.low) if index is not None]
         text = "+".join(f"{kind.rows}x{kind.block_tokens}" for kind in kinds)
-        return text + (" per query" if self.alone else "") + ("" if self.cut else " uncut")
+        return text + (" per query" if self.alone else "") + _CUTS[self.waves]
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
-    """The lowest tiles with one query token; every tile, and every taller one with every lowest one, cut or not."""
+    """The lowest tiles with one query token; every tile, and every taller one with every lowest one; cut or not."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
     least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
     pairs = [Tiling(low, tall, least) for tall in usable[len(lowest) :] for low in lowest]
-    several = [Tiling(index) for index in usable] + pairs
-    uncut = [replace(tiling, cut=False) for tiling in several]
-    return [Tiling(low, alone=True) for low in lowest] + several + uncut
+    alone = [Tiling(low, alone=True) for low in lowest]
+    ways = [*alone, *(Tiling(index) for index in usable), *pairs]
+    return [replace(way, waves=waves) for waves in _CUTS for way in ways if waves or not way.alone]
 
 
 def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.kinds[kind]
     height = 1 if tiling.alone else shape.entries(rule.group_size)
-    items = max(1, shape.programs // rule.num_kv_heads) if tiling.cut else 1
+    items = max(1, shape.programs // rule.num_kv_heads) * tiling.waves
     blocks = (shape.block_tokens // rule.run, items, shape.subtiles, shape.private_tokens // rule.run)
     return tiles.Stage(height, *limits, *blocks)
 
@@ -114,21 +119,25 @@ def predict(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> dict
     """Predicted ns of every candidate. batch: seq_lens, query_start_loc."""
     entries = tiles.make_entries(forest, *batch)
     loads: dict[tiles.Stage, NDArray[np.int64]] = {}  # blocks of each tile; tilings have stages in common
-    memory = memory_ns(rule, forest)
     times = {}
     for tiling in candidates(rule):
         stages = stages_of(rule, tiling)
         for _, stage in stages:
-            if (uncut := stage._replace(num_parts=1)) not in loads:
+            if (uncut := stage._replace(num_parts=0)) not in loads:
                 loads[uncut] = tiles.stage_blocks(forest, entries, uncut, window, rule.run)
-        blocks = [loads[stage._replace(num_parts=1)] for _, stage in stages]
+        blocks = [loads[stage._replace(num_parts=0)] for _, stage in stages]
+        memory = memory_ns(rule, forest, entries, stages)
         times[tiling] = predict_ns(rule, stages, blocks, len(entries.query), memory)
     return times
 
 
-def memory_ns(rule: TilingRule, forest: Forest) -> int:
-    """Time to read every key and value of the forest once."""
+def memory_ns(rule: TilingRule, forest: Forest, entries: tiles.Entries, stages: list[tuple[int, tiles.Stage]]) -> int:
+    """Time to read every key and value of the forest once, and again where tiles share more than the L2 cache holds."""
     read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
+    for _, stage in stages:
+        shared, again = tiles.stage_rereads(forest, entries, stage)
+        kept = rule.l2_bytes // (rule.head_bytes * rule.num_kv_heads)  # tokens
+        read += int(again) * max(0, int(shared) - kept) // max(1, int(shared))
     return read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
 
 
@@ -146,16 +155,25 @@ def predict_ns(
         if not len(blocks):
             continue
         shape, last = rule.kinds[kind], stage is stages[-1][1]
-        cut = len(blocks) < stage.num_parts
-        if cut:  # a part holds the private runs of few requests, mostly of one subtile
-            blocks = blocks * np.array([1, stage.subtiles])
-        chains = blocks @ np.array(shape.chain_ns)
-        longest = max(int(chains.sum()) // stage.num_parts, min(shape.chain_ns)) if cut else int(chains.max())
-        waves = int((blocks @ np.array(shape.block_ns)).sum()) * rule.num_kv_heads // shape.programs
-        busy += max(waves, longest)
-        slots = stage.num_parts * stage.height if cut else 0 if last else num_queries
-        extra += rule.launch_ns * (2 if cut and last else 1) + slots * rule.partial_bytes * 1000 // rule.bytes_per_us
+        parts = _parts(stage, blocks)
+        # a part of a tile holds the private runs of few requests, mostly of one subtile
+        work = blocks * np.where(parts[:, None] > 1, [1, stage.subtiles], 1)
+        longest = int((work @ np.array(shape.chain_ns) // parts).max())
+        costs = work @ np.array(shape.block_ns)
+        slots = max(1, shape.programs // rule.num_kv_heads)
+        busy += max(int(tiles.makespan(costs // parts, parts, slots)), longest)
+        partials = int(parts[parts > 1].sum()) * stage.height if last else num_queries
+        extra += (
+            rule.launch_ns * (2 if last and partials else 1) + partials * rule.partial_bytes * 1000 // rule.bytes_per_us
+        )
     return max(busy, memory) + extra
+
+
+def _parts(stage: tiles.Stage, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[tiles] items of each tile, as `tiles.emit_stage` cuts it."""
+    sizes = blocks.sum(1)
+    share = max(1, -(-int(sizes.sum()) // stage.num_parts)) if stage.num_parts else int(sizes.sum())
+    return np.maximum(1, (sizes + share // 2) // share)
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
@@ -164,7 +182,8 @@ def tile_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
     Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles.
     """
     heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
-    parts = 2 * max(kind.programs for kind in rule.kinds) // rule.num_kv_heads + 2
+    slots = max(kind.programs for kind in rule.kinds) // rule.num_kv_heads + 1
+    parts = 6 * slots  # of fine cuts, which have at most half as many again as they want
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
     runs_of_page = capacity.max_pages_per_request * (rule.page_size // rule.run)
@@ -174,7 +193,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
         runs=(tiles_of_requests + parts) * (runs_of_page + 2),
         queries=entries,
         merged=tokens,
-        slots=entries,
+        slots=2 * tokens + 3 * slots * max(heights),
         query_tokens=tokens,
     )
 
