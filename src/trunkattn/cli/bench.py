@@ -12,6 +12,9 @@ import typer
 BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "kernels": "kernels.py",
+        "workloads": "workloads_gpu.py",
+        "ablation": "ablation.py",
+        "relay": "relay.py",
         "attention": "cpu_attention.py",
         "engine": "cpu_engine.py",
         "planner": "planner.py",
