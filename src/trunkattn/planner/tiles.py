@@ -179,14 +179,18 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
         row = forest.order[forest.row_start[node]]
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
         token = start
+        column, offset = token // page_size, token % page_size  # counted on: divisions would take most of the time
         for _ in range(num_runs[i]):
-            count = min((token // run + 1) * run, end) - token  # a window may start inside a run
-            runs[at, 0] = table[row, token // page_size] * page_size + token % page_size
+            count = min(token - (token & (run - 1)) + run, end) - token  # a window may start inside a run
+            runs[at, 0] = table[row, column] * page_size + offset
             runs[at, 1] = rows | count << 16
             runs[at, 2] = token
             whole[at] = count == run and token + run - 1 <= lowest and token > highest - window
             at += 1
             token += count
+            offset += count
+            if offset == page_size:
+                column, offset = column + 1, 0
     return at
 
 
@@ -235,12 +239,14 @@ def _narrow(runs, whole, begin, end):
     low, high = 255, 0
     for i in range(begin, end):
         low, high = min(low, runs[i, 1] & 255), max(high, runs[i, 1] >> 8 & 255)
-    full, leading = 0, True
+    if low > 0:
+        for i in range(begin, end):
+            runs[i, 1] -= low | low << 8
+    full = 0
     for i in range(begin, end):
-        first, last = (runs[i, 1] & 255) - low, (runs[i, 1] >> 8 & 255) - low
-        runs[i, 1] = first | last << 8 | runs[i, 1] >> 16 << 16
-        leading = leading and whole[i] and first == 0 and last == high - low
-        full += leading
+        if not whole[i] or (runs[i, 1] & 0xFFFF) != (high - low) << 8:
+            break
+        full += 1
     return low, high, full
 
 
