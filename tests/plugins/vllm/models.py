@@ -5,12 +5,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
@@ -49,22 +52,30 @@ def _config(name: str) -> PretrainedConfig:
     raise ValueError(f"{name}: expected llama, qwen3, gemma2 or gpt_oss")
 
 
-def _gain(name: str) -> float:
+def _sharpen(name: str, parameter: torch.Tensor) -> None:
     """Sharper attention and logits: with plain random weights greedy output hardly depends on the context."""
-    if "q_proj.weight" in name or "k_proj.weight" in name or "q_norm" in name:
-        return 2.0
-    return 3.0 if "lm_head" in name else 1.0
+    if "sinks" in name:
+        parameter.normal_(1.0, 1.0)
+    elif "q_proj.weight" in name or "k_proj.weight" in name:
+        parameter.mul_(2.0)
+    elif "lm_head" in name:
+        parameter.mul_(3.0)
+    elif ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name) and parameter.eq(0).all():
+        parameter.fill_(8.0)  # Gemma 2 scales by 1 + weight, and embeds and predicts with one matrix
 
 
 def write_model(name: str, folder: Path) -> None:
-    """Writes config.json and model.safetensors in float32; vLLM is to skip the tokenizer."""
+    """Writes config.json, model.safetensors in float32, and a tokenizer whose tokens are bytes."""
     torch.manual_seed(5)
     config: Any = _config(name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "sinks" in parameter_name:
-                parameter.normal_(1.0, 1.0)
-            else:
-                parameter.mul_(_gain(parameter_name))
+            _sharpen(parameter_name, parameter)
     model.save_pretrained(folder)
+    bytes_and_marks = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(bytes_and_marks)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(folder)

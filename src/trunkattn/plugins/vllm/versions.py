@@ -51,7 +51,7 @@ def installed() -> str:
 
 def parse(version: str) -> tuple[int, int] | None:
     """(major, minor) of a release; None for a build of no release ("dev", "0.1.dev1+g0abc")."""
-    found = re.match(r"(\d+)\.(\d+)(?!\.?dev)", version)
+    found = re.match(r"(\d+)\.(\d+)(?!\d|\.?dev)", version)
     return (int(found[1]), int(found[2])) if found else None
 
 
