@@ -23,7 +23,9 @@ def register() -> None:
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError:
-        return logger.warning("TrunkAttention is not available: %s", versions.refusal(versions.installed()))
+        version = versions.installed()
+        logger.warning("TrunkAttention is not available: %s", versions.refusal(version) or versions.caution(version))
+        return
     names = ["CUSTOM"]
     if current_platform.is_cpu():  # there vLLM never asks for CUSTOM, only for the back ends of its own
         names += [name for name in versions.CPU_BACKENDS if name in AttentionBackendEnum.__members__]
@@ -33,7 +35,6 @@ def register() -> None:
             logger.warning("TrunkAttention is not available: %s", taken(name, backend.get_path()))
         else:
             register_backend(backend, path)
-    return None
 
 
 def taken(name: str, path: str) -> str:

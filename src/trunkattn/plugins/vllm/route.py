@@ -1,12 +1,15 @@
 """Who serves an attention back end: vLLM looks the names of this module up whenever a layer selects one.
 
-On a CPU vLLM ignores the user's choice and asks for a back end of its own (VLLM: `CpuPlatform.get_attn_backend_cls`).
+On a CPU vLLM ignores the user's choice and asks for a back end of its own (`CpuPlatform.get_attn_backend_cls`).
 `register` sends those names here too, so that each selection gets what the user chose: ours for CUSTOM, else vLLM's.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import Any
 
+import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -39,6 +42,10 @@ def _ours() -> Any:
     caution = versions.caution(version)
     if caution:
         logger.warning_once(caution)
+    if "numba" not in sys.modules:
+        # It would count the cores that this thread may use, one after vLLM has bound its threads, and take torch, with
+        # which it shares OpenMP, down to as many.
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     from trunkattn.plugins.vllm.backend import TrunkAttentionBackend
 
     return TrunkAttentionBackend

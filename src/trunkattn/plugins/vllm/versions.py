@@ -1,4 +1,10 @@
-"""Every difference between the vLLM versions 0.27 to 0.33 that this plug-in meets; imports nothing of vLLM."""
+"""What the plug-in must know of vLLM 0.27 to 0.33: every difference that it meets. Needs no vLLM to be imported.
+
+Differences that need nothing here: `supports_dcp` of a layer was True by default before 0.30, so ours says False;
+`get_supported_kernel_block_sizes` takes an argument from 0.31, which ours has with a default; `seq_lens_cpu` went in
+0.30, which ours does not read; from 0.32 on a back end may have a name of its own, but a process that vLLM starts reads
+its configuration before it knows that name, so ours is CUSTOM.
+"""
 
 import re
 from types import MappingProxyType
@@ -6,14 +12,15 @@ from typing import Any, Final
 
 import torch
 
-OLDEST: Final = (0, 27)  # before it, vLLM for CPUs needs a torch that is too old for TrunkAttention
-NEWEST: Final = (0, 32)  # the newest with a wheel for CPUs, which the tests need
+# Both ends of what `make test-vllm` runs: packages of vLLM for CPUs that go with torch 2.13.
+OLDEST: Final = (0, 27)
+NEWEST: Final = (0, 32)
 
-# Back ends that vLLM asks for on a CPU, whatever was selected. CPU_MLA came with 0.30, AMX_MLA with 0.32.
+# Back ends that vLLM asks for on a CPU, whatever was selected. CPU_MLA and AMX_MLA are not in 0.27, they are in 0.32.
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
-# Kinds of KV cache group, by class name, as a `builder` gets them: exact, since subclasses change what is stored.
-# RSWASpec, ChunkedLocalAttentionSpec and others of 0.27, HiSparse*, CircularBufferSpec (0.32) mean other attentions.
+# Kinds of KV cache of an attention group, by the exact name of the class, since subclasses change what is stored. Other
+# attentions come and go: RSWASpec and ChunkedLocalAttentionSpec are in 0.27, CircularBufferSpec is in 0.32 only.
 SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 # kv_cache_dtype -> dtype; "auto" is that of the model. fp8 caches are allocated as bytes.
@@ -28,8 +35,8 @@ KV_DTYPES: Final = MappingProxyType(
     }
 )
 
-# Options of the whole engine that change the attention: where they are, the value that means off, their name.
-# use_non_causal: from 0.28 or earlier. use_rswa is a selector argument from 0.30; the model's window is older.
+# Options of the whole engine that change the attention: where they are, the value that means off, their name. On GPUs
+# vLLM asks the back end about them, with arguments that grew up to 0.33; on a CPU it asks nothing.
 REFUSED_OPTIONS: Final = (
     ("parallel_config.decode_context_parallel_size", 1, "decode context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 1, "prefill context parallelism"),
@@ -38,7 +45,7 @@ REFUSED_OPTIONS: Final = (
     ("model_config.rswa_window", None, "reference sliding-window attention"),
 )
 
-# Arguments of a layer that models pass although they are off: chunk_lookback is -1 then (0.32).
+# Arguments of a layer that models pass although they are off; False and None mean off for all.
 OFF_VALUES: Final = MappingProxyType({"chunk_lookback": -1})
 
 
