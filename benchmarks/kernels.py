@@ -112,7 +112,7 @@ def ours(case: Case, fixed: bool = False) -> tuple[Run, trunkattn.Plan]:
     hq, hkv, dim = case.heads
     config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, kv_dtype=case.kv[0][0].dtype)
     requests, pages = case.batch.block_table.shape
-    capacity = trunkattn.Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages) if fixed else None
+    capacity = trunkattn.Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages, 1) if fixed else None
     attention = trunkattn.BatchAttention(config, "cuda", capacity)
     plan = attention.plan(torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens))
     out = torch.full_like(case.q, math.nan)

@@ -57,7 +57,8 @@ class BatchAttention:
         config: shape and options.
         device: where q and the caches live.
         capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of fixed sizes,
-            and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there.
+            and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there. Without one, a
+            later plan may move the workspace, and a graph must not be replayed after it.
 
     Raises:
         ValueError: with the reasons, if the device cannot run the configuration.
@@ -114,7 +115,10 @@ class BatchAttention:
         if self.capacity is None:
             raise ValueError("into is given: expected a BatchAttention with a capacity")
         if into.window != window:
-            raise ValueError(f"sliding_window={sliding_window}: expected the window that `into` was planned with")
+            kept = None if into.window == UNLIMITED else into.window
+            raise ValueError(
+                f"sliding_window={sliding_window}: expected {kept}, the window that `into` was planned with"
+            )
         into.step, into.last_page = self._executor.plan(batch, rows, into.step), last_page
         return into
 
@@ -165,6 +169,11 @@ class BatchAttention:
         if plan.last_page >= k_cache.shape[0]:
             raise ValueError(
                 f"k_cache has {k_cache.shape[0]} pages: expected more than the plan's page {plan.last_page}"
+            )
+        if self.capacity is not None and q.is_cuda and k_cache.shape[0] < self.capacity.num_pages:
+            # a graph that captures this call may run a later plan with any page of the capacity
+            raise ValueError(
+                f"k_cache has {k_cache.shape[0]} pages: expected at least the capacity's, {self.capacity.num_pages}"
             )
         shape = (rows, config.num_qo_heads, config.value_dim)
         result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out

@@ -10,7 +10,7 @@ from trunkattn.attention_config import AttentionConfig
 from trunkattn.attention_planner import make_planner
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import decode_tiles, gpu_device, gpu_limits, without_subtiles
+from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, decode_tiles, gpu_device, gpu_limits, without_subtiles
 from trunkattn.plan_format import Capacity, PlanStats, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
@@ -55,7 +55,8 @@ class GpuStep:
             for i, kind in enumerate(self.rule.kinds)
         }
         read = int((tile_list.runs[:, 1] >> 16).sum())
-        alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, 1))
+        tallest = self.rule.kinds[-1].entries(self.rule.group_size)
+        alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
         items = len(tile_list.items)
         return PlanStats(read, alone, items, items, tiles, self.policy, self.reason)
 
@@ -117,7 +118,9 @@ class GpuExecutor:
         self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
         self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         self._limits_reason = limits.reason
-        self._limits = None if capacity is None else tile_limits(self._rule, capacity)
+        chunk = INVARIANT_CHUNK_TOKENS if config.batch_invariant else 0
+        pieces = chunk and -(-(capacity.max_pages_per_request if capacity else 0) * config.page_size // chunk) + 1
+        self._limits = None if capacity is None else tile_limits(self._rule, capacity, pieces)
         if self._limits:
             self._reserve(self._limits.slots)
 
@@ -131,6 +134,13 @@ class GpuExecutor:
 
     def plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
+        try:
+            return self._plan(batch, changed_rows, into)
+        except Exception:
+            self._planner.forget()  # the forest is of this batch by now, and no plan is
+            raise
+
+    def _plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | None) -> GpuStep:
         lens, starts = batch.seq_lens, batch.query_start_loc
         if self._tiled:
             forest, table = self._planner.forest(batch, changed_rows)
@@ -140,7 +150,10 @@ class GpuExecutor:
             table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
             tile_list = tile_work(self._rule, planned.work, (table, lens, starts), batch.window)
         if self._limits and (broken := self._limits.broken_by(tile_list)):
-            raise ValueError(f"policy={policy!r} makes {', '.join(broken)} that a plan of this capacity holds")
+            raise ValueError(
+                f"policy={self.config.policy!r} makes {', '.join(broken)} that a plan of this capacity holds: expected "
+                "a batch that is cut into fewer pieces, policy='auto', or a larger capacity"
+            )
         gpu_plan = self._place(tile_list, batch, into)
         kept = Batch(table, lens.copy(), starts.copy(), batch.window)
         return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason)
@@ -153,15 +166,16 @@ class GpuExecutor:
             tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
             if self._limits is None or not self._limits.broken_by(tile_list):
                 break
+        passed = "" if tiling is min(times, key=lambda each: times[each]) else " of those that fit the capacity"
         listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
-        return tile_list, tiling.name(self._rule), f"least predicted time on {self._limits_reason}: {listed}"
+        return tile_list, tiling.name(self._rule), f"least predicted time{passed} on {self._limits_reason}: {listed}"
 
     def _place(self, tile_list: TileList, batch: Batch, into: GpuStep | None) -> gpu.GpuPlan:
         """Sends a tile list to the device."""
         config, capacity = self.config, self._capacity
         several = bool((np.diff(batch.query_start_loc) > 1).any())
         if capacity is not None:
-            several = capacity.max_query_tokens > capacity.max_requests
+            several = (capacity.max_query_len or capacity.max_query_tokens) > 1
         geometry = gpu.Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
             self._rule.run, batch.window, several or batch.window != UNLIMITED, config.logits_soft_cap, config.sinks,
@@ -194,7 +208,7 @@ class GpuExecutor:
             v_scale = self._ones * scale_tensor(inputs.v_scale)
         # the kernels take any strides but that of the last dimension
         q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
-        computed = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+        computed = out if out.stride(2) == 1 else out.contiguous()
         tensors = gpu.Tensors(
             q, inputs.k_cache, inputs.v_cache, computed, lse, self._partial, self._partial_lse, scale, v_scale,
             self._ones if inputs.sinks is None else inputs.sinks.contiguous(), self._counters,

@@ -62,13 +62,13 @@ def check_step(
         raise ValueError(
             f"changed_rows holds {rows.min()} to {rows.max()}: expected rows of block_table, 0 to {num_requests - 1}"
         )
-    limit = int(np.iinfo(np.int32).max)
+    limit = int(np.iinfo(np.int32).max) // page_size  # places in the cache are int32 too
     if inputs.num_pages is not None:
         integer("num_pages", inputs.num_pages, at_least=1)
         limit = inputs.num_pages
     if capacity is not None:
         limit = min(limit, capacity.num_pages)
-        _within(capacity, num_requests, int(starts[-1]) if num_requests else 0, max_pages)
+        _within(capacity, num_requests, starts, max_pages)
     arrays = (table, lens, starts)
     problem, row, column, last_page = _first_problem(table, lens, starts, page_size, limit)
     if problem:
@@ -76,14 +76,17 @@ def check_step(
     return arrays, rows, last_page
 
 
-def _within(capacity: Capacity, num_requests: int, num_query_tokens: int, max_pages: int) -> None:
+def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages: int) -> None:
+    longest = int(np.diff(starts).max(initial=0))
     for name, value, limit in (
-        ("block_table rows", num_requests, capacity.max_requests),
-        ("query tokens", num_query_tokens, capacity.max_query_tokens),
-        ("block_table columns", max_pages, capacity.max_pages_per_request),
+        ("block_table rows", num_requests, "max_requests"),
+        ("block_table columns", max_pages, "max_pages_per_request"),
+        ("query tokens in query_start_loc", int(starts[-1]), "max_query_tokens"),
+        ("query tokens of a request in query_start_loc", longest, "max_query_len"),
     ):
-        if value > limit:
-            raise ValueError(f"{name}: {value} is over the capacity, {limit}")
+        most = getattr(capacity, limit)
+        if most is not None and value > most:
+            raise ValueError(f"{name}: {value} is over the capacity, {limit}={most}")
 
 
 _STARTS, _NEGATIVE, _SHORT, _LONG, _PAGE = 1, 2, 3, 4, 5

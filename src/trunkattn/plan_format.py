@@ -29,16 +29,24 @@ DIRECT: Final = -1  # slot of a query whose KV is in one piece: its item writes 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Upper bounds of a step, each at least 1; fixed-capacity plans raise ValueError beyond them."""
+    """Upper bounds of a step, each at least 1; plans raise ValueError beyond them.
+
+    max_query_len: query tokens of one request, None for max_query_tokens; 1 for decoding alone, which a GPU does
+    without causal masks. A policy other than `auto` may cut a batch within these bounds into more pieces than a plan of
+    fixed size holds; then it raises too.
+    """
 
     max_requests: int
     max_query_tokens: int
     max_pages_per_request: int
     num_pages: int
+    max_query_len: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name == "max_query_len":
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{field.name}={value!r}: expected an int")
             if value < 1:

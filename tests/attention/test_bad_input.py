@@ -148,9 +148,9 @@ def test_a_bad_step(changed: dict[str, Any], error: type[Exception], message: st
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        ({"max_requests": 1}, "block_table rows: 2 is over the capacity, 1"),
-        ({"max_query_tokens": 2}, "query tokens: 3 is over the capacity, 2"),
-        ({"max_pages_per_request": 3}, "block_table columns: 4 is over the capacity, 3"),
+        ({"max_requests": 1}, "block_table rows: 2 is over the capacity, max_requests=1"),
+        ({"max_query_tokens": 2}, "query tokens in query_start_loc: 3 is over the capacity, max_query_tokens=2"),
+        ({"max_pages_per_request": 3}, "block_table columns: 4 is over the capacity, max_pages_per_request=3"),
         ({"num_pages": 7}, r"block_table\[1, 3\]=7: expected a page id from 0 to 6"),
     ],
 )

@@ -42,6 +42,53 @@ def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: s
     assert len(places) == 1
 
 
+def test_a_capacity_for_several_query_tokens_masks_them() -> None:
+    """As many query tokens as requests may still be several of one request, unless max_query_len says otherwise."""
+    batch = tree_batch(parse_tree("1,4_48,32"), 16, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.full(4, 4, np.int32))
+    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    q, kv = torch.randn(16, 4, 32), caches(batch, CONFIG)
+    out, _ = run(executor, executor.plan(arrays, None), q, kv)
+    torch.testing.assert_close(out.double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
+    decoding = BatchAttention(CONFIG, "cpu", replace(CAPACITY, max_query_len=1))
+    with pytest.raises(ValueError, match="query tokens of a request in query_start_loc: 4 is over the capacity, max_q"):
+        decoding.plan(*as_tensors(batch))
+
+
+@pytest.mark.parametrize("tree", ["24_250", "1,24_128,60", "1,4,24_64,64,100"])
+def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> None:
+    config = replace(CONFIG, batch_invariant=True)
+    batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+    requests, pages = batch.block_table.shape
+    executor = GpuExecutor(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
+    executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), None).check()
+
+
+def test_a_refused_batch_leaves_no_trace() -> None:
+    """Its pages would else be taken for those of the batch before, whose rows are said to be unchanged."""
+    executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    batch = tree_batch(parse_tree("1,4_48,32"), 16)
+    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    first = executor.plan(arrays, None)
+    other = replace(arrays, block_table=arrays.block_table + 100)
+    limits, executor._limits = executor._limits, replace(executor._limits, items=1)
+    with pytest.raises(ValueError, match="of 1 that a plan"):
+        executor.plan(other, None)
+    executor._limits = limits
+    again = executor.plan(arrays, np.zeros(0, np.int32))
+    assert np.array_equal(again.tile_list.runs, first.tile_list.runs)
+
+
+def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    batch = tree_batch(parse_tree("1,4_48,32"), 16)
+    step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), None)
+    out = torch.full((32, 4, 10), 7.0).transpose(0, 2)
+    run(executor, step, torch.randn(10, 4, 32), caches(batch, CONFIG), out=out)
+    assert (out[4:] == 7).all() and not (out[:4] == 7).any()
+
+
 def test_a_plan_of_no_request_computes_nothing() -> None:
     executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
     empty = Batch(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
@@ -55,7 +102,9 @@ def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
     executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
     executor._limits = replace(executor._limits, items=2)
     batch = tree_batch(parse_tree(TREES[0]), 16)
-    with pytest.raises(ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds"):
+    with pytest.raises(
+        ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds: expected"
+    ):
         executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), None)
 
 
@@ -96,7 +145,7 @@ def test_bad_ways_to_refill() -> None:
         fixed.plan(*batch, into=SimpleNamespace())
     with pytest.raises(ValueError, match="into is given: expected a BatchAttention with a capacity"):
         free.plan(*batch, into=free.plan(*batch))
-    with pytest.raises(ValueError, match="sliding_window=5: expected the window"):
+    with pytest.raises(ValueError, match="sliding_window=5: expected None, the window"):
         fixed.plan(*batch, sliding_window=5, into=plan)
     rows = torch.randn(25, 4, 32)
     kv = caches(tree_batch(parse_tree(TREES[0]), 16), CONFIG)
@@ -105,6 +154,6 @@ def test_bad_ways_to_refill() -> None:
     with pytest.raises(ValueError, match=r"q has shape \(8, 4, 32\): expected \(9, 4, 32\)"):
         fixed.run(plan, rows[:8], *kv)
     too_many = as_tensors(tree_batch(parse_tree("25_20"), 16))
-    with pytest.raises(ValueError, match="block_table rows: 25 is over the capacity, 24"):
+    with pytest.raises(ValueError, match="block_table rows: 25 is over the capacity, max_requests=24"):
         fixed.plan(*too_many, into=plan)
     assert plan.num_query_tokens == 9, "the plan is as it was"

@@ -30,4 +30,4 @@ def test_a_script_that_fails_fails_the_command() -> None:
 def test_an_unknown_name_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "kernel"])
     assert result.exit_code == 2
-    assert "'kernel': expected one of kernels, attention" in " ".join(result.output.replace("│", " ").split())
+    assert "'kernel': expected one of kernels, workloads" in " ".join(result.output.replace("│", " ").split())

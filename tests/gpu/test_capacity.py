@@ -19,8 +19,8 @@ TREES = ("1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300
 
 def captured(config: AttentionConfig, capacity: Capacity, layers: list[Layer]) -> tuple[BatchAttention, list, Any]:
     """Captured with a plan of no request: attention, tensors as large as any layer's, (graph, plan)."""
-    attention = BatchAttention(config, "cuda", capacity)
     pages = max(len(layer.k_cache) for layer in layers)
+    attention = BatchAttention(config, "cuda", replace(capacity, num_pages=pages))
     caches = [
         torch.full(
             (pages, config.page_size, config.num_kv_heads, dim), math.nan, device="cuda", dtype=config.cache_dtype
@@ -58,7 +58,7 @@ WAYS = [("auto", "serial"), ("auto", "streams"), ("auto", "persistent"), ("pat",
 def test_one_graph_for_decode_batches_of_any_shape(policy: str, execution: str) -> None:
     config = replace(GOOD, policy=policy, execution=execution)
     layers = [make_layer(config, tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0)) for tree in TREES]
-    capacity = Capacity(320, 320, 2048, 1 << 20)
+    capacity = Capacity(320, 320, 2048, 1 << 20, max_query_len=1)
     attention, tensors, (graph, plan) = captured(config, capacity, layers)
     for layer in (*layers, layers[0]):
         found = replay(layer, attention, tensors, graph, plan)
@@ -92,7 +92,7 @@ def test_a_batch_invariant_graph_gives_the_bits_of_a_plan_of_its_own() -> None:
 
 def test_run_allocates_nothing_beyond_out() -> None:
     layer = make_layer(GOOD, tree_batch(parse_tree("1,8,64_512,128,100"), 16))
-    attention = BatchAttention(GOOD, "cuda", Capacity(64, 64, 64, 1 << 16))
+    attention = BatchAttention(GOOD, "cuda", Capacity(64, 64, 64, len(layer.k_cache)))
     plan, out = attention.plan(*layer.step), torch.empty_like(layer.q)
     attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trunkattn.kernels.tile_table import DECODE_TILES, decode_tiles, without_subtiles
 from trunkattn.plan_format import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, Capacity, TileList
-from trunkattn.planner import tiles
+from trunkattn.planner import tile_costs, tiles
 from trunkattn.planner.build import POLICIES, Batch, Planner
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.splitting import UNLIMITED
@@ -185,7 +185,7 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, Batch
     seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.run == 0).all()
     for kind, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
         shape, uncut = rule.kinds[kind], stage._replace(num_parts=1)
-        predicted = tiles.stage_blocks(forest, entries, uncut, batch.window, rule.run)
+        predicted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.run)
         emitted = tiles.emit_stage(forest, entries, batch.block_table, uncut, batch.window, rule.run, rule.page_size)
         height = shape.entries(rule.group_size) // shape.subtiles
         of_kind = np.array([[shape.subtiles, height, stage.private_runs]], np.int64)

@@ -11,7 +11,7 @@ from trunkattn.kernels.merge_partials import merge_query
 def _barrier(counters):
     """Waits until every program of a cooperative launch is here; the last one to leave sets the counters back."""
     tl.debug_barrier()
-    arrived = tl.atomic_add(counters, 1, sem="release") + 1
+    arrived = tl.atomic_add(counters, 1, sem="acq_rel") + 1
     while arrived < tl.num_programs(0):
         arrived = tl.atomic_add(counters, 0, sem="acquire")
     if tl.atomic_add(counters + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:

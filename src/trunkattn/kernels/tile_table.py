@@ -77,8 +77,8 @@ class GpuTile:
     private_n: int = 32
 
 
-# Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The choice between tilings of
-# these two loses 0.1 % in the mean, 3.4 % at most, against the best tiling of five tiles on 80 batches (docs/
+# Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The best tiling of these two
+# is 0.1 % slower in the mean, 3.4 % at most, than the best of five tiles on 80 batches (docs/
 # performance.md). The times are a fit to those runs (benchmarks/calibrate.py, results/calibration-h200.json).
 _LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2140, 3060), chain_ns=(2420, 1480))
 _TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2210, 2370), chain_ns=(640, 2370), subtiles=4)
@@ -127,7 +127,7 @@ class GpuLimits:
 
 _LIMITS: Final = MappingProxyType(
     {
-        "NVIDIA H200": GpuLimits(4_540_000, 5300, "NVIDIA H200"),  # measured: a reduction over 4 GiB
+        "NVIDIA H200": GpuLimits(4_665_000, 5300, "NVIDIA H200"),  # measured: a reduction over 4 GiB
         "NVIDIA H100": GpuLimits(3_000_000, 5300, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
     }
 )

@@ -93,6 +93,10 @@ class Planner:
         self.spec = spec
         self._last: _Last | None = None
 
+    def forget(self) -> None:
+        """Makes the next plan a cold one: what was planned last was not used."""
+        self._last = None
+
     def plan(self, batch: Batch, changed_rows: Int32Array | None = None) -> Planned:
         """Work list of a validated batch; equal, bit for bit, to that of a planner that never saw another batch.
 

@@ -6,7 +6,6 @@ run side by side find the trunk in the L2 cache, so it leaves memory once. Two h
 for nodes with many queries, low ones for the rest, which merge the partials of the tall ones (RelayAttention §3.3).
 """
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +69,7 @@ def make_entries(forest, seq_lens, query_start_loc):
 
 
 @njit(cache=True)
-def _visible(forest, entries, node, low, high, window):
+def visible(forest, entries, node, low, high, window):
     """Tokens [start, end) of a node that entries [low, high) see; lowest and highest position."""
     lowest, highest = entries.position[low], entries.position[low]
     for i in range(low + 1, high):
@@ -81,7 +80,7 @@ def _visible(forest, entries, node, low, high, window):
 
 
 @njit(cache=True)
-def _segments(forest, entries, stage, window, run):
+def segments(forest, entries, stage, window, run):
     """(tile, node, runs) of a stage, by tile and then by node; indptr of the tiles."""
     height = stage.height
     num_tiles = (len(entries.query) + height - 1) // height
@@ -104,66 +103,11 @@ def _segments(forest, entries, stage, window, run):
                     max(entries.node_start[node], tile * height),
                     min(entries.node_end[node], (tile + 1) * height),
                 )
-                start, end, _, _ = _visible(forest, entries, node, low, high, window)
+                start, end, _, _ = visible(forest, entries, node, low, high, window)
                 nodes[fill[tile]] = node
                 num_runs[fill[tile]] = max(0, (end + run - 1) // run - start // run)
                 fill[tile] += 1
     return indptr, nodes, num_runs
-
-
-@njit(cache=True)
-def stage_blocks(forest, entries, stage, window, run):
-    """[tiles that have any, 2] blocks of nodes that hold the whole tile, and of others."""
-    indptr, nodes, num_runs = _segments(forest, entries, stage, window, run)
-    blocks = np.zeros((len(indptr) - 1, 2), np.int64)
-    height = stage.height // stage.subtiles
-    private = np.zeros(stage.subtiles, np.int64)
-    for tile in range(len(blocks)):
-        first, last = tile * stage.height, min((tile + 1) * stage.height, len(entries.query))
-        whole = np.int64(0)
-        private[:] = 0
-        for i in range(indptr[tile], indptr[tile + 1]):
-            low, high = max(entries.node_start[nodes[i]], first), min(entries.node_end[nodes[i]], last)
-            if low == first and high == last:
-                whole += num_runs[i]
-            else:
-                for subtile in range((low - first) // height, (high - 1 - first) // height + 1):
-                    private[subtile] += num_runs[i]
-        blocks[tile, 0] = whole // stage.block_runs
-        left, step = whole % stage.block_runs, stage.block_runs if stage.subtiles == 1 else stage.private_runs
-        blocks[tile, 1] = (private.max() + left + step - 1) // step
-    return blocks[blocks.sum(axis=1) > 0]
-
-
-@njit(cache=True)
-def stage_rereads(forest, entries, stage):
-    """Tokens of nodes that several tiles read, and how many tokens those tiles read beyond the first."""
-    shared, again = np.int64(0), np.int64(0)
-    for node in range(len(forest.parent)):
-        size = entries.node_end[node] - entries.node_start[node]
-        if stage.least <= size < stage.below:
-            more = (entries.node_end[node] - 1) // stage.height - entries.node_start[node] // stage.height
-            tokens = np.int64(forest.token_end[node] - forest.token_start[node])
-            shared += tokens * (more > 0)
-            again += tokens * more
-    return shared, again
-
-
-@njit(cache=True)
-def makespan(costs, counts, slots):
-    """When `slots` that take the heaviest item left, each as it becomes free, have done counts[i] items of costs[i].
-
-    Where there are fewer items than slots, each runs the faster for it.
-    """
-    order = np.argsort(-costs, kind="mergesort")
-    total = counts.sum()
-    if total <= slots:
-        return costs[order[0]] * total // slots
-    ends = [np.int64(0)] * slots
-    for i in order:
-        for _ in range(counts[i]):
-            heapq.heapreplace(ends, ends[0] + costs[i])
-    return max(ends)
 
 
 @njit(cache=True)
@@ -175,7 +119,7 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
         node = nodes[i]
         low = max(entries.node_start[node], tile * stage.height)
         high = min(entries.node_end[node], (tile + 1) * stage.height)
-        start, end, lowest, highest = _visible(forest, entries, node, low, high, window)
+        start, end, lowest, highest = visible(forest, entries, node, low, high, window)
         row = forest.order[forest.row_start[node]]
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
         token = start
@@ -197,7 +141,7 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
 @njit(cache=True)
 def emit_stage(forest, entries, table, stage, window, run, page_size):
     """The items of a stage, tiles cut into parts of whole blocks."""
-    indptr, nodes, num_runs = _segments(forest, entries, stage, window, run)
+    indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
     num_tiles = len(indptr) - 1
     total = np.int64(num_runs.sum())
     share = total + 1  # runs of an item

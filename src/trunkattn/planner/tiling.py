@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.plan_format import Capacity, TileLimits, TileList, WorkList
-from trunkattn.planner import tiles
+from trunkattn.planner import tile_costs, tiles
 from trunkattn.planner.forest import Forest
 
 _EVERY = 1 << 30  # more entries than any node has
@@ -124,18 +124,20 @@ def predict(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> dict
         stages = stages_of(rule, tiling)
         for _, stage in stages:
             if (uncut := stage._replace(num_parts=0)) not in loads:
-                loads[uncut] = tiles.stage_blocks(forest, entries, uncut, window, rule.run)
+                loads[uncut] = tile_costs.stage_blocks(forest, entries, uncut, window, rule.run)
         blocks = [loads[stage._replace(num_parts=0)] for _, stage in stages]
-        memory = memory_ns(rule, forest, entries, stages)
+        memory = memory_ns(rule, forest, entries, stages, window)
         times[tiling] = predict_ns(rule, stages, blocks, len(entries.query), memory)
     return times
 
 
-def memory_ns(rule: TilingRule, forest: Forest, entries: tiles.Entries, stages: list[tuple[int, tiles.Stage]]) -> int:
-    """Time to read every key and value of the forest once, and again where tiles share more than the L2 cache holds."""
-    read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
+def memory_ns(
+    rule: TilingRule, forest: Forest, entries: tiles.Entries, stages: list[tuple[int, tiles.Stage]], window: int
+) -> int:
+    """Time to read every key and value that a query sees once, and again where tiles share more than L2 holds."""
+    read = int(tile_costs.read_tokens(forest, entries, window))
     for _, stage in stages:
-        shared, again = tiles.stage_rereads(forest, entries, stage)
+        shared, again = tile_costs.stage_rereads(forest, entries, stage, window)
         kept = rule.l2_bytes // (rule.head_bytes * rule.num_kv_heads)  # tokens
         read += int(again) * max(0, int(shared) - kept) // max(1, int(shared))
     return read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
@@ -161,7 +163,7 @@ def predict_ns(
         longest = int((work @ np.array(shape.chain_ns) // parts).max())
         costs = work @ np.array(shape.block_ns)
         slots = max(1, shape.programs // rule.num_kv_heads)
-        busy += max(int(tiles.makespan(costs // parts, parts, slots)), longest)
+        busy += max(int(tile_costs.makespan(costs // parts, parts, slots)), longest)
         partials = int(parts[parts > 1].sum()) * stage.height if last else num_queries
         extra += (
             rule.launch_ns * (2 if last and partials else 1) + partials * rule.partial_bytes * 1000 // rule.bytes_per_us
@@ -176,10 +178,11 @@ def _parts(stage: tiles.Stage, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.maximum(1, (sizes + share // 2) // share)
 
 
-def tile_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
+def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:
     """What every batch of a capacity keeps in low tiles that are not cut, and room for cutting.
 
-    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles.
+    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles. pieces: most
+    that the plan of a query is cut into, where that is known; 0: it is not.
     """
     heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
     slots = max(kind.programs for kind in rule.kinds) // rule.num_kv_heads + 1
@@ -187,6 +190,9 @@ def tile_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
     runs_of_page = capacity.max_pages_per_request * (rule.page_size // rule.run)
+    if pieces:
+        cut = tokens * pieces
+        return TileLimits(cut, cut * 2 + tokens * runs_of_page, cut, tokens, cut, tokens)
     entries = 2 * (tokens + parts * max(heights))
     return TileLimits(
         items=2 * (tokens + parts),

@@ -1,0 +1,129 @@
+"""What the versions of vLLM differ in, without a vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trunkattn.plugins.vllm import versions
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.32.0", (0, 32)),
+        ("0.32.0+cpu", (0, 32)),
+        ("0.33.0rc1", (0, 33)),
+        ("1.2.3", (1, 2)),
+        ("0.33.1.dev4+gabc", (0, 33)),
+        ("0.1.dev12345+g0abcdef", None),
+        ("0.12.dev3", None),
+        ("dev", None),
+    ],
+)
+def test_parse(version: str, release: tuple[int, int] | None) -> None:
+    assert versions.parse(version) == release
+
+
+@pytest.mark.parametrize("version", ["0.26.3", "0.9.2", "0.20.0+cpu"])
+def test_an_older_version_is_refused(version: str) -> None:
+    reason = versions.refusal(version)
+    assert reason is not None
+    assert "\n" not in reason
+    assert version in reason
+    assert "0.27 to 0.32" in reason
+    assert "upgrade vLLM" in reason
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.29.0+cpu", "0.32.0"])
+def test_a_tested_version_is_neither_refused_nor_warned_of(version: str) -> None:
+    assert versions.refusal(version) is None
+    assert versions.caution(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "1.0.0", "0.1.dev1+g0abc"])
+def test_a_newer_or_unknown_version_is_warned_of(version: str) -> None:
+    assert versions.refusal(version) is None
+    warning = versions.caution(version)
+    assert warning is not None
+    assert "\n" not in warning
+    assert version in warning
+    assert "0.27 to 0.32" in warning
+
+
+def engine_options(**changes: object) -> SimpleNamespace:
+    """An engine's configuration with everything off; a dotted name in `changes` turns something on."""
+    options = {
+        "parallel_config.decode_context_parallel_size": 1,
+        "parallel_config.prefill_context_parallel_size": 1,
+        "attention_config.use_non_causal": False,
+        "model_config.is_mm_prefix_lm": False,
+        "model_config.rswa_window": None,
+    } | changes
+    sections: dict[str, dict[str, object]] = {}
+    for path, value in options.items():
+        section, name = path.split(".")
+        sections.setdefault(section, {})[name] = value
+    return SimpleNamespace(**{section: SimpleNamespace(**values) for section, values in sections.items()})
+
+
+def test_no_option_is_refused_when_all_are_off() -> None:
+    assert versions.refused_options(engine_options()) == []
+
+
+def test_an_option_that_a_version_lacks_is_off() -> None:
+    assert versions.refused_options(SimpleNamespace(model_config=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "word"),
+    [
+        ("parallel_config.decode_context_parallel_size", 2, "decode context parallelism"),
+        ("parallel_config.prefill_context_parallel_size", 2, "prefill context parallelism"),
+        ("attention_config.use_non_causal", True, "non-causal"),
+        ("model_config.is_mm_prefix_lm", True, "both directions"),
+        ("model_config.rswa_window", 128, "reference sliding-window"),
+    ],
+)
+def test_an_option_that_is_on_is_refused(path: str, value: object, word: str) -> None:
+    (reason,) = versions.refused_options(engine_options(**{path: value}))
+    assert word in reason
+    assert f"{path}={value}" in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [
+        ("use_alibi_sqrt", False, True),
+        ("anything", None, True),
+        ("chunk_lookback", -1, True),
+        ("chunk_lookback", 1, False),
+        ("anything", -1, False),
+        ("anything", 0.5, False),
+        ("anything", True, False),
+    ],
+)
+def test_is_off(name: str, value: object, off: bool) -> None:
+    assert versions.is_off(name, value) is off
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
+def test_split_cache_gives_views_in_any_layout(order: tuple[int, ...]) -> None:
+    """Blocks outermost with tokens or heads inside, and heads outermost."""
+    blocks, heads, tokens, dim = shape = (5, 3, 16, 8)
+    assert versions.kv_cache_shape(blocks, tokens, heads, dim) == (*shape[:3], 2 * dim)
+    stored = torch.randn([(*shape[:3], 2 * dim)[axis] for axis in order])
+    logical = stored.permute([order.index(axis) for axis in range(4)])
+    keys, values = versions.split_cache(logical, dim, torch.float32)
+    assert keys.shape == values.shape == (blocks, tokens, heads, dim)
+    assert torch.equal(keys, logical[..., :dim].transpose(1, 2))
+    assert torch.equal(values, logical[..., dim:].transpose(1, 2))
+    keys.fill_(1.0)
+    assert (logical[..., :dim] == 1.0).all()
+
+
+def test_split_cache_reads_bytes_as_fp8() -> None:
+    stored = torch.tensor([1.5, -2.0, 0.25, 448.0]).to(torch.float8_e4m3fn).repeat(2, 1, 16, 1)
+    keys, values = versions.split_cache(stored.view(torch.uint8), 2, torch.float8_e4m3fn)
+    assert keys[1, 3, 0].tolist() == [1.5, -2.0]
+    assert values[1, 3, 0].tolist() == [0.25, 448.0]

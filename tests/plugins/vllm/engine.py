@@ -1,0 +1,94 @@
+"""Runs a tiny model in vLLM, in this process, and tells what it generated and which classes did it."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from .models import VOCABULARY
+
+NUM_PROMPTS = 20
+MAX_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """tokens: of each round, prompt and sample. backends, impls: class names in use, of builders and of layers."""
+
+    tokens: list[list[list[int]]]
+    cached_tokens: int
+    preemptions: int
+    drafts: int
+    accepted_drafts: int
+    backends: set[str]
+    impls: set[str]
+    specs: set[str]
+    block_sizes: set[int]
+    steps: int
+    kv_bytes_saved: int
+
+
+def prompts() -> list[list[int]]:
+    """A trunk of 300 tokens, three branches, leaves of all lengths; two equal up to the last tokens; some alone."""
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+    trunk, branches = text(300), [text(60) for _ in range(3)]
+    shared = [trunk + branches[i % 3] + text(5 + 7 * i) for i in range(10)]
+    phrase = text(12)
+    return [*shared, trunk + text(3), trunk + text(3), phrase * 6, trunk[:40] + phrase * 5] + [
+        text(20 + 30 * i) for i in range(NUM_PROMPTS - 14)
+    ]
+
+
+def _counter(llm: LLM, name: str) -> int:
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def generate(model: Path, sampling: SamplingParams = GREEDY, rounds: int = 2, **options: Any) -> Run:
+    """Generates for all prompts, `rounds` times: the second finds the prompts in the prefix cache."""
+    defaults = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 16, "enforce_eager": True}
+    if "num_gpu_blocks_override" not in options:
+        defaults["kv_cache_memory_bytes"] = 64 << 20
+    defaults |= {"enable_prefix_caching": True, "skip_tokenizer_init": True, "disable_log_stats": False}
+    try:
+        return _run(LLM(str(model), **{**defaults, **options}), sampling, rounds)
+    finally:
+        cleanup_dist_env_and_memory()
+
+
+def _run(llm: LLM, sampling: SamplingParams, rounds: int) -> Run:
+    tokens, cached = [], 0
+    for _ in range(rounds):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], sampling, use_tqdm=False)
+        tokens.append([list(sample.token_ids) for output in outputs for sample in output.outputs])
+        cached += sum(output.num_cached_tokens or 0 for output in outputs)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    groups = [group for groups in runner.attn_groups for group in groups]
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    traffics = [getattr(group.get_metadata_builder(), "traffic", None) for group in groups]
+    return Run(
+        tokens=tokens,
+        cached_tokens=cached,
+        preemptions=_counter(llm, "num_preemptions"),
+        drafts=_counter(llm, "spec_decode_num_draft_tokens"),
+        accepted_drafts=_counter(llm, "spec_decode_num_accepted_tokens"),
+        backends={group.backend.__name__ for group in groups},
+        impls={type(layers[name].impl).__name__ for group in groups for name in group.layer_names},
+        specs={type(group.kv_cache_spec).__name__ for group in groups},
+        block_sizes={group.kv_cache_spec.block_size for group in groups},
+        steps=max(traffic.steps if traffic else 0 for traffic in traffics),
+        kv_bytes_saved=sum(traffic.alone - traffic.read for traffic in traffics if traffic),
+    )
+
+
+def equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
+    """How many sequences have the same tokens."""
+    return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True))
