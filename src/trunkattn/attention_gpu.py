@@ -70,7 +70,8 @@ class GpuExecutor:
 
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
         self.config, self.device, self._capacity = config, device, capacity
-        # serial was the fastest in every case measured (benchmarks/ablation.py)
+        # no other was faster in the cases measured, but for `pat` in streams on one of three trees, by 1.5 %
+        # (benchmarks/results/ablation-h200.json)
         self._execution = "serial" if config.execution == "auto" else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count

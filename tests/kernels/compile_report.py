@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from trunkattn.kernels.ahead import Target, compile_decode, compile_merge
+from trunkattn.kernels.ahead import Target, compile_decode, compile_merge, compile_persistent
 from trunkattn.kernels.tile_solver import ARCHITECTURES
 from trunkattn.kernels.tile_table import decode_tiles
 
@@ -15,7 +15,12 @@ from trunkattn.kernels.tile_table import decode_tiles
 def main() -> None:
     target = Target(int(sys.argv[1]), int(sys.argv[2]))
     report = {"merge": asdict(compile_merge(target))}
-    for tile in decode_tiles(2, target.head_dim, target.num_qo_heads // target.num_kv_heads):
+    tiles = decode_tiles(2, target.head_dim, target.num_qo_heads // target.num_kv_heads)
+    used = compile_persistent(target, tiles)
+    widest = max(tiles, key=lambda tile: tile.warps)
+    programs = ARCHITECTURES[target.capability].resident(widest, used)
+    report["persistent"] = asdict(used) | {"programs": programs}
+    for tile in tiles:
         for merges in (False, True):
             used = compile_decode(target, tile, merges)
             programs = ARCHITECTURES[target.capability].resident(tile, used)

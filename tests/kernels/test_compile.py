@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from trunkattn.kernels.gpu import persistent_launch
 from trunkattn.kernels.tile_solver import ARCHITECTURES
 from trunkattn.kernels.tile_table import GpuTile, decode_tiles
 
@@ -16,11 +17,13 @@ COMPILE = Path(__file__).with_name("compile_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
 
 # Bytes of a thread's stack, about as found with Triton 3.9: more is what this notices. The tiles were measured on an
-# sm_90, where none spills up to head_dim 128; other cards, and wider heads, take theirs as they come.
+# sm_90, where none spills up to head_dim 128 unless one launch holds both; other cards, and wider heads, take theirs as
+# they come.
 SPILLED_AT_MOST = {
-    (80, 128): {"64x64": 16},
-    (90, 256): {"16x64 merging": 160},
-    (100, 128): {"64x64": 32, "64x64 merging": 128},
+    (80, 128): {"64x64": 16, "persistent": 32},
+    (90, 128): {"persistent": 8},
+    (90, 256): {"16x64 merging": 160, "persistent": 24},
+    (100, 128): {"64x64": 32, "64x64 merging": 128, "persistent": 32},
     (100, 256): {"16x64 merging": 160, "32x64 merging": 64},
 }
 
@@ -53,9 +56,9 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(capability, head_dim, json.loads(done.stdout))
 
 
-def test_every_tile_and_the_merge_compile(compiled: Compiled) -> None:
+def test_every_kernel_compiles(compiled: Compiled) -> None:
     tiles = {f"{tile.block_m}x{tile.block_n}" for tile in compiled.tiles}
-    assert set(compiled.report) == {"merge"} | tiles | {f"{tile} merging" for tile in tiles}
+    assert set(compiled.report) == {"merge", "persistent"} | tiles | {f"{tile} merging" for tile in tiles}
     assert all(used["registers"] > 16 for used in compiled.report.values())
 
 
@@ -68,6 +71,12 @@ def test_registers_suffice(compiled: Compiled) -> None:
     allowed = SPILLED_AT_MOST.get((compiled.capability, compiled.head_dim), {})
     for name, used in compiled.report.items():
         assert used["spilled"] <= allowed.get(name, 0), name
+
+
+def test_a_persistent_launch_fits_the_card(compiled: Compiled) -> None:
+    """It is cooperative: it fails unless all of its programs run at once."""
+    programs, _ = persistent_launch(compiled.tiles, compiled.capability >= 90)
+    assert programs <= compiled.report["persistent"]["programs"]
 
 
 def test_as_many_programs_share_a_multiprocessor_as_the_tile_table_says(compiled: Compiled) -> None:

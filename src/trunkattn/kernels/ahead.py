@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from trunkattn.kernels import gpu
 from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
+from trunkattn.kernels.persistent import persistent_kernel
 from trunkattn.kernels.tile_solver import Resources
 from trunkattn.kernels.tile_table import GpuTile
 
@@ -26,7 +27,9 @@ _POINTERS = MappingProxyType({
     "q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "out": "*bf16", "lse_out": "*fp32", "partial": "*fp32",
     "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
 })  # fmt: skip
-_ARRAYS = ("items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges")
+_ARRAYS = (
+    "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges", "counters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resou
         "LEADS": False, "FOLLOWS": merges and target.capability >= 90,
     }  # fmt: skip
     return _compile(decode_kernel, target, constants, {"num_warps": tile.warps})
+
+
+def compile_persistent(target: Target, tiles: tuple[GpuTile, ...]) -> Resources:
+    """`persistent_kernel` for the tiles of a table, without masks and options."""
+    dim = target.head_dim
+    constants: dict[str, object] = {
+        "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": gpu.padded(dim),
+        "PADDED_DIM_V": gpu.padded(dim), "MASKED": False, "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False,
+        "PRECISION": "tf32", "HEIGHTS": len(tiles), **gpu.persistent_shapes(tiles),
+    }  # fmt: skip
+    _, warps = gpu.persistent_launch(tiles, target.capability >= 90)
+    options = {"num_warps": warps, "launch_cooperative_grid": True}
+    return _compile(persistent_kernel, target, constants, options)
 
 
 def compile_merge(target: Target) -> Resources:

@@ -6,7 +6,7 @@ each launch may start while the one ahead of it ends; `streams`, where launches 
 (PAT §6); `persistent`, one launch for everything.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -166,10 +166,21 @@ def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: C
 
 
 def _serial(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
-    for number, launch in enumerate(plan.launches):
+    _in_order(plan, plan.launches, tensors, tiles, card, return_lse)
+
+
+def _in_order(
+    plan: GpuPlan,
+    launches: tuple[Launch, ...],
+    tensors: Tensors,
+    tiles: tuple[GpuTile, ...],
+    card: Card,
+    return_lse: bool,
+) -> None:
+    for number, launch in enumerate(launches):
         overlap = {"FOLLOWS": card.overlaps and number > 0, "RETURN_LSE": return_lse}
         if launch.buckets:
-            overlap["LEADS"] = card.overlaps and number + 1 < len(plan.launches)
+            overlap["LEADS"] = card.overlaps and number + 1 < len(launches)
             _attend(plan, tensors, tiles, launch, overlap)
         else:
             _merge(plan, tensors, 2 * len(tiles) + 1, launch.programs, overlap)
@@ -189,7 +200,7 @@ def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: 
     for stream in streams[1:]:
         main.wait_stream(stream)
     dependent = tuple(launch for launch in plan.launches if launch not in independent)
-    _serial(replace(plan, launches=dependent), tensors, tiles, card, return_lse)
+    _in_order(plan, dependent, tensors, tiles, card, return_lse)
 
 
 def padded(width: int) -> int:
@@ -210,8 +221,9 @@ def _attend(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launc
     )  # fmt: skip
 
 
-def _persistent(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
-    shapes = {
+def persistent_shapes(tiles: tuple[GpuTile, ...]) -> dict[str, int]:
+    """The tiles as `persistent_kernel` takes them; of a single one as both."""
+    return {
         f"{name}_{field}": value
         for name, tile in (("LOW", tiles[0]), ("TALL", tiles[-1]))
         for field, value in zip(
@@ -220,14 +232,22 @@ def _persistent(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Car
             strict=True,
         )
     }
+
+
+def persistent_launch(tiles: tuple[GpuTile, ...], hopper: bool) -> tuple[int, int]:
+    """Programs of a multiprocessor, and warps of a program. hopper: from sm_90 on; before, shared memory holds one."""
+    return min(tile.programs for tile in tiles) if hopper else 1, max(tile.warps for tile in tiles)
+
+
+def _persistent(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    programs, warps = persistent_launch(tiles, card.overlaps)
     # a cooperative launch runs all of its programs at once or fails, so that none waits for one that cannot start
     cooperative = {"launch_cooperative_grid": True} if t.q.is_cuda else {}
-    programs = card.processors * min(tile.programs for tile in tiles)
     names = ("items", "counts", "runs", "queries", "slots", "parts", "positions", "merge_queries", "merge_ranges")
-    persistent_kernel[(programs if t.q.is_cuda else 1,)](
+    persistent_kernel[(card.processors * programs if t.q.is_cuda else 1,)](
         *_tensors(t), *(plan.arrays[name] for name in names), *_options(t, plan.geometry), t.counters, *_strides(t),
-        **_shape(t, plan.geometry), HEIGHTS=len(tiles), RETURN_LSE=return_lse, **shapes, **cooperative,
-        num_warps=max(tile.warps for tile in tiles),
+        **_shape(t, plan.geometry), HEIGHTS=len(tiles), RETURN_LSE=return_lse, **persistent_shapes(tiles),
+        **cooperative, num_warps=warps,
     )  # fmt: skip
 
 

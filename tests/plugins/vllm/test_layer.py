@@ -114,6 +114,18 @@ def test_padding_is_left_alone() -> None:
     assert (out[61:] == 7.0).all()
 
 
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
+def test_an_output_to_quantize_is_refused(name: str) -> None:
+    layer = make_layer()
+    plans, _, _ = make_step(layer)
+    tokens = torch.full((61, HEADS, DIM), 7.0)
+    kv_cache = torch.zeros(PAGES, KV_HEADS, PAGE, 2 * DIM)
+    assert not layer.fused_output_quant_supported(None), "so vLLM never fuses it"
+    with pytest.raises(ValueError, match=f"{name} given: expected None"):
+        layer.forward(NOTHING, tokens, tokens, tokens, kv_cache, plans, tokens, **{name: torch.ones(1)})
+    assert (tokens == 7.0).all(), "nothing is computed then"
+
+
 def test_memory_profiling_gives_zeros() -> None:
     query, out = torch.randn(5, HEADS, DIM), torch.full((5, HEADS, DIM), float("nan"))
     nothing = torch.empty(0)

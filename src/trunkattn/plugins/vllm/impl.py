@@ -141,12 +141,19 @@ class TrunkAttentionImpl(AttentionImpl):
         **output_quantization: Any,
     ) -> torch.Tensor:
         """Writes and returns output [num_tokens, num_heads, head_size]; rows past the step's tokens are padding.
-        attn_metadata: the builder's `StepPlans`; None while vLLM measures memory, when output is zeros."""
+        attn_metadata: the builder's `StepPlans`; None while vLLM measures memory, when output is zeros.
+
+        Raises:
+            ValueError: if a scale is given to quantize the output with.
+        """
         if attn_metadata is None:
             return output.fill_(0)
         wanted = [name for name, scale in output_quantization.items() if scale is not None]
         if wanted:
-            raise NotImplementedError(f"{', '.join(wanted)}: TrunkAttention does not quantize its output")
+            raise ValueError(
+                f"{' and '.join(wanted)} given: expected None, TrunkAttention does not quantize its output (vLLM asks "
+                "`fused_output_quant_supported` before it fuses that into an attention)"
+            )
         attention, plan = attn_metadata.plans[self.kind]
         rows = plan.num_query_tokens
         scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if self.scaled else {}
