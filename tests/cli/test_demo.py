@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from trunkattn.cli import measure
 from trunkattn.cli.app import app
 from trunkattn.cli.demo import run_demo
 from trunkattn.cli.demo_report import DemoResult
@@ -60,7 +62,25 @@ def test_policies_differ_in_what_they_read_alone(shown: tuple[DemoResult, str]) 
     for measured in (alone, auto):
         assert 8 <= measured.decode_steps <= 9 + 2
         assert 0 < measured.time_to_first_token < measured.seconds
-        assert 0 < measured.tokens_per_second < measured.decode_tokens_per_second
+        assert measured.tokens_per_second == measured.output_tokens / measured.seconds
+        assert measured.decode_tokens_per_second > 0
+
+
+def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "kv_bytes_per_token", lambda llm: 10)
+    metrics = SimpleNamespace(time_to_first_token=4.0)
+    answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * 3)], metrics=metrics, time_per_output_token=1.0)
+    steps = [
+        measure.Step(4.0, 100, 1, 0.0, 0.0),
+        measure.Step(0.5, 1, 1, 30.0, 60.0),
+        measure.Step(1.5, 1, 1, 40.0, 80.0),
+    ]
+    peak = SimpleNamespace(pages_held=7, unshared_pages=9)
+    llm = SimpleNamespace(config=SimpleNamespace(page_size=16))
+    found = measure.measurement("auto", measure.BatchRun([answer], steps, 6.0, peak), llm)
+    assert (found.decode_steps, found.decode_tokens_per_second, found.tokens_per_second) == (2, 2 / 2.0, 3 / 6.0)
+    assert (found.kv_tokens_read, found.kv_bytes_read) == (35.0, 350.0)
+    assert (found.kv_bytes_held, found.kv_bytes_unshared) == (7 * 160, 9 * 160)
 
 
 def test_the_cache_figures_add_up(shown: tuple[DemoResult, str]) -> None:
