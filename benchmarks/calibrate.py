@@ -1,4 +1,4 @@
-"""Measures every tiling of PAT's trees on this card and fits the block times of the tile table to them.
+"""Measures every tiling of PAT's trees and of ragged batches on this card, and fits the tile table's times to them.
 
     python benchmarks/calibrate.py [--heads 32/8 16/8]     # results/calibration-CARD.json
     python benchmarks/calibrate.py --fit FILE              # the fit alone, on what was measured; needs no GPU
@@ -17,18 +17,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import TOLERANCE, ceilings, largest_error, make_case, microseconds
+from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, largest_error, make_case, microseconds
 from numpy.typing import NDArray
 from report import write_result
 from tiled import list_tiles, make_run, tile_rule
+from workloads_gpu import make_batches
+from workloads_gpu import make_case as make_ragged_case
 
 from trunkattn.kernels.tile_table import DECODE_TILES, GpuLimits, gpu_limits
 from trunkattn.planner import tile_costs, tiles, tiling
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import PagedBatch
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
 
-PAGE_SIZE, HEAD_DIM = 16, 128
+RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256")
 
 
 @dataclass(frozen=True)
@@ -61,25 +64,29 @@ def start() -> NDArray[np.float64]:
     )
 
 
-def batch_of(tree: str) -> tuple[Any, Forest]:
-    """The batch of a tree, as kernels.make_case has it, and its forest."""
-    batch = tree_batch(parse_tree(tree), PAGE_SIZE, page_seed=1)
+def batch_of(name: str) -> tuple[PagedBatch, Forest]:
+    """A tree, as kernels.make_case has it, or a workload without a trace, such as "conversation 64"; and its forest."""
+    workload, _, count = name.partition(" ")
+    batch = make_batches((), int(count))[workload] if count else tree_batch(parse_tree(name), PAGE_SIZE, page_seed=1)
     return batch, Forest(*build_forest(batch.block_table, batch.seq_lens, batch.query_lens, PAGE_SIZE, 1))
 
 
-def measure(heads: str, tree: str, card: Card) -> dict[str, Any]:
-    """Microseconds of every tiling of one tree."""
+def measure(heads: str, name: str, card: Card) -> dict[str, Any]:
+    """Microseconds of every tiling of one batch."""
     hq, hkv = map(int, heads.split("/"))
-    case = make_case(tree, hq, hkv, torch.bfloat16, torch.bfloat16)
+    if " " in name:
+        case = make_ragged_case(batch_of(name)[0], heads, torch.bfloat16)
+    else:
+        case = make_case(name, hq, hkv, torch.bfloat16, torch.bfloat16)
     rule = make_rule(card, heads)
     found = {}
     for way in tiling.candidates(rule):
         run = make_run(case, rule, list_tiles(case.batch, rule, way), DECODE_TILES)
         error = largest_error(case, run(0))
         if error > TOLERANCE:
-            raise SystemExit(f"{heads} {tree} {way.name(rule)}: error {error:.3g}")
+            raise SystemExit(f"{heads} {name} {way.name(rule)}: error {error:.3g}")
         found[way.name(rule)] = round(microseconds(run, len(case.kv)), 2)
-    return {"heads": heads, "tree": tree, "us": found}
+    return {"heads": heads, "batch": name, "us": found}
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,7 @@ class Measured:
     """One batch: what the prediction needs, and the measured ns of each tiling."""
 
     heads: str
-    stages: list[list[tuple[int, tiles.Stage]]]
-    blocks: list[list[NDArray[np.int64]]]
-    num_queries: int
-    memory: list[int]
+    loads: tile_costs.StageLoads
     ns: NDArray[np.float64]
     names: list[str]
 
@@ -98,36 +102,24 @@ class Measured:
 def prepare(row: dict[str, Any], card: Card) -> Measured:
     """Everything of a measured batch that does not depend on the times."""
     rule = make_rule(card, row["heads"])
-    batch, forest = batch_of(row["tree"])
+    batch, forest = batch_of(row["batch"])
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    ways = [way for way in tiling.candidates(rule) if way.name(rule) in row["us"]]
-    stages = [tiling.stages_of(rule, way) for way in ways]
-    blocks = [
-        [tile_costs.stage_blocks(forest, entries, stage, UNLIMITED, rule.run) for _, stage in each] for each in stages
-    ]
+    ways, stages, _, costs = rule.priced
+    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.run)
     names = [way.name(rule) for way in ways]
-    memory = [tiling.memory_ns(rule, forest, entries, each, UNLIMITED) for each in stages]
-    return Measured(
-        row["heads"], stages, blocks, len(entries.query), memory, 1e3 * np.array([row["us"][n] for n in names]), names
-    )
+    return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
 
 
-def predict(rows: list[Measured], card: Card, times: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+def predict(rows: list[Measured], card: Card, times: NDArray[np.float64]) -> list[NDArray[np.int64]]:
     """Predicted ns of every tiling of every batch."""
-    rules = {heads: make_rule(card, heads, times) for heads in {row.heads for row in rows}}
+    priced = {heads: make_rule(card, heads, times).priced for heads in {row.heads for row in rows}}
     return [
-        np.array(
-            [
-                tiling.predict_ns(rules[row.heads], stages, blocks, row.num_queries, memory)
-                for stages, blocks, memory in zip(row.stages, row.blocks, row.memory, strict=True)
-            ],
-            np.float64,
-        )
+        tile_costs.ways_ns(row.loads, priced[row.heads].stages, priced[row.heads].uses, priced[row.heads].costs)
         for row in rows
     ]
 
 
-def losses(rows: list[Measured], predicted: list[NDArray[np.float64]]) -> tuple[float, float]:
+def losses(rows: list[Measured], predicted: list[NDArray[np.int64]]) -> tuple[float, float]:
     """Mean |log| error of the predictions up to a constant of the batch, and mean log loss of the choice."""
     errors, regrets = [], []
     for row, times in zip(rows, predicted, strict=True):
@@ -159,6 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=("32/8", "16/8"), help="query heads / KV heads")
     parser.add_argument("--trees", nargs="+", default=PAT_TREES)
+    parser.add_argument(
+        "--ragged", nargs="*", default=RAGGED, help="workloads and their requests, such as conversation:64"
+    )
     parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
     parser.add_argument("--seconds", type=float, default=120, help="that the fit may take")
     arguments = parser.parse_args()
@@ -170,9 +165,9 @@ def main() -> None:
         card = Card(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size)
         rows = []
         for heads in arguments.heads:
-            for tree in arguments.trees:
-                rows.append(measure(heads, tree, card))
-                print(heads, tree, sorted(rows[-1]["us"].items(), key=lambda item: item[1])[:4], flush=True)
+            for name in (*arguments.trees, *(each.replace(":", " ") for each in arguments.ragged)):
+                rows.append(measure(heads, name, card))
+                print(heads, name, sorted(rows[-1]["us"].items(), key=lambda item: item[1])[:4], flush=True)
                 torch.cuda.empty_cache()
         name = torch.cuda.get_device_name().split()[-1].lower()
         print(write_result(f"calibration-{name}", {"card": card.__dict__, "rows": rows}, "triton"))
@@ -192,7 +187,7 @@ def main() -> None:
         chosen, least = int(np.argmin(times)), int(np.argmin(row.ns))
         if row.ns[chosen] > 1.02 * row.ns[least]:
             ours, other = (f"{row.names[i]} {row.ns[i] / 1e3:.1f} µs" for i in (chosen, least))
-            print(f"{source['heads']} {source['tree']}: chooses {ours}, best {other}")
+            print(f"{source['heads']} {source['batch']}: chooses {ours}, best {other}")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class GpuTile:
 # Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The best tiling of these two
 # is 0.1 % slower in the mean, 3.4 % at most, than the best of five tiles on 80 batches (docs/
 # performance.md). The times are a fit to those runs (benchmarks/calibrate.py, results/calibration-h200.json).
-_LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2140, 3060), chain_ns=(2420, 1480))
-_TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2210, 2370), chain_ns=(640, 2370), subtiles=4)
+_LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
+_TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
 # 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others.
 # For 64 rows converted keys go back to shared memory; a trunk is still faster there (1,1024_2048,32: 183 µs, low 256).

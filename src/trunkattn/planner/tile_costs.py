@@ -1,11 +1,40 @@
-"""What row tiles cost, for the prediction of their time: blocks, tokens read again, and the slots' makespan."""
+"""What row tiles cost: blocks and tokens of a stage, and the time of every way to tile a step, from sums and maxima.
 
-import heapq
+Nothing is simulated, so that a GPU finds the same integers in parallel (`kernels.device_choice`).
+"""
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-from trunkattn.planner.tiles import segments, visible
+from trunkattn.planner.tiles import Stage, segments
+
+EVERY = 1 << 30  # more entries than any node has
+Int64Array = NDArray[np.int64]
+
+
+class Costs(NamedTuple):
+    """Of a device and an attention; int64, by tile kind. See `TilingRule`."""
+
+    block_ns: Int64Array  # [kinds, 2]
+    chain_ns: Int64Array  # [kinds, 2]
+    slots: Int64Array  # [kinds] items of one KV head that run at once
+    launch_ns: int
+    bytes_per_us: int
+    token_bytes: int  # keys and values of all heads
+    partial_bytes: int
+    l2_tokens: int  # that the L2 cache holds
+
+
+class StageLoads(NamedTuple):
+    """Of a list of stages that are not cut."""
+
+    blocks: Int64Array  # [tiles, 2] of all stages, one after the other; see `stage_blocks`
+    indptr: Int64Array  # [stages + 1] into blocks
+    memory: Int64Array  # [stages] tokens that leave memory
+    num_queries: int
 
 
 @njit(cache=True)
@@ -33,43 +62,110 @@ def stage_blocks(forest, entries, stage, window, run):
 
 
 @njit(cache=True)
-def read_tokens(forest, entries, window):
-    """Tokens of the forest that a query sees."""
-    total = np.int64(0)
-    for node in range(len(forest.parent)):
-        if entries.node_end[node] > entries.node_start[node]:
-            start, end, _, _ = visible(forest, entries, node, entries.node_start[node], entries.node_end[node], window)
-            total += max(0, end - start)
-    return total
+def shared_tokens(forest, entries, least):
+    """Of each entry: tokens that it has in common with the one before it; tokens in nodes of at least `least` entries.
 
-
-@njit(cache=True)
-def stage_rereads(forest, entries, stage, window):
-    """Tokens of nodes that several tiles read, and how many tokens those tiles read beyond the first."""
-    shared, again = np.int64(0), np.int64(0)
-    for node in range(len(forest.parent)):
-        size = entries.node_end[node] - entries.node_start[node]
-        if stage.least <= size < stage.below and size > 0:
-            more = (entries.node_end[node] - 1) // stage.height - entries.node_start[node] // stage.height
-            start, end, _, _ = visible(forest, entries, node, entries.node_start[node], entries.node_end[node], window)
-            tokens = np.int64(max(0, end - start))
-            shared += tokens * (more > 0)
-            again += tokens * more
-    return shared, again
-
-
-@njit(cache=True)
-def makespan(costs, counts, slots):
-    """When `slots` that take the heaviest item left, each as it becomes free, have done counts[i] items of costs[i].
-
-    Where there are fewer items than slots, each runs the faster for it.
+    The first of these is at most what the entry before it sees.
     """
-    order = np.argsort(-costs, kind="mergesort")
-    total = counts.sum()
-    if total <= slots:
-        return costs[order[0]] * total // slots
-    ends = [np.int64(0)] * slots
-    for i in order:
-        for _ in range(counts[i]):
-            heapq.heapreplace(ends, ends[0] + costs[i])
-    return max(ends)
+    shared = np.zeros(len(entries.query), np.int64)
+    tall = np.zeros(len(entries.query), np.int64)
+    for node in range(len(forest.parent)):  # a node comes after its ancestors
+        start, end = entries.node_start[node], entries.node_end[node]
+        shared[start + 1 : end] = forest.token_end[node]
+        if end - start >= least:
+            tall[start:end] = forest.token_end[node]
+    for i in range(1, len(shared)):
+        shared[i] = min(shared[i], entries.position[i - 1] + 1)
+    return shared, tall
+
+
+@njit(cache=True)
+def stage_tokens(position, shared, tall, stage, window):
+    """Tokens that leave memory: each once; those that two tiles share; and how many tokens the later tiles read again.
+
+    A stage takes an entry's tokens in nodes of enough entries, which are the first ones, or those after them.
+    """
+    once, common, again = np.int64(0), np.int64(0), np.int64(0)
+    carried = np.int64(0)  # tokens that have been common to all entries since before the last tile began
+    for i in range(len(position)):
+        end = np.int64(position[i] + 1)
+        begin = max(np.int64(0), end - window)
+        if stage.least > 1:
+            end = min(end, tall[i])
+        if stage.below < EVERY:
+            begin = max(begin, tall[i])
+        once += max(0, end - max(begin, shared[i]))
+        carried = min(carried, shared[i])
+        if i and i % stage.height == 0:
+            crossing = max(0, min(end, shared[i]) - begin)
+            again += crossing
+            common += crossing - min(crossing, max(0, carried - begin))
+            carried = shared[i]
+    return once, common, again
+
+
+@njit(cache=True)
+def stage_loads(forest, entries, stages, l2_tokens, window, run):
+    """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
+    most = np.int64(0)
+    for i in range(len(stages)):
+        most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
+    blocks = np.empty((most, 2), np.int64)
+    indptr = np.zeros(len(stages) + 1, np.int64)
+    memory = np.zeros(len(stages), np.int64)
+    for i in range(len(stages)):
+        height, least, below, block_runs, parts, subtiles, private = stages[i]
+        stage = Stage(height, least, below, block_runs, parts, subtiles, private)
+        found = stage_blocks(forest, entries, stage, window, run)
+        indptr[i + 1] = indptr[i] + len(found)
+        blocks[indptr[i] : indptr[i + 1]] = found
+        shared, tall = shared_tokens(forest, entries, least if least > 1 else below)
+        once, common, again = stage_tokens(entries.position, shared, tall, stage, window)
+        memory[i] = once + again * max(0, common - l2_tokens) // max(1, common)  # the L2 cache keeps the others
+    return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
+
+
+@njit(cache=True)
+def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
+    """A stage takes what its slots, its longest item or its memory take; launches and partial states come on top."""
+    total = blocks.sum()
+    share = total if stage.num_parts == 0 else max(1, (total + stage.num_parts - 1) // stage.num_parts)
+    items, work, dearest, longest, partials = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for tile in range(len(blocks)):
+        parts = max(1, (blocks[tile].sum() + share // 2) // share)
+        # a part of a tile holds the private runs of few requests, mostly of one subtile
+        masked = blocks[tile, 1] * (stage.subtiles if parts > 1 else 1)
+        cost = (blocks[tile, 0] * costs.block_ns[kind, 0] + masked * costs.block_ns[kind, 1]) // parts
+        chain = (blocks[tile, 0] * costs.chain_ns[kind, 0] + masked * costs.chain_ns[kind, 1]) // parts
+        items, work = items + parts, work + cost * parts
+        dearest, longest = max(dearest, cost), max(longest, chain)
+        partials += parts * stage.height if parts > 1 else 0
+    slots = costs.slots[kind]
+    if items <= slots:  # each runs the faster for it
+        busy = dearest * items // slots
+    else:
+        mean = work // items
+        busy = max(work // slots + dearest - mean, (items + slots - 1) // slots * mean)
+    bytes_ns = memory * costs.token_bytes * 1000 // costs.bytes_per_us
+    if not last:
+        partials = num_queries
+    launches = 2 if last and partials else 1
+    states_ns = partials * costs.partial_bytes * 1000 // costs.bytes_per_us
+    return max(busy, longest, bytes_ns) + launches * costs.launch_ns + states_ns
+
+
+@njit(cache=True)
+def ways_ns(loads, stages, uses, costs):
+    """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
+    times = np.zeros(len(uses), np.int64)
+    for way in range(len(uses)):
+        for nth in range(2):
+            which, kind, num_parts = uses[way, nth]
+            if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
+                continue
+            height, least, below, block_runs, _, subtiles, private = stages[which]
+            stage = Stage(height, least, below, block_runs, num_parts, subtiles, private)
+            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
+            last = nth == 1 or uses[way, 1, 0] < 0
+            times[way] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
+    return times

@@ -1,8 +1,9 @@
 """Which row tiles a step takes on a GPU: candidates by predicted time, and the tile list of the best."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,6 @@ from trunkattn.plan_format import Capacity, TileLimits, TileList, WorkList
 from trunkattn.planner import tile_costs, tiles
 from trunkattn.planner.forest import Forest
 
-_EVERY = 1 << 30  # more entries than any node has
 _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
 
@@ -64,6 +64,11 @@ class TilingRule:
         smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
         return min(smallest, self.page_size & -self.page_size)
 
+    @cached_property
+    def priced(self) -> "PricedWays":
+        """The candidates and what they cost."""
+        return price(self)
+
     def usable(self) -> list[int]:
         """Heights that hold at least one query token."""
         return [index for index, kind in enumerate(self.kinds) if kind.entries(self.group_size)]
@@ -77,7 +82,7 @@ class Tiling:
 
     low: int
     tall: int | None = None
-    least: int = _EVERY
+    least: int = tile_costs.EVERY
     alone: bool = False
     waves: int = 1
 
@@ -111,71 +116,43 @@ def stages_of(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]
     """(kind, stage) of each launch of a tiling, tall tiles first."""
     stages = [(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
     if tiling.tall is not None:
-        stages.insert(0, (tiling.tall, _stage(rule, tiling, tiling.tall, (tiling.least, _EVERY))))
+        stages.insert(0, (tiling.tall, _stage(rule, tiling, tiling.tall, (tiling.least, tile_costs.EVERY))))
     return stages
+
+
+class PricedWays(NamedTuple):
+    """The candidates of a rule as arrays; see `tile_costs`."""
+
+    ways: list[Tiling]
+    stages: NDArray[np.int64]  # [stages, fields of Stage] those that are not alike when uncut
+    uses: NDArray[np.int64]  # [ways, 2, 3]
+    costs: tile_costs.Costs
+
+
+def price(rule: TilingRule) -> PricedWays:
+    """What `predict` needs of a rule."""
+    ways = candidates(rule)
+    stages: dict[tiles.Stage, int] = {}
+    uses = np.full((len(ways), 2, 3), -1, np.int64)
+    for number, way in enumerate(ways):
+        for nth, (kind, stage) in enumerate(stages_of(rule, way)):
+            uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
+    token_bytes = rule.head_bytes * rule.num_kv_heads
+    costs = tile_costs.Costs(
+        np.array([kind.block_ns for kind in rule.kinds], np.int64),
+        np.array([kind.chain_ns for kind in rule.kinds], np.int64),
+        np.array([max(1, kind.programs // rule.num_kv_heads) for kind in rule.kinds], np.int64),
+        rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
+    )  # fmt: skip
+    return PricedWays(ways, np.array(list(stages), np.int64), uses, costs)
 
 
 def predict(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> dict[Tiling, int]:
     """Predicted ns of every candidate. batch: seq_lens, query_start_loc."""
+    ways, stages, uses, costs = rule.priced
     entries = tiles.make_entries(forest, *batch)
-    loads: dict[tiles.Stage, NDArray[np.int64]] = {}  # blocks of each tile; tilings have stages in common
-    times = {}
-    for tiling in candidates(rule):
-        stages = stages_of(rule, tiling)
-        for _, stage in stages:
-            if (uncut := stage._replace(num_parts=0)) not in loads:
-                loads[uncut] = tile_costs.stage_blocks(forest, entries, uncut, window, rule.run)
-        blocks = [loads[stage._replace(num_parts=0)] for _, stage in stages]
-        memory = memory_ns(rule, forest, entries, stages, window)
-        times[tiling] = predict_ns(rule, stages, blocks, len(entries.query), memory)
-    return times
-
-
-def memory_ns(
-    rule: TilingRule, forest: Forest, entries: tiles.Entries, stages: list[tuple[int, tiles.Stage]], window: int
-) -> int:
-    """Time to read every key and value that a query sees once, and again where tiles share more than L2 holds."""
-    read = int(tile_costs.read_tokens(forest, entries, window))
-    for _, stage in stages:
-        shared, again = tile_costs.stage_rereads(forest, entries, stage, window)
-        kept = rule.l2_bytes // (rule.head_bytes * rule.num_kv_heads)  # tokens
-        read += int(again) * max(0, int(shared) - kept) // max(1, int(shared))
-    return read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
-
-
-def predict_ns(
-    rule: TilingRule,
-    stages: list[tuple[int, tiles.Stage]],
-    blocks_of: list[NDArray[np.int64]],
-    num_queries: int,
-    memory: int,
-) -> int:
-    """Each stage takes what its slots or its longest item take, all of them at least the time of the KV bytes; launches
-    and partial states come on top."""
-    busy, extra = 0, 0
-    for (kind, stage), blocks in zip(stages, blocks_of, strict=True):
-        if not len(blocks):
-            continue
-        shape, last = rule.kinds[kind], stage is stages[-1][1]
-        parts = _parts(stage, blocks)
-        # a part of a tile holds the private runs of few requests, mostly of one subtile
-        work = blocks * np.where(parts[:, None] > 1, [1, stage.subtiles], 1)
-        longest = int((work @ np.array(shape.chain_ns) // parts).max())
-        costs = work @ np.array(shape.block_ns)
-        slots = max(1, shape.programs // rule.num_kv_heads)
-        busy += max(int(tile_costs.makespan(costs // parts, parts, slots)), longest)
-        partials = int(parts[parts > 1].sum()) * stage.height if last else num_queries
-        extra += (
-            rule.launch_ns * (2 if last and partials else 1) + partials * rule.partial_bytes * 1000 // rule.bytes_per_us
-        )
-    return max(busy, memory) + extra
-
-
-def _parts(stage: tiles.Stage, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[tiles] items of each tile, as `tiles.emit_stage` cuts it."""
-    sizes = blocks.sum(1)
-    share = max(1, -(-int(sizes.sum()) // stage.num_parts)) if stage.num_parts else int(sizes.sum())
-    return np.maximum(1, (sizes + share // 2) // share)
+    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, window, rule.run)
+    return dict(zip(ways, tile_costs.ways_ns(loads, stages, uses, costs).tolist(), strict=True))
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:
@@ -227,7 +204,7 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     positions = query_positions(seq_lens, starts)
     heights = [kind.entries(rule.group_size) for kind in rule.kinds]
     kinds = np.searchsorted(heights, work.items[:, 4] - work.items[:, 3]).astype(np.int32)
-    per_kind = [_EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
+    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
     block_runs = np.array(per_kind, np.int32)[kinds]
     emitted = tiles.items_of_work(
         (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs

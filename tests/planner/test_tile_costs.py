@@ -1,0 +1,87 @@
+"""What row tiles cost: tokens against a count of every tile's reads, and times against what they stand for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from trunkattn.kernels.tile_table import GpuTile
+from trunkattn.planner import tile_costs, tiles
+from trunkattn.planner.build import Batch
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiling import Tiling, TilingRule, price, stages_of
+
+from .specs import forest_of
+from .tile_cases import TREE_BATCH, cases, make_rule
+
+
+def count_tokens(rule: TilingRule, batch: Batch, stage: tiles.Stage) -> tuple[int, int, int]:
+    """Tokens of a stage that some tile reads, that two tiles do, and reads beyond the first, one by one."""
+    forest = forest_of(batch, rule.page_size)
+    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    readers: dict[tuple[int, int], set[int]] = {}
+    for node in range(len(forest.parent)):
+        start, end = int(entries.node_start[node]), int(entries.node_end[node])
+        if not stage.least <= end - start < stage.below:
+            continue
+        for entry in range(start, end):
+            for token in range(forest.token_start[node], min(forest.token_end[node], entries.position[entry] + 1)):
+                readers.setdefault((node, token), set()).add(entry // stage.height)
+    counts = [len(tiles_of) for tiles_of in readers.values()]
+    return len(counts), sum(count > 1 for count in counts), sum(count - 1 for count in counts)
+
+
+@pytest.mark.property
+@given(case=cases())
+def test_tokens_are_those_that_the_tiles_of_a_stage_read(case: tuple[TilingRule, Batch]) -> None:
+    """Of one query token each; several of one request may count a token twice that another request shares."""
+    rule, starts = case[0], np.minimum(np.diff(case[1].query_start_loc), 1).cumsum(dtype=np.int32)
+    batch = replace(case[1], window=UNLIMITED, query_start_loc=np.append(np.int32(0), starts))
+    forest = forest_of(batch, rule.page_size)
+    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    ways = price(rule).ways
+    for _, stage in {pair for way in ways for pair in stages_of(rule, way)}:
+        threshold = stage.least if stage.least > 1 else stage.below
+        shared, tall = tile_costs.shared_tokens(forest, entries, threshold)
+        found = tile_costs.stage_tokens(entries.position, shared, tall, stage, batch.window)
+        assert tuple(map(int, found)) == count_tokens(rule, batch, stage)
+
+
+def test_a_window_leaves_out_what_no_query_sees() -> None:
+    """12 requests of 64 + 32 + 20 tokens; a window of 20 sees the private ones, one of 30 ten tokens of each branch."""
+    rule = make_rule(4, 16, 1)
+    forest = forest_of(TREE_BATCH, rule.page_size)
+    entries = tiles.make_entries(forest, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
+    ((_, stage),) = stages_of(rule, Tiling(0))
+    shared, tall = tile_costs.shared_tokens(forest, entries, tile_costs.EVERY)
+    once = [int(tile_costs.stage_tokens(entries.position, shared, tall, stage, w)[0]) for w in (20, 30, UNLIMITED)]
+    assert once == [12 * 20, 12 * 20 + 2 * 10, 12 * 20 + 2 * 32 + 64]
+
+
+def stage_ns(rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0) -> int:
+    ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
+    return int(tile_costs.stage_ns(np.array(blocks, np.int64), memory, 0, stage, kind, True, price(rule).costs))
+
+
+LOW = GpuTile(16, 64, 2, 2, programs=2, block_ns=(2000, 3000), chain_ns=(1000, 1500))
+
+
+def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
+    rule = make_rule(4, 16, 1, shapes=(LOW,))  # two slots
+    launch, (full, masked), (chain, _) = rule.launch_ns, rule.kinds[0].block_ns, rule.kinds[0].chain_ns
+    assert stage_ns(rule, [[8, 0], [8, 0]], 0) == launch + 8 * full, "both slots busy"
+    assert stage_ns(rule, [[8, 0]], 0) == launch + 8 * full // 2 == launch + 8 * chain, "one item, faster alone"
+    assert stage_ns(rule, [[8, 4], [8, 4]], 0) == launch + 8 * full + 4 * masked
+    assert stage_ns(rule, [[8, 0]] * 3, 0) == launch + 2 * 8 * full, "two rounds"
+    tokens = 100_000
+    bytes_ns = tokens * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
+    assert stage_ns(rule, [[8, 0]], tokens) == launch + bytes_ns, "memory is slower than either"
+
+
+def test_a_cut_costs_partial_states_and_a_merge() -> None:
+    rule = make_rule(4, 16, 1, shapes=(LOW,))
+    entries = rule.kinds[0].entries(rule.group_size)
+    states = 2 * entries * rule.partial_bytes * 1000 // rule.bytes_per_us
+    full = rule.kinds[0].block_ns[0]
+    assert stage_ns(rule, [[16, 0]], 0, waves=1) == 2 * rule.launch_ns + 8 * full + states
