@@ -108,6 +108,7 @@ class TileList:
     the first token in the cache (page * page_size + offset); first query | end query << 8 | tokens << 16, queries
     counted from the item's first; position of the first token. queries, slots as in WorkList; parts [..., 2]: partial
     slots [first, last) that the query's item merges. merge_queries, merge_ranges [num_merged, 2]: those no item merges.
+    merges_taller: items merge what taller tiles leave, and nothing else.
     """
 
     items: NDArray[np.int32]
@@ -119,6 +120,7 @@ class TileList:
     merge_queries: NDArray[np.int32]
     merge_ranges: NDArray[np.int32]
     num_slots: int
+    merges_taller: bool
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def test_planned_bytes() -> None:
     none = np.empty((0, 2), np.int32)
     slots, counts = np.array([0, -1], np.int32), np.array([0, 2, 2], np.int32)
     queries = np.array([0, 1], np.int32)
-    listed = TileList(items, np.array(runs, np.int32), queries, slots, none, counts, none[:, 0], none, 1)
+    listed = TileList(items, np.array(runs, np.int32), queries, slots, none, counts, none[:, 0], none, 1, False)
     token = 2 * 2 * 32 * 2  # keys and values, heads, head_dim, bytes
     assert planned_bytes(Case(batch, q, [(kv, kv)], []), listed) == PlannedBytes(
         kv_memory=(16 + 5 + 5) * token, kv_tiles=2 * (16 + 5) * token, partials=2 * 8 * 33 * 4, q_and_out=2 * 2 * 8 * 64

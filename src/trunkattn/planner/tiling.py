@@ -209,7 +209,7 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     emitted = tiles.items_of_work(
         (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs
     )
-    return _list(rule, emitted, kinds, int(starts[-1]))
+    return _list(rule, emitted, kinds, int(starts[-1]), merges_taller=False)
 
 
 def _join(rule: TilingRule, emitted: list[tiles.Items], kinds: list[int], num_queries: int) -> TileList:
@@ -223,14 +223,17 @@ def _join(rule: TilingRule, emitted: list[tiles.Items], kinds: list[int], num_qu
         np.concatenate([part.uncut for part in emitted]),
     )
     bucket = np.repeat(np.array(kinds, np.int32), [len(part.items) for part in emitted])
-    return _list(rule, joined, bucket, num_queries)
+    return _list(rule, joined, bucket, num_queries, merges_taller=True)  # an item that is not cut has no other rest
 
 
-def _list(rule: TilingRule, emitted: tiles.Items, bucket: NDArray[np.int32], num_queries: int) -> TileList:
+def _list(
+    rule: TilingRule, emitted: tiles.Items, bucket: NDArray[np.int32], num_queries: int, *, merges_taller: bool
+) -> TileList:
     if any(kind.subtiles > 1 for kind in rule.kinds):
         shapes = [
             (kind.subtiles, kind.entries(rule.group_size) // kind.subtiles, kind.private_tokens // rule.run)
             for kind in rule.kinds
         ]
         emitted = tiles.nest(emitted, bucket, np.array(shapes, np.int64))
-    return TileList(*tiles.finish(emitted, bucket, len(rule.kinds), num_queries, rule.fuse_up_to))
+    finished = tiles.finish(emitted, bucket, len(rule.kinds), num_queries, rule.fuse_up_to)
+    return TileList(*finished, merges_taller)
