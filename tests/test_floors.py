@@ -32,6 +32,7 @@ SAME_FLOOR = MappingProxyType(
     {
         "attention_config": "attention",
         "attention_cpu": "attention",
+        "attention_device": "attention",
         "attention_gpu": "attention",
         "attention_planner": "attention",
         "checks": "attention",

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from trunkattn.attention_config import AttentionConfig
-from trunkattn.checks import LayerInputs, Scale, StepInputs, check_layer, check_step
+from trunkattn.attention_config import AttentionConfig, integer
+from trunkattn.checks import LayerInputs, Scale, StepInputs, all_on_gpu, check_layer, check_on_device, check_step
 from trunkattn.plan_format import Capacity, PlanStats
 from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
@@ -30,13 +30,20 @@ class Plan:
 
     @property
     def num_query_tokens(self) -> int:
-        """Rows of q and out that `run` expects."""
+        """Rows of q and out that `run` expects; of a plan made on the device with query_start_loc, at least."""
         return self.step.num_query_tokens
 
     @property
     def stats(self) -> PlanStats:
         """What this plan reads, and what one pack per request would read."""
         return self.step.stats()
+
+    @property
+    def traffic(self) -> torch.Tensor:
+        """Of a plan made on the device, there: int64 [2], KV tokens that it reads, and those that it would read if
+        every request read its own; for counters that must not wait. See `stats` for other plans."""
+        summary: torch.Tensor = self.step.gpu_plan.summary
+        return summary[1:]
 
     def check(self) -> None:
         """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
@@ -90,9 +97,13 @@ class BatchAttention:
     ) -> Plan:
         """The work list of one step.
 
+        With a capacity and the policy `auto`, tensors that all lie on a GPU are planned there, on the current stream:
+        nothing is copied or waited for, and with `into` nothing is allocated. Values that are out of bounds are then
+        clamped, and reported by `check`; `stats` waits for the device and reads the tensors as they are by then.
+
         Args:
-            block_table: [num_requests, max_pages] int32, on the CPU or this device (then it is copied, which waits
-                for the device); entries past a request's pages are never looked at.
+            block_table: [num_requests, max_pages] int32, on the CPU or this device (where it is not planned there, it
+                is copied, which waits for the device); entries past a request's pages are never looked at.
             seq_lens: [num_requests] int32, KV length including this step's query tokens.
             query_start_loc: [num_requests + 1] int32; None: one query token each. Rows of query length 0 are padding.
             sliding_window: tokens a query sees, itself included; None: all.
@@ -106,21 +117,40 @@ class BatchAttention:
             ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.
         """
         inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages, changed_rows)
-        (table, lens, starts), rows, last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
-        window = UNLIMITED if sliding_window is None else min(sliding_window, UNLIMITED)
-        batch = Batch(table, lens, starts, window)
+        window = UNLIMITED
+        if sliding_window is not None:
+            integer("sliding_window", sliding_window, at_least=1)
+            window = min(sliding_window, UNLIMITED)
+        if into is not None:
+            self._check_into(into, window)
+        earlier = into.step if into else None
+        if self.capacity is not None and self._executor.plans_on_device and all_on_gpu(inputs):
+            check_on_device(inputs)
+            step, last_page = self._executor.plan_on_device(inputs[:3], window, earlier), self.capacity.num_pages - 1
+        else:
+            checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
+            (table, lens, starts), rows, last_page = checked
+            step = self._executor.plan(Batch(table, lens, starts, window), rows, earlier)
         if into is None:
-            return Plan(self._executor.plan(batch, rows), self, last_page, window)
+            return Plan(step, self, last_page, window)
+        into.step, into.last_page = step, last_page
+        return into
+
+    def check(self) -> None:
+        """Waits for the device, and reports what plans made there met since the last check.
+
+        Raises:
+            ValueError: naming what was out of bounds in a block table, lengths or query starts.
+        """
+        self._executor.check()
+
+    def _check_into(self, into: Any, window: int) -> None:
         self._check_own("into", into)
         if self.capacity is None:
             raise ValueError("into is given: expected a BatchAttention with a capacity")
         if into.window != window:
-            kept = None if into.window == UNLIMITED else into.window
-            raise ValueError(
-                f"sliding_window={sliding_window}: expected {kept}, the window that `into` was planned with"
-            )
-        into.step, into.last_page = self._executor.plan(batch, rows, into.step), last_page
-        return into
+            given, kept = (None if each == UNLIMITED else each for each in (window, into.window))
+            raise ValueError(f"sliding_window={given}: expected {kept}, the window that `into` was planned with")
 
     def _check_own(self, name: str, plan: Any) -> None:
         if not isinstance(plan, Plan):

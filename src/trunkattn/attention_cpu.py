@@ -42,6 +42,8 @@ class CpuStep:
 class CpuExecutor:
     """Plans and runs on a CPU."""
 
+    plans_on_device = False
+
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
         self._threads = torch.get_num_threads()
@@ -61,6 +63,9 @@ class CpuExecutor:
         prepared = cpu.prepare(planned.work, planned.batch.block_table, lens_and_starts, shape, self._threads)
         self._reserve(prepared, shape)
         return CpuStep(planned, prepared, shape)
+
+    def check(self) -> None:
+        """Everything was checked when it was planned."""
 
     def _reserve(self, prepared: cpu.CpuPlan, shape: cpu.Shape) -> None:
         """Grows the workspace so that `run` does not allocate."""

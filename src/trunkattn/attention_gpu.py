@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from trunkattn.attention_config import AttentionConfig
+from trunkattn.attention_device import DeviceStep, OnDevice
 from trunkattn.attention_planner import make_planner
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
@@ -122,8 +123,11 @@ class GpuExecutor:
         chunk = INVARIANT_CHUNK_TOKENS if config.batch_invariant else 0
         pieces = chunk and -(-(capacity.max_pages_per_request if capacity else 0) * config.page_size // chunk) + 1
         self._limits = None if capacity is None else tile_limits(self._rule, capacity, pieces)
+        self._on_device: OnDevice | None = None
         if self._limits:
             self._reserve(self._limits.slots)
+            if capacity and self._tiled:
+                self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
 
     @property
     def _may_fuse(self) -> bool:
@@ -133,7 +137,7 @@ class GpuExecutor:
             return False
         return self._capacity is None or (self._tiled and self._execution == "serial")
 
-    def plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | None = None) -> GpuStep:
+    def plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | DeviceStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
         try:
             return self._plan(batch, changed_rows, into)
@@ -141,7 +145,22 @@ class GpuExecutor:
             self._planner.forget()  # the forest is of this batch by now, and no plan is
             raise
 
-    def _plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | None) -> GpuStep:
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether tables that lie on the device are planned there."""
+        return self._on_device is not None
+
+    def plan_on_device(self, tables: tuple, window: int, into: GpuStep | DeviceStep | None = None) -> DeviceStep:
+        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device."""
+        assert self._on_device is not None
+        return self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window))
+
+    def check(self) -> None:
+        """Raises ValueError if a plan made on the device met values that are wrong; waits for the device."""
+        if self._on_device:
+            self._on_device.check()
+
+    def _plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | DeviceStep | None) -> GpuStep:
         lens, starts = batch.seq_lens, batch.query_start_loc
         if self._tiled:
             forest, table = self._planner.forest(batch, changed_rows)
@@ -171,34 +190,38 @@ class GpuExecutor:
         listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
         return tile_list, tiling.name(self._rule), f"least predicted time{passed} on {self._limits_reason}: {listed}"
 
-    def _place(self, tile_list: TileList, batch: Batch, into: GpuStep | None) -> gpu.GpuPlan:
+    def _place(self, tile_list: TileList, batch: Batch, into: GpuStep | DeviceStep | None) -> gpu.GpuPlan:
         """Sends a tile list to the device."""
-        config, capacity = self.config, self._capacity
-        several = bool((np.diff(batch.query_start_loc) > 1).any())
-        if capacity is not None:
-            several = (capacity.max_query_len or capacity.max_query_tokens) > 1
-        geometry = gpu.Geometry(
-            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
-            self._rule.run, batch.window, several or batch.window != UNLIMITED, config.logits_soft_cap, config.sinks,
-        )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
         if self._limits is None:
             self._reserve(tile_list.num_slots)
+            geometry = self._geometry(batch.window, bool((np.diff(batch.query_start_loc) > 1).any()))
             return gpu.upload(tile_list, positions, geometry, self._card, self._execution, self.device)
-        placed = (
-            into.gpu_plan
-            if into
-            else gpu.reserve(self._limits, self._tiles, geometry, self._card, self._execution, self.device)
-        )
+        placed = into.gpu_plan if into else self._reserved(batch.window)
         gpu.refill(placed, tile_list, positions)
         return placed
+
+    def _reserved(self, window: int) -> gpu.GpuPlan:
+        """An empty plan for any batch of the capacity."""
+        assert self._limits and self._capacity
+        several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
+        geometry = self._geometry(window, several)
+        return gpu.reserve(self._limits, self._tiles, geometry, self._card, self._execution, self.device)
+
+    def _geometry(self, window: int, several: bool) -> gpu.Geometry:
+        """several: query tokens of a request."""
+        config = self.config
+        return gpu.Geometry(
+            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
+            self._rule.run, window, several or window != UNLIMITED, config.logits_soft_cap, config.sinks,
+        )  # fmt: skip
 
     def _reserve(self, slots: int) -> None:
         if slots > len(self._partial):
             self._partial = torch.empty(slots, *self._partial.shape[1:], device=self.device)
             self._partial_lse = torch.empty(slots, self._partial.shape[1], device=self.device)
 
-    def run(self, step: GpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+    def run(self, step: GpuStep | DeviceStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
         lse = torch.empty(out.shape[:2], device=self.device) if inputs.return_lse else self._partial_lse
         scale, v_scale = self._scale, self._ones

@@ -44,6 +44,20 @@ def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.
     return tensor.contiguous().cpu().numpy()
 
 
+def all_on_gpu(inputs: StepInputs) -> bool:
+    """Whether the tables that are given lie on a GPU."""
+    table, lens, starts = inputs[:3]
+    given = (table, lens) if starts is None else (table, lens, starts)
+    return all(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in given)
+
+
+def check_on_device(inputs: StepInputs) -> None:
+    """What the host can see of a step that is planned on the device, but for shapes, which its planner knows."""
+    for name in ("num_pages", "changed_rows"):
+        if getattr(inputs, name) is not None:
+            raise ValueError(f"{name} is given: expected None for tables that are planned on the device")
+
+
 def check_step(
     inputs: StepInputs, page_size: int, capacity: Capacity | None, device: torch.device
 ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], Int32Array | None, int]:
@@ -55,8 +69,6 @@ def check_step(
         starts = np.arange(num_requests + 1, dtype=np.int32)
     else:
         starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,), device)
-    if inputs.sliding_window is not None:
-        integer("sliding_window", inputs.sliding_window, at_least=1)
     rows = None if inputs.changed_rows is None else _int32("changed_rows", inputs.changed_rows, (None,), device)
     if rows is not None and len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
         raise ValueError(

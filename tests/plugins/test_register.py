@@ -22,7 +22,7 @@ class FakeVllm:
     """A vLLM for one test; what the plug-in registered and logged."""
 
     version: str = "0.32.0"
-    cpu: bool = True
+    platform: str = "cpu"
     backend: str | None = None
     backend_per_kind: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,11 @@ class FakeVllm:
         contents: dict[str, dict[str, Any]] = {
             "vllm": {"__version__": self.version},
             "vllm.logger": {"init_logger": lambda name: logger},
-            "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: self.cpu)},
+            "vllm.platforms": {
+                "current_platform": SimpleNamespace(
+                    is_cpu=lambda: self.platform == "cpu", is_cuda=lambda: self.platform == "cuda"
+                )
+            },
             "vllm.config": {"get_current_vllm_config": get_current_vllm_config},
             "vllm.v1": {},
             "vllm.v1.attention": {},
@@ -88,9 +92,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, ROUTE, raising=False)
-    backend = ModuleType("trunkattn.plugins.vllm.backend")
-    backend.TrunkAttentionBackend = type("TrunkAttentionBackend", (), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    for module, name in (("backend", "TrunkAttentionBackend"), ("cuda", "TrunkAttentionCudaBackend")):
+        backend = ModuleType(f"trunkattn.plugins.vllm.{module}")
+        setattr(backend, name, type(name, (), {}))
+        monkeypatch.setitem(sys.modules, backend.__name__, backend)
     yield fake
     sys.modules.pop(ROUTE, None)
 
@@ -161,24 +166,31 @@ def test_a_choice_by_kind_of_layer_is_refused(fake: FakeVllm) -> None:
     one_line(error, "backend_per_kind", "attention_backend=CUSTOM")
 
 
-@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "cpu": False}], indirect=True)
-def test_on_a_gpu_nothing_is_routed_and_custom_is_refused(fake: FakeVllm) -> None:
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "platform": "cuda", "version": "0.26.0"}], indirect=True)
+def test_on_an_nvidia_gpu_nothing_is_routed_and_custom_is_the_back_end_for_it(fake: FakeVllm) -> None:
     register()
     assert set(fake.overrides) == {"CUSTOM"}
+    assert select(fake, "CUSTOM").__name__ == "TrunkAttentionCudaBackend"
+    assert fake.warnings == []
+
+
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "platform": "rocm"}], indirect=True)
+def test_on_another_platform_custom_is_refused(fake: FakeVllm) -> None:
+    register()
     with pytest.raises(ValueError) as error:
         select(fake, "CUSTOM")
-    one_line(error, "GPU", "cannot plan on the device yet", "choose another attention back end")
+    one_line(error, "NVIDIA GPUs and on CPUs", "leave attention_backend out")
 
 
-@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.26.1"}], indirect=True)
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.25.1"}], indirect=True)
 def test_an_old_version_is_refused_when_custom_is_selected(fake: FakeVllm) -> None:
     register()
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_ATTN")
-    one_line(error, "0.26.1", "upgrade vLLM")
+    one_line(error, "0.25.1", "upgrade vLLM")
 
 
-@pytest.mark.parametrize("fake", [{"version": "0.26.1"}], indirect=True)
+@pytest.mark.parametrize("fake", [{"version": "0.25.1"}], indirect=True)
 def test_an_old_version_that_does_not_select_custom_is_left_alone(fake: FakeVllm) -> None:
     register()
     assert select(fake, "CPU_ATTN").__name__ == "Fraction"

@@ -25,17 +25,17 @@ def test_parse(version: str, release: tuple[int, int] | None) -> None:
     assert versions.parse(version) == release
 
 
-@pytest.mark.parametrize("version", ["0.26.3", "0.9.2", "0.20.0+cpu"])
+@pytest.mark.parametrize("version", ["0.25.3", "0.9.2", "0.20.0+cpu"])
 def test_an_older_version_is_refused(version: str) -> None:
     reason = versions.refusal(version)
     assert reason is not None
     assert "\n" not in reason
     assert version in reason
-    assert "0.27 and 0.32" in reason
+    assert "0.26 and 0.32" in reason
     assert "upgrade vLLM" in reason
 
 
-@pytest.mark.parametrize("version", ["0.27.0", "0.29.0+cpu", "0.32.0"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.32.0"])
 def test_a_tested_version_is_neither_refused_nor_warned_of(version: str) -> None:
     assert versions.refusal(version) is None
     assert versions.caution(version) is None
@@ -48,7 +48,7 @@ def test_a_newer_or_unknown_version_is_warned_of(version: str) -> None:
     assert warning is not None
     assert "\n" not in warning
     assert version in warning
-    assert "0.27 and 0.32" in warning
+    assert "0.26 and 0.32" in warning
 
 
 def engine_options(**changes: object) -> SimpleNamespace:
@@ -105,6 +105,44 @@ def test_an_option_that_is_on_is_refused(path: str, value: object, word: str) ->
 )
 def test_is_off(name: str, value: object, off: bool) -> None:
     assert versions.is_off(name, value) is off
+
+
+def test_options_that_only_a_gpu_refuses() -> None:
+    options = engine_options(**{"cache_config.calculate_kv_scales": True})
+    assert versions.refused_options(options) == []
+    (reason,) = versions.refused_options(options, versions.REFUSED_GPU_OPTIONS)
+    assert "cache_config.calculate_kv_scales=True" in reason
+
+
+@pytest.mark.parametrize(("speculative", "expected"), [(None, 1), (SimpleNamespace(num_speculative_tokens=3), 4)])
+def test_decode_query_len(speculative: object, expected: int) -> None:
+    assert versions.decode_query_len(SimpleNamespace(speculative_config=speculative)) == expected
+
+
+def test_blocks_are_those_of_the_smallest_cache() -> None:
+    layers = [SimpleNamespace(kv_cache=torch.empty(blocks, 2, 16, 8)) for blocks in (9, 7)]
+    assert versions.num_blocks(layers) == 7
+
+
+def test_arguments_that_a_version_lacks_are_left_out() -> None:
+    def newer(head_size: int, has_sinks: bool = False) -> tuple[int, bool]:
+        return head_size, has_sinks
+
+    def older(head_size: int) -> int:
+        return head_size
+
+    assert versions.call_with_known(newer, head_size=64, has_sinks=True) == (64, True)
+    assert versions.call_with_known(older, head_size=64, has_sinks=True) == 64
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_stride_orders_name_the_axes_of_the_cache(layout: str) -> None:
+    """NHD: blocks, tokens, heads; HND: blocks, heads, tokens. An axis of layers is counted first, and lies inside."""
+    names = "BHNC"
+    order = "".join(names[axis] for axis in versions.STRIDE_ORDERS[layout, False])
+    assert order == {"NHD": "BNHC", "HND": "BHNC"}[layout]
+    order = "".join(("L" + names)[axis] for axis in versions.STRIDE_ORDERS[layout, True])
+    assert order == {"NHD": "BLNHC", "HND": "BHLNC"}[layout]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])

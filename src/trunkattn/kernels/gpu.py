@@ -58,13 +58,18 @@ class Launch:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """A tile list on the device: arrays of `sizes` elements, one after the other in `flat`."""
+    """A tile list on the device: arrays of `sizes` elements, one after the other in `flat`.
+
+    summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
+    that was made on the device.
+    """
 
     flat: torch.Tensor
     sizes: dict[str, int]
     launches: tuple[Launch, ...]
     geometry: Geometry
     execution: str
+    summary: torch.Tensor | None = None
 
     @cached_property
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -80,7 +85,9 @@ def upload(
     sizes = {name: _aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(tiles.counts)
-    order = [(bucket,) for bucket in (*range(heights - 1, -1, -1), *range(2 * heights - 1, heights - 1, -1))]
+    order: list[tuple[int, ...]] = [
+        (bucket,) for bucket in (*range(heights - 1, -1, -1), *range(2 * heights - 1, heights - 1, -1))
+    ]
     if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
@@ -108,7 +115,8 @@ def reserve(
         launches[0] = Launch((0, heights), launches[0].programs)
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-    return GpuPlan(flat, sizes, tuple(launches), geometry, execution)
+    summary = torch.zeros(3, dtype=torch.int64, device=device)
+    return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary)
 
 
 def refill(plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32]) -> None:

@@ -235,5 +235,7 @@ def _list(
             for kind in rule.kinds
         ]
         emitted = tiles.nest(emitted, bucket, np.array(shapes, np.int64))
-    finished = tiles.finish(emitted, bucket, len(rule.kinds), num_queries, rule.fuse_up_to)
-    return TileList(*finished, merges_taller)
+    items, runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots = tiles.finish(
+        emitted, bucket, len(rule.kinds), num_queries, rule.fuse_up_to
+    )
+    return TileList(items, runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots, merges_taller)

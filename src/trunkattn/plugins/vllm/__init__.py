@@ -1,7 +1,8 @@
 """TrunkAttention inside vLLM: `vllm serve MODEL --attention-backend CUSTOM`, `LLM(..., attention_backend="CUSTOM")`.
 
-vLLM finds `register` through the entry point group `vllm.general_plugins`. On a CPU only, so far; what is not supported
-is refused with one line when CUSTOM is selected, and an engine that does not select CUSTOM never meets this package.
+vLLM finds `register` through the entry point group `vllm.general_plugins`. On CPUs and on NVIDIA GPUs; what is not
+supported is refused with one line when CUSTOM is selected, and an engine that does not select CUSTOM never meets this
+package. On a GPU decoding runs on our kernels, under full CUDA graphs too, and prompts on vLLM's FlashAttention.
 """
 
 from trunkattn.plugins.vllm import versions

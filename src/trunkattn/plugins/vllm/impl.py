@@ -49,6 +49,25 @@ class LayerKind:
         return AttentionConfig(page_size=page_size, **shape)
 
 
+def check_supported(unsupported: list[str]) -> None:
+    """Raises ValueError, with one line, if there is anything."""
+    if unsupported:
+        raise ValueError(
+            f"attention_backend=CUSTOM: TrunkAttention does not support {'; nor '.join(unsupported)}; "
+            "turn it off, or leave attention_backend out"
+        )
+
+
+def check_unquantized(output_quantization: dict[str, Any]) -> None:
+    """Raises ValueError if a scale is given to quantize the output with."""
+    wanted = [name for name, scale in output_quantization.items() if scale is not None]
+    if wanted:
+        raise ValueError(
+            f"{' and '.join(wanted)} given: expected None, TrunkAttention does not quantize its output (vLLM asks "
+            "`fused_output_quant_supported` before it fuses that into an attention)"
+        )
+
+
 def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> list[str]:
     """What of a layer or the engine is not supported; empty: all of it is."""
     found = versions.refused_options(vllm_config)
@@ -80,12 +99,7 @@ class TrunkAttentionImpl(AttentionImpl):
         named = {name: extra.pop(name) for name in LayerArguments.__dataclass_fields__ if name in extra}
         layer = LayerArguments(*args, **named)
         sinks = extra.pop("sinks", None)
-        unsupported = refusals(layer, extra, get_current_vllm_config())
-        if unsupported:
-            raise ValueError(
-                f"attention_backend=CUSTOM: TrunkAttention does not support {'; nor '.join(unsupported)}; "
-                "turn it off, or leave attention_backend out"
-            )
+        check_supported(refusals(layer, extra, get_current_vllm_config()))
         # vLLM reads these
         self.num_heads, self.head_size, self.scale = layer.num_heads, layer.head_size, float(layer.scale)
         self.num_kv_heads = layer.num_kv_heads or layer.num_heads
@@ -93,7 +107,8 @@ class TrunkAttentionImpl(AttentionImpl):
         self.kv_cache_dtype, self.logits_soft_cap = layer.kv_cache_dtype, layer.logits_soft_cap
         self.attn_type, self.kv_sharing_target_layer_name = layer.attn_type, None
 
-        self.sinks: torch.Tensor | None = sinks
+        self._model_sinks: torch.Tensor | None = sinks
+        self.sinks = self._model_sinks
         dtype, kv_dtype = torch.get_default_dtype(), versions.KV_DTYPES[layer.kv_cache_dtype]  # the model's, as set
         shape = (self.num_heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
         self.kind = LayerKind(*shape, layer.logits_soft_cap or None, sinks is not None, layer.sliding_window)
@@ -102,9 +117,11 @@ class TrunkAttentionImpl(AttentionImpl):
         self.kind.config(page_size=1)  # raises what no page size changes
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks are loaded by now."""
-        if self.sinks is not None:
-            self.sinks = self.sinks.detach().to(torch.float32)
+        """Sinks are loaded by now; if again, they stay where CUDA graphs read them."""
+        if self._model_sinks is None or self.sinks is None:
+            return
+        loaded = self._model_sinks.detach().to(torch.float32)
+        self.sinks = loaded if self.sinks is self._model_sinks else self.sinks.copy_(loaded)
 
     def do_kv_cache_update(
         self,
@@ -148,15 +165,12 @@ class TrunkAttentionImpl(AttentionImpl):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        wanted = [name for name, scale in output_quantization.items() if scale is not None]
-        if wanted:
-            raise ValueError(
-                f"{' and '.join(wanted)} given: expected None, TrunkAttention does not quantize its output (vLLM asks "
-                "`fused_output_quant_supported` before it fuses that into an attention)"
-            )
+        check_unquantized(output_quantization)
         attention, plan = attn_metadata.plans[self.kind]
-        rows = plan.num_query_tokens
-        scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if self.scaled else {}
-        caches = self._caches(kv_cache)
-        attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **scales)
+        rows, caches = plan.num_query_tokens, self._caches(kv_cache)
+        attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **self._scales(layer))
         return output
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """What stored keys and values are to be multiplied by."""
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if self.scaled else {}

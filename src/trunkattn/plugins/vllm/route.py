@@ -34,14 +34,18 @@ def _ours() -> Any:
     refusal = versions.refusal(version)
     if refusal:
         raise ValueError(refusal)
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise ValueError(
-            "attention_backend=CUSTOM on a GPU: TrunkAttention cannot plan on the device yet, and planning on the host "
-            "would stop the GPU at every step; choose another attention back end, or run on a CPU"
+            "attention_backend=CUSTOM: TrunkAttention runs on NVIDIA GPUs and on CPUs, and this platform is neither; "
+            "leave attention_backend out"
         )
     caution = versions.caution(version)
     if caution:
         logger.warning_once(caution)
+    if current_platform.is_cuda():
+        from trunkattn.plugins.vllm.cuda import TrunkAttentionCudaBackend
+
+        return TrunkAttentionCudaBackend
     if "numba" not in sys.modules:
         # It would count the cores that this thread may use, one after vLLM has bound its threads, and take torch, with
         # which it shares OpenMP, down to as many.

@@ -1,4 +1,4 @@
-"""What the plug-in must know of vLLM 0.27 to 0.33: every difference that it meets. Needs no vLLM to be imported.
+"""What the plug-in must know of vLLM 0.26 to 0.33: every difference that it meets. Needs no vLLM to be imported.
 
 Differences that need nothing here: `supports_dcp` of a layer was True by default before 0.30, so ours says False;
 `get_supported_kernel_block_sizes` takes an argument from 0.31, which ours has with a default; `seq_lens_cpu` went in
@@ -7,13 +7,15 @@ its configuration before it knows that name, so ours is CUSTOM.
 """
 
 import re
+from collections.abc import Callable, Iterable
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-# Both ends of what `make test-vllm` runs: packages of vLLM for CPUs that go with torch 2.13.
-OLDEST: Final = (0, 27)
+# `make test-vllm` runs from 0.27 on, packages of vLLM for CPUs that go with torch 2.13; 0.26 is for GPUs.
+OLDEST: Final = (0, 26)
 NEWEST: Final = (0, 32)
 
 # Back ends that vLLM asks for on a CPU, whatever was selected. CPU_MLA and AMX_MLA are not in 0.27, they are in 0.32.
@@ -43,6 +45,22 @@ REFUSED_OPTIONS: Final = (
     ("attention_config.use_non_causal", False, "non-causal attention"),
     ("model_config.is_mm_prefix_lm", False, "attention in both directions over image tokens"),
     ("model_config.rswa_window", None, "reference sliding-window attention"),
+)
+
+# What a GPU does not do on top. Scales that the first step measures would be frozen into CUDA graphs before.
+REFUSED_GPU_OPTIONS: Final = (("cache_config.calculate_kv_scales", False, "fp8 scales measured while running"),)
+
+# Oldest GPUs, as (major, minor) compute capability.
+OLDEST_GPU: Final = (8, 0)
+
+# Order of the axes of `kv_cache_shape` in memory, by the layout that vLLM chose, and with an axis of layers in front.
+STRIDE_ORDERS: Final = MappingProxyType(
+    {
+        ("NHD", False): (0, 2, 1, 3),
+        ("NHD", True): (1, 0, 3, 2, 4),
+        ("HND", False): (0, 1, 2, 3),
+        ("HND", True): (1, 2, 0, 3, 4),
+    }
 )
 
 # Arguments of a layer that models pass although they are off; False and None mean off for all.
@@ -85,10 +103,10 @@ def caution(version: str) -> str | None:
     )
 
 
-def refused_options(vllm_config: Any) -> list[str]:
+def refused_options(vllm_config: Any, options: Iterable[tuple[str, Any, str]] = REFUSED_OPTIONS) -> list[str]:
     """Names of the engine's options that are on and not supported; an option that a version lacks is off."""
     found = []
-    for path, off, name in REFUSED_OPTIONS:
+    for path, off, name in options:
         value = vllm_config
         for attribute in path.split("."):
             value = getattr(value, attribute, None)
@@ -113,3 +131,30 @@ def split_cache(kv_cache: torch.Tensor, head_size: int, kv_dtype: torch.dtype) -
     typed = kv_cache if kv_cache.dtype == kv_dtype else kv_cache.view(kv_dtype)
     keys, values = typed.transpose(1, 2).split(head_size, -1)
     return keys, values
+
+
+def kv_cache_stride_order(with_layers: bool) -> tuple[int, ...]:
+    """Axes of `kv_cache_shape` from the outermost in memory, an axis of layers before them or not. Up to 0.28 vLLM
+    chooses one of two layouts for all back ends and asks each for its order; from 0.29 on it asks no more."""
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    return STRIDE_ORDERS[get_kv_cache_layout(), with_layers]
+
+
+def num_blocks(layers: Iterable[Any]) -> int:
+    """Kernel blocks in the KV caches of layers of one group. The configuration counts those of the KV-cache manager,
+    which may be larger, and other numbers again where layers are packed into one allocation. The caches are there
+    before the first step is planned: both model runners bind them in `initialize_kv_cache`, after the builders."""
+    return min(int(layer.kv_cache.shape[0]) for layer in layers)
+
+
+def decode_query_len(vllm_config: Any) -> int:
+    """Query tokens of a request that verifies all its drafts."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
+
+
+def call_with_known(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Calls with the arguments that the function has: `get_flash_attn_version` gained some after 0.26."""
+    known = signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in known})

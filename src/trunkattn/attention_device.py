@@ -1,0 +1,116 @@
+"""Plans made on the device, from tables that never leave it: no copy, no wait (DESIGN of `BatchAttention.plan`)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trunkattn.kernels.device_plan import DevicePlanner, TileWays, errors_of
+from trunkattn.kernels.gpu import Card, GpuPlan
+from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
+from trunkattn.planner.build import Batch, tokens_per_query
+from trunkattn.planner.check import check_tiles
+from trunkattn.planner.tiling import TilingRule
+
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step planned on the device. tables: the caller's, which `stats` and `check` read when they are asked."""
+
+    tables: Tables
+    window: int
+    rule: TilingRule
+    gpu_plan: GpuPlan
+    num_query_tokens: int = 0  # at least; the number is on the device
+
+    def tile_list(self) -> TileList:
+        """What the plan's arrays hold. Waits for the device."""
+        host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}
+        heights = len(self.rule.kinds)
+        *counts, merged = host["counts"][: 2 * heights + 2].tolist()
+        items = host["items"][: 5 * counts[-1]].reshape(-1, 5)
+        queries, runs = (int(items[:, column].max(initial=0)) for column in (4, 2))
+        slots = host["slots"][:queries]
+        return TileList(
+            items=items,
+            runs=host["runs"][: 3 * runs].reshape(-1, 3),
+            queries=host["queries"][:queries],
+            slots=slots,
+            parts=host["parts"][: 2 * queries].reshape(-1, 2),
+            counts=np.array(counts, np.int32),
+            merge_queries=host["merge_queries"][:merged],
+            merge_ranges=host["merge_ranges"][: 2 * merged].reshape(-1, 2),
+            num_slots=int(slots.max(initial=-1)) + 1,
+            merges_taller=True,
+        )
+
+    def batch(self) -> Batch:
+        """The tables as they are now. Waits for the device."""
+        table, lens, starts = (table.cpu().numpy() for table in self.tables)
+        return Batch(table, lens, starts, self.window)
+
+    def stats(self) -> PlanStats:
+        """See PlanStats. Waits for the device."""
+        tile_list, batch, kinds = self.tile_list(), self.batch(), self.rule.kinds
+        counts = np.diff(tile_list.counts)
+        tiles = {
+            f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + len(kinds)]) for i, kind in enumerate(kinds)
+        }
+        alone = tokens_per_query(
+            batch.seq_lens, batch.query_start_loc, batch.window, kinds[-1].entries(self.rule.group_size)
+        )
+        items, ways = len(tile_list.items), self.rule.priced.ways
+        assert self.gpu_plan.summary is not None
+        way = int(self.gpu_plan.summary[0])
+        return PlanStats(
+            kv_tokens_read=int((tile_list.runs[:, 1] >> 16).sum()),
+            kv_tokens_per_query=int(alone),
+            num_packs=items,
+            num_work_items=items,
+            tiles=tiles,
+            policy=ways[way].name(self.rule),
+            reason="least predicted time, found on the device",
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if the tile list breaks an invariant."""
+        check_tiles(self.tile_list(), self.batch(), self.rule)
+
+
+class OnDevice:
+    """Plans steps within a capacity on the device; one for all windows."""
+
+    def __init__(
+        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
+    ) -> None:
+        self._rule, self._device = rule, device
+        self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
+        self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
+
+    def plan(
+        self, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], window: int, plan: GpuPlan
+    ) -> DeviceStep:
+        """Fills a reserved plan; query_start_loc None: one query token each."""
+        table, lens, starts = tables
+        known = 0 if starts is not None else table.shape[0]
+        kept = (table, lens, self._starts[: table.shape[0] + 1] if starts is None else starts)
+        self._planner.fill(plan, *kept, window)
+        return DeviceStep(kept, window, self._rule, plan, known)
+
+    def check(self) -> None:
+        """Raises ValueError if a batch since the last check held values that are wrong. Waits for the device."""
+        bits = int(self._planner.errors)
+        if bits:
+            self._planner.errors.zero_()
+            raise ValueError(f"plans made on the device: {'; '.join(errors_of(bits))}")
+
+
+def tile_ways(rule: TilingRule) -> TileWays:
+    """The candidates of a rule as the kernels take them."""
+    _, stages, uses, costs = rule.priced
+    subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
+    kinds = np.column_stack([costs.block_ns, costs.chain_ns, costs.slots, np.array(subtile, np.int64)])
+    scalars = (costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens)
+    return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

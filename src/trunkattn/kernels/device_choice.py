@@ -1,0 +1,188 @@
+"""Planning on the device, third step: the time of every tiling (`planner.tile_costs.ways_ns`), and its items by tile.
+
+One program a tiling finds its time from sums and maxima over its tiles, and the number of items of each tile. Whoever
+comes after takes the tiling of least time, the first of equals.
+"""
+
+import triton
+import triton.language as tl
+
+from trunkattn.kernels.device_order import NUM_ENTRIES, in_turn
+from trunkattn.kernels.device_tiles import (
+    BLOCK_RUNS,
+    HEIGHT,
+    STAGE_COLUMNS,
+    SUBTILES,
+    TILE_AGAIN,
+    TILE_COMMON,
+    TILE_FIELDS,
+    TILE_FULL,
+    TILE_MASKED,
+    TILE_ONCE,
+    TILE_RUNS,
+)
+
+# Columns of the table of tilings: the same three for each of two stages
+USE_STAGE = tl.constexpr(0)  # -1: none
+USE_KIND = tl.constexpr(1)
+USE_PARTS = tl.constexpr(2)
+USE_COLUMNS = tl.constexpr(3)
+
+# Columns of the table of tile kinds, int64
+KIND_FULL_NS = tl.constexpr(0)
+KIND_MASKED_NS = tl.constexpr(1)
+KIND_FULL_CHAIN_NS = tl.constexpr(2)
+KIND_MASKED_CHAIN_NS = tl.constexpr(3)
+KIND_SLOTS = tl.constexpr(4)
+KIND_SUBTILE_ENTRIES = tl.constexpr(5)
+KIND_COLUMNS = tl.constexpr(6)
+
+# Places in the costs, int64
+LAUNCH_NS = tl.constexpr(0)
+BYTES_PER_US = tl.constexpr(1)
+TOKEN_BYTES = tl.constexpr(2)
+PARTIAL_BYTES = tl.constexpr(3)
+L2_TOKENS = tl.constexpr(4)
+
+# Fields of a tiling's use of a stage
+CUT_SHARE = tl.constexpr(0)  # runs of an item
+CUT_ITEMS = tl.constexpr(1)  # of the tiling before the stage's end
+CUT_FIELDS = tl.constexpr(2)
+
+
+@triton.jit
+def parts_of(runs, share, block_runs):
+    """Runs of each item of a tile, and how many items it has; as `planner.tiles.emit_stage` cuts it."""
+    parts = tl.maximum((runs + share // 2) // share, 1)
+    step = tl.cdiv(tl.cdiv(runs, parts), block_runs) * block_runs
+    return step, tl.cdiv(runs, tl.maximum(step, 1))
+
+
+@triton.jit
+def _totals(tiles, num_tiles, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums over the tiles of a stage: runs, blocks, tokens read once, shared by tiles, read again; int64."""
+    runs, blocks = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    once, common, again = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, num_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        used = tile < num_tiles
+        runs += tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=used, other=0)
+        blocks += tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=used, other=0)
+        blocks += tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=used, other=0)
+        once += tl.load(tiles + TILE_ONCE * ENTRIES + tile, mask=used, other=0)
+        common += tl.load(tiles + TILE_COMMON * ENTRIES + tile, mask=used, other=0)
+        again += tl.load(tiles + TILE_AGAIN * ENTRIES + tile, mask=used, other=0)
+    return tl.sum(runs, 0), tl.sum(blocks, 0), tl.sum(once, 0), tl.sum(common, 0), tl.sum(again, 0)
+
+
+@triton.jit
+def _parameters(way, nth: tl.constexpr, uses, stages, kinds):
+    """(stage or -1, num_parts, its shape, its kind) of a tiling's use of a stage, all loaded at once."""
+    use = uses + (way * 2 + nth) * USE_COLUMNS
+    stage, which, num_parts = tl.load(use + USE_STAGE), tl.load(use + USE_KIND), tl.load(use + USE_PARTS)
+    of, kind = stages + tl.maximum(stage, 0) * STAGE_COLUMNS, kinds + tl.maximum(which, 0) * KIND_COLUMNS
+    shape = (tl.load(of + HEIGHT), tl.load(of + BLOCK_RUNS), tl.load(of + SUBTILES))
+    times = (
+        tl.load(kind + KIND_FULL_NS), tl.load(kind + KIND_MASKED_NS), tl.load(kind + KIND_FULL_CHAIN_NS),
+        tl.load(kind + KIND_MASKED_CHAIN_NS), tl.load(kind + KIND_SLOTS),
+    )  # fmt: skip
+    return stage, num_parts, shape, times
+
+
+@triton.jit
+def _work(tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states."""
+    height, _block_runs, subtiles = shape
+    full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots = kind
+    share = tl.where(num_parts == 0, blocks, (blocks + num_parts - 1) // tl.maximum(num_parts, 1))
+    share = tl.maximum(share, 1)
+    items, work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, num_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
+        masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
+        parts = tl.where(full + masked > 0, tl.maximum((full + masked + share // 2) // share, 1), 0)
+        some = tl.maximum(parts, 1)
+        masked *= tl.where(parts > 1, subtiles, 1)
+        cost = (full * full_ns + masked * masked_ns) // some
+        items += parts
+        work += cost * parts
+        dearest = tl.maximum(dearest, cost)
+        longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // some)
+        partials += tl.where(parts > 1, parts * height, 0)
+    return tl.sum(items, 0), tl.sum(work, 0), tl.max(dearest, 0), tl.max(longest, 0), tl.sum(partials, 0)
+
+
+@triton.jit
+def _stage_ns(work, memory, num_queries, slots, last, costs):
+    """As `planner.tile_costs.stage_ns`. work: what `_work` returns."""
+    items, total, dearest, longest, partials = work
+    launch_ns, bytes_per_us, token_bytes, partial_bytes = costs
+    mean = total // tl.maximum(items, 1)
+    several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
+    busy = tl.where(items <= slots, dearest * items // slots, several)
+    bytes_ns = memory * token_bytes * 1000 // bytes_per_us
+    partials = tl.where(last, partials, num_queries)
+    launches = tl.where(last & (partials > 0), 2, 1)
+    return tl.maximum(tl.maximum(busy, longest), bytes_ns) + launches * launch_ns + (
+        partials * partial_bytes * 1000 // bytes_per_us
+    )
+
+
+@triton.jit
+def choice_kernel(
+    stages, uses, kinds, costs, tiles, state, times, cuts, item_starts, max_items, max_runs, max_slots,
+    ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
+):  # fmt: skip
+    """One program a tiling. times [tilings] int64: its predicted ns, more than any where it has too many items or runs,
+    or could have too many partial states; cuts [tilings, 2, CUT_FIELDS] int32; item_starts [tilings, 2, ENTRIES]: items
+    before each tile."""
+    way = tl.program_id(0)
+    parameters = (_parameters(way, 0, uses, stages, kinds), _parameters(way, 1, uses, stages, kinds))
+    prices = (
+        tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
+        tl.load(costs + PARTIAL_BYTES),
+    )  # fmt: skip
+    kept = tl.load(costs + L2_TOKENS)
+    in_turn(FOLLOWS, LEADS)  # the tables were there before
+    num_entries = tl.load(state + NUM_ENTRIES)
+    costs_ns, total_runs = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    num_items, pieces = tl.zeros([], tl.int32), tl.zeros([], tl.int64)
+    one_stage = parameters[1][0] < 0
+    for nth in tl.static_range(2):
+        stage, num_parts, shape, kind = parameters[nth]
+        height, block_runs, _subtiles = shape
+        its_tiles = tiles + tl.maximum(stage, 0) * TILE_FIELDS * ENTRIES
+        num_tiles = tl.where(stage >= 0, tl.cdiv(num_entries, height), 0)
+        runs, blocks, once, common, again = _totals(its_tiles, num_tiles, ENTRIES, BLOCK)
+        memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
+        last = one_stage | (nth == 1)
+        work = _work(its_tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES, BLOCK)
+        costs_ns += tl.where(blocks > 0, _stage_ns(work, memory, num_entries, kind[4], last, prices), 0)
+        total_runs += runs
+        share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
+        share = tl.where(num_parts > 0, share, runs + 1)
+        for begin in range(0, num_tiles, BLOCK):
+            tile = begin + tl.arange(0, BLOCK)
+            size = tl.load(its_tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0)
+            _step, items = parts_of(size, share.to(tl.int32), block_runs)
+            ends = num_items + tl.cumsum(items, 0)
+            tl.store(item_starts + (way * 2 + nth) * ENTRIES + tile, ends - items, mask=tile < num_tiles)
+            num_items += tl.sum(items, 0)
+            rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
+            pieces += tl.sum(tl.where((items > 1) | (one_stage == 0), items * rows, 0), 0)
+        cut = cuts + (way * 2 + nth) * CUT_FIELDS
+        tl.store(cut + CUT_SHARE, share.to(tl.int32))
+        tl.store(cut + CUT_ITEMS, num_items)
+    fits = (num_items <= max_items) & (total_runs <= max_runs) & (pieces <= max_slots)
+    tl.store(times + way, tl.where(fits, costs_ns, (1 << 62) - 1))
+
+
+@triton.jit
+def chosen(times, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr):
+    """The tiling of least time, the first of equals."""
+    way = tl.arange(0, WAYS)
+    time = tl.load(times + way, mask=way < NUM_WAYS, other=(1 << 62))
+    return tl.min(tl.where(time == tl.min(time, 0), way, WAYS), 0)

@@ -1,0 +1,260 @@
+"""The planner's twin on a GPU (PAT §5.1, §5.2): fills a reserved plan from tensors on the device.
+
+`DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.tiling.tile_forest` and `gpu.refill`, for the
+tiling that the host predicts to be the fastest, without reading anything back, and in the same ten launches for every
+batch, so that a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trunkattn.kernels import device_choice, device_items, device_lists, device_order, device_tiles
+from trunkattn.kernels.gpu import Card, GpuPlan
+from trunkattn.plan_format import Capacity, TileLimits
+
+ERRORS: Final = MappingProxyType({
+    device_order.BAD_QUERIES.value: "query_start_loc is not ascending from 0, or has more tokens than the sequence "
+    "or the capacity: these requests were left out",
+    device_order.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
+    device_order.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
+    device_order.MANY_ITEMS.value: "more items than the plan holds",
+    device_order.MANY_RUNS.value: "more runs than the plan holds",
+    device_order.MANY_QUERIES.value: "more queries than the plan holds",
+    device_order.MANY_SLOTS.value: "more partial states than the plan holds",
+})  # fmt: skip
+_PAIRS: Final = 64  # other rows that a program compares its row with
+_BLOCK: Final = 512  # elements of a program's pass over rows, columns, tiles, items or tokens
+
+
+def errors_of(bits: int) -> list[str]:
+    """What the error word of a `DevicePlanner` says; empty: nothing."""
+    return [text for bit, text in ERRORS.items() if bits & bit]
+
+
+@dataclass(frozen=True)
+class TileWays:
+    """The candidates for a step, as `planner.tiling.price` lists them; int64.
+
+    stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
+    [kinds, 6]: ns of a block and of a chained block, full and masked each; slots; entries of a subtile. costs [5]:
+    launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens. run: tokens of a run. fuse_up_to: partial states
+    that an item may merge.
+    """
+
+    stages: NDArray[np.int64]
+    uses: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    costs: NDArray[np.int64]
+    run: int
+    fuse_up_to: int
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Constants of the kernels; powers of two but for the numbers of stages and ways."""
+
+    stages: int
+    ways: int
+    nodes: int  # of a tile: two an entry
+    least: int
+    windows: int
+    subtiles: int
+    rounds: int  # of a search over the columns, by a sixteenth each
+
+
+def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
+    unlimited = device_order.BIG.value
+    height, least, below = (ways.stages[:, column] for column in range(3))
+    limits = [*least[least > 1].tolist(), *below[below < unlimited].tolist(), 2]
+    rounds = next(n for n in range(1, 9) if 16**n > max_pages)
+    return _Sizes(
+        stages=len(ways.stages),
+        ways=len(ways.uses),
+        nodes=2 * _power(int(height.max())),
+        least=_power(max(limits)),
+        windows=_power(int(height.max()) + max(limits)),
+        subtiles=int(ways.stages[:, 5].max()),
+        rounds=rounds,
+    )
+
+
+def _power(size: int) -> int:
+    """The power of two that holds it."""
+    return 1 << (size - 1).bit_length()
+
+
+class DevicePlanner:
+    """Buffers for batches within a capacity, and the launches that plan one.
+
+    errors [1] int32, on the device: what was ever wrong with a batch (`errors_of`); the caller sets it back.
+    """
+
+    def __init__(
+        self,
+        ways: TileWays,
+        capacity: Capacity,
+        limits: TileLimits,
+        page_size: int,
+        card: Card,
+        device: torch.device,
+    ) -> None:
+        """limits: those that the plans were reserved with."""
+        self._ways, self._capacity, self._limits = ways, capacity, limits
+        self._page_size, self._card, self._device = page_size, card, device
+        self._sizes = _sizes(ways, capacity.max_pages_per_request)
+        self._tables = {
+            "stages": torch.from_numpy(ways.stages.astype(np.int32)).to(device),
+            "uses": torch.from_numpy(ways.uses.astype(np.int32)).to(device),
+            "kinds": torch.from_numpy(ways.kinds.astype(np.int64)).to(device),
+            "costs": torch.from_numpy(ways.costs.astype(np.int64)).to(device),
+        }
+        rows, tokens, sizes = capacity.max_requests, capacity.max_query_tokens, self._sizes
+        shapes: dict[str, tuple[int, ...]] = {
+            "shared": (rows, rows), "branch": (rows, rows), "rank": (rows,), "order": (rows,), "state": (2,),
+            "entry_token": (tokens,), "entry_position": (tokens,), "entry_row": (tokens,), "entry_length": (tokens,),
+            "entry_shared": (tokens,), "pieces": (device_items.PIECE_FIELDS.value, tokens),
+            "nodes": (sizes.stages, device_tiles.NODE_FIELDS.value, 2 * tokens),
+            "tiles": (sizes.stages, device_tiles.TILE_FIELDS.value, tokens),
+            "cuts": (sizes.ways, 2, device_choice.CUT_FIELDS.value), "item_starts": (sizes.ways, 2, tokens),
+            "items": (device_items.ITEM_FIELDS.value, limits.items), "errors": (1,),
+        }  # fmt: skip
+        self._buffers = {
+            name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
+        } | {
+            "hashes": torch.zeros(rows, capacity.max_pages_per_request, dtype=torch.int64, device=device),
+            "times": torch.zeros(sizes.ways, dtype=torch.int64, device=device),
+        }
+        self.errors = self._buffers["errors"]
+
+    @property
+    def times(self) -> torch.Tensor:
+        """[ways] int64: predicted ns of each candidate for the last batch; 2**62 - 1 if it might not fit the limits."""
+        return self._buffers["times"]
+
+    def fill(
+        self,
+        plan: GpuPlan,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        window: int,
+    ) -> None:
+        """Plans a step into a plan reserved with the same limits, on the current stream of the device.
+
+        block_table [rows, columns], seq_lens [rows], query_start_loc [rows + 1], all int32 and contiguous in their last
+        dimension, rows at most the capacity's; rows without query tokens are padding. Columns beyond the capacity's are
+        not looked at. Values are clamped to the capacity and flagged in `errors`.
+
+        Raises:
+            TypeError: if a tensor is not int32.
+            ValueError: if a tensor has another shape, stride or device.
+        """
+        self._check(block_table, seq_lens, query_start_loc)
+        batch = (block_table, seq_lens, query_start_loc)
+        self._order(plan, batch, window)
+        self._tile(window)
+        self._list(plan, batch, window)
+
+    def _check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        rows = block_table.shape[0] if block_table.ndim == 2 else 0
+        expected = {
+            "block_table": (block_table, block_table.ndim == 2 and rows <= self._capacity.max_requests),
+            "seq_lens": (seq_lens, seq_lens.shape == (rows,)),
+            "query_start_loc": (query_start_loc, query_start_loc.shape == (rows + 1,)),
+        }
+        for name, (tensor, fits) in expected.items():
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"{name} of {tensor.dtype}: expected torch.int32")
+            if not fits:
+                shape = f"at most {self._capacity.max_requests} rows, one each, query_start_loc one more"
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {shape}")
+            if tensor.device != self._buffers["state"].device or (tensor.numel() and tensor.stride(-1) != 1):
+                found = f"on {tensor.device} with strides {tensor.stride()}"
+                raise ValueError(f"{name} {found}: expected contiguous rows on {self._device}")
+
+    def _order(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
+        """Hash, shared columns, ranks, entries."""
+        table, seq_lens, starts = batch
+        b, capacity = self._buffers, self._capacity
+        rows, tokens, columns = capacity.max_requests, capacity.max_query_tokens, capacity.max_pages_per_request
+        width = min(table.shape[1], columns)
+        bounds = (len(table), width, tokens)
+        shape = {"PAGE_SIZE": self._page_size, "ROWS": rows}
+        device_order.hash_kernel[(rows,)](
+            table, seq_lens, starts, b["hashes"], b["errors"], len(table), width, table.stride(0), tokens,
+            capacity.num_pages, window, PAGE_SIZE=self._page_size, WIDTH=columns, BLOCK=_BLOCK,
+            **self._turn(follows=False),
+        )  # fmt: skip
+        pairs = (rows, -(-rows // _PAIRS))
+        device_order.shared_kernel[pairs](
+            seq_lens, starts, b["hashes"], b["shared"], *bounds, **shape, WIDTH=columns,
+            ROUNDS=self._sizes.rounds, BLOCK=_PAIRS, **self._turn(),
+        )  # fmt: skip
+        device_order.branch_kernel[pairs](
+            seq_lens, starts, b["shared"], b["branch"], *bounds, **shape, BLOCK=_PAIRS, OTHERS=256, **self._turn(),
+        )  # fmt: skip
+        device_order.rank_kernel[(rows,)](
+            seq_lens, starts, b["shared"], b["branch"], b["rank"], b["order"], *bounds, **shape, BLOCK=_BLOCK,
+            **self._turn(),
+        )  # fmt: skip
+        device_order.entries_kernel[(rows,)](
+            table, seq_lens, starts, b["rank"], b["order"],
+            *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
+            plan.arrays["positions"], b["pieces"], b["state"], len(table), width, table.stride(0), tokens,
+            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=_BLOCK, **self._turn(),
+        )  # fmt: skip
+
+    def _tile(self, window: int) -> None:
+        """The tiles of every stage, and the time of every tiling."""
+        b, tables, sizes = self._buffers, self._tables, self._sizes
+        tokens = self._capacity.max_query_tokens
+        tasks = int((-(-tokens // self._ways.stages[:, 0])).sum())
+        device_tiles.tiles_kernel[(min(tasks, 8 * self._card.processors),)](
+            b["entry_position"], b["entry_length"], b["entry_shared"], b["state"], tables["stages"], b["nodes"],
+            b["tiles"], window, ENTRIES=tokens, RUN=self._ways.run, NODES=sizes.nodes, NUM_STAGES=sizes.stages,
+            STAGES=_power(sizes.stages), MOST_LEAST=sizes.least, WINDOWS=sizes.windows, MOST_SUBTILES=sizes.subtiles,
+            num_warps=min(16, max(4, sizes.nodes // 8)), **self._turn(),
+        )  # fmt: skip
+        device_choice.choice_kernel[(sizes.ways,)](
+            tables["stages"], tables["uses"], tables["kinds"], tables["costs"], b["tiles"], b["state"], b["times"],
+            b["cuts"], b["item_starts"], self._limits.items, self._limits.runs, self._limits.slots,
+            ENTRIES=tokens, BLOCK=_BLOCK, **self._turn(),
+        )  # fmt: skip
+
+    def _list(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
+        """Items, slots, lists."""
+        table = batch[0]
+        b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
+        arrays, kinds, programs = plan.arrays, len(self._ways.kinds), min(limits.items, 8 * self._card.processors)
+        shape = {
+            "ENTRIES": self._capacity.max_query_tokens, "NODES": sizes.nodes, "NUM_WAYS": sizes.ways,
+            "WAYS": _power(sizes.ways), "BLOCK": _BLOCK,
+        }  # fmt: skip
+        device_items.items_kernel[(programs,)](
+            b["entry_token"], b["state"], tables["stages"], tables["uses"], tables["kinds"], b["nodes"], b["tiles"],
+            b["times"], b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], limits.items,
+            MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
+        )  # fmt: skip
+        device_items.slots_kernel[(programs,)](
+            b["entry_token"], b["state"], tables["uses"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
+            limits.items, limits.slots, self._ways.fuse_up_to, kinds, **shape, **self._turn(),
+        )  # fmt: skip
+        names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
+        device_lists.lists_kernel[(programs,)](
+            *batch, len(table), window, b["entry_token"], b["entry_row"], b["state"], tables["stages"], tables["uses"],
+            tables["kinds"], b["nodes"], b["tiles"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
+            *(arrays[name] for name in names), plan.summary, table.stride(0), self._capacity.num_pages, kinds,
+            limits.items, limits.runs, limits.queries, limits.merged, limits.slots, BUCKETS=_power(2 * kinds + 1),
+            RUN=self._ways.run, PAGE_SIZE=self._page_size, RUN_BLOCK=min(128, max(16, 4096 // sizes.nodes)),
+            num_warps=max(4, sizes.nodes // 16), **shape, **self._turn(leads=False),
+        )  # fmt: skip
+
+    def _turn(self, follows: bool = True, leads: bool = True) -> dict[str, Any]:
+        """How a launch follows the one ahead of it: it starts before that one ends, where the card can, and waits."""
+        follows, leads = follows and self._card.overlaps, leads and self._card.overlaps
+        return {"FOLLOWS": follows, "LEADS": leads} | ({"launch_pdl": True} if follows else {})

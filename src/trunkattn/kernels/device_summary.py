@@ -1,0 +1,40 @@
+"""Planning on the device, beside the lists: what a plan reads, for those who count it."""
+
+import triton
+import triton.language as tl
+
+from trunkattn.kernels.device_choice import USE_COLUMNS, USE_STAGE
+from trunkattn.kernels.device_tiles import HEIGHT, STAGE_COLUMNS, TILE_AGAIN, TILE_FIELDS, TILE_ONCE
+
+# Places in a plan's summary
+WAY = tl.constexpr(0)  # the tiling that was taken
+TOKENS_READ = tl.constexpr(1)  # by all tiles
+TOKENS_ALONE = tl.constexpr(2)  # had every request read its own
+
+
+@triton.jit
+def summarize(
+    way, num_entries, seq_lens, query_start_loc, stages, uses, tiles, summary, num_rows, window,
+    ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """summary [3] int64, of one plan."""
+    read, alone = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for nth in tl.static_range(2):
+        stage = tl.load(uses + (way * 2 + nth) * USE_COLUMNS + USE_STAGE)
+        if stage >= 0:
+            of = tiles + stage * TILE_FIELDS * ENTRIES
+            num_tiles = tl.cdiv(num_entries, tl.load(stages + stage * STAGE_COLUMNS + HEIGHT))
+            for begin in range(0, num_tiles, BLOCK):
+                tile = begin + tl.arange(0, BLOCK)
+                read += tl.load(of + TILE_ONCE * ENTRIES + tile, mask=tile < num_tiles, other=0)
+                read += tl.load(of + TILE_AGAIN * ENTRIES + tile, mask=tile < num_tiles, other=0)
+    for begin in range(0, num_rows, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        first = tl.load(query_start_loc + row, mask=row < num_rows, other=0)
+        queries = tl.load(query_start_loc + row + 1, mask=row < num_rows, other=0) - first
+        length = tl.load(seq_lens + row, mask=row < num_rows, other=0)
+        seen = tl.minimum(length.to(tl.int64), queries.to(tl.int64) + window - 1)
+        alone += tl.where(queries > 0, seen, 0)
+    tl.store(summary + WAY, way.to(tl.int64))
+    tl.store(summary + TOKENS_READ, tl.sum(read, 0))
+    tl.store(summary + TOKENS_ALONE, tl.sum(alone, 0))
