@@ -125,8 +125,10 @@ def _stage_ns(work, memory, num_queries, slots, last, costs):
     bytes_ns = memory * token_bytes * 1000 // bytes_per_us
     partials = tl.where(last, partials, num_queries)
     launches = tl.where(last & (partials > 0), 2, 1)
-    return tl.maximum(tl.maximum(busy, longest), bytes_ns) + launches * launch_ns + (
-        partials * partial_bytes * 1000 // bytes_per_us
+    return (
+        tl.maximum(tl.maximum(busy, longest), bytes_ns)
+        + launches * launch_ns
+        + (partials * partial_bytes * 1000 // bytes_per_us)
     )
 
 

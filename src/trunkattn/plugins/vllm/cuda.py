@@ -146,9 +146,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             batch.block_table_tensor[:decodes], batch.seq_lens[:decodes], batch.query_start_loc[: decodes + 1],
         )  # fmt: skip
         for kind, attention in self.attentions.items():
-            self._plans[kind] = attention.plan(
-                *rows, sliding_window=kind.sliding_window, into=self._plans.get(kind)
-            )
+            self._plans[kind] = attention.plan(*rows, sliding_window=kind.sliding_window, into=self._plans.get(kind))
         return {kind: (attention, self._plans[kind]) for kind, attention in self.attentions.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
