@@ -6,10 +6,12 @@ mooncake: requests of a trace in Mooncake's format that are in decode together (
 conversation: PAT's three-level system instruction, then a private part as long as an input of the trace, 4096 tokens
 at most; without a trace the inputs are log-normal with median 6900 and sigma 1.4. toolagent: turns of agents.
 
-A step is the time of one plan on the host (median; the device is idle before and after) and 32 times that of a layer,
-measured and checked as in kernels.py. Our plan begins with the block table and the lengths, on the CPU; it is timed for
-a batch unlike the last one (`plan_us`) and for the last one, grown by a token per request (`grown_plan_us`). Peers plan
-alike in both cases, from arguments at hand in the form they take; see peers/gpu_kernels.py.
+A step is the time of one plan (median, on the host's clock; the device is idle before and after) and 32 times that of a layer,
+measured and checked as in kernels.py. `auto` plans on the device, from the block table and the lengths there, into the
+same plan, of a capacity just as large; `host_plan_us` is what its plan takes from tables on the CPU, without a
+capacity. The policy per_query plans there: for a batch unlike the last one (`plan_us`) and for the last one, grown by a
+token per request (`grown_plan_us`). Others plan alike in both cases; peers from arguments at hand in the form they take,
+see peers/gpu_kernels.py.
 """
 
 import argparse
@@ -137,11 +139,16 @@ def plan_us(plan: Callable[[], object], before: Callable[[], object] = lambda: N
 def our_cell(case: Case, policy: str) -> dict[str, Any]:
     """This project under one policy."""
     hq, hkv, dim = case.heads
-    attention = trunkattn.BatchAttention(
-        trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, policy=policy), case.q.device
-    )
-    table, lens = torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens)
-    plan = attention.plan(table, lens)
+    config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, policy=policy)
+    tables = torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens)
+    on_host = trunkattn.BatchAttention(config, case.q.device)
+    attention = on_host
+    if policy == "auto":
+        requests, pages = tables[0].shape
+        capacity = trunkattn.Capacity(requests, requests, pages, case.batch.num_pages, 1)
+        attention = trunkattn.BatchAttention(config, case.q.device, capacity)
+    there = tuple(table.to(case.q.device) for table in tables) if policy == "auto" else tables
+    plan = attention.plan(*there)
     out = torch.full_like(case.q, math.nan)
 
     def run(copy: int) -> torch.Tensor:
@@ -150,10 +157,14 @@ def our_cell(case: Case, policy: str) -> dict[str, Any]:
         return out
 
     cell, stats = measure(case, run), plan.stats
-    cell["plan_us"] = plan_us(lambda: attention.plan(table, lens), lambda: attention.plan(table[:1], lens[:1]))
-    wide_table, longer = grown(case.batch, PLAN_CALLS)
-    steps = iter(longer)
-    cell["grown_plan_us"] = plan_us(lambda: attention.plan(wide_table, next(steps)))
+    host_us = plan_us(lambda: on_host.plan(*tables), lambda: on_host.plan(*(table[:1] for table in tables)))
+    if policy == "auto":
+        cell["plan_us"] = cell["grown_plan_us"] = plan_us(lambda: attention.plan(*there, into=plan))
+        cell["host_plan_us"] = host_us
+    else:
+        wide_table, longer = grown(case.batch, PLAN_CALLS)
+        steps = iter(longer)
+        cell |= {"plan_us": host_us, "grown_plan_us": plan_us(lambda: on_host.plan(wide_table, next(steps)))}
     return cell | {
         "tiling": stats.policy, "items": stats.num_work_items,
         "kv_tokens_read": stats.kv_tokens_read, "kv_tokens_per_query": stats.kv_tokens_per_query,

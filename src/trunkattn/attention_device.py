@@ -1,6 +1,9 @@
-"""Plans made on the device, from tables that never leave it: no copy, no wait (DESIGN of `BatchAttention.plan`)."""
+"""Plans made on the device, from tables that never leave it: no copy, no wait."""
 
+from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,6 +14,8 @@ from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.tiling import TilingRule
+
+_MOST_GRAPHS: Final = 256  # kept of a planner: one for each number of rows that an engine pads a step to, and plan
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
 
@@ -87,6 +92,7 @@ class OnDevice:
     ) -> None:
         self._rule, self._device = rule, device
         self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
+        self._graphs: OrderedDict[tuple[int, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
 
     def plan(
@@ -96,8 +102,31 @@ class OnDevice:
         table, lens, starts = tables
         known = 0 if starts is not None else table.shape[0]
         kept = (table, lens, self._starts[: table.shape[0] + 1] if starts is None else starts)
-        self._planner.fill(plan, *kept, window)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._fill(plan, kept, window)
         return DeviceStep(kept, window, self._rule, plan, known)
+
+    def _fill(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+        """Launches the planner; from the second time that the same tensors come, as a CUDA graph: ten launches
+        from Python take five times as long as what they launch."""
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return self._planner.fill(plan, *tables, window)
+        places = [value for table in tables for value in (table.data_ptr(), *table.shape, *table.stride())]
+        key = (plan.flat.data_ptr(), window, *places)
+        seen, graph = key in self._graphs, self._graphs.pop(key, None)
+        if graph is None and seen:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(torch.cuda.Stream()):  # nothing runs while it captures
+                graph.capture_begin(capture_error_mode="thread_local")
+                self._planner.fill(plan, *tables, window)
+                graph.capture_end()
+        self._graphs[key] = graph
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        if graph is None:
+            self._planner.fill(plan, *tables, window)
+        else:
+            graph.replay()
 
     def check(self) -> None:
         """Raises ValueError if a batch since the last check held values that are wrong. Waits for the device."""

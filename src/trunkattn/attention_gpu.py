@@ -25,6 +25,7 @@ from trunkattn.planner.tiling import (
     tile_forest,
     tile_limits,
     tile_work,
+    ways_within,
 )
 
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
@@ -182,11 +183,12 @@ class GpuExecutor:
         """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do."""
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         times = predict(self._rule, forest, arrays[1:], batch.window)
-        for tiling in sorted(times, key=lambda tiling: times[tiling]):
-            tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
-            if self._limits is None or not self._limits.broken_by(tile_list):
-                break
-        passed = "" if tiling is min(times, key=lambda each: times[each]) else " of those that fit the capacity"
+        ways = list(times)
+        if self._limits:
+            ways = ways_within(self._rule, self._limits, forest, arrays[1:], batch.window)
+        tiling = min(ways, key=lambda way: times[way])
+        tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
+        passed = "" if len(ways) == len(times) else f" of the {len(ways)} of {len(times)} that fit the capacity"
         listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
         return tile_list, tiling.name(self._rule), f"least predicted time{passed} on {self._limits_reason}: {listed}"
 

@@ -13,7 +13,7 @@ from trunkattn.planner import tiles
 from trunkattn.planner.build import Batch
 from trunkattn.planner.forest import Forest
 from trunkattn.planner.tile_costs import shared_tokens, stage_tokens
-from trunkattn.planner.tiling import TilingRule, predict, query_positions, stages_of, tile_forest
+from trunkattn.planner.tiling import TilingRule, predict, query_positions, stages_of, tile_forest, ways_within
 
 from ..planner.specs import forest_of
 from ..planner.tile_cases import arrays
@@ -66,6 +66,7 @@ class Planned:
     plan: gpu.GpuPlan
     way: int | None
     buffers: dict[str, torch.Tensor]
+    limits: TileLimits
 
     @property
     def errors(self) -> list[str]:
@@ -83,11 +84,13 @@ class Planned:
             assert bool((buffer[:GUARD] == UNTOUCHED).all() and (buffer[-GUARD:] == UNTOUCHED).all()), name
 
     def chosen(self, batch: Batch) -> int:
-        """The way of least time. All times are the host's."""
-        step = (batch.seq_lens, batch.query_start_loc)
-        times = predict(self.rule, forest_of(batch, self.rule.page_size), step, batch.window)
-        assert self.planner.times.tolist() == list(times.values())
-        return int(np.argmin(list(times.values())))
+        """The way of least time of those that fit, as the host finds it. All times are the host's."""
+        step = (self.rule, forest_of(batch, self.rule.page_size), (batch.seq_lens, batch.query_start_loc), batch.window)
+        times = predict(*step)
+        within = ways_within(*step[:1], self.limits, *step[1:])
+        found = dict(zip(times, self.planner.times.tolist(), strict=True))
+        assert {way: time for way, time in found.items() if time < 1 << 61} == {way: times[way] for way in within}
+        return list(times).index(min(within, key=lambda way: times[way]))
 
     def tokens_read(self, forest: Forest, batch: Batch, way: int) -> int:
         """By all tiles of a way, as its prediction counts them."""
@@ -136,4 +139,4 @@ def prepare(
         planner._buffers[name] = guarded[GUARD:-GUARD].view(buffer.shape).zero_()
         buffers[name] = guarded
     planner.errors = planner._buffers["errors"]
-    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers)
+    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers, limits)

@@ -1,7 +1,7 @@
 """Planning on the device, third step: the time of every tiling (`planner.tile_costs.ways_ns`), and its items by tile.
 
-One program a tiling finds its time from sums and maxima over its tiles, and the number of items of each tile. Whoever
-comes after takes the tiling of least time, the first of equals.
+One program for each stage of each tiling finds its time from sums and maxima over its tiles, and the number of items of
+each tile. Whoever comes after takes the tiling of least time, the first of equals.
 """
 
 import triton
@@ -11,6 +11,7 @@ from trunkattn.kernels.device_order import NUM_ENTRIES, in_turn
 from trunkattn.kernels.device_tiles import (
     BLOCK_RUNS,
     HEIGHT,
+    PRIVATE_RUNS,
     STAGE_COLUMNS,
     SUBTILES,
     TILE_AGAIN,
@@ -46,8 +47,10 @@ L2_TOKENS = tl.constexpr(4)
 
 # Fields of a tiling's use of a stage
 CUT_SHARE = tl.constexpr(0)  # runs of an item
-CUT_ITEMS = tl.constexpr(1)  # of the tiling before the stage's end
+CUT_ITEMS = tl.constexpr(1)
 CUT_FIELDS = tl.constexpr(2)
+
+NEVER = tl.constexpr(1 << 61)  # ns of what does not fit
 
 
 @triton.jit
@@ -76,12 +79,12 @@ def _totals(tiles, num_tiles, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _parameters(way, nth: tl.constexpr, uses, stages, kinds):
+def _parameters(use, uses, stages, kinds):
     """(stage or -1, num_parts, its shape, its kind) of a tiling's use of a stage, all loaded at once."""
-    use = uses + (way * 2 + nth) * USE_COLUMNS
-    stage, which, num_parts = tl.load(use + USE_STAGE), tl.load(use + USE_KIND), tl.load(use + USE_PARTS)
+    of = uses + use * USE_COLUMNS
+    stage, which, num_parts = tl.load(of + USE_STAGE), tl.load(of + USE_KIND), tl.load(of + USE_PARTS)
     of, kind = stages + tl.maximum(stage, 0) * STAGE_COLUMNS, kinds + tl.maximum(which, 0) * KIND_COLUMNS
-    shape = (tl.load(of + HEIGHT), tl.load(of + BLOCK_RUNS), tl.load(of + SUBTILES))
+    shape = (tl.load(of + HEIGHT), tl.load(of + BLOCK_RUNS), tl.load(of + SUBTILES), tl.load(of + PRIVATE_RUNS))
     times = (
         tl.load(kind + KIND_FULL_NS), tl.load(kind + KIND_MASKED_NS), tl.load(kind + KIND_FULL_CHAIN_NS),
         tl.load(kind + KIND_MASKED_CHAIN_NS), tl.load(kind + KIND_SLOTS),
@@ -92,7 +95,7 @@ def _parameters(way, nth: tl.constexpr, uses, stages, kinds):
 @triton.jit
 def _work(tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
     """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states."""
-    height, _block_runs, subtiles = shape
+    height, _block_runs, subtiles, _private = shape
     full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots = kind
     share = tl.where(num_parts == 0, blocks, (blocks + num_parts - 1) // tl.maximum(num_parts, 1))
     share = tl.maximum(share, 1)
@@ -138,11 +141,13 @@ def choice_kernel(
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tiling. times [tilings] int64: its predicted ns, more than any where it has too many items or runs,
-    or could have too many partial states; cuts [tilings, 2, CUT_FIELDS] int32; item_starts [tilings, 2, ENTRIES]: items
-    before each tile."""
-    way = tl.program_id(0)
-    parameters = (_parameters(way, 0, uses, stages, kinds), _parameters(way, 1, uses, stages, kinds))
+    """One program a tiling and stage. times [tilings, 2] int64: predicted ns, NEVER where it might have more items,
+    runs or partial states than its share of the limits; cuts [tilings, 2, CUT_FIELDS] int32; item_starts [tilings, 2,
+    ENTRIES]: items of the stage before each tile. See `planner.tile_costs.ways_fit`."""
+    way, nth = tl.program_id(0), tl.program_id(1)
+    use = way * 2 + nth
+    stage, num_parts, shape, kind = _parameters(use, uses, stages, kinds)
+    one_stage = tl.load(uses + (way * 2 + 1) * USE_COLUMNS + USE_STAGE) < 0
     prices = (
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
         tl.load(costs + PARTIAL_BYTES),
@@ -150,41 +155,37 @@ def choice_kernel(
     kept = tl.load(costs + L2_TOKENS)
     in_turn(FOLLOWS, LEADS)  # the tables were there before
     num_entries = tl.load(state + NUM_ENTRIES)
-    costs_ns, total_runs = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    num_items, pieces = tl.zeros([], tl.int32), tl.zeros([], tl.int64)
-    one_stage = parameters[1][0] < 0
-    for nth in tl.static_range(2):
-        stage, num_parts, shape, kind = parameters[nth]
-        height, block_runs, _subtiles = shape
-        its_tiles = tiles + tl.maximum(stage, 0) * TILE_FIELDS * ENTRIES
-        num_tiles = tl.where(stage >= 0, tl.cdiv(num_entries, height), 0)
-        runs, blocks, once, common, again = _totals(its_tiles, num_tiles, ENTRIES, BLOCK)
-        memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
-        last = one_stage | (nth == 1)
-        work = _work(its_tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES, BLOCK)
-        costs_ns += tl.where(blocks > 0, _stage_ns(work, memory, num_entries, kind[4], last, prices), 0)
-        total_runs += runs
-        share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
-        share = tl.where(num_parts > 0, share, runs + 1)
-        for begin in range(0, num_tiles, BLOCK):
-            tile = begin + tl.arange(0, BLOCK)
-            size = tl.load(its_tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0)
-            _step, items = parts_of(size, share.to(tl.int32), block_runs)
-            ends = num_items + tl.cumsum(items, 0)
-            tl.store(item_starts + (way * 2 + nth) * ENTRIES + tile, ends - items, mask=tile < num_tiles)
-            num_items += tl.sum(items, 0)
-            rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
-            pieces += tl.sum(tl.where((items > 1) | (one_stage == 0), items * rows, 0), 0)
-        cut = cuts + (way * 2 + nth) * CUT_FIELDS
-        tl.store(cut + CUT_SHARE, share.to(tl.int32))
-        tl.store(cut + CUT_ITEMS, num_items)
-    fits = (num_items <= max_items) & (total_runs <= max_runs) & (pieces <= max_slots)
-    tl.store(times + way, tl.where(fits, costs_ns, (1 << 62) - 1))
+    height, block_runs, subtiles, private = shape
+    its_tiles = tiles + tl.maximum(stage, 0) * TILE_FIELDS * ENTRIES
+    num_tiles = tl.where(stage >= 0, tl.cdiv(num_entries, height), 0)
+    runs, blocks, once, common, again = _totals(its_tiles, num_tiles, ENTRIES, BLOCK)
+    share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
+    share = tl.where(num_parts > 0, share, runs + 1)
+    num_items, pieces = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for begin in range(0, num_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        size = tl.load(its_tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0)
+        _step, items = parts_of(size, share.to(tl.int32), block_runs)
+        ends = num_items + tl.cumsum(items, 0)
+        tl.store(item_starts + use * ENTRIES + tile, ends - items, mask=tile < num_tiles)
+        num_items += tl.sum(items, 0)
+        rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
+        pieces += tl.sum(tl.where((items > 1) | (one_stage == 0), items * rows, 0), 0)
+    tl.store(cuts + use * CUT_FIELDS + CUT_SHARE, share.to(tl.int32))
+    tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
+    memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
+    work = _work(its_tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES, BLOCK)
+    time = tl.where(blocks > 0, _stage_ns(work, memory, num_entries, kind[4], one_stage | (nth == 1), prices), 0)
+    listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)
+    parts = tl.where(one_stage, 1, 2)
+    fits = (num_items <= max_items // parts) & (listed <= max_runs // parts) & (pieces <= max_slots // parts)
+    tl.store(times + use, tl.where(fits, time, NEVER))
 
 
 @triton.jit
 def chosen(times, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr):
     """The tiling of least time, the first of equals."""
     way = tl.arange(0, WAYS)
-    time = tl.load(times + way, mask=way < NUM_WAYS, other=(1 << 62))
+    time = tl.load(times + 2 * way, mask=way < NUM_WAYS, other=NEVER)
+    time += tl.load(times + 2 * way + 1, mask=way < NUM_WAYS, other=NEVER)
     return tl.min(tl.where(time == tl.min(time, 0), way, WAYS), 0)

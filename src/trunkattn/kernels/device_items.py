@@ -62,7 +62,7 @@ PIECE_FIELDS = tl.constexpr(4)
 def count_items(cuts, way, max_items):
     """(items of the first stage, items) of a tiling, as far as they are held."""
     split = tl.load(cuts + way * 2 * CUT_FIELDS + CUT_ITEMS)
-    total = tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
+    total = split + tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
     return split, tl.minimum(total, max_items)
 
 
@@ -118,7 +118,7 @@ def items_kernel(
     num_entries = tl.load(state + NUM_ENTRIES)
     split, num_items = count_items(cuts, way, max_items)
     if tl.program_id(0) == 0:
-        wanted = tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
+        wanted = split + tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
         flag(errors, tl.where(wanted > max_items, MANY_ITEMS, 0))
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= split, 1, 0)
@@ -131,8 +131,8 @@ def items_kernel(
         for begin in range(0, tl.cdiv(num_entries, height), BLOCK):
             some = begin + tl.arange(0, BLOCK)
             start = tl.load(starts + some, mask=some < tl.cdiv(num_entries, height), other=BIG)
-            tile += tl.sum((start <= item).to(tl.int32), 0)
-        first_item = tl.load(starts + tile)
+            tile += tl.sum((start <= item - tl.where(nth == 1, split, 0)).to(tl.int32), 0)
+        first_item = tl.load(starts + tile) + tl.where(nth == 1, split, 0)
         runs = tl.load(tiles + (stage * TILE_FIELDS + TILE_RUNS) * ENTRIES + tile)
         share = tl.load(cuts + (way * 2 + nth) * CUT_FIELDS + CUT_SHARE)
         step, count = parts_of(runs, share, tl.load(shape + BLOCK_RUNS))

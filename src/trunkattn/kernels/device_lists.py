@@ -160,26 +160,23 @@ def _list_merges(
     state, pieces, merge_queries, merge_ranges, counts, max_merged, max_slots, num_kinds,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The query tokens whose pieces no item merges, every num_programs-th block of them, and how many they are."""
+    """The query tokens whose pieces no item merges, and how many they are."""
     num_tokens = tl.load(state + NUM_TOKENS)
     blocks = tl.cdiv(num_tokens, BLOCK)
-    for block in range(tl.program_id(0), tl.maximum(blocks, 1), tl.num_programs(0)):
-        total = 0
-        for other in range(0, block + 1):
-            token = other * BLOCK + tl.arange(0, BLOCK)
-            count = several_pieces(pieces, token, token < num_tokens, ENTRIES)
-            fused = tl.load(pieces + FUSED * ENTRIES + token, mask=token < num_tokens, other=1)
-            left = ((count > 0) & (fused == 0)).to(tl.int32)
-            if other == block:
-                at = total + tl.cumsum(left, 0) - left
-                first = tl.load(pieces + FIRST_SLOT * ENTRIES + token, mask=left > 0, other=0)
-                used = (left > 0) & (at < max_merged)
-                tl.store(merge_queries + at, token, mask=used)
-                tl.store(merge_ranges + 2 * at, tl.minimum(first, max_slots), mask=used)
-                tl.store(merge_ranges + 2 * at + 1, tl.minimum(first + count, max_slots), mask=used)
-            total += tl.sum(left, 0)
-        if block == tl.maximum(blocks, 1) - 1:
-            tl.store(counts + 2 * num_kinds + 1, tl.minimum(total, max_merged))
+    total = 0
+    for block in range(0, blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        count = several_pieces(pieces, token, token < num_tokens, ENTRIES)
+        fused = tl.load(pieces + FUSED * ENTRIES + token, mask=token < num_tokens, other=1)
+        first = tl.load(pieces + FIRST_SLOT * ENTRIES + token, mask=token < num_tokens, other=0)
+        left = ((count > 0) & (fused == 0)).to(tl.int32)
+        at = total + tl.cumsum(left, 0) - left
+        used = (left > 0) & (at < max_merged)
+        tl.store(merge_queries + at, token, mask=used)
+        tl.store(merge_ranges + 2 * at, tl.minimum(first, max_slots), mask=used)
+        tl.store(merge_ranges + 2 * at + 1, tl.minimum(first + count, max_slots), mask=used)
+        total += tl.sum(left, 0)
+    tl.store(counts + 2 * num_kinds + 1, tl.minimum(total, max_merged))
 
 
 @triton.jit
@@ -203,20 +200,25 @@ def lists_kernel(
     RUN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """The plan's arrays. Where there are fewer items than programs, several take the runs of an item in turn."""
+    """The plan's arrays. The last two programs list merges, and count; the others take items. Where there are fewer
+    items than programs, several take the runs of an item in turn."""
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
     num_entries = tl.load(state + NUM_ENTRIES)
     _, num_items = count_items(cuts, way, max_items)
-    lanes = tl.maximum(tl.num_programs(0) // tl.maximum(num_items, 1), 1)
-    _list_merges(state, pieces, merge_queries, merge_ranges, counts, max_merged, max_slots, num_kinds, ENTRIES, BLOCK)
-    if tl.program_id(0) == 0:
+    programs = tl.num_programs(0) - 2
+    lanes = tl.maximum(programs // tl.maximum(num_items, 1), 1)
+    if tl.program_id(0) == programs:
+        _list_merges(
+            state, pieces, merge_queries, merge_ranges, counts, max_merged, max_slots, num_kinds, ENTRIES, BLOCK
+        )
+    if tl.program_id(0) == programs + 1:
         _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS, 128)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
         summarize(
             way, num_entries, seq_lens, query_start_loc, stages, uses, tiles, summary, num_rows, window, ENTRIES, BLOCK
         )
-    for task in range(tl.program_id(0), num_items * lanes, tl.num_programs(0)):
+    tasks = tl.where(tl.program_id(0) < programs, num_items * lanes, 0)
+    for task in range(tl.program_id(0), tasks, programs):
         item, lane = task // lanes, task % lanes
         of = items + item
         use = uses + (way * 2 + tl.load(of + ITEM_NTH * max_items)) * USE_COLUMNS

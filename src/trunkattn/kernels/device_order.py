@@ -102,27 +102,30 @@ def shared_kernel(
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """shared [rows, ROWS]: columns that a row shares with each other; -1 for rows without queries. One program for a
-    row and a block of others; a search that looks at 16 columns at once."""
+    row and a block of others, for those that are not before it; a search that looks at three columns at once."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
     batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens)
-    length, queries, _end = _lengths(row, batch)
     other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    other_length, other_queries, _other_end = _lengths(other, batch)
-    if queries > 0:
+    if (row < num_rows) & ((tl.program_id(1) + 1) * BLOCK > row):
+        length, queries, _end = _lengths(row, batch)
+        other_length, other_queries, _other_end = _lengths(other, batch)
+        used_rows = (queries > 0) & (other_queries > 0) & (other > row)
         mine = row.to(tl.int64)
-        bound = tl.minimum(length, other_length) // PAGE_SIZE
+        bound = tl.where(used_rows, tl.minimum(length, other_length) // PAGE_SIZE, 0)
         same = tl.zeros([BLOCK], tl.int32)
-        stride = 16 ** (ROUNDS - 1)
+        stride = 4 ** (ROUNDS - 1)
         for _round in tl.static_range(ROUNDS):
-            probe = same[:, None] + (1 + tl.arange(0, 16))[None, :] * stride
-            used = (probe <= bound[:, None]) & (other < num_rows)[:, None]
+            probe = same[:, None] + (1 + tl.arange(0, 4))[None, :] * stride
+            used = (probe <= bound[:, None]) & (tl.arange(0, 4) < 3)[None, :]
             a = tl.load(hashes + mine * WIDTH + probe - 1, mask=used, other=0)
             b = tl.load(hashes + other.to(tl.int64)[:, None] * WIDTH + probe - 1, mask=used, other=1)
             same += tl.sum((used & (a == b)).to(tl.int32), 1) * stride
-            stride = stride // 16
-        same = tl.where(other_queries > 0, tl.where(other == row, BIG, same), -1)
-        tl.store(shared + mine * ROWS + other, same, mask=other < num_rows)
+            stride = stride // 4
+        same = tl.where((queries > 0) & (other_queries > 0), tl.where(other == row, BIG, same), -1)
+        later = (other >= row) & (other < num_rows)
+        tl.store(shared + mine * ROWS + other, same, mask=later)
+        tl.store(shared + other.to(tl.int64) * ROWS + row, same, mask=later)
 
 
 @triton.jit(do_not_specialize=NUMBERS)

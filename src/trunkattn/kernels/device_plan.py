@@ -64,14 +64,14 @@ class _Sizes:
     least: int
     windows: int
     subtiles: int
-    rounds: int  # of a search over the columns, by a sixteenth each
+    rounds: int  # of a search over the columns, by a fourth each
 
 
 def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
     unlimited = device_order.BIG.value
     height, least, below = (ways.stages[:, column] for column in range(3))
     limits = [*least[least > 1].tolist(), *below[below < unlimited].tolist(), 2]
-    rounds = next(n for n in range(1, 9) if 16**n > max_pages)
+    rounds = next(n for n in range(1, 17) if 4**n > max_pages)
     return _Sizes(
         stages=len(ways.stages),
         ways=len(ways.uses),
@@ -127,14 +127,14 @@ class DevicePlanner:
             name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
         } | {
             "hashes": torch.zeros(rows, capacity.max_pages_per_request, dtype=torch.int64, device=device),
-            "times": torch.zeros(sizes.ways, dtype=torch.int64, device=device),
+            "times": torch.zeros(sizes.ways, 2, dtype=torch.int64, device=device),
         }
         self.errors = self._buffers["errors"]
 
     @property
     def times(self) -> torch.Tensor:
-        """[ways] int64: predicted ns of each candidate for the last batch; 2**62 - 1 if it might not fit the limits."""
-        return self._buffers["times"]
+        """[ways] int64: predicted ns of each candidate in the last batch; at least 2**61 where it may not fit."""
+        return self._buffers["times"].sum(1)
 
     def fill(
         self,
@@ -196,7 +196,7 @@ class DevicePlanner:
             ROUNDS=self._sizes.rounds, BLOCK=_PAIRS, **self._turn(),
         )  # fmt: skip
         device_order.branch_kernel[pairs](
-            seq_lens, starts, b["shared"], b["branch"], *bounds, **shape, BLOCK=_PAIRS, OTHERS=256, **self._turn(),
+            seq_lens, starts, b["shared"], b["branch"], *bounds, **shape, BLOCK=_PAIRS, OTHERS=64, **self._turn(),
         )  # fmt: skip
         device_order.rank_kernel[(rows,)](
             seq_lens, starts, b["shared"], b["branch"], b["rank"], b["order"], *bounds, **shape, BLOCK=_BLOCK,
@@ -220,7 +220,7 @@ class DevicePlanner:
             STAGES=_power(sizes.stages), MOST_LEAST=sizes.least, WINDOWS=sizes.windows, MOST_SUBTILES=sizes.subtiles,
             num_warps=min(16, max(4, sizes.nodes // 8)), **self._turn(),
         )  # fmt: skip
-        device_choice.choice_kernel[(sizes.ways,)](
+        device_choice.choice_kernel[(sizes.ways, 2)](
             tables["stages"], tables["uses"], tables["kinds"], tables["costs"], b["tiles"], b["state"], b["times"],
             b["cuts"], b["item_starts"], self._limits.items, self._limits.runs, self._limits.slots,
             ENTRIES=tokens, BLOCK=_BLOCK, **self._turn(),
@@ -245,7 +245,7 @@ class DevicePlanner:
             limits.items, limits.slots, self._ways.fuse_up_to, kinds, **shape, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(programs,)](
+        device_lists.lists_kernel[(programs + 2,)](
             *batch, len(table), window, b["entry_token"], b["entry_row"], b["state"], tables["stages"], tables["uses"],
             tables["kinds"], b["nodes"], b["tiles"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
             *(arrays[name] for name in names), plan.summary, table.stride(0), self._capacity.num_pages, kinds,

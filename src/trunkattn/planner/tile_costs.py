@@ -169,3 +169,37 @@ def ways_ns(loads, stages, uses, costs):
             last = nth == 1 or uses[way, 1, 0] < 0
             times[way] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
     return times
+
+
+@njit(cache=True)
+def ways_fit(forest, entries, stages, uses, limits, window, run):
+    """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
+    half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""
+    runs_of = np.zeros((len(stages), len(entries.query)), np.int64)
+    for i in range(len(stages)):
+        height, least, below, block_runs, parts, subtiles, private = stages[i]
+        stage = Stage(height, least, below, block_runs, parts, subtiles, private)
+        indptr, _, num_runs = segments(forest, entries, stage, window, run)
+        for tile in range(len(indptr) - 1):
+            runs_of[i, tile] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
+    fit = np.ones(len(uses), np.bool_)
+    for way in range(len(uses)):
+        pair = uses[way, 1, 0] >= 0
+        for nth in range(1 + pair):
+            which, _, num_parts = uses[way, nth]
+            height, _, _, block_runs, _, subtiles, private = stages[which]
+            total = runs_of[which].sum()
+            share = max(block_runs, (total + num_parts - 1) // num_parts) if num_parts else total + 1
+            items, pieces = np.int64(0), np.int64(0)
+            for tile in range((len(entries.query) + height - 1) // height):
+                size = runs_of[which, tile]
+                parts = max(1, (size + share // 2) // share)
+                step = ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs
+                count = (size + step - 1) // step if step else 0
+                items += count
+                if count > 1 or pair:
+                    pieces += count * min(height, len(entries.query) - tile * height)
+            listed = total if subtiles == 1 else total * subtiles + items * subtiles * private
+            most = limits // (1 + pair)
+            fit[way] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
+    return fit

@@ -155,6 +155,15 @@ def predict(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> dict
     return dict(zip(ways, tile_costs.ways_ns(loads, stages, uses, costs).tolist(), strict=True))
 
 
+def ways_within(rule: TilingRule, limits: TileLimits, forest: Forest, batch: tuple, window: int) -> list[Tiling]:
+    """The candidates that surely keep within limits, as the planner on the device knows it. batch: as of `predict`."""
+    ways, stages, uses, _ = rule.priced
+    entries = tiles.make_entries(forest, *batch)
+    most = np.array([limits.items, limits.runs, limits.slots], np.int64)
+    fit = tile_costs.ways_fit(forest, entries, stages, uses, most, window, rule.run)
+    return [way for way, fits in zip(ways, fit, strict=True) if fits]
+
+
 def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:
     """What every batch of a capacity keeps in low tiles that are not cut, and room for cutting.
 
