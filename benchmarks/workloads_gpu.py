@@ -6,12 +6,12 @@ mooncake: requests of a trace in Mooncake's format that are in decode together (
 conversation: PAT's three-level system instruction, then a private part as long as an input of the trace, 4096 tokens
 at most; without a trace the inputs are log-normal with median 6900 and sigma 1.4. toolagent: turns of agents.
 
-A step is the time of one plan (median, on the host's clock; the device is idle before and after) and 32 times that of a layer,
-measured and checked as in kernels.py. `auto` plans on the device, from the block table and the lengths there, into the
-same plan, of a capacity just as large; `host_plan_us` is what its plan takes from tables on the CPU, without a
+A step is the time of one plan (median, by the host's clock; the device is idle before and after) and 32 times that of
+a layer, measured and checked as in kernels.py. `auto` plans on the device, from the block table and the lengths there,
+into the same plan, of a capacity just as large; `host_plan_us` is what its plan takes from tables on the CPU, without a
 capacity. The policy per_query plans there: for a batch unlike the last one (`plan_us`) and for the last one, grown by a
-token per request (`grown_plan_us`). Others plan alike in both cases; peers from arguments at hand in the form they take,
-see peers/gpu_kernels.py.
+token per request (`grown_plan_us`). Others plan alike in both cases; peers from arguments at hand, in the form they
+take (peers/gpu_kernels.py).
 """
 
 import argparse

@@ -148,8 +148,8 @@ def branch_kernel(
         for begin in range(0, num_rows, OTHERS):
             third = begin + tl.arange(0, OTHERS)
             near = tl.load(shared + own + third, mask=third < num_rows, other=-1)
-            closer = near[None, :] > common[:, None]
-            lowest = tl.minimum(lowest, tl.min(tl.where(closer, third[None, :], BIG), 1))
+            closer = near[:, None] > common[None, :]  # reduced over the first axis, which lies in registers
+            lowest = tl.minimum(lowest, tl.min(tl.where(closer, third[:, None], BIG), 0))
         tl.store(branch + own + other, tl.minimum(lowest, row), mask=other < num_rows)
 
 

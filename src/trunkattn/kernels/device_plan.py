@@ -193,7 +193,7 @@ class DevicePlanner:
         pairs = (rows, -(-rows // _PAIRS))
         device_order.shared_kernel[pairs](
             seq_lens, starts, b["hashes"], b["shared"], *bounds, **shape, WIDTH=columns,
-            ROUNDS=self._sizes.rounds, BLOCK=_PAIRS, **self._turn(),
+            ROUNDS=self._sizes.rounds, BLOCK=_PAIRS, num_warps=2, **self._turn(),
         )  # fmt: skip
         device_order.branch_kernel[pairs](
             seq_lens, starts, b["shared"], b["branch"], *bounds, **shape, BLOCK=_PAIRS, OTHERS=64, **self._turn(),
@@ -223,7 +223,7 @@ class DevicePlanner:
         device_choice.choice_kernel[(sizes.ways, 2)](
             tables["stages"], tables["uses"], tables["kinds"], tables["costs"], b["tiles"], b["state"], b["times"],
             b["cuts"], b["item_starts"], self._limits.items, self._limits.runs, self._limits.slots,
-            ENTRIES=tokens, BLOCK=_BLOCK, **self._turn(),
+            ENTRIES=tokens, BLOCK=256, num_warps=8, **self._turn(),
         )  # fmt: skip
 
     def _list(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
@@ -245,12 +245,12 @@ class DevicePlanner:
             limits.items, limits.slots, self._ways.fuse_up_to, kinds, **shape, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(programs + 2,)](
+        device_lists.lists_kernel[(2 * self._card.processors + 2,)](
             *batch, len(table), window, b["entry_token"], b["entry_row"], b["state"], tables["stages"], tables["uses"],
             tables["kinds"], b["nodes"], b["tiles"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
             *(arrays[name] for name in names), plan.summary, table.stride(0), self._capacity.num_pages, kinds,
             limits.items, limits.runs, limits.queries, limits.merged, limits.slots, BUCKETS=_power(2 * kinds + 1),
-            RUN=self._ways.run, PAGE_SIZE=self._page_size, RUN_BLOCK=min(128, max(16, 4096 // sizes.nodes)),
+            RUN=self._ways.run, PAGE_SIZE=self._page_size, RUN_BLOCK=32,
             num_warps=max(4, sizes.nodes // 16), **shape, **self._turn(leads=False),
         )  # fmt: skip
 
