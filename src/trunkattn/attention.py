@@ -42,7 +42,9 @@ class Plan:
     def traffic(self) -> torch.Tensor:
         """Of a plan made on the device, there: int64 [2], KV tokens that it reads, and those that it would read if
         every request read its own; for counters that must not wait. See `stats` for other plans."""
-        summary: torch.Tensor = self.step.gpu_plan.summary
+        summary: torch.Tensor | None = getattr(self.step, "summary", None)
+        if summary is None:
+            raise ValueError("traffic of a plan that was made on the host: expected one made on the device; see stats")
         return summary[1:]
 
     def check(self) -> None:
@@ -99,7 +101,8 @@ class BatchAttention:
 
         With a capacity and the policy `auto`, tensors that all lie on a GPU are planned there, on the current stream:
         nothing is copied or waited for, and with `into` nothing is allocated. Values that are out of bounds are then
-        clamped, and reported by `check`; `stats` waits for the device and reads the tensors as they are by then.
+        clamped, and reported by `check`; `stats` waits for the device and reads the tensors as they are by then. The
+        buffers that a plan is made in belong to this object: its plans are to be made on one stream.
 
         Args:
             block_table: [num_requests, max_pages] int32, on the CPU or this device (where it is not planned there, it
@@ -108,8 +111,9 @@ class BatchAttention:
             query_start_loc: [num_requests + 1] int32; None: one query token each. Rows of query length 0 are padding.
             sliding_window: tokens a query sees, itself included; None: all.
             num_pages: pages in the cache, to check page ids against; None: the capacity's; without either only `run`
-                checks.
-            changed_rows: int32 rows whose earlier pages may differ from the last plan; None: compare all rows.
+                checks. None for tables that are planned on the device.
+            changed_rows: int32 rows whose earlier pages may differ from the last plan; None: compare all rows. None for
+                tables that are planned on the device.
             into: a plan of this object, with the same window, that is to become the plan of this batch, and is
                 returned; only with a capacity. A CUDA graph that ran it runs the new batch.
 
@@ -144,6 +148,13 @@ class BatchAttention:
         """
         self._executor.check()
 
+    @property
+    def errors(self) -> torch.Tensor | None:
+        """[1] int32 on the device, not 0 if `check` would raise, to be copied without waiting; None: nothing is planned
+        on the device. `kernels.device_plan.errors_of` says what it means."""
+        errors: torch.Tensor | None = self._executor.errors
+        return errors
+
     def _check_into(self, into: Any, window: int) -> None:
         self._check_own("into", into)
         if self.capacity is None:
@@ -177,7 +188,8 @@ class BatchAttention:
         Args:
             plan: of this object.
             q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more
-                rows, up to max_query_tokens; of them, `out` is left as it is and lse undefined.
+                rows, up to max_query_tokens; of them, `out` is left as it is and lse undefined. The host does not know
+                how many tokens a query_start_loc on the device has: fewer rows than that are undefined.
             k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
                 strides with a contiguous last dimension.
             out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.

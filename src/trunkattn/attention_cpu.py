@@ -43,6 +43,7 @@ class CpuExecutor:
     """Plans and runs on a CPU."""
 
     plans_on_device = False
+    errors = None
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.tiling import TilingRule
-
-_MOST_GRAPHS: Final = 256  # kept of a planner: one for each number of rows that an engine pads a step to, and plan
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
 
@@ -29,6 +27,11 @@ class DeviceStep:
     rule: TilingRule
     gpu_plan: GpuPlan
     num_query_tokens: int = 0  # at least; the number is on the device
+
+    @property
+    def summary(self) -> torch.Tensor | None:
+        """See GpuPlan."""
+        return self.gpu_plan.summary
 
     def tile_list(self) -> TileList:
         """What the plan's arrays hold. Waits for the device."""
@@ -87,12 +90,15 @@ class DeviceStep:
 class OnDevice:
     """Plans steps within a capacity on the device; one for all windows."""
 
+    @torch.inference_mode(False)
     def __init__(
         self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
     ) -> None:
         self._rule, self._device = rule, device
         self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
-        self._graphs: OrderedDict[tuple[int, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
+        # by plan and tensors; an engine pads a step to some numbers of rows, and may have one plan for each window
+        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
+        self._most_graphs = 256 + 2 * capacity.max_requests
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
 
     def plan(
@@ -106,28 +112,43 @@ class OnDevice:
             self._fill(plan, kept, window)
         return DeviceStep(kept, window, self._rule, plan, known)
 
+    @torch.inference_mode(False)  # a graph's tensors must serve captures outside of it
     def _fill(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         """Launches the planner; from the second time that the same tensors come, as a CUDA graph: ten launches
         from Python take five times as long as what they launch."""
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return self._planner.fill(plan, *tables, window)
-        places = [value for table in tables for value in (table.data_ptr(), *table.shape, *table.stride())]
-        key = (plan.flat.data_ptr(), window, *places)
+        assert plan.summary is not None
+        places = [value for table in tables for value in (table.dtype, table.data_ptr(), *table.shape, *table.stride())]
+        key = (plan.flat.data_ptr(), plan.summary.data_ptr(), window, *places)
         seen, graph = key in self._graphs, self._graphs.pop(key, None)
-        if graph is None and seen:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(torch.cuda.Stream()):  # nothing runs while it captures
-                graph.capture_begin(capture_error_mode="thread_local")
-                self._planner.fill(plan, *tables, window)
-                graph.capture_end()
+        if graph is None:
+            self._planner.check(*tables)  # before anything begins
+            graph = self._capture(plan, tables, window) if seen else None
         self._graphs[key] = graph
-        if len(self._graphs) > _MOST_GRAPHS:
+        if len(self._graphs) > self._most_graphs:
             self._graphs.popitem(last=False)
         if graph is None:
             self._planner.fill(plan, *tables, window)
         else:
             graph.replay()
 
+    def _capture(self, plan: GpuPlan, tables: Tables, window: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):  # nothing runs while it captures
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._planner.fill(plan, *tables, window)
+            finally:
+                graph.capture_end()
+        return graph
+
+    @property
+    def errors(self) -> torch.Tensor:
+        """[1] int32, on the device: `errors_of` says what it means."""
+        return self._planner.errors
+
+    @torch.inference_mode(False)
     def check(self) -> None:
         """Raises ValueError if a batch since the last check held values that are wrong. Waits for the device."""
         bits = int(self._planner.errors)

@@ -70,6 +70,7 @@ class GpuStep:
 class GpuExecutor:
     """Plans on the host and runs on a GPU."""
 
+    @torch.inference_mode(False)  # what it keeps is written to outside of it too
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
         self.config, self.device, self._capacity = config, device, capacity
         # no other was faster in the cases measured, but for `pat` in streams on one of three trees, by 1.5 %
@@ -154,7 +155,13 @@ class GpuExecutor:
     def plan_on_device(self, tables: tuple, window: int, into: GpuStep | DeviceStep | None = None) -> DeviceStep:
         """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device."""
         assert self._on_device is not None
+        self._planner.forget()  # the host has not seen this batch: its next one may not be patched
         return self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window))
+
+    @property
+    def errors(self) -> torch.Tensor | None:
+        """See BatchAttention.errors."""
+        return self._on_device.errors if self._on_device else None
 
     def check(self) -> None:
         """Raises ValueError if a plan made on the device met values that are wrong; waits for the device."""

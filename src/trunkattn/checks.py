@@ -77,7 +77,7 @@ def check_step(
     limit = int(np.iinfo(np.int32).max) // page_size  # places in the cache are int32 too
     if inputs.num_pages is not None:
         integer("num_pages", inputs.num_pages, at_least=1)
-        limit = inputs.num_pages
+        limit = min(limit, inputs.num_pages)
     if capacity is not None:
         limit = min(limit, capacity.num_pages)
         _within(capacity, num_requests, starts, max_pages)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.kernels import gpu
 from trunkattn.plan_format import Capacity
 from trunkattn.planner.build import Batch
@@ -101,3 +102,30 @@ def test_one_graph_plans_every_batch_and_never_waits() -> None:
         graph.replay()
         assert planned.errors == []
         planned.assert_equals_host(batch)
+
+
+def test_a_batch_attention_plans_and_replays_on_the_device() -> None:
+    """Plans of tensors seen before are replayed as graphs: for another plan, other values, after a refusal."""
+    config = AttentionConfig(8, 2, 128, 16, torch.bfloat16)
+    batches = [batch_of("1,4,16_64,32,20"), batch_of("1,16_96,20")]
+    table, lens = (torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((16, 8), 16))
+    attention = BatchAttention(config, "cuda", Capacity(16, 16, 8, 512, 1))
+    k_cache, v_cache = (torch.randn(512, 16, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="int32"):
+            attention.plan(table, lens.long())
+    for _ in range(2):  # the second plan may lie where the first one was
+        plan = attention.plan(table, lens)
+        for batch in batches * 3:
+            table.zero_()
+            table[:, : batch.block_table.shape[1]] = torch.from_numpy(batch.block_table).cuda()
+            lens.copy_(torch.from_numpy(batch.seq_lens))
+            assert attention.plan(table, lens, into=plan) is plan
+            out = attention.run(plan, q, k_cache, v_cache)
+            on_host = attention.plan(table.cpu(), lens.cpu())
+            assert torch.equal(out, attention.run(on_host, q, k_cache, v_cache))
+            assert plan.stats == replace(on_host.stats, reason=plan.stats.reason)
+            assert plan.traffic.tolist()[1] == int(batch.seq_lens.sum())
+        del plan
+    attention.check()

@@ -192,7 +192,7 @@ def _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS: tl.c
 
 @triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
-    table, seq_lens, query_start_loc, num_rows, window,  # the batch
+    table, seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len, window,  # the batch
     entry_token, entry_row, state, stages, uses, kinds, nodes, tiles, times, cuts, items, pieces, errors,
     counts, plan_items, queries, slots, parts, merge_queries, merge_ranges, runs, summary,  # the plan
     table_stride, num_pages, num_kinds, max_items, max_runs, max_queries, max_merged, max_slots,
@@ -214,9 +214,8 @@ def lists_kernel(
         )
     if tl.program_id(0) == programs + 1:
         _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS, 128)
-        summarize(
-            way, num_entries, seq_lens, query_start_loc, stages, uses, tiles, summary, num_rows, window, ENTRIES, BLOCK
-        )
+        batch = (seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len)
+        summarize(way, num_entries, batch, stages, uses, tiles, summary, window, ENTRIES, BLOCK)
     tasks = tl.where(tl.program_id(0) < programs, num_items * lanes, 0)
     for task in range(tl.program_id(0), tasks, programs):
         item, lane = task // lanes, task % lanes

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 # Numbers of a batch, by argument: a launch is not compiled anew for them
-NUMBERS = ("num_rows", "width", "table_stride", "window")
+NUMBERS = ("num_rows", "width", "table_stride", "row_tokens", "max_tokens", "max_query_len", "window")
 
 BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or run
 
 # Bits of the sticky error word
-BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending, or a request has more query tokens than tokens
+BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens
 LONG_SEQUENCE = tl.constexpr(2)  # a sequence is longer than the block table
 BAD_PAGE = tl.constexpr(4)  # a page that a query sees is outside the cache
 MANY_ITEMS = tl.constexpr(8)
@@ -43,24 +43,26 @@ def flag(errors, bits):
 
 
 @triton.jit
-def _lengths(row, batch):
+def lengths_of(row, batch):
     """(tokens, query tokens, one past its last query token) of a row or a vector of rows; a row that breaks a bound,
-    or is none, has no query token. batch: seq_lens, query_start_loc, rows, tokens of a table row, query tokens held."""
-    seq_lens, query_start_loc, num_rows, row_tokens, max_tokens = batch
+    or is none, has no query token. batch: seq_lens, query_start_loc, rows, tokens of a table row, most query tokens of
+    the step and of a row."""
+    seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len = batch
     inside = row < num_rows
     length = tl.load(seq_lens + row, mask=inside, other=0)
     length = tl.minimum(tl.maximum(length, 0), row_tokens)
     first = tl.load(query_start_loc + row, mask=inside, other=0)
     end = tl.load(query_start_loc + row + 1, mask=inside, other=0)
     queries = end - first
-    valid = (first >= 0) & (first <= end) & (end <= max_tokens) & (queries <= length)
+    valid = (first >= 0) & (first <= end) & (end <= max_tokens) & ((row > 0) | (first == 0))
+    valid = valid & (queries <= length) & (queries <= max_query_len)
     return length, tl.where(valid, queries, 0), end
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def hash_kernel(
     table, seq_lens, query_start_loc, hashes, errors,
-    num_rows, width, table_stride, max_tokens, num_pages, window,
+    num_rows, width, table_stride, max_tokens, max_query_len, num_pages, window,
     PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
@@ -68,11 +70,12 @@ def hash_kernel(
     looks for values that break a bound."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
-    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens)
-    length, queries, end = _lengths(row, batch)
+    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
+    length, queries, end = lengths_of(row, batch)
     if row < num_rows:
-        asked = end - tl.load(query_start_loc + row)
-        bits = tl.where(asked != queries, BAD_QUERIES, 0)
+        first = tl.load(query_start_loc + row)
+        asked = end - first
+        bits = tl.where((asked != queries) | ((row == 0) & (first != 0)), BAD_QUERIES, 0)
         too_long = (asked > 0) & (tl.load(seq_lens + row) > width * PAGE_SIZE)
         bad_page = 0
         if queries > 0:
@@ -97,7 +100,7 @@ def hash_kernel(
 @triton.jit(do_not_specialize=NUMBERS)
 def shared_kernel(
     seq_lens, query_start_loc, hashes, shared,
-    num_rows, width, max_tokens,
+    num_rows, width, max_tokens, max_query_len,
     PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
@@ -105,11 +108,11 @@ def shared_kernel(
     row and a block of others, for those that are not before it; a search that looks at three columns at once."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
-    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens)
+    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
     other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if (row < num_rows) & ((tl.program_id(1) + 1) * BLOCK > row):
-        length, queries, _end = _lengths(row, batch)
-        other_length, other_queries, _other_end = _lengths(other, batch)
+        length, queries, _end = lengths_of(row, batch)
+        other_length, other_queries, _other_end = lengths_of(other, batch)
         used_rows = (queries > 0) & (other_queries > 0) & (other > row)
         mine = row.to(tl.int64)
         bound = tl.where(used_rows, tl.minimum(length, other_length) // PAGE_SIZE, 0)
@@ -131,7 +134,7 @@ def shared_kernel(
 @triton.jit(do_not_specialize=NUMBERS)
 def branch_kernel(
     seq_lens, query_start_loc, shared, branch,
-    num_rows, width, max_tokens,
+    num_rows, width, max_tokens, max_query_len,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +142,8 @@ def branch_kernel(
     for a row and a block of others."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
-    _length, queries, _end = _lengths(row, (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens))
+    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
+    _length, queries, _end = lengths_of(row, batch)
     if queries > 0:
         own = row.to(tl.int64) * ROWS
         other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -156,15 +160,15 @@ def branch_kernel(
 @triton.jit(do_not_specialize=NUMBERS)
 def rank_kernel(
     seq_lens, query_start_loc, shared, branch, rank, order,
-    num_rows, width, max_tokens,
+    num_rows, width, max_tokens, max_query_len,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its place among the rows with queries, BIG without; order: the row of each place."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
-    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens)
-    _, queries, _ = _lengths(row, batch)
+    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
+    _, queries, _ = lengths_of(row, batch)
     mine = row.to(tl.int64)
     before = BIG
     if queries > 0:
@@ -196,7 +200,7 @@ def _shared_columns(table, row_a, row_b, bound, table_stride, BLOCK: tl.constexp
 def entries_kernel(
     table, seq_lens, query_start_loc, rank, order,
     entry_token, entry_position, entry_row, entry_length, entry_shared, positions, pieces, state,
-    num_rows, width, table_stride, max_tokens,
+    num_rows, width, table_stride, max_tokens, max_query_len,
     PAGE_SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
@@ -204,14 +208,14 @@ def entries_kernel(
     entry_length: of the sequence. positions [tokens] is the plan's; pieces [3, ENTRIES] is set to zero."""
     in_turn(FOLLOWS, LEADS)
     place = tl.program_id(0)
-    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens)
+    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
     for begin in range(place * BLOCK, 3 * ENTRIES, tl.num_programs(0) * BLOCK):
         at = begin + tl.arange(0, BLOCK)
         tl.store(pieces + at, tl.zeros([BLOCK], tl.int32), mask=at < 3 * ENTRIES)
     first, total, num_active, num_tokens = 0, 0, 0, 0
     for begin in range(0, num_rows, BLOCK):
         other = begin + tl.arange(0, BLOCK)
-        _length, its_queries, its_end = _lengths(other, batch)
+        _length, its_queries, its_end = lengths_of(other, batch)
         ahead = tl.load(rank + other, mask=other < num_rows, other=BIG) < place
         first += tl.sum(tl.where(ahead, its_queries, 0), 0)
         total += tl.sum(its_queries, 0)
@@ -222,11 +226,11 @@ def entries_kernel(
         tl.store(state + NUM_TOKENS, num_tokens)
     if place < num_active:
         row = tl.load(order + place)
-        length, queries, end = _lengths(row, batch)
+        length, queries, end = lengths_of(row, batch)
         shared = 0
         if place > 0:
             previous = tl.load(order + place - 1)
-            previous_length, _, _ = _lengths(previous, batch)
+            previous_length, _, _ = lengths_of(previous, batch)
             bound = tl.minimum(length, previous_length) // PAGE_SIZE
             shared = _shared_columns(table, previous, row, bound, table_stride, BLOCK) * PAGE_SIZE
         for begin in range(0, queries, BLOCK):

@@ -106,6 +106,7 @@ class DevicePlanner:
         """limits: those that the plans were reserved with."""
         self._ways, self._capacity, self._limits = ways, capacity, limits
         self._page_size, self._card, self._device = page_size, card, device
+        self._most_queries = capacity.max_query_len or capacity.max_query_tokens  # of a request
         self._sizes = _sizes(ways, capacity.max_pages_per_request)
         self._tables = {
             "stages": torch.from_numpy(ways.stages.astype(np.int32)).to(device),
@@ -154,13 +155,14 @@ class DevicePlanner:
             TypeError: if a tensor is not int32.
             ValueError: if a tensor has another shape, stride or device.
         """
-        self._check(block_table, seq_lens, query_start_loc)
+        self.check(block_table, seq_lens, query_start_loc)
         batch = (block_table, seq_lens, query_start_loc)
         self._order(plan, batch, window)
         self._tile(window)
         self._list(plan, batch, window)
 
-    def _check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+    def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """Raises what `fill` does."""
         rows = block_table.shape[0] if block_table.ndim == 2 else 0
         expected = {
             "block_table": (block_table, block_table.ndim == 2 and rows <= self._capacity.max_requests),
@@ -182,11 +184,11 @@ class DevicePlanner:
         table, seq_lens, starts = batch
         b, capacity = self._buffers, self._capacity
         rows, tokens, columns = capacity.max_requests, capacity.max_query_tokens, capacity.max_pages_per_request
-        width = min(table.shape[1], columns)
-        bounds = (len(table), width, tokens)
+        width, most = min(table.shape[1], columns), self._most_queries
+        bounds = (len(table), width, tokens, most)
         shape = {"PAGE_SIZE": self._page_size, "ROWS": rows}
         device_order.hash_kernel[(rows,)](
-            table, seq_lens, starts, b["hashes"], b["errors"], len(table), width, table.stride(0), tokens,
+            table, seq_lens, starts, b["hashes"], b["errors"], len(table), width, table.stride(0), tokens, most,
             capacity.num_pages, window, PAGE_SIZE=self._page_size, WIDTH=columns, BLOCK=_BLOCK,
             **self._turn(follows=False),
         )  # fmt: skip
@@ -205,7 +207,7 @@ class DevicePlanner:
         device_order.entries_kernel[(rows,)](
             table, seq_lens, starts, b["rank"], b["order"],
             *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
-            plan.arrays["positions"], b["pieces"], b["state"], len(table), width, table.stride(0), tokens,
+            plan.arrays["positions"], b["pieces"], b["state"], len(table), width, table.stride(0), tokens, most,
             PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=_BLOCK, **self._turn(),
         )  # fmt: skip
 
@@ -229,6 +231,7 @@ class DevicePlanner:
     def _list(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
         """Items, slots, lists."""
         table = batch[0]
+        row_tokens = min(table.shape[1], self._capacity.max_pages_per_request) * self._page_size
         b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
         arrays, kinds, programs = plan.arrays, len(self._ways.kinds), min(limits.items, 8 * self._card.processors)
         shape = {
@@ -246,7 +249,8 @@ class DevicePlanner:
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
         device_lists.lists_kernel[(2 * self._card.processors + 2,)](
-            *batch, len(table), window, b["entry_token"], b["entry_row"], b["state"], tables["stages"], tables["uses"],
+            *batch, len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
+            b["entry_token"], b["entry_row"], b["state"], tables["stages"], tables["uses"],
             tables["kinds"], b["nodes"], b["tiles"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
             *(arrays[name] for name in names), plan.summary, table.stride(0), self._capacity.num_pages, kinds,
             limits.items, limits.runs, limits.queries, limits.merged, limits.slots, BUCKETS=_power(2 * kinds + 1),

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.kernels.device_choice import USE_COLUMNS, USE_STAGE
+from trunkattn.kernels.device_order import lengths_of
 from trunkattn.kernels.device_tiles import HEIGHT, STAGE_COLUMNS, TILE_AGAIN, TILE_FIELDS, TILE_ONCE
 
 # Places in a plan's summary
@@ -14,10 +15,10 @@ TOKENS_ALONE = tl.constexpr(2)  # had every request read its own
 
 @triton.jit
 def summarize(
-    way, num_entries, seq_lens, query_start_loc, stages, uses, tiles, summary, num_rows, window,
+    way, num_entries, batch, stages, uses, tiles, summary, window,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """summary [3] int64, of one plan."""
+    """summary [3] int64, of one plan. batch: as of `lengths_of`."""
     read, alone = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for nth in tl.static_range(2):
         stage = tl.load(uses + (way * 2 + nth) * USE_COLUMNS + USE_STAGE)
@@ -28,11 +29,8 @@ def summarize(
                 tile = begin + tl.arange(0, BLOCK)
                 read += tl.load(of + TILE_ONCE * ENTRIES + tile, mask=tile < num_tiles, other=0)
                 read += tl.load(of + TILE_AGAIN * ENTRIES + tile, mask=tile < num_tiles, other=0)
-    for begin in range(0, num_rows, BLOCK):
-        row = begin + tl.arange(0, BLOCK)
-        first = tl.load(query_start_loc + row, mask=row < num_rows, other=0)
-        queries = tl.load(query_start_loc + row + 1, mask=row < num_rows, other=0) - first
-        length = tl.load(seq_lens + row, mask=row < num_rows, other=0)
+    for begin in range(0, batch[2], BLOCK):
+        length, queries, _end = lengths_of(begin + tl.arange(0, BLOCK), batch)
         seen = tl.minimum(length.to(tl.int64), queries.to(tl.int64) + window - 1)
         alone += tl.where(queries > 0, seen, 0)
     tl.store(summary + WAY, way.to(tl.int64))

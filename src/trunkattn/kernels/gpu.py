@@ -98,6 +98,7 @@ def upload(
     return plan
 
 
+@torch.inference_mode(False)
 def reserve(
     limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str, device: torch.device
 ) -> GpuPlan:

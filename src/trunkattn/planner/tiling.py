@@ -182,7 +182,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     entries = 2 * (tokens + parts * max(heights))
     return TileLimits(
         items=2 * (tokens + parts),
-        runs=(tiles_of_requests + parts) * (runs_of_page + 2),
+        runs=(tiles_of_requests + min(parts, tiles_of_requests)) * (runs_of_page + 2),
         queries=entries,
         merged=tokens,
         slots=2 * tokens + 3 * slots * max(heights),

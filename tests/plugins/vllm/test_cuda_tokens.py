@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention import selector
 
 from trunkattn import write_kv
 from trunkattn.plugins.vllm import backend, cuda, cuda_impl
@@ -29,6 +30,8 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         write_kv(key[: len(slots)], value[: len(slots)], k_cache, v_cache, slots)
 
     kernel = FlashRecorder()
+    # vLLM remembers the class that a process got for a kind of layer: not here, and not for the tests that follow.
+    monkeypatch.setattr(selector, "_cached_get_attn_backend", selector._cached_get_attn_backend.__wrapped__)
     monkeypatch.setattr(backend, "TrunkAttentionBackend", cuda.TrunkAttentionCudaBackend)
     monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
     monkeypatch.setattr(cuda_impl, "gpu_refusals", lambda *arguments: [])

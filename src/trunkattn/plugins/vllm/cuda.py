@@ -1,5 +1,6 @@
 """The back end on NVIDIA GPUs: plans are made by kernels, into buffers that stay where they are, so that the full CUDA
-graphs which vLLM captures for decoding serve every batch, and the host never waits for the device.
+graphs which vLLM captures for decoding serve every batch, and no step waits for the device to be planned. (What was
+read is fetched without waiting too, unless 256 steps have passed and the last fetch is still under way.)
 
 A step's rows that decode, or verify drafts, are planned and run by our kernels. vLLM puts them first; the rows behind,
 prompts, run in FlashAttention. For layers that it does not serve (8-bit caches, float32) our kernels run the prompts
@@ -53,11 +54,12 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
 
 @dataclass
 class CudaStep(AttentionMetadata):
-    """What the layers of a group need of a step. launched: whether a layer has run it from the host; a CUDA graph does
-    not."""
+    """What the layers of a group need of a step. requests: of the rows that decode, those that are no padding.
+    launched: whether a layer has run it from the host; a CUDA graph does not."""
 
     plans: dict[LayerKind, tuple[BatchAttention, Plan]]
     decodes: int
+    requests: int
     decode_tokens: int
     prefill: PrefillRows | None
     launched: bool = False
@@ -88,6 +90,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._device_traffic: DeviceTraffic | None = None
         self._plans: dict[LayerKind, Plan] = {}
         self._widths = self.widths()
+        self._reported = 0
         self._last: CudaStep | None = None
         for kind, count in self.layers.items():
             impl = next(layer.impl for layer in self.modules.values() if layer.impl.kind == kind)
@@ -121,7 +124,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
-        return CudaStep(plans, decodes, decode_tokens, prefill)
+        requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
+        return CudaStep(plans, decodes, requests, decode_tokens, prefill)
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """For the most that a step can decode: rows of the block table are as wide as the longest request."""
@@ -139,7 +143,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         own = {layer.impl.kind for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[kind]: BatchAttention(self.configs[kind], self.device) for kind in own}
         self._prefill_attentions = {kind: shared[self.configs[kind]] for kind in own}
-        self._device_traffic = DeviceTraffic(len(self.layers), self.device)
+        errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
+        self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
     def _plan(self, batch: Any, decodes: int) -> dict[LayerKind, tuple[BatchAttention, Plan]]:
         rows = (
@@ -167,12 +172,17 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         if last is not None:
             self.ledger.step(last.path)
         if step.plans:
-            traffic.note([plan.traffic for _, plan in step.plans.values()], step.decodes)
+            traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
         else:
             self.ledger.unshared("no_decode")
         full = traffic.full
         for requests, tokens in traffic.take(wait=full):
             totals = [(read * width, alone * width) for (read, alone), width in zip(tokens, self._widths, strict=True)]
             self.ledger.read(sum(read for read, _ in totals), sum(alone for _, alone in totals), requests)
+        if traffic.errors != self._reported:
+            from trunkattn.kernels.device_plan import errors_of  # with Triton, which tests without a GPU do not have
+
+            self._reported = traffic.errors
+            logger.error("TrunkAttention met a batch that was out of bounds: %s", "; ".join(errors_of(self._reported)))
         if self.ledger.log() or full:
             traffic.send()

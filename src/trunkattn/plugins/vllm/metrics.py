@@ -127,8 +127,11 @@ class DeviceTraffic:
     """Traffic of plans that a GPU makes, fetched without waiting for it: a step's numbers are copied to a ring on the
     device, and that to the host now and then, where it is read once it has arrived."""
 
-    def __init__(self, num_kinds: int, device: torch.device) -> None:
+    def __init__(self, num_kinds: int, device: torch.device, errors: list[torch.Tensor]) -> None:
+        """errors: words of `BatchAttention.errors`, which come along."""
         on_gpu = device.type == "cuda"
+        self._errors = errors
+        self._host_errors = torch.zeros(max(1, len(errors)), dtype=torch.int32, pin_memory=on_gpu)
         self._ring = torch.zeros(RING_STEPS, num_kinds, 2, dtype=torch.int64, device=device)
         self._slots = [list(step.unbind()) for step in self._ring.unbind()]
         self._host = torch.zeros(self._ring.shape, dtype=torch.int64, pin_memory=on_gpu)
@@ -154,9 +157,19 @@ class DeviceTraffic:
         if self._sent:
             return
         self._host.copy_(self._ring, non_blocking=True)
+        for place, errors in zip(self._host_errors.split(1), self._errors, strict=False):
+            place.copy_(errors, non_blocking=True)
         if self._arrival is not None:
             self._arrival.record()
         self._sent, self._noted = self._noted, []
+
+    @property
+    def errors(self) -> int:
+        """What the words held that arrived last, together."""
+        bits = 0
+        for errors in self._host_errors.tolist():
+            bits |= errors
+        return bits
 
     def take(self, wait: bool = False) -> list[tuple[int, list[list[int]]]]:
         """What was sent, once it has arrived, else nothing: (requests, [tokens read, tokens alone] of each kind)."""
