@@ -61,30 +61,27 @@ class DeviceStep:
 
     def stats(self) -> PlanStats:
         """See PlanStats. Waits for the device."""
-        tile_list, batch, kinds = self.tile_list(), self.batch(), self.rule.kinds
-        counts = np.diff(tile_list.counts)
-        tiles = {
-            f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + len(kinds)]) for i, kind in enumerate(kinds)
-        }
-        alone = tokens_per_query(
-            batch.seq_lens, batch.query_start_loc, batch.window, kinds[-1].entries(self.rule.group_size)
-        )
-        items, ways = len(tile_list.items), self.rule.priced.ways
         assert self.gpu_plan.summary is not None
-        way = int(self.gpu_plan.summary[0])
-        return PlanStats(
-            kv_tokens_read=int((tile_list.runs[:, 1] >> 16).sum()),
-            kv_tokens_per_query=int(alone),
-            num_packs=items,
-            num_work_items=items,
-            tiles=tiles,
-            policy=ways[way].name(self.rule),
-            reason="least predicted time, found on the device",
-        )
+        way = self.rule.priced.ways[int(self.gpu_plan.summary[0])]
+        described = way.name(self.rule), "least predicted time, found on the device"
+        return tile_stats(self.tile_list(), self.batch(), self.rule, *described)
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
         check_tiles(self.tile_list(), self.batch(), self.rule)
+
+
+def tile_stats(tile_list: TileList, batch: Batch, rule: TilingRule, policy: str, reason: str) -> PlanStats:
+    """See PlanStats. A trunk that several tiles read leaves memory once; the others find it in the L2 cache."""
+    kinds, counts = rule.kinds, np.diff(tile_list.counts)
+    tiles = {
+        f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + len(kinds)]) for i, kind in enumerate(kinds)
+    }
+    read = int((tile_list.runs[:, 1] >> 16).sum())
+    tallest = kinds[-1].entries(rule.group_size)
+    alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
+    items = len(tile_list.items)
+    return PlanStats(read, alone, items, items, tiles, policy, reason)
 
 
 class OnDevice:
@@ -94,6 +91,9 @@ class OnDevice:
     def __init__(
         self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
     ) -> None:
+        most = int(np.iinfo(np.int32).max) // rule.page_size
+        if capacity.num_pages > most:
+            raise ValueError(f"num_pages={capacity.num_pages}: expected at most {most}, places in the cache are int32")
         self._rule, self._device = rule, device
         self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
         # by plan and tensors; an engine pads a step to some numbers of rows, and may have one plan for each window

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from trunkattn.attention_config import AttentionConfig
-from trunkattn.attention_device import DeviceStep, OnDevice
+from trunkattn.attention_device import DeviceStep, OnDevice, tile_stats
 from trunkattn.attention_planner import make_planner
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, decode_tiles, gpu_device, gpu_limits, without_subtiles
 from trunkattn.plan_format import Capacity, PlanStats, TileList
-from trunkattn.planner.build import Batch, tokens_per_query
+from trunkattn.planner.build import Batch
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.forest import Forest
 from trunkattn.planner.splitting import UNLIMITED
@@ -48,19 +48,8 @@ class GpuStep:
         return int(self.batch.query_start_loc[-1])
 
     def stats(self) -> PlanStats:
-        """See PlanStats. A trunk that several tiles read leaves memory once; the others find it in the L2 cache."""
-        tile_list, batch = self.tile_list, self.batch
-        kinds = len(self.rule.kinds)
-        counts = np.diff(tile_list.counts)
-        tiles = {
-            f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + kinds])
-            for i, kind in enumerate(self.rule.kinds)
-        }
-        read = int((tile_list.runs[:, 1] >> 16).sum())
-        tallest = self.rule.kinds[-1].entries(self.rule.group_size)
-        alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
-        items = len(tile_list.items)
-        return PlanStats(read, alone, items, items, tiles, self.policy, self.reason)
+        """See PlanStats."""
+        return tile_stats(self.tile_list, self.batch, self.rule, self.policy, self.reason)
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
@@ -68,7 +57,7 @@ class GpuStep:
 
 
 class GpuExecutor:
-    """Plans on the host and runs on a GPU."""
+    """Plans, on the host or on the device, and runs on a GPU."""
 
     @torch.inference_mode(False)  # what it keeps is written to outside of it too
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:

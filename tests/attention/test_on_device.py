@@ -22,9 +22,9 @@ TABLE, LENS, STARTS = (
 )
 
 
-def made(max_query_len: int = 1) -> tuple[OnDevice, gpu.GpuPlan]:
+def made(max_query_len: int = 1, num_pages: int = 200) -> tuple[OnDevice, gpu.GpuPlan]:
     """For 16 requests of 16 pages."""
-    capacity = Capacity(16, 32, 16, 200, max_query_len)
+    capacity = Capacity(16, 32, 16, num_pages, max_query_len)
     limits = tile_limits(RULE, capacity)
     geometry = gpu.Geometry(8, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
     plan = gpu.reserve(limits, decode_tiles(2, 128, 4), geometry, CARD, "serial", CPU)
@@ -92,6 +92,11 @@ def test_what_a_row_would_read_alone_is_counted_within_its_bounds() -> None:
     step = on_device.plan((TABLE, lens, None), UNLIMITED, plan)
     assert isinstance(step, DeviceStep) and step.summary is not None
     assert int(step.summary[2]) == 11 * 116 + TABLE.shape[1] * 16
+
+
+def test_a_cache_has_no_more_places_than_int32_counts() -> None:
+    with pytest.raises(ValueError, match=r"num_pages=134217728: expected at most 134217727"):
+        made(num_pages=1 << 27)
 
 
 def test_plans_of_the_host_have_no_traffic() -> None:

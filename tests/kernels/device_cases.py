@@ -1,10 +1,11 @@
 """A plan filled on the device beside the one that the host fills, for one rule and batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from trunkattn.attention_device import tile_ways
 from trunkattn.kernels import gpu
 from trunkattn.kernels.device_plan import DevicePlanner, TileWays, errors_of
 from trunkattn.kernels.tile_table import GpuTile
@@ -24,14 +25,8 @@ GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 def ways_of(rule: TilingRule, way: int | None = None) -> TileWays:
     """The candidates of a rule, or one of them."""
-    priced = rule.priced
-    uses = priced.uses if way is None else priced.uses[way : way + 1]
-    kinds = [
-        [*kind.block_ns, *kind.chain_ns, slots, kind.entries(rule.group_size) // kind.subtiles]
-        for kind, slots in zip(rule.kinds, priced.costs.slots, strict=True)
-    ]
-    costs = [int(cost) for cost in priced.costs[3:]]
-    return TileWays(priced.stages, uses, np.array(kinds), np.array(costs), rule.run, rule.fuse_up_to)
+    ways = tile_ways(rule)
+    return ways if way is None else replace(ways, uses=ways.uses[way : way + 1])
 
 
 def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:

@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trunkattn.attention_device import tile_ways
 from trunkattn.kernels import device_choice, device_items, device_lists, device_order, device_tiles, gpu
-from trunkattn.kernels.device_plan import DevicePlanner, TileWays
+from trunkattn.kernels.device_plan import DevicePlanner
 from trunkattn.kernels.tile_table import decode_tiles
 from trunkattn.plan_format import Capacity
 from trunkattn.planner.tiling import TileKind, TilingRule, tile_limits
@@ -55,11 +55,9 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
         for it in decode_tiles(2, 128, group_size)
     )
     rule = TilingRule(kinds, group_size, 8, 16, 5300, 3_000_000, 512, 10_000, 8, 50 << 20)
-    priced, capacity = rule.priced, Capacity(256, 256, 512, 1 << 16)
-    rows = [[*kind.block_ns, *kind.chain_ns, 33, kind.entries(group_size) // kind.subtiles] for kind in kinds]
-    ways = TileWays(priced.stages, priced.uses, np.array(rows), np.array(priced.costs[3:]), rule.run, 8)
+    capacity = Capacity(256, 256, 512, 1 << 16)
     limits = tile_limits(rule, capacity)
-    planner = DevicePlanner(ways, capacity, limits, 16, gpu.Card(132, capability >= 90), torch.device("cpu"))
+    planner = DevicePlanner(tile_ways(rule), capacity, limits, 16, gpu.Card(132, capability >= 90), torch.device("cpu"))
     geometry = gpu.Geometry(8 * group_size, 8, 128, 128, 16, rule.run, 1 << 30, True, None, False)
     tiles = decode_tiles(2, 128, group_size)
     plan = gpu.reserve(limits, tiles, geometry, gpu.Card(132, True), "serial", torch.device("cpu"))

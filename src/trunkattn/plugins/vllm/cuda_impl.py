@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from trunkattn.plugins.vllm import versions
 from trunkattn.plugins.vllm.flash import PrefillRows, find_flash
-from trunkattn.plugins.vllm.impl import LayerKind, TrunkAttentionImpl, check_supported, check_unquantized
+from trunkattn.plugins.vllm.impl import LayerKind, TrunkAttentionImpl, check_supported
 
 
 def gpu_refusals(kind: LayerKind, scaled: bool, vllm_config: Any) -> list[str]:
@@ -53,26 +53,19 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
             *(key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale)
         )
 
-    def forward(
+    def _attend(
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        step: Any,
         output: torch.Tensor,
-        **output_quantization: Any,
-    ) -> torch.Tensor:
-        """As on a CPU; attn_metadata: the builder's `CudaStep`. A CUDA graph may capture it if the step only decodes.
+    ) -> None:
+        """As on a CPU; step: the builder's `CudaStep`. A CUDA graph may capture it if it only decodes.
 
         Raises:
-            ValueError: if a scale is given to quantize the output with, or a step with prompts is captured.
+            ValueError: if a step with prompts is captured.
         """
-        if attn_metadata is None:
-            return output.fill_(0)
-        check_unquantized(output_quantization)
-        step, caches = attn_metadata, self._caches(kv_cache)
         step.launched = True
         if step.decode_tokens:
             attention, plan = step.plans[self.kind]
@@ -80,7 +73,6 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
             attention.run(plan, query[rows], *caches, out=output[rows], sinks=self.sinks, **scales)
         if step.prefill is not None:
             self._prefill(layer, query, caches, step.prefill, output)
-        return output
 
     def _prefill(
         self,

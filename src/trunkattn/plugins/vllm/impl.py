@@ -158,7 +158,7 @@ class TrunkAttentionImpl(AttentionImpl):
         **output_quantization: Any,
     ) -> torch.Tensor:
         """Writes and returns output [num_tokens, num_heads, head_size]; rows past the step's tokens are padding.
-        attn_metadata: the builder's `StepPlans`; None while vLLM measures memory, when output is zeros.
+        attn_metadata: what the builder made; None while vLLM measures memory, when output is zeros.
 
         Raises:
             ValueError: if a scale is given to quantize the output with.
@@ -166,10 +166,21 @@ class TrunkAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         check_unquantized(output_quantization)
-        attention, plan = attn_metadata.plans[self.kind]
-        rows, caches = plan.num_query_tokens, self._caches(kv_cache)
-        attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **self._scales(layer))
+        self._attend(layer, query, self._caches(kv_cache), attn_metadata, output)
         return output
+
+    def _attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        step: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """`forward` of a step that is there; step: what the builder made."""
+        attention, plan = step.plans[self.kind]
+        rows = plan.num_query_tokens
+        attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **self._scales(layer))
 
     def _scales(self, layer: Any) -> dict[str, Any]:
         """What stored keys and values are to be multiplied by."""
