@@ -104,10 +104,14 @@ def counters() -> dict[str, float]:
     return found
 
 
-def serve(backend: str, model: Path, repeats: int, answers: Connection) -> None:
+def hide_benchmarks(path: list[str]) -> None:
+    """transformers imports a package "kernels" if it finds one, and would find kernels.py beside this file."""
+    path[:] = [folder for folder in path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+
+def serve(backend: str, model: Path, cards: int, repeats: int, answers: Connection) -> None:
     """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
-    # transformers imports a package "kernels" if it finds one, and would find kernels.py beside this file
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+    hide_benchmarks(sys.path)
     with tempfile.TemporaryDirectory() as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -115,7 +119,7 @@ def serve(backend: str, model: Path, repeats: int, answers: Connection) -> None:
         from vllm import LLM
 
         start = perf_counter()
-        llm: Any = LLM(str(model), attention_backend=backend, **OPTIONS)
+        llm: Any = LLM(str(model), attention_backend=backend, tensor_parallel_size=cards, **OPTIONS)
         ready = perf_counter() - start
         print(f"{backend}: ready after {ready:.0f} s", flush=True)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -125,7 +129,7 @@ def serve(backend: str, model: Path, repeats: int, answers: Connection) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def run_backend(backend: str, model: Path, repeats: int) -> dict[str, Any]:
+def run_backend(backend: str, model: Path, cards: int, repeats: int) -> dict[str, Any]:
     """Figures of each workload, and "" for facts of the run.
 
     Raises:
@@ -133,7 +137,7 @@ def run_backend(backend: str, model: Path, repeats: int) -> dict[str, Any]:
     """
     context = multiprocessing.get_context("spawn")
     answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(backend, model, repeats, sender))
+    process = context.Process(target=serve, args=(backend, model, cards, repeats, sender))
     process.start()
     sender.close()
     found: dict[str, Any] = {}
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
     parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
@@ -187,14 +192,16 @@ def main() -> None:
         parser.error(f"argument --model: {arguments.model} has no config.json")
     from report import write_result  # not by the processes that vLLM starts, which import this file: see `serve`
 
-    results = {name: run_backend(name, arguments.model, arguments.repeats) for name in arguments.backends}
+    cards = arguments.tensor_parallel
+    results = {name: run_backend(name, arguments.model, cards, arguments.repeats) for name in arguments.backends}
     rows = table(results)
     for row in rows:
         print(row, flush=True)
     facts = {backend: found[""] for backend, found in results.items()}
     card = next(iter(facts.values()))["card"]
-    figures = {"card": card, "model": arguments.model.name, "options": OPTIONS, "repeats": arguments.repeats}
-    name = f"vllm-tpot-{card.split()[-1].lower()}"
+    figures = {"card": card, "cards": cards, "model": arguments.model.name, "options": OPTIONS}
+    figures["repeats"] = arguments.repeats
+    name = f"vllm-tpot-{card.split()[-1].lower()}" + (f"-tp{cards}" if cards > 1 else "")
     print(write_result(name, figures | {"rows": rows, "runs": facts}, "vllm", "triton"))
 
 

@@ -108,7 +108,7 @@ def test_a_batch_attention_plans_and_replays_on_the_device() -> None:
     """Plans of tensors seen before are replayed as graphs: for another plan, other values, after a refusal."""
     config = AttentionConfig(8, 2, 128, 16, torch.bfloat16)
     batches = [batch_of("1,4,16_64,32,20"), batch_of("1,16_96,20")]
-    table, lens = (torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((16, 8), 16))
+    table, lens = (torch.ones(shape, dtype=torch.int32, device="cuda") for shape in ((16, 8), 16))
     attention = BatchAttention(config, "cuda", Capacity(16, 16, 8, 512, 1))
     k_cache, v_cache = (torch.randn(512, 16, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(16, 8, 128, device="cuda", dtype=torch.bfloat16)
