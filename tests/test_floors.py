@@ -35,6 +35,8 @@ SAME_FLOOR = MappingProxyType(
         "attention_device": "attention",
         "attention_gpu": "attention",
         "attention_planner": "attention",
+        "attention_prefill": "attention",
+        "attention_training": "attention",
         "checks": "attention",
     }
 )  # one module in several files

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trunkattn.attention import BatchAttention, Plan
     from trunkattn.attention_config import AttentionConfig
+    from trunkattn.attention_training import flash_attention
     from trunkattn.engine import LLM, SamplingParams
     from trunkattn.kernels.merge import merge_states
     from trunkattn.kernels.write_kv import write_kv
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "PlanStats",
     "SamplingParams",
+    "flash_attention",
     "merge_states",
     "write_kv",
 ]
@@ -37,6 +39,7 @@ _HOMES: Final = MappingProxyType(
         "Plan": "trunkattn.attention",
         "PlanStats": "trunkattn.plan_format",
         "SamplingParams": "trunkattn.engine",
+        "flash_attention": "trunkattn.attention_training",
         "merge_states": "trunkattn.kernels.merge",
         "write_kv": "trunkattn.kernels.write_kv",
     }
