@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from trunkattn.cli.app import app
 from trunkattn.cli.generate import print_stream
 from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.config import SCHEDULER_POLICIES
 
 
 def invoke(*arguments: object, stdin: str | None = None) -> Result:
@@ -44,6 +45,24 @@ def test_json_holds_what_the_library_answers(tiny_folder: Path, tmp_path: Path) 
         first = one["answers"][0]["logprobs"][0]
         assert {entry["token_id"] for entry in first} == set(other.outputs[0].logprobs[0])  # type: ignore[index]
     assert 0 < printed["stats"]["kv_tokens_read"] <= printed["stats"]["kv_tokens_per_query"]
+
+
+def test_scheduling_options_reach_the_engine(tiny_folder: Path) -> None:
+    prompts = ["one two three four", "five six seven eight nine", "ten"]
+    steps = []
+    for options in ({}, {"max_num_seqs": 2}, {"max_num_seqs": 3, "max_num_batched_tokens": 3}):
+        for policy in SCHEDULER_POLICIES:
+            chosen = {**options, "scheduler_policy": policy}
+            arguments = [str(part) for name, value in chosen.items() for part in (f"--{name.replace('_', '-')}", value)]
+            arguments += [part for prompt in prompts for part in ("--prompt", prompt)]
+            result = invoke(
+                "--model", tiny_folder, "--no-chat", "--max-tokens", 4, "--ignore-eos", "--json", *arguments
+            )
+            llm = LLM(tiny_folder, **chosen)
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            assert json.loads(result.stdout)["stats"]["steps"] == llm.stats.steps
+            steps.append(llm.stats.steps)
+    assert len(set(steps)) >= 4, "the options make a difference"
 
 
 def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
@@ -99,6 +118,9 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--stop", ""], ["--stop", "not empty"]),
         (["--page-size", "0"], ["--page-size", "0", ">= 1"]),
         (["--policy", "magic"], ["--policy", "magic", "per_query"]),
+        (["--scheduler-policy", "fifo"], ["--scheduler-policy", "fifo", "hybrid, prefill_first"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "0", ">= 1"]),
+        (["--max-num-batched-tokens", "255"], ["--max-num-batched-tokens", "255", "at least max_num_seqs=256"]),
         (["--prompt", " "], ["--prompt", "expected text"]),
         (["--prompt-file", "a.txt"], ["--prompt-file", "one of them"]),
         (["--prompt", "word " * 600], ["expected 1 to 511"]),

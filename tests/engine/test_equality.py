@@ -13,9 +13,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 POLICIES = ("per_query", "relay", "cascade", "fasttree", "pat", "optimal", "auto")
 SCENARIOS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
-    "chunks": {"max_num_batched_tokens": 13},
+    "chunks": {"max_num_batched_tokens": 13, "max_num_seqs": 13},
     "preemption": {"num_pages": 34, "max_num_batched_tokens": 50},
     "few slots": {"max_num_seqs": 3, "page_size": 16},
+    "prefill first": {"scheduler_policy": "prefill_first", "max_num_batched_tokens": 40},
+    "prefill first, preemption": {"scheduler_policy": "prefill_first", "num_pages": 34},
     "nothing cached": {"enable_prefix_caching": False},
 }
 
@@ -52,7 +54,7 @@ def test_every_policy_in_every_scenario(
     llm = LLM(model.path, policy=policy, **options)
     outputs = run_twice(llm)
     assert_greedy(model, outputs, NUM_TOKENS)
-    assert (llm.stats.preemptions > 0) == (scenario == "preemption")
+    assert (llm.stats.preemptions > 0) == ("preemption" in scenario)
     caching = options.get("enable_prefix_caching", True)
     assert all((output.num_cached_tokens > 0) == caching for output in outputs[8:13])
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
@@ -61,7 +63,7 @@ def test_every_policy_in_every_scenario(
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_windows_soft_caps_and_sinks(tiny_model: Callable[[str], Any], assert_greedy: AssertGreedy, name: str) -> None:
     model = tiny_model(name)
-    llm = LLM(model.path, page_size=4, num_pages=34, max_num_batched_tokens=20)
+    llm = LLM(model.path, page_size=4, num_pages=34, max_num_seqs=16, max_num_batched_tokens=20)
     assert_greedy(model, run_twice(llm), NUM_TOKENS)
     assert llm.stats.preemptions > 0
 

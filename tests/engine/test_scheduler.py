@@ -6,16 +6,16 @@ from itertools import count
 import pytest
 
 from trunkattn.cache.manager import CacheManager
-from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.config import SCHEDULER_POLICIES, SamplingParams
 from trunkattn.engine.request import Request
-from trunkattn.engine.scheduler import Batch, Scheduler
+from trunkattn.engine.scheduler import POLICIES, Batch, Scheduler
 
 PAGE_SIZE = 4
 ARRIVALS = count()
 
 
-def make_scheduler(num_pages: int = 100, max_num_seqs: int = 8, budget: int = 64) -> Scheduler:
-    return Scheduler(CacheManager(num_pages, PAGE_SIZE), max_num_seqs, budget)
+def make_scheduler(num_pages: int = 100, max_num_seqs: int = 8, budget: int = 64, policy: str = "hybrid") -> Scheduler:
+    return Scheduler(CacheManager(num_pages, PAGE_SIZE), max_num_seqs, budget, policy)
 
 
 def make_request(prompt: Sequence[int], max_tokens: int = 8, n: int = 1) -> Request:
@@ -93,13 +93,68 @@ def test_a_chunk_leaves_one_token_for_each_later_sequence() -> None:
     assert lengths(step(scheduler)) == [11, 1]
 
 
-def test_the_budget_bounds_the_sequences_that_run() -> None:
-    scheduler = make_scheduler(max_num_seqs=50, budget=3)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_below_the_decodes_is_refused(policy: str) -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens=3: expected at least max_num_seqs=4"):
+        make_scheduler(max_num_seqs=4, budget=3, policy=policy)
+    scheduler = make_scheduler(max_num_seqs=3, budget=3, policy=policy)
     for value in range(5):
         scheduler.add(make_request([value]))
     assert lengths(step(scheduler)) == [1, 1, 1]
     assert len(scheduler.waiting) == 2
     finish_all(scheduler)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    assert tuple(POLICIES) == SCHEDULER_POLICIES
+    with pytest.raises(ValueError, match="policy='fifo': expected one of hybrid, prefill_first"):
+        make_scheduler(policy="fifo")
+
+
+def test_prompts_come_first_and_stall_the_decodes() -> None:
+    scheduler = make_scheduler(budget=10, policy="prefill_first")
+    first = make_request([7] * 3)
+    scheduler.add(first)
+    batches = [step(scheduler), step(scheduler)]
+    for value in (20, 30, 40):
+        scheduler.add(make_request(range(value, value + 5)))
+    scheduler.add(make_request(range(100, 125)))
+    batches += [step(scheduler) for _ in range(4)]
+    # Two prompts fill the budget. The third leaves no room for the long one, which exceeds the budget and goes alone.
+    assert [lengths(batch) for batch in batches] == [[3], [1], [5, 5], [5], [25], [1] * 5]
+    assert first.num_output_tokens == 3, "no token while the prompts were computed"
+    finish_all(scheduler)
+
+
+def test_decodes_go_on_while_no_prompt_can_start() -> None:
+    scheduler = make_scheduler(num_pages=6, max_num_seqs=2, policy="prefill_first")
+    running = [make_request(range(8), max_tokens=4), make_request(range(50, 54), max_tokens=2)]
+    waiting = [make_request(range(70, 86), max_tokens=2), make_request([3], max_tokens=2)]
+    for request in running + waiting:
+        scheduler.add(request)
+    steps = []
+    while scheduler.has_unfinished:
+        steps.append([(chunk.request, chunk.num_tokens) for chunk in step(scheduler).chunks])
+    first, second = running
+    assert steps[:4] == [[(first, 8), (second, 4)], [(first, 1), (second, 1)], [(first, 1)], [(first, 1)]]
+    assert steps[4:] == [[(waiting[0], 16), (waiting[1], 1)], [(waiting[0], 1), (waiting[1], 1)]]
+
+
+@pytest.mark.parametrize("budget", [4, 5, 9])
+def test_no_decode_waits_whatever_arrives(budget: int) -> None:
+    scheduler = make_scheduler(num_pages=400, max_num_seqs=4, budget=budget)
+    early, *others = requests = [make_request(range(100 * i, 100 * i + 30 - 9 * i)) for i in range(4)]
+    for request in others:
+        scheduler.add(request)
+    for number in range(40):
+        if number == 6:
+            scheduler.add(early)  # as after a preemption: the first in order, with a whole prompt to compute
+        decoding = [request for request in scheduler.running if request.num_output_tokens]
+        batch = step(scheduler)
+        assert sum(lengths(batch)) <= budget
+        assert {(chunk.request, chunk.num_tokens) for chunk in batch.chunks} >= {(one, 1) for one in decoding}
+    finish_all(scheduler)
+    assert all(request.num_output_tokens == 8 for request in requests)
 
 
 def test_a_shared_prefix_that_arrives_at_once_is_computed_once() -> None:

@@ -33,6 +33,23 @@ def expected_answer(prompt: Sequence[int], index: int, max_tokens: int) -> list[
     return token_ids[len(prompt) :]
 
 
+def check_hybrid(batch: Batch, kept: list[Request], running: set[Request]) -> None:
+    """Every sequence that ran and still has its pages gets a token at least, and nobody stands before it."""
+    assert [chunk.request for chunk in batch.chunks[: len(kept)]] == kept
+    assert all(chunk.num_tokens >= 1 for chunk in batch.chunks)
+
+
+def check_prefill_first(batch: Batch, kept: list[Request], running: set[Request]) -> None:
+    """Whole prompts alone, or a token for every sequence that ran and still has its pages."""
+    assert all(chunk.is_sampled for chunk in batch.chunks)
+    if any(chunk.request in running for chunk in batch.chunks):
+        assert [chunk.request for chunk in batch.chunks] == kept
+        assert all(chunk.num_tokens == 1 for chunk in batch.chunks)
+
+
+CHECKS = {"hybrid": check_hybrid, "prefill_first": check_prefill_first}
+
+
 @dataclass
 class Trace:
     """A scheduler, and what its pages hold: (page, slot) -> the tokens up to and including the one stored there."""
@@ -40,6 +57,7 @@ class Trace:
     scheduler: Scheduler
     page_size: int
     max_model_len: int
+    policy: str = "hybrid"
     store: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     requests: list[list[Request]] = field(default_factory=list)
     computed: int = 0
@@ -65,8 +83,12 @@ class Trace:
         self.scheduler.add(sequences[0])
 
     def step(self, fails: bool = False) -> None:
+        running = set(self.scheduler.running)
         batch = self.scheduler.schedule()
-        assert sum(chunk.num_tokens for chunk in batch.chunks) <= self.scheduler.max_num_batched_tokens
+        CHECKS[self.policy](batch, [request for request in self.scheduler.running if request in running], running)
+        lengths = [chunk.num_tokens for chunk in batch.chunks]
+        is_long_prompt = self.policy == "prefill_first" and len(lengths) == 1
+        assert sum(lengths) <= self.scheduler.max_num_batched_tokens or is_long_prompt
         assert len(batch.chunks) <= self.scheduler.max_num_seqs
         assert bool(batch.chunks) == self.scheduler.has_unfinished
         if fails:
@@ -143,15 +165,17 @@ TRUNKS = tuple(tuple((7 * trunk + position * position) % 5 for position in range
     page_size=st.integers(1, 5),
     num_pages=st.integers(8, 60),
     max_num_seqs=st.integers(1, 6),
-    budget=st.integers(1, 30),
+    room=st.integers(0, 25),
     caching=st.booleans(),
+    policy=st.sampled_from(sorted(CHECKS)),
     operations=st.lists(st.one_of(ADD, STEP, STEP, FAIL, ABORT), max_size=40),
 )
 def test_every_trace_answers_right_and_leaves_no_page(
-    page_size: int, num_pages: int, max_num_seqs: int, budget: int, caching: bool, operations: list[tuple]
+    page_size: int, num_pages: int, max_num_seqs: int, room: int, caching: bool, policy: str, operations: list[tuple]
 ) -> None:
     cache = CacheManager(num_pages, page_size, caching)
-    trace = Trace(Scheduler(cache, max_num_seqs, budget), page_size, max_model_len=num_pages * page_size)
+    scheduler = Scheduler(cache, max_num_seqs, max_num_seqs + room, policy)
+    trace = Trace(scheduler, page_size, max_model_len=num_pages * page_size, policy=policy)
     for operation in operations:
         if operation[0] == "add":
             _, trunk, length, tail, n, max_tokens = operation
@@ -169,14 +193,15 @@ def test_every_trace_answers_right_and_leaves_no_page(
 @given(
     trunk=st.integers(0, 60),
     tails=st.lists(st.integers(1, 9), min_size=2, max_size=10),
-    budget=st.integers(8, 40),
+    budget=st.integers(16, 40),
     page_size=st.integers(1, 8),
+    policy=st.sampled_from(sorted(CHECKS)),
 )
 def test_a_prefix_that_arrives_at_once_is_computed_once(
-    trunk: int, tails: list[int], budget: int, page_size: int
+    trunk: int, tails: list[int], budget: int, page_size: int, policy: str
 ) -> None:
     cache = CacheManager(1000, page_size)
-    trace = Trace(Scheduler(cache, 16, budget), page_size, max_model_len=200)
+    trace = Trace(Scheduler(cache, 16, budget, policy), page_size, max_model_len=200, policy=policy)
     for i, tail in enumerate(tails):
         trace.add([*range(100, 100 + trunk), *(1000 * (i + 1) + j for j in range(tail))], n=1, max_tokens=1)
     trace.finish()

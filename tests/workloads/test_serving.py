@@ -12,6 +12,8 @@ from trunkattn.workloads import (
     agent_requests,
     batch_of_prefixes,
     conversation_batch,
+    conversation_lengths,
+    poisson_arrivals,
 )
 
 
@@ -91,3 +93,23 @@ def test_an_agents_batch_holds_one_turn_of_a_session() -> None:
 def test_nothing_to_draw_is_refused(call: object) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         call()  # type: ignore[operator]
+
+
+def test_conversations_are_as_long_as_those_of_the_trace() -> None:
+    prompts, outputs = conversation_lengths(20_000, seed=0).T
+    assert np.median(prompts) == pytest.approx(6909, rel=0.05)
+    assert np.quantile(prompts, [0.25, 0.75]) == pytest.approx([2306, 15368], rel=0.2)
+    assert outputs.mean() == pytest.approx(343, rel=0.03) and outputs.min() >= 1
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    arrivals = poisson_arrivals(20_000, rate=4.0, seed=0)
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0 and gaps.min() > 0
+    assert gaps.mean() == pytest.approx(0.25, rel=0.03) and gaps.std() == pytest.approx(0.25, rel=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate must be a number above 0"):
+        poisson_arrivals(3, rate, seed=0)

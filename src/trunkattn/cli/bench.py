@@ -17,6 +17,7 @@ BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
         "relay": "relay.py",
         "attention": "cpu_attention.py",
         "engine": "cpu_engine.py",
+        "serving": "serving.py",
         "planner": "planner.py",
         "equality": "equality.py",
     }

@@ -23,7 +23,14 @@ def run_generate(options: GenerateOptions) -> None:
     with reported_by_option(GenerateOptions):
         params = sampling_params(options)
         with working(errors, f"Loading {options.model.name}"):
-            llm = LLM(options.model, policy=options.policy, page_size=options.page_size)
+            llm = LLM(
+                options.model,
+                policy=options.policy,
+                page_size=options.page_size,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                scheduler_policy=options.scheduler_policy,
+            )
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):
         stream = llm.stream(requests, params)

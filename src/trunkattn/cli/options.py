@@ -122,6 +122,19 @@ class GenerateOptions:
         ),
     ] = "auto"
     page_size: Annotated[int, _integer(ENGINE, "Tokens per KV page.")] = 16
+    max_num_seqs: Annotated[int, _integer(ENGINE, "Answers that are computed at once; the others wait.")] = 256
+    max_num_batched_tokens: Annotated[
+        int, _integer(ENGINE, "Tokens of a step, at least --max-num-seqs. Fewer make steadier times between tokens.")
+    ] = 2048
+    scheduler_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Who gets a step's tokens: hybrid, prefill_first. hybrid computes long prompts in chunks beside the "
+            "running answers, prefill_first whole while the running answers stall.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "hybrid"
     as_json: Annotated[bool, JSON_OPTION] = False
 
 

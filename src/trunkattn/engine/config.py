@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULER_POLICIES = ("hybrid", "prefill_first")
 GREEDY_BELOW = 1e-5  # a smaller temperature is 0: its softmax is one-hot in float32 anyway
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -41,6 +42,17 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}: expected True or False")
 
 
+def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raises TypeError or ValueError unless each of the sequences can decode a token within the budget of a step."""
+    check_int("max_num_seqs", max_num_seqs, 1)
+    check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens={max_num_batched_tokens!r}: expected at least max_num_seqs={max_num_seqs!r}, so "
+            f"that every running decode gets its token in each step"
+        )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of an engine.
@@ -50,7 +62,11 @@ class EngineConfig:
         num_pages: KV pages; None sizes the cache by `kv_cache_bytes`.
         kv_cache_bytes: bytes of the KV cache, at most half of the machine's; None: 1 GiB. Not with `num_pages`.
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: token budget of a step; a longer prompt is prefilled in chunks (Sarathi-Serve).
+        max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
+        scheduler_policy: who gets a step's tokens. "hybrid": every decode one, then prompts, a long one in chunks, the
+            rest of the budget (Sarathi-Serve's stall-free batching): steady times between tokens. "prefill_first":
+            whole prompts while any can start, one at least however long, and no decode beside them (the first vLLM):
+            early first tokens, but each new prompt stalls the running answers.
         max_model_len: tokens of a sequence, prompt and output; None: the model's limit or the cache's, the lower.
         policy: packing policy of `AttentionConfig`.
         enable_prefix_caching: reuse the KV pages of equal prefixes.
@@ -67,6 +83,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    scheduler_policy: str = "hybrid"
     max_model_len: int | None = None
     policy: str = "auto"
     enable_prefix_caching: bool = True
@@ -74,8 +91,12 @@ class EngineConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens"):
-            check_int(name, getattr(self, name), 1)
+        check_int("page_size", self.page_size, 1)
+        check_budget(self.max_num_seqs, self.max_num_batched_tokens)
+        if self.scheduler_policy not in SCHEDULER_POLICIES:
+            raise ValueError(
+                f"scheduler_policy={self.scheduler_policy!r}: expected one of {', '.join(SCHEDULER_POLICIES)}"
+            )
         for name in ("num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)

@@ -71,6 +71,7 @@ class LLM:
             CacheManager(num_pages, self.config.page_size, self.config.enable_prefix_caching),
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
+            self.config.scheduler_policy,
         )
         runner = ModelRunner(
             self.model, attention, info.geometry.windows, kv_cache, info.device, scheduler.max_num_seqs, max_model_len

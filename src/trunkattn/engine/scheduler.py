@@ -1,17 +1,20 @@
-"""Continuous batching with chunked prefill, preemption by recomputation and forked samples. No torch here.
+"""Continuous batching under a policy, preemption by recomputation and forked samples. No torch here.
 
-Every step gives each running sequence the tokens it lacks, one for a sequence that decodes and a chunk for one whose
-prompt is long, under one token budget (Sarathi-Serve, stall-free batching). Pages are taken on demand; when they run
-out the latest arrival gives its own back and is computed anew later (PagedAttention, preemption by recomputation).
+A policy decides who gets tokens in a step, under one token budget: `hybrid` or `prefill_first`. Pages are taken on
+demand; when they run out the latest arrival gives its own back and is computed anew later (PagedAttention, preemption
+by recomputation).
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from trunkattn.cache.manager import CacheManager
 from trunkattn.cache.page_pool import OutOfPages, PageCopy
+from trunkattn.engine.config import check_budget
 from trunkattn.engine.request import Request
 
 
@@ -67,16 +70,26 @@ class Scheduler:
 
     Args:
         cache: the page manager; the scheduler alone calls it.
-        max_num_seqs: sequences that run at once; the token budget bounds it too, so that each gets a token per step.
-        max_num_batched_tokens: token budget of a step.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
+        policy: a name in `POLICIES`.
 
     Every request must fit alone: `num_prompt_tokens + max_tokens` tokens within the cache's pages.
+
+    Raises:
+        TypeError, ValueError: the budget cannot hold a token of each sequence, or there is no such policy.
     """
 
-    def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "hybrid"
+    ) -> None:
+        check_budget(max_num_seqs, max_num_batched_tokens)
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
         self.cache = cache
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._fill = POLICIES[policy]
         self.waiting: deque[Request] = deque()  # both in order of arrival
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -97,8 +110,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's batch; empty only when nothing is unfinished."""
         batch = Batch()
-        budget = self._continue_running(batch)
-        self._admit_waiting(batch, budget)
+        self._fill(self, batch)
         sampled = (chunk.request for chunk in batch.chunks if chunk.is_sampled)
         for row, request in enumerate(sampled):
             batch.samples.append(Sample(request, row))
@@ -130,8 +142,12 @@ class Scheduler:
         for chunk in reversed(batch.chunks):
             self._preempt(chunk.request)
 
-    def _continue_running(self, batch: Batch) -> int:
-        """Schedule the running sequences, oldest first; returns the budget left."""
+    def continue_running(self, batch: Batch) -> int:
+        """Give each running sequence the tokens it lacks, as far as the budget goes and one at least, oldest first.
+
+        Returns:
+            The budget left.
+        """
         budget = self.max_num_batched_tokens
         position = 0
         while position < len(self.running):
@@ -159,8 +175,14 @@ class Scheduler:
             else:
                 return True
 
-    def _admit_waiting(self, batch: Batch, budget: int) -> None:
-        """Start waiting sequences in order while tokens, slots and pages last."""
+    def admit_waiting(self, batch: Batch, budget: int, chunked: bool) -> None:
+        """Start waiting sequences in order while tokens, slots and pages last.
+
+        Args:
+            budget: most tokens.
+            chunked: whether the last one may start with the part that is left of the budget. If not, only whole ones
+                start, and the first of a batch though it is longer than the budget.
+        """
         in_flight = PagesInFlight(self.cache.page_size)
         if self.cache.enable_prefix_caching:
             for chunk in batch.chunks:
@@ -171,7 +193,7 @@ class Scheduler:
             if in_flight.holds_next_page_of(request):
                 deferred.append(request)
                 continue
-            admitted = self._admit(request, budget, batch)
+            admitted = self._admit(request, budget, chunked, batch)
             if admitted is None:
                 self.waiting.appendleft(request)
                 break
@@ -181,13 +203,16 @@ class Scheduler:
                 in_flight.add(admitted)
         self.waiting.extendleft(reversed(deferred))
 
-    def _admit(self, request: Request, budget: int, batch: Batch) -> ScheduledChunk | None:
+    def _admit(self, request: Request, budget: int, chunked: bool, batch: Batch) -> ScheduledChunk | None:
         """Start a request on its cached prefix; None, with nothing changed, if its tokens do not all fit now."""
         cached = self.cache.admit(request.request_id, request.token_ids)
-        if not self.cache.can_extend(request.request_id, request.num_tokens):
+        num_tokens = request.num_tokens - cached
+        if chunked:
+            num_tokens = min(num_tokens, budget)
+        is_over = num_tokens > budget and bool(batch.chunks)
+        if is_over or not self.cache.can_extend(request.request_id, request.num_tokens):
             self.cache.free(request.request_id)
             return None
-        num_tokens = min(request.num_tokens - cached, budget)
         batch.copies.extend(self.cache.extend(request.request_id, cached + num_tokens))
         if request.num_cached_tokens is None:
             request.num_cached_tokens = cached
@@ -223,6 +248,24 @@ class Scheduler:
             self.cache.free(request.request_id)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+
+def hybrid(scheduler: Scheduler, batch: Batch) -> None:
+    """Sarathi-Serve's stall-free batching: a token for every decode, chunks of running prompts, then new requests."""
+    budget = scheduler.continue_running(batch)
+    scheduler.admit_waiting(batch, budget, chunked=True)
+
+
+def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
+    """The first vLLM's policy: whole prompts if any can start, and the decodes stall; else a token for every decode."""
+    scheduler.admit_waiting(batch, scheduler.max_num_batched_tokens, chunked=False)
+    if not batch.chunks:
+        scheduler.continue_running(batch)
+
+
+POLICIES: Final[Mapping[str, Callable[[Scheduler, Batch], None]]] = MappingProxyType(
+    {"hybrid": hybrid, "prefill_first": prefill_first}
+)
 
 
 class PagesInFlight:

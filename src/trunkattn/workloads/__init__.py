@@ -2,7 +2,15 @@
 
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.forests import random_forest
-from trunkattn.workloads.serving import AgentRequest, agent_batch, agent_requests, batch_of_prefixes, conversation_batch
+from trunkattn.workloads.serving import (
+    AgentRequest,
+    agent_batch,
+    agent_requests,
+    batch_of_prefixes,
+    conversation_batch,
+    conversation_lengths,
+    poisson_arrivals,
+)
 from trunkattn.workloads.traces import HASH_BLOCK_TOKENS, TraceRequest, decode_batches, read_trace
 from trunkattn.workloads.trees import PAT_TREES, PrefixTree, parse_tree, tree_batch
 
@@ -17,8 +25,10 @@ __all__ = [
     "agent_requests",
     "batch_of_prefixes",
     "conversation_batch",
+    "conversation_lengths",
     "decode_batches",
     "parse_tree",
+    "poisson_arrivals",
     "random_forest",
     "read_trace",
     "tree_batch",

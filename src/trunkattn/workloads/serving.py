@@ -1,9 +1,10 @@
-"""Decode batches as assistants and agents make them, drawn at random (PAT §8.2 "End-to-end workloads")."""
+"""Requests and decode batches as assistants and agents make them, drawn at random (PAT §8.2; POD-Attention §5.3)."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
 
@@ -14,6 +15,9 @@ CONVERSATION_LEVELS = (46, 348, 2123)
 # input 8,596 tokens, the mean output 182 and the share of input tokens that an unlimited cache holds 59 %.
 _ROOT_TOKENS, _TOOL_TOKENS, _NUM_TOOLS, _ZIPF = 256, 1290, 64, 1.0
 _NEW_TOKENS, _OUTPUT_TOKENS, _MORE_TURNS = 3524, 182, 0.5
+
+# Mooncake's conversation trace: inputs nearly log-normal, outputs with a mean of 343 tokens.
+_CONVERSATION_INPUT, _CONVERSATION_SIGMA, _CONVERSATION_OUTPUT = 6900, 1.4, 343
 
 
 @dataclass(frozen=True)
@@ -129,3 +133,21 @@ def agent_batch(num_requests: int, page_size: int, seed: int) -> PagedBatch:
     chosen = [list(latest.values())[int(index)] for index in rng.permutation(len(latest))[:num_requests]]
     private = [request.new_tokens + int(rng.integers(request.output_tokens)) for request in chosen]
     return batch_of_prefixes([request.prefix for request in chosen], private, page_size)
+
+
+def conversation_lengths(num_requests: int, seed: int) -> NDArray[np.int64]:
+    """[num_requests, 2] prompt and output tokens, distributed nearly as in Mooncake's conversation trace."""
+    require_positive(num_requests=num_requests)
+    rng = np.random.default_rng(seed)
+    prompts = _CONVERSATION_INPUT * np.exp(_CONVERSATION_SIGMA * rng.standard_normal(num_requests))
+    outputs = _CONVERSATION_OUTPUT * rng.gamma(2, size=num_requests) / 2
+    return np.maximum(1, np.stack([prompts, outputs], axis=1).round()).astype(np.int64)
+
+
+def poisson_arrivals(num_requests: int, rate: float, seed: int) -> NDArray[np.float64]:
+    """[num_requests] seconds from the beginning, the first at 0: a Poisson process of `rate` requests per second."""
+    require_positive(num_requests=num_requests)
+    if not (rate > 0 and np.isfinite(rate)):
+        raise ValueError(f"rate must be a number above 0, got {rate}")
+    gaps = np.random.default_rng(seed).exponential(1 / rate, num_requests)
+    return np.cumsum(gaps) - gaps[0]

@@ -1,0 +1,83 @@
+"""Requests that arrive while others run, under each scheduler policy, and the benchmark that replays such arrivals."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trunkattn.engine import LLM, RequestOutput, SamplingParams
+from trunkattn.engine.config import SCHEDULER_POLICIES
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from serving import LONGEST, SHORTEST, Setting, arguments, prompts, run, scaled_lengths, use
+
+NUM_TOKENS = 12
+
+
+@pytest.mark.parametrize("budget", [9, 40])
+@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
+def test_answers_do_not_depend_on_who_arrives_when(
+    tiny_model: Callable[[str], Any],
+    assert_greedy: Callable[[Any, Sequence[RequestOutput], int], None],
+    policy: str,
+    budget: int,
+) -> None:
+    model = tiny_model("llama")
+    llm = LLM(model.path, page_size=4, num_pages=60, max_num_seqs=6, max_num_batched_tokens=budget,
+              scheduler_policy=policy)  # fmt: skip
+    rng = np.random.default_rng(3)
+    waiting = [rng.integers(1, 256, length).tolist() for length in (5, 33, 1, 18, 47, 26, 9, 30)]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    finished, with_prompt_and_decode = [], 0
+    while waiting or llm.engine.has_unfinished:
+        if waiting and rng.random() < 0.4:
+            llm.engine.add_request(waiting.pop(), params)
+        before = llm.stats
+        outputs = llm.engine.step()
+        with_prompt_and_decode += llm.stats.computed_tokens - before.computed_tokens > len(outputs) > 1
+        finished += [output for output in outputs if output.finished]
+    assert len(finished) == 8 and llm.engine.usage().pages_held == 0
+    assert_greedy(model, finished, NUM_TOKENS)
+    assert with_prompt_and_decode or policy == "prefill_first"
+
+
+@pytest.mark.parametrize("setting", [Setting("prefill_first", 64), Setting("hybrid", 40)])
+def test_every_token_of_every_request_is_timed(tiny_model: Callable[[str], Any], setting: Setting) -> None:
+    llm = LLM(tiny_model("llama").path, page_size=16, max_num_seqs=32)
+    lengths = np.array([[40, 6], [90, 2], [7, 9], [64, 4]])
+    arrivals = np.array([0, 0.001, 0.002, 0.05])
+    requests = prompts(llm.engine, lengths, arrivals, seed=1)
+    assert [[len(one.prompt_token_ids), one.output_tokens] for one in requests] == lengths.tolist()
+    figures, gaps = run(use(llm, setting), requests, decode_step=1e-9)
+    assert len(gaps) == lengths[:, 1].sum() - 4 and min(gaps) > 0
+    assert 0 < figures["ttft_s"]["p50"] <= figures["latency_s"]["p99"] <= figures["seconds"] + 0.01
+    assert figures["stalled_200_percent"] == figures["stalled_500_percent"] == 100
+    assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
+
+
+def test_lengths_come_from_the_trace_if_there_is_one(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 8000, "output_length": 400, "hash_ids": %s}\n' % [*range(16)])
+    assert scaled_lengths(trace, 3, seed=0).tolist() == [[500, 50]] * 3
+    drawn = scaled_lengths(None, 500, seed=0)
+    assert drawn.min(axis=0).tolist() == SHORTEST.tolist() and drawn.max(axis=0).tolist() == LONGEST.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--requests", "0"], "argument --requests: expected an integer from 1 to 100000, got '0'"),
+        (["--budgets", "96", "16"], "argument --budgets: expected an integer from 32 to 1000000, got '16'"),
+        (["--ratios", "x"], "argument --ratios: expected an integer from 1 to 100, got 'x'"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], expected: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        arguments()
+    assert ended.value.code == 2 and expected in capsys.readouterr().err
