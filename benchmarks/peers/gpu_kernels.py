@@ -72,7 +72,7 @@ def flash_attention_3(case: Case) -> PlannedRun:
     return PlannedRun(run, plan)
 
 
-def _pages(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def page_lists(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """indptr, indices and tokens on the last page, as FlashInfer takes a block table.
 
     What its plan reads is on the CPU, so that the plan need not wait for the device.
@@ -91,7 +91,7 @@ def _flashinfer_decode(case: Case, tensor_cores: bool) -> PlannedRun:
     workspace = torch.empty(512 << 20, device="cuda", dtype=torch.uint8)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     dtypes = {"q_data_type": case.q.dtype, "kv_data_type": case.q.dtype}
-    pages = _pages(case)
+    pages = page_lists(case)
 
     def plan() -> None:
         wrapper.plan(*pages, *case.heads, case.batch.page_size, **dtypes)
@@ -209,10 +209,32 @@ def fasttree(case: Case) -> PlannedRun:
     return PlannedRun(run, plan)
 
 
+def torch_sdpa(case: Case) -> PlannedRun:
+    """What plain PyTorch does with a paged cache: a copy of each request's pages, then scaled_dot_product_attention.
+
+    The query heads of a KV head are its query rows, so that no head is copied.
+    """
+    table, lens = case.device_batch
+    hq, hkv, dim = case.heads
+    longest = int(case.batch.seq_lens.max())
+    pages = table[:, : -(-longest // case.batch.page_size)].long()
+    seen = None
+    if longest != int(case.batch.seq_lens.min()):
+        seen = (torch.arange(longest, device="cuda") < lens[:, None])[:, None, None]
+    q = case.q.view(-1, hkv, hq // hkv, dim)
+
+    def run(copy: int) -> torch.Tensor:
+        k, v = (cache[pages].flatten(1, 2)[:, :longest].transpose(1, 2) for cache in case.kv[copy])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).reshape(-1, hq, dim)
+
+    return PlannedRun(run, lambda: None)
+
+
 PEERS: dict[str, Callable[[Case], PlannedRun]] = {
     "flash_attention_3": flash_attention_3,
     "flashinfer_decode": flashinfer_decode,
     "flashinfer_decode_cuda_cores": flashinfer_decode_cuda_cores,
     "flashinfer_cascade": flashinfer_cascade,
     "fasttree": fasttree,
+    "torch_sdpa": torch_sdpa,
 }

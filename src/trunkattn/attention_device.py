@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trunkattn.kernels.device_plan import DevicePlanner, TileWays, errors_of
+from trunkattn.kernels.device_plan import MOST_COLUMNS, MOST_ROWS, DevicePlanner, TileWays, errors_of
 from trunkattn.kernels.gpu import Card, GpuPlan
 from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
@@ -91,9 +91,14 @@ class OnDevice:
     def __init__(
         self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
     ) -> None:
-        most = int(np.iinfo(np.int32).max) // rule.page_size
-        if capacity.num_pages > most:
-            raise ValueError(f"num_pages={capacity.num_pages}: expected at most {most}, places in the cache are int32")
+        most = {  # places in the cache are int32, and what orders the requests is one int64
+            "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
+            "max_requests": MOST_ROWS,
+            "max_pages_per_request": MOST_COLUMNS,
+        }
+        for name, bound in most.items():
+            if (value := getattr(capacity, name)) > bound:
+                raise ValueError(f"{name}={value}: expected at most {bound} to plan on the device")
         self._rule, self._device = rule, device
         self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
         # by plan and tensors; an engine pads a step to some numbers of rows, and may have one plan for each window
@@ -114,7 +119,7 @@ class OnDevice:
 
     @torch.inference_mode(False)  # a graph's tensors must serve captures outside of it
     def _fill(self, plan: GpuPlan, tables: Tables, window: int) -> None:
-        """Launches the planner; from the second time that the same tensors come, as a CUDA graph: ten launches
+        """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches
         from Python take five times as long as what they launch."""
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return self._planner.fill(plan, *tables, window)

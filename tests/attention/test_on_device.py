@@ -22,9 +22,9 @@ TABLE, LENS, STARTS = (
 )
 
 
-def made(max_query_len: int = 1, num_pages: int = 200) -> tuple[OnDevice, gpu.GpuPlan]:
+def made(max_query_len: int = 1, num_pages: int = 200, max_requests: int = 16) -> tuple[OnDevice, gpu.GpuPlan]:
     """For 16 requests of 16 pages."""
-    capacity = Capacity(16, 32, 16, num_pages, max_query_len)
+    capacity = Capacity(max_requests, 32, 16, num_pages, max_query_len)
     limits = tile_limits(RULE, capacity)
     geometry = gpu.Geometry(8, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
     plan = gpu.reserve(limits, decode_tiles(2, 128, 4), geometry, CARD, "serial", CPU)
@@ -97,6 +97,8 @@ def test_what_a_row_would_read_alone_is_counted_within_its_bounds() -> None:
 def test_a_cache_has_no_more_places_than_int32_counts() -> None:
     with pytest.raises(ValueError, match=r"num_pages=134217728: expected at most 134217727"):
         made(num_pages=1 << 27)
+    with pytest.raises(ValueError, match=r"max_requests=524288: expected at most 524287"):
+        made(max_requests=1 << 19)
 
 
 def test_plans_of_the_host_have_no_traffic() -> None:

@@ -14,7 +14,7 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import TilingRule, candidates
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
-from ..kernels.device_cases import ROOMY, Planned, prepare
+from ..kernels.device_cases import ROOMY, Planned, capacity_for, prepare
 from ..planner.specs import as_batch
 from ..planner.tile_cases import arrays, make_rule
 from .test_card import ragged
@@ -129,3 +129,13 @@ def test_a_batch_attention_plans_and_replays_on_the_device() -> None:
             assert plan.traffic.tolist()[1] == int(batch.seq_lens.sum())
         del plan
     attention.check()
+
+
+@pytest.mark.parametrize("window", [UNLIMITED, 50])
+def test_for_the_sanitizer(window: int) -> None:
+    card = gpu.Card(132, overlaps=torch.cuda.get_device_capability()[0] >= 9)
+    for batch in (batch_of("1,3,12_64,32,30", window), batch_of("1,40_128,20", window)):
+        planned = prepare(make_rule(4, 16, 16, num_kv_heads=2), capacity_for(batch), device="cuda", card=card)
+        planned.fill(batch)
+        assert planned.errors == []
+        planned.assert_equals_host(batch)

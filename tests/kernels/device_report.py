@@ -26,10 +26,10 @@ from trunkattn.plan_format import Capacity
 from trunkattn.planner.tiling import TileKind, TilingRule, tile_limits
 
 KERNELS = {
-    device_order: ("hash_kernel", "shared_kernel", "branch_kernel", "rank_kernel", "entries_kernel"),
+    device_order: ("hash_kernel", "hang_kernel", "entries_kernel"),
     device_tiles: ("tiles_kernel",),
     device_choice: ("choice_kernel",),
-    device_items: ("items_kernel", "slots_kernel"),
+    device_items: ("items_kernel",),
     device_lists: ("lists_kernel",),
 }
 TYPES = {torch.int32: "*i32", torch.int64: "*i64"}

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkattn.kernels import gpu
-from trunkattn.kernels.device_order import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
+from trunkattn.kernels import device_plan, gpu
+from trunkattn.kernels.device_order import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE, place_of
 from trunkattn.kernels.device_plan import ERRORS, DevicePlanner
 from trunkattn.kernels.tile_table import decode_tiles
 from trunkattn.plan_format import Capacity, TileLimits
@@ -23,13 +25,21 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import TilingRule, candidates, tile_limits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
-from ..planner.specs import as_batch, make_batch
+from ..planner.specs import as_batch, forest_of, make_batch
 from ..planner.tile_cases import SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, ways_of
 
 REPORT = Path(__file__).with_name("device_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
 EVERY_WAY = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
+
+
+@triton.jit
+def _places_kernel(starts, hangs, family, places, previous, num_rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    first, before = place_of(tl.load(hangs + row), starts, hangs, family, num_rows, BLOCK)
+    tl.store(places + row, first)
+    tl.store(previous + row, before)
 
 
 @st.composite
@@ -94,15 +104,31 @@ def test_every_tiling_of_a_small_tree(way: int, processors: int) -> None:
     planned.assert_equals_host(TREE_BATCH)
 
 
-def test_a_trunk_of_more_rows_than_a_block_holds() -> None:
+def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests and columns than one pass of any kernel takes."""
-    batch = as_batch(tree_batch(parse_tree("1,3,150_32,16,20"), 1, row_seed=1, page_seed=1))
-    wide = np.concatenate([batch.block_table, np.full((150, 600), -1, np.int32)], 1)
-    wide[:, 20:620], wide[:, 620:] = np.arange(600) + 4000, batch.block_table[:, 20:]
-    batch = replace(batch, block_table=wide, seq_lens=batch.seq_lens + 600)
+    monkeypatch.setattr(device_plan, "_PAIRS", 32)
+    monkeypatch.setattr(device_plan, "_BLOCK", 32)
+    batch = as_batch(tree_batch(parse_tree("1,3,90_32,16,20"), 1, row_seed=1, page_seed=1))
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
     planned.fill(batch)
     planned.assert_equals_host(batch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_share_ever_more_columns(seed: int) -> None:
+    """Each with those that follow it in the tree, in any order of the batch; some are equal."""
+    lengths = np.random.default_rng(seed).permutation([*range(14), 3, 3, 9, 12, 12])
+    rows = [[*range(1, 1 + length), *([] if length % 2 else [100 + row])] for row, length in enumerate(lengths)]
+    batch = make_batch([row or [99] for row in rows])
+    planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
+    planned.fill(batch)
+    planned.assert_equals_host(batch)
+    order = forest_of(batch, 1).order
+    hangs, family = (planned.planner._buffers[name] for name in ("hangs", "family"))
+    starts, (places, previous) = torch.from_numpy(batch.query_start_loc), torch.zeros(2, len(rows), dtype=torch.int32)
+    _places_kernel[(len(rows),)](starts, hangs, family, places, previous, len(rows), BLOCK=8)
+    assert np.array_equal(places.numpy()[order], np.arange(len(rows)))
+    assert np.array_equal(previous.numpy()[order[1:]], order[:-1])
 
 
 def test_rows_without_queries_are_padding() -> None:
@@ -271,7 +297,7 @@ def test_the_kernels_compile_for_cards(capability: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    assert len(report) == 20
+    assert len(report) == 14
     for name, used in report.items():
         assert used["registers"] > 16, name
         assert used["spilled"] <= (160 if name == "tiles_kernel 1" else 0), name

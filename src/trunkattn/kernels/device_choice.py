@@ -12,22 +12,26 @@ from trunkattn.kernels.device_tiles import (
     BLOCK_RUNS,
     HEIGHT,
     PRIVATE_RUNS,
-    STAGE_COLUMNS,
     SUBTILES,
-    TILE_AGAIN,
-    TILE_COMMON,
     TILE_FIELDS,
     TILE_FULL,
     TILE_MASKED,
-    TILE_ONCE,
     TILE_RUNS,
+    TOTAL_AGAIN,
+    TOTAL_BLOCKS,
+    TOTAL_COMMON,
+    TOTAL_ONCE,
+    TOTAL_RUNS,
+    TOTALS,
 )
 
-# Columns of the table of tilings: the same three for each of two stages
+# Columns of the table of tilings: the same for each of two stages
 USE_STAGE = tl.constexpr(0)  # -1: none
 USE_KIND = tl.constexpr(1)
 USE_PARTS = tl.constexpr(2)
-USE_COLUMNS = tl.constexpr(3)
+USE_SHAPE = tl.constexpr(3)  # the stage's own columns
+USE_SUBTILE_ENTRIES = tl.constexpr(10)
+USE_COLUMNS = tl.constexpr(11)
 
 # Columns of the table of tile kinds, int64
 KIND_FULL_NS = tl.constexpr(0)
@@ -35,8 +39,7 @@ KIND_MASKED_NS = tl.constexpr(1)
 KIND_FULL_CHAIN_NS = tl.constexpr(2)
 KIND_MASKED_CHAIN_NS = tl.constexpr(3)
 KIND_SLOTS = tl.constexpr(4)
-KIND_SUBTILE_ENTRIES = tl.constexpr(5)
-KIND_COLUMNS = tl.constexpr(6)
+KIND_COLUMNS = tl.constexpr(5)
 
 # Places in the costs, int64
 LAUNCH_NS = tl.constexpr(0)
@@ -62,28 +65,11 @@ def parts_of(runs, share, block_runs):
 
 
 @triton.jit
-def _totals(tiles, num_tiles, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over the tiles of a stage: runs, blocks, tokens read once, shared by tiles, read again; int64."""
-    runs, blocks = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-    once, common, again = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, num_tiles, BLOCK):
-        tile = begin + tl.arange(0, BLOCK)
-        used = tile < num_tiles
-        runs += tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=used, other=0)
-        blocks += tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=used, other=0)
-        blocks += tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=used, other=0)
-        once += tl.load(tiles + TILE_ONCE * ENTRIES + tile, mask=used, other=0)
-        common += tl.load(tiles + TILE_COMMON * ENTRIES + tile, mask=used, other=0)
-        again += tl.load(tiles + TILE_AGAIN * ENTRIES + tile, mask=used, other=0)
-    return tl.sum(runs, 0), tl.sum(blocks, 0), tl.sum(once, 0), tl.sum(common, 0), tl.sum(again, 0)
-
-
-@triton.jit
-def _parameters(use, uses, stages, kinds):
+def _parameters(use, uses, kinds):
     """(stage or -1, num_parts, its shape, its kind) of a tiling's use of a stage, all loaded at once."""
     of = uses + use * USE_COLUMNS
     stage, which, num_parts = tl.load(of + USE_STAGE), tl.load(of + USE_KIND), tl.load(of + USE_PARTS)
-    of, kind = stages + tl.maximum(stage, 0) * STAGE_COLUMNS, kinds + tl.maximum(which, 0) * KIND_COLUMNS
+    of, kind = of + USE_SHAPE, kinds + tl.maximum(which, 0) * KIND_COLUMNS
     shape = (tl.load(of + HEIGHT), tl.load(of + BLOCK_RUNS), tl.load(of + SUBTILES), tl.load(of + PRIVATE_RUNS))
     times = (
         tl.load(kind + KIND_FULL_NS), tl.load(kind + KIND_MASKED_NS), tl.load(kind + KIND_FULL_CHAIN_NS),
@@ -137,7 +123,7 @@ def _stage_ns(work, memory, num_queries, slots, last, costs):
 
 @triton.jit
 def choice_kernel(
-    stages, uses, kinds, costs, tiles, state, times, cuts, item_starts, max_items, max_runs, max_slots,
+    uses, kinds, costs, tiles, totals, state, times, cuts, item_starts, max_items, max_runs, max_slots,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +132,7 @@ def choice_kernel(
     ENTRIES]: items of the stage before each tile. See `planner.tile_costs.ways_fit`."""
     way, nth = tl.program_id(0), tl.program_id(1)
     use = way * 2 + nth
-    stage, num_parts, shape, kind = _parameters(use, uses, stages, kinds)
+    stage, num_parts, shape, kind = _parameters(use, uses, kinds)
     one_stage = tl.load(uses + (way * 2 + 1) * USE_COLUMNS + USE_STAGE) < 0
     prices = (
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
@@ -158,7 +144,11 @@ def choice_kernel(
     height, block_runs, subtiles, private = shape
     its_tiles = tiles + tl.maximum(stage, 0) * TILE_FIELDS * ENTRIES
     num_tiles = tl.where(stage >= 0, tl.cdiv(num_entries, height), 0)
-    runs, blocks, once, common, again = _totals(its_tiles, num_tiles, ENTRIES, BLOCK)
+    of = totals + tl.maximum(stage, 0) * TOTALS
+    used = stage >= 0
+    runs, blocks = tl.load(of + TOTAL_RUNS, mask=used, other=0), tl.load(of + TOTAL_BLOCKS, mask=used, other=0)
+    once, common = tl.load(of + TOTAL_ONCE, mask=used, other=0), tl.load(of + TOTAL_COMMON, mask=used, other=0)
+    again = tl.load(of + TOTAL_AGAIN, mask=used, other=0)
     share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
     share = tl.where(num_parts > 0, share, runs + 1)
     num_items, pieces = tl.zeros([], tl.int32), tl.zeros([], tl.int32)

@@ -1,4 +1,4 @@
-"""Planning on the device, last steps: items, partial slots and merges, and the lists (`planner.tiles.finish`, `nest`).
+"""Planning on the device, fourth step: the items, and which of them merge (`planner.tiles.finish`, `nest`).
 
 Items are numbered as the host emits them: by stage, tile and part. Of each it is enough to know which runs of its tile
 it takes; which queries those concern, and how many of them lead without a mask, follows from the tile's nodes.
@@ -11,15 +11,15 @@ from trunkattn.kernels.device_choice import (
     CUT_FIELDS,
     CUT_ITEMS,
     CUT_SHARE,
-    KIND_COLUMNS,
-    KIND_SUBTILE_ENTRIES,
     USE_COLUMNS,
     USE_KIND,
+    USE_SHAPE,
     USE_STAGE,
+    USE_SUBTILE_ENTRIES,
     chosen,
     parts_of,
 )
-from trunkattn.kernels.device_order import BIG, MANY_ITEMS, MANY_SLOTS, NUM_ENTRIES, NUM_TOKENS, flag, in_turn
+from trunkattn.kernels.device_order import BIG, MANY_ITEMS, NUM_ENTRIES, flag, in_turn
 from trunkattn.kernels.device_tiles import (
     BLOCK_RUNS,
     HEIGHT,
@@ -30,7 +30,6 @@ from trunkattn.kernels.device_tiles import (
     NODE_ROWS,
     NODE_RUNS,
     PRIVATE_RUNS,
-    STAGE_COLUMNS,
     SUBTILES,
     TILE_FIELDS,
     TILE_RUNS,
@@ -46,16 +45,14 @@ ITEM_LOW = tl.constexpr(5)  # entries of the tile [LOW, HIGH)
 ITEM_HIGH = tl.constexpr(6)
 ITEM_FULL = tl.constexpr(7)  # leading runs without a mask
 ITEM_SIZE = tl.constexpr(8)  # runs that it lists
-ITEM_UNCUT = tl.constexpr(9)
-ITEM_BUCKET = tl.constexpr(10)
-ITEM_FIELDS = tl.constexpr(11)
+ITEM_BUCKET = tl.constexpr(9)
+ITEM_FIELDS = tl.constexpr(10)
 
 # Arrays by query token
 TALL_PIECES = tl.constexpr(0)  # items of the tiling's first stage that hold it
 LOW_PIECES = tl.constexpr(1)  # of its second
 FUSED = tl.constexpr(2)  # whether an item merges them
-FIRST_SLOT = tl.constexpr(3)
-PIECE_FIELDS = tl.constexpr(4)
+PIECE_FIELDS = tl.constexpr(3)
 
 
 @triton.jit
@@ -73,9 +70,11 @@ def touching(first, stop, low, subtile, subtile_entries):
 
 
 @triton.jit
-def _item(nodes, rows, begin, end, shape, kind, ENTRIES: tl.constexpr, NODES: tl.constexpr,
-          MOST_SUBTILES: tl.constexpr):  # fmt: skip
+def _item(
+    nodes, rows, begin, end, use, ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr
+):  # fmt: skip
     """(first and end entry, leading runs without a mask, runs listed) of the runs [begin, end) of a tile."""
+    shape = use + USE_SHAPE
     block_runs, subtiles = tl.load(shape + BLOCK_RUNS), tl.load(shape + SUBTILES)
     k = tl.arange(0, NODES)
     used = k < 2 * rows
@@ -94,7 +93,7 @@ def _item(nodes, rows, begin, end, shape, kind, ENTRIES: tl.constexpr, NODES: tl
     leading = leading // block_runs * block_runs
     size = end - begin
     if subtiles > 1:
-        entries = tl.load(kind + KIND_SUBTILE_ENTRIES).to(tl.int32)
+        entries = tl.load(use + USE_SUBTILE_ENTRIES)
         block = tl.load(shape + PRIVATE_RUNS)
         left = tl.where(here, tl.maximum(b - tl.maximum(a, begin + leading), 0), 0)
         longest = 0
@@ -106,13 +105,43 @@ def _item(nodes, rows, begin, end, shape, kind, ENTRIES: tl.constexpr, NODES: tl
 
 
 @triton.jit
+def _tall_pieces(
+    at, first, end, use, share, num_entries, nodes, tiles,
+    ENTRIES: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Items of the tiling's first stage that hold each entry of [first, end), a few parts of a tile at a time."""
+    stage, shape = tl.load(use + USE_STAGE), use + USE_SHAPE
+    height, block_runs = tl.load(shape + HEIGHT), tl.load(shape + BLOCK_RUNS)
+    of = nodes + stage * NODE_FIELDS * 2 * ENTRIES
+    k = tl.arange(0, NODES)
+    found = tl.zeros([NODES // 2], tl.int32)
+    for tile in range(first // height, tl.cdiv(end, height)):
+        begin = tile * height
+        used = k < 2 * tl.minimum(height, num_entries - begin)
+        packed = tl.load(of + NODE_ROWS * 2 * ENTRIES + 2 * begin + k, mask=used, other=0)[:, None]
+        offset = tl.load(of + NODE_OFFSET * 2 * ENTRIES + 2 * begin + k, mask=used, other=0)[:, None]
+        length = tl.load(of + NODE_RUNS * 2 * ENTRIES + 2 * begin + k, mask=used, other=0)[:, None]
+        runs = tl.load(tiles + (stage * TILE_FIELDS + TILE_RUNS) * ENTRIES + tile)
+        step, count = parts_of(runs, share, block_runs)
+        for part in range(0, count, PARTS):
+            from_run = (part + tl.arange(0, PARTS)[None, :]) * step
+            here = tl.maximum(offset, from_run) < tl.minimum(offset + length, from_run + step)
+            low = begin + tl.min(tl.where(here, packed & 255, 255), 0)
+            high = begin + tl.max(tl.where(here, packed >> 8, 0), 0)
+            found += tl.sum(((low[None, :] <= at[:, None]) & (at[:, None] < high[None, :])).to(tl.int32), 1)
+    return found
+
+
+@triton.jit
 def items_kernel(
-    entry_token, state, stages, uses, kinds, nodes, tiles, times, cuts, item_starts, items, pieces, errors, max_items,
+    entry_token, state, uses, nodes, tiles, times, cuts, item_starts, items, pieces, errors, max_items,
+    fuse_up_to, num_kinds,
     ENTRIES: tl.constexpr, NODES: tl.constexpr, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr,
     MOST_SUBTILES: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """Every item of the chosen tiling: items [ITEM_FIELDS, max_items], and the pieces of each query token."""
+    """Every item of the chosen tiling: items [ITEM_FIELDS, max_items], and the pieces of each query token. Only a low
+    tile that is not cut can hold the last piece of all its queries when there are others, and merge them."""
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
     num_entries = tl.load(state + NUM_ENTRIES)
@@ -123,9 +152,7 @@ def items_kernel(
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= split, 1, 0)
         use = uses + (way * 2 + nth) * USE_COLUMNS
-        stage, kind = tl.load(use + USE_STAGE), kinds + tl.load(use + USE_KIND) * KIND_COLUMNS
-        shape = stages + stage * STAGE_COLUMNS
-        height = tl.load(shape + HEIGHT)
+        stage, height = tl.load(use + USE_STAGE), tl.load(use + USE_SHAPE + HEIGHT)
         starts = item_starts + (way * 2 + nth) * ENTRIES
         tile = -1  # the last one that begins no later
         for begin in range(0, tl.cdiv(num_entries, height), BLOCK):
@@ -135,13 +162,13 @@ def items_kernel(
         first_item = tl.load(starts + tile) + tl.where(nth == 1, split, 0)
         runs = tl.load(tiles + (stage * TILE_FIELDS + TILE_RUNS) * ENTRIES + tile)
         share = tl.load(cuts + (way * 2 + nth) * CUT_FIELDS + CUT_SHARE)
-        step, count = parts_of(runs, share, tl.load(shape + BLOCK_RUNS))
+        step, count = parts_of(runs, share, tl.load(use + USE_SHAPE + BLOCK_RUNS))
         begin = (item - first_item) * step
         end = tl.minimum(begin + step, runs)
         entry = tile * height
         low, high, full, size = _item(
             nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry, tl.minimum(height, num_entries - entry), begin, end,
-            shape, kind, ENTRIES, NODES, MOST_SUBTILES,
+            use, ENTRIES, NODES, MOST_SUBTILES,
         )  # fmt: skip
         to = items + item
         tl.store(to + ITEM_NTH * max_items, nth)
@@ -153,10 +180,23 @@ def items_kernel(
         tl.store(to + ITEM_HIGH * max_items, high)
         tl.store(to + ITEM_FULL * max_items, full)
         tl.store(to + ITEM_SIZE * max_items, size)
-        tl.store(to + ITEM_UNCUT * max_items, tl.where(count == 1, 1, 0))
         i = tl.arange(0, NODES // 2)
         token = tl.load(entry_token + entry + low + i, mask=i < high - low, other=0)
-        tl.atomic_add(pieces + nth * ENTRIES + token, 1, mask=i < high - low)
+        tl.atomic_add(pieces + nth * ENTRIES + token, 1, mask=i < high - low, sem="relaxed")
+        merges = 0
+        if (nth == 1) & (count == 1):
+            at = entry + low + i
+            others = _tall_pieces(
+                at, entry + low, entry + high, uses + way * 2 * USE_COLUMNS,
+                tl.load(cuts + way * 2 * CUT_FIELDS + CUT_SHARE),
+                num_entries, nodes, tiles, ENTRIES, NODES, 16,
+            )  # fmt: skip
+            others = tl.where(i < high - low, others, 0)
+            most = tl.max(others, 0)
+            merges = ((most > 0) & (most <= fuse_up_to)).to(tl.int32)
+            fused = tl.where(merges > 0, others, 0) > 0
+            tl.store(pieces + FUSED * ENTRIES + token, tl.full([NODES // 2], 1, tl.int32), mask=fused)
+        tl.store(to + ITEM_BUCKET * max_items, tl.load(use + USE_KIND) + merges * num_kinds)
 
 
 @triton.jit
@@ -165,41 +205,3 @@ def several_pieces(pieces, token, used, ENTRIES: tl.constexpr):
     count = tl.load(pieces + TALL_PIECES * ENTRIES + token, mask=used, other=0)
     count += tl.load(pieces + LOW_PIECES * ENTRIES + token, mask=used, other=0)
     return tl.where(count > 1, count, 0)
-
-
-@triton.jit
-def slots_kernel(
-    entry_token, state, uses, times, cuts, items, pieces, errors, max_items, max_slots, fuse_up_to, num_kinds,
-    ENTRIES: tl.constexpr, NODES: tl.constexpr, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
-):  # fmt: skip
-    """The bucket of every item, whether an item merges a token's pieces, and the first slot of each token. Only a low
-    tile that is not cut can hold the last piece of all its queries when there are others."""
-    in_turn(FOLLOWS, LEADS)
-    way = chosen(times, NUM_WAYS, WAYS)
-    _, num_items = count_items(cuts, way, max_items)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        of = items + item
-        nth = tl.load(of + ITEM_NTH * max_items)
-        low, high = tl.load(of + ITEM_LOW * max_items), tl.load(of + ITEM_HIGH * max_items)
-        last = (nth == 1) & (tl.load(of + ITEM_UNCUT * max_items) == 1)
-        i = tl.arange(0, NODES // 2)
-        used = i < tl.where(last, high - low, 0)
-        token = tl.load(entry_token + tl.load(of + ITEM_ENTRY * max_items) + low + i, mask=used, other=0)
-        others = tl.load(pieces + TALL_PIECES * ENTRIES + token, mask=used, other=0)
-        most = tl.max(others, 0)
-        merges = (most > 0) & (most <= fuse_up_to)
-        fused = tl.where(merges, others, 0) > 0
-        tl.store(pieces + FUSED * ENTRIES + token, tl.full([NODES // 2], 1, tl.int32), mask=fused)
-        kind = tl.load(uses + (way * 2 + nth) * USE_COLUMNS + USE_KIND)
-        tl.store(of + ITEM_BUCKET * max_items, kind + tl.where(merges, num_kinds, 0))
-    num_tokens = tl.load(state + NUM_TOKENS)
-    for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK), tl.num_programs(0)):
-        before = 0
-        for begin in range(0, block * BLOCK, BLOCK):
-            before += tl.sum(several_pieces(pieces, begin + tl.arange(0, BLOCK), True, ENTRIES), 0)
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        count = several_pieces(pieces, token, token < num_tokens, ENTRIES)
-        ends = before + tl.cumsum(count, 0)
-        tl.store(pieces + FIRST_SLOT * ENTRIES + token, ends - count, mask=token < num_tokens)
-        flag(errors, tl.where(tl.max(ends, 0) > max_slots, MANY_SLOTS, 0))

@@ -7,16 +7,8 @@ weight. Stores beyond an array are left out and flagged; an item whose runs or q
 import triton
 import triton.language as tl
 
-from trunkattn.kernels.device_choice import (
-    KIND_COLUMNS,
-    KIND_SUBTILE_ENTRIES,
-    USE_COLUMNS,
-    USE_KIND,
-    USE_STAGE,
-    chosen,
-)
+from trunkattn.kernels.device_choice import USE_COLUMNS, USE_SHAPE, USE_STAGE, USE_SUBTILE_ENTRIES, chosen
 from trunkattn.kernels.device_items import (
-    FIRST_SLOT,
     FUSED,
     ITEM_BEGIN,
     ITEM_BUCKET,
@@ -33,7 +25,17 @@ from trunkattn.kernels.device_items import (
     several_pieces,
     touching,
 )
-from trunkattn.kernels.device_order import BIG, MANY_QUERIES, MANY_RUNS, NUM_ENTRIES, NUM_TOKENS, NUMBERS, flag, in_turn
+from trunkattn.kernels.device_order import (
+    BIG,
+    MANY_QUERIES,
+    MANY_RUNS,
+    MANY_SLOTS,
+    NUM_ENTRIES,
+    NUM_TOKENS,
+    NUMBERS,
+    flag,
+    in_turn,
+)
 from trunkattn.kernels.device_summary import summarize
 from trunkattn.kernels.device_tiles import (
     HEIGHT,
@@ -44,7 +46,6 @@ from trunkattn.kernels.device_tiles import (
     NODE_RUNS,
     NODE_START,
     PRIVATE_RUNS,
-    STAGE_COLUMNS,
     SUBTILES,
 )
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS
@@ -74,8 +75,19 @@ def _place(item, items, num_items, max_items, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _slots_before(token, num_tokens, pieces, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
+    """The first slot of each query token: pieces of those before it."""
+    before = tl.zeros([token.shape[0], BLOCK], tl.int32)
+    for begin in range(0, num_tokens, BLOCK):
+        other = begin + tl.arange(0, BLOCK)
+        count = several_pieces(pieces, other, other < num_tokens, ENTRIES)
+        before += tl.where(other[None, :] < token[:, None], count[None, :], 0)
+    return tl.sum(before, 1)
+
+
+@triton.jit
 def _list_queries(
-    item, at, count, entry_token, items, pieces, queries, slots, parts, num_kinds, max_items, max_slots,
+    item, at, count, num_tokens, entry_token, items, pieces, queries, slots, parts, num_kinds, max_items, max_slots,
     ENTRIES: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """An item's queries, from `at` on, and where each leaves its piece."""
@@ -85,7 +97,7 @@ def _list_queries(
     entry = tl.load(of + ITEM_LOW * max_items) + i  # of the tile
     token = tl.load(entry_token + tl.load(of + ITEM_ENTRY * max_items) + entry, mask=used, other=0)
     several = several_pieces(pieces, token, used, ENTRIES)
-    first = tl.load(pieces + FIRST_SLOT * ENTRIES + token, mask=used, other=0)
+    first = _slots_before(token, num_tokens, pieces, ENTRIES, 128)
     merges = tl.load(of + ITEM_BUCKET * max_items) >= num_kinds
     earlier = tl.zeros([NODES // 2], tl.int32)
     if tl.load(of + ITEM_NTH * max_items) == 1:
@@ -122,22 +134,27 @@ def _taken(k, nodes, rows, begin, end, low, source, ENTRIES: tl.constexpr):
 def _list_runs(
     at, source, begin, end, low, deal, lane, lanes, nodes, rows, entry_rows, table, runs, num_pages, table_stride,
     ENTRIES: tl.constexpr, NODES: tl.constexpr, RUN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DEALT: tl.constexpr,
 ):  # fmt: skip
     """The runs [begin, end) of a tile that `source` = (subtile, entries of one) concern, every lanes-th block of them,
-    to `at`: dealt out as deal = (subtiles, runs of a block, places to fill), the places left over with empty runs."""
+    to `at`. DEALT: out as deal = (subtiles, runs of a block, places to fill), the places left over with empty runs;
+    without, all of the tile concern the source."""
     subtiles, block_runs, places = deal
     k = tl.arange(0, NODES)
     a, count = _taken(k, nodes, rows, begin, end, low, source, ENTRIES)
-    ahead = tl.zeros([NODES], tl.int32)
-    for others in range(0, 2 * rows, 16):
-        its_a, its_count = _taken(others + tl.arange(0, 16), nodes, rows, begin, end, low, source, ENTRIES)
-        ahead += tl.sum(tl.where(its_a[None, :] < a[:, None], its_count[None, :], 0), 1)
-    total = tl.sum(count, 0)
+    ahead, total = a - begin, end - begin
+    if DEALT:
+        ahead, total = tl.zeros([NODES], tl.int32), tl.sum(count, 0)
+        for others in range(0, 2 * rows, 16):
+            its_a, its_count = _taken(others + tl.arange(0, 16), nodes, rows, begin, end, low, source, ENTRIES)
+            ahead += tl.sum(tl.where(its_a[None, :] < a[:, None], its_count[None, :], 0), 1)
     for first in range(lane * BLOCK, places, lanes * BLOCK):
         x = first + tl.arange(0, BLOCK)
-        match = (ahead[None, :] <= x[:, None]) & (x[:, None] < (ahead + count)[None, :])
-        node = tl.sum(tl.where(match, k[None, :], 0), 1)
-        run = x + tl.sum(tl.where(match, (a - ahead)[None, :], 0), 1)  # of the tile
+        match = (ahead[:, None] <= x[None, :]) & (x[None, :] < (ahead + count)[:, None])
+        node = tl.sum(tl.where(match, k[:, None], 0), 0)  # over the first axis, which lies in registers
+        run = begin + x  # of the tile
+        if DEALT:
+            run = x + tl.sum(tl.where(match, (a - ahead)[:, None], 0), 0)
         some = x < total
         its_rows = tl.load(nodes + NODE_ROWS * 2 * ENTRIES + node, mask=some, other=0)
         start = tl.load(nodes + NODE_START * 2 * ENTRIES + node, mask=some, other=0)
@@ -157,18 +174,16 @@ def _list_runs(
 
 @triton.jit
 def _list_merges(
-    state, pieces, merge_queries, merge_ranges, counts, max_merged, max_slots, num_kinds,
+    num_tokens, pieces, merge_queries, merge_ranges, counts, errors, max_merged, max_slots, num_kinds,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The query tokens whose pieces no item merges, and how many they are."""
-    num_tokens = tl.load(state + NUM_TOKENS)
-    blocks = tl.cdiv(num_tokens, BLOCK)
-    total = 0
-    for block in range(0, blocks):
-        token = block * BLOCK + tl.arange(0, BLOCK)
+    total, num_slots = 0, 0
+    for begin in range(0, num_tokens, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
         count = several_pieces(pieces, token, token < num_tokens, ENTRIES)
         fused = tl.load(pieces + FUSED * ENTRIES + token, mask=token < num_tokens, other=1)
-        first = tl.load(pieces + FIRST_SLOT * ENTRIES + token, mask=token < num_tokens, other=0)
+        first = num_slots + tl.cumsum(count, 0) - count
         left = ((count > 0) & (fused == 0)).to(tl.int32)
         at = total + tl.cumsum(left, 0) - left
         used = (left > 0) & (at < max_merged)
@@ -176,6 +191,8 @@ def _list_merges(
         tl.store(merge_ranges + 2 * at, tl.minimum(first, max_slots), mask=used)
         tl.store(merge_ranges + 2 * at + 1, tl.minimum(first + count, max_slots), mask=used)
         total += tl.sum(left, 0)
+        num_slots += tl.sum(count, 0)
+    flag(errors, tl.where(num_slots > max_slots, MANY_SLOTS, 0))
     tl.store(counts + 2 * num_kinds + 1, tl.minimum(total, max_merged))
 
 
@@ -193,42 +210,39 @@ def _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS: tl.c
 @triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
     table, seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len, window,  # the batch
-    entry_token, entry_row, state, stages, uses, kinds, nodes, tiles, times, cuts, items, pieces, errors,
+    entry_token, entry_row, state, uses, nodes, totals, times, cuts, items, pieces, errors,
     counts, plan_items, queries, slots, parts, merge_queries, merge_ranges, runs, summary,  # the plan
     table_stride, num_pages, num_kinds, max_items, max_runs, max_queries, max_merged, max_slots,
     ENTRIES: tl.constexpr, NODES: tl.constexpr, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr, BUCKETS: tl.constexpr,
     RUN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """The plan's arrays. The last two programs list merges, and count; the others take items. Where there are fewer
-    items than programs, several take the runs of an item in turn."""
+    """The plan's arrays. The last two programs list merges, and count; of the others one half lists runs, where there
+    are fewer items than programs several those of an item in turn, and the other half lists queries."""
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
-    num_entries = tl.load(state + NUM_ENTRIES)
+    num_entries, num_tokens = tl.load(state + NUM_ENTRIES), tl.load(state + NUM_TOKENS)
     _, num_items = count_items(cuts, way, max_items)
-    programs = tl.num_programs(0) - 2
-    lanes = tl.maximum(programs // tl.maximum(num_items, 1), 1)
-    if tl.program_id(0) == programs:
+    program, programs = tl.program_id(0), (tl.num_programs(0) - 2) // 2
+    if program == 2 * programs:
         _list_merges(
-            state, pieces, merge_queries, merge_ranges, counts, max_merged, max_slots, num_kinds, ENTRIES, BLOCK
-        )
-    if tl.program_id(0) == programs + 1:
+            num_tokens, pieces, merge_queries, merge_ranges, counts, errors, max_merged, max_slots, num_kinds,
+            ENTRIES, BLOCK,
+        )  # fmt: skip
+    if program == 2 * programs + 1:
         _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS, 128)
         batch = (seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len)
-        summarize(way, num_entries, batch, stages, uses, tiles, summary, window, ENTRIES, BLOCK)
-    tasks = tl.where(tl.program_id(0) < programs, num_items * lanes, 0)
-    for task in range(tl.program_id(0), tasks, programs):
+        summarize(way, batch, uses, totals, summary, window, BLOCK)
+    lists_runs = program < programs
+    lanes = tl.where(lists_runs, tl.maximum(programs // tl.maximum(num_items, 1), 1), 1)
+    for task in range(program % programs, tl.where(program < 2 * programs, num_items * lanes, 0), programs):
         item, lane = task // lanes, task % lanes
         of = items + item
-        use = uses + (way * 2 + tl.load(of + ITEM_NTH * max_items)) * USE_COLUMNS
-        stage, kind = tl.load(use + USE_STAGE), kinds + tl.load(use + USE_KIND) * KIND_COLUMNS
-        shape = stages + stage * STAGE_COLUMNS
-        begin, end = tl.load(of + ITEM_BEGIN * max_items), tl.load(of + ITEM_END * max_items)
         low, high = tl.load(of + ITEM_LOW * max_items), tl.load(of + ITEM_HIGH * max_items)
         full, size = tl.load(of + ITEM_FULL * max_items), tl.load(of + ITEM_SIZE * max_items)
         at, query_at, place = _place(item, items, num_items, max_items, BLOCK)
         fits = (at + size <= max_runs) & (query_at + high - low <= max_queries)
-        if lane == 0:
+        if not lists_runs:
             bits = tl.where(at + size > max_runs, MANY_RUNS, 0)
             flag(errors, bits | tl.where(query_at + high - low > max_queries, MANY_QUERIES, 0))
             to = plan_items + place * _ITEM
@@ -238,10 +252,13 @@ def lists_kernel(
             tl.store(to + 3, tl.where(fits, query_at, 0))
             tl.store(to + 4, tl.where(fits, query_at + high - low, 0))
             _list_queries(
-                item, query_at, tl.where(fits, high - low, 0), entry_token, items, pieces, queries, slots, parts,
-                num_kinds, max_items, max_slots, ENTRIES, NODES,
+                item, query_at, tl.where(fits, high - low, 0), num_tokens, entry_token, items, pieces, queries, slots,
+                parts, num_kinds, max_items, max_slots, ENTRIES, NODES,
             )  # fmt: skip
-        if fits:
+        elif fits:
+            use = uses + (way * 2 + tl.load(of + ITEM_NTH * max_items)) * USE_COLUMNS
+            stage, shape = tl.load(use + USE_STAGE), use + USE_SHAPE
+            begin, end = tl.load(of + ITEM_BEGIN * max_items), tl.load(of + ITEM_END * max_items)
             entry = tl.load(of + ITEM_ENTRY * max_items)
             rows = tl.minimum(tl.load(shape + HEIGHT), num_entries - entry)
             its_nodes = nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
@@ -250,14 +267,15 @@ def lists_kernel(
             _list_runs(
                 at, (0, BIG), begin, begin + whole, low, (1, 1, whole), lane, lanes, its_nodes, rows,
                 entry_row + entry, table, runs, num_pages, table_stride, ENTRIES, NODES, RUN, PAGE_SIZE, RUN_BLOCK,
+                False,
             )  # fmt: skip
             if size > whole:
-                entries = tl.load(kind + KIND_SUBTILE_ENTRIES).to(tl.int32)
+                entries = tl.load(use + USE_SUBTILE_ENTRIES)
                 deal = (subtiles, tl.load(shape + PRIVATE_RUNS), (size - full) // subtiles)
                 sharers = tl.maximum(lanes // subtiles, 1)  # of a subtile
                 for share in range(lane, subtiles * sharers, lanes):
                     _list_runs(
                         at + full, (share % subtiles, entries), begin + full, end, low, deal, share // subtiles,
                         sharers, its_nodes, rows, entry_row + entry, table, runs, num_pages, table_stride,
-                        ENTRIES, NODES, RUN, PAGE_SIZE, RUN_BLOCK,
+                        ENTRIES, NODES, RUN, PAGE_SIZE, RUN_BLOCK, True,
                     )  # fmt: skip

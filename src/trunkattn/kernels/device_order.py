@@ -1,8 +1,10 @@
 """Planning on the device, first half: the order of the requests in the prefix forest, and the entries of their tokens.
 
-Five launches give what `planner.forest` and `planner.tiles.make_entries` give. A cumulative hash of each row's pages
-makes the number of columns that two rows share a search; from those numbers each row counts the rows that stand before
-it. What neighbours share is then compared page by page: no KV is read for a hash's sake.
+Three launches give what `planner.forest` and `planner.tiles.make_entries` give. A cumulative hash of each row's pages
+makes the number of columns that two rows share a search. Each row then hangs on the lowest row of those before it that
+share the most columns with it. In the order of the forest a row is followed by the rows that hang on it, those that
+share more columns first, of equals the lower; so what stands before a row is found on its path to the root. What
+neighbours share is compared page by page: no KV is read for a hash's sake.
 """
 
 import triton
@@ -21,6 +23,13 @@ MANY_ITEMS = tl.constexpr(8)
 MANY_RUNS = tl.constexpr(16)
 MANY_QUERIES = tl.constexpr(32)
 MANY_SLOTS = tl.constexpr(64)
+
+# What a row hangs on, int64 in the order of siblings: row above | columns not shared with it | row
+ABOVE = tl.constexpr(43)  # bits below
+ROW_BITS = tl.constexpr(19)
+ALL_ROWS = tl.constexpr((1 << 19) - 1)
+ALL_COLUMNS = tl.constexpr((1 << 24) - 1)
+ROOT = tl.constexpr(1 << 62)  # of the first row, which hangs on none
 
 NUM_ENTRIES = tl.constexpr(0)  # places in `state`
 NUM_TOKENS = tl.constexpr(1)  # one past the last query token
@@ -59,129 +68,155 @@ def lengths_of(row, batch):
     return length, tl.where(valid, queries, 0), end
 
 
+@triton.jit
+def _count_batch(batch, state, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
+    total, num_tokens = 0, 0
+    for begin in range(0, batch[2], BLOCK):
+        _length, queries, end = lengths_of(begin + tl.arange(0, BLOCK), batch)
+        total += tl.sum(queries, 0)
+        num_tokens = tl.maximum(num_tokens, tl.max(tl.where(queries > 0, end, 0), 0))
+    tl.store(state + NUM_ENTRIES, tl.minimum(total, ENTRIES))
+    tl.store(state + NUM_TOKENS, num_tokens)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def hash_kernel(
-    table, seq_lens, query_start_loc, hashes, errors,
+    table, seq_lens, query_start_loc, hashes, pieces, totals, state, errors,
     num_rows, width, table_stride, max_tokens, max_query_len, num_pages, window,
-    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, TOTALS: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """hashes [rows, WIDTH] int64: equal where two rows have equal pages up to a column. One program a row, which also
-    looks for values that break a bound."""
+    """hashes [columns, ROWS] int64: equal where two rows have equal pages up to a column. One program a row, which also
+    looks for values that break a bound; the last one counts the batch. pieces [3, ENTRIES] and
+    totals [TOTALS] are set to zero."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
     batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
+    for begin in range(row * BLOCK, 3 * ENTRIES, tl.num_programs(0) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(pieces + at, tl.zeros([BLOCK], tl.int32), mask=at < 3 * ENTRIES)
+    if row == ROWS:
+        _count_batch(batch, state, ENTRIES, BLOCK)
+        for begin in range(0, TOTALS, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            tl.store(totals + at, tl.zeros([BLOCK], tl.int64), mask=at < TOTALS)
     length, queries, end = lengths_of(row, batch)
     if row < num_rows:
         first = tl.load(query_start_loc + row)
         asked = end - first
         bits = tl.where((asked != queries) | ((row == 0) & (first != 0)), BAD_QUERIES, 0)
         too_long = (asked > 0) & (tl.load(seq_lens + row) > width * PAGE_SIZE)
-        bad_page = 0
+        outside = tl.zeros([BLOCK], tl.int32)
         if queries > 0:
             seen_from = length - queries + 1 - window  # the first token that its first query sees
             carry = tl.zeros([], tl.int64)
-            for begin in range(0, tl.cdiv(length, PAGE_SIZE), BLOCK):
+            columns = tl.cdiv(length, PAGE_SIZE)
+            for begin in range(0, columns, BLOCK):
                 column = begin + tl.arange(0, BLOCK)
-                used = column < tl.cdiv(length, PAGE_SIZE)
+                used = column < columns
                 page = tl.load(table + row.to(tl.int64) * table_stride + column, mask=used, other=0)
-                outside = used & ((page < 0) | (page >= num_pages)) & ((column + 1) * PAGE_SIZE > seen_from)
-                bad_page = tl.maximum(bad_page, tl.max(outside.to(tl.int32), 0))
+                seen = used & ((column + 1) * PAGE_SIZE > seen_from)
+                outside |= (seen & ((page < 0) | (page >= num_pages))).to(tl.int32)
                 mixed = page.to(tl.uint32).to(tl.uint64) | column.to(tl.uint64) << 32  # splitmix64's last steps
                 mixed += 0x9E3779B97F4A7C15
                 mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9
                 mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB
                 mixed = (mixed ^ mixed >> 31).to(tl.int64)
-                tl.store(hashes + row.to(tl.int64) * WIDTH + column, tl.cumsum(mixed, 0) + carry, mask=used)
-                carry += tl.sum(mixed, 0)
-        flag(errors, bits | tl.where(too_long, LONG_SEQUENCE, 0) | tl.where(bad_page > 0, BAD_PAGE, 0))
+                tl.store(hashes + column.to(tl.int64) * ROWS + row, tl.cumsum(mixed, 0) + carry, mask=used)
+                if begin + BLOCK < columns:
+                    carry += tl.sum(mixed, 0)
+        bad_page = tl.max(outside, 0) > 0
+        flag(errors, bits | tl.where(too_long, LONG_SEQUENCE, 0) | tl.where(bad_page, BAD_PAGE, 0))
+
+
+@triton.jit
+def _columns_shared(row, other, bound, hashes, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
+    """Leading columns, at most `bound`, that a row shares with others; a search that looks at three columns at once."""
+    same = tl.zeros_like(bound)
+    stride = 4 ** (ROUNDS - 1)
+    for _round in tl.static_range(ROUNDS):
+        matches = tl.zeros_like(bound)
+        for nth in tl.static_range(1, 4):
+            probe = same + nth * stride
+            column = hashes + (probe - 1).to(tl.int64) * ROWS
+            mine = tl.load(column + row, mask=probe <= bound, other=0)
+            theirs = tl.load(column + other, mask=probe <= bound, other=1)
+            matches += ((probe <= bound) & (mine == theirs)).to(tl.int32)
+        same += matches * stride
+        stride = stride // 4
+    return same
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def shared_kernel(
-    seq_lens, query_start_loc, hashes, shared,
+def hang_kernel(
+    seq_lens, query_start_loc, hashes, hangs, family,
     num_rows, width, max_tokens, max_query_len,
-    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """shared [rows, ROWS]: columns that a row shares with each other; -1 for rows without queries. One program for a
-    row and a block of others, for those that are not before it; a search that looks at three columns at once."""
-    in_turn(FOLLOWS, LEADS)
+    """One program a row. hangs [rows] int64: what it hangs on, -1 without queries. family [rows] int32: query tokens of
+    the rows below it and its own; they are the rows that share more columns with it than the row above."""
     row = tl.program_id(0)
     batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
-    other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if (row < num_rows) & ((tl.program_id(1) + 1) * BLOCK > row):
-        length, queries, _end = lengths_of(row, batch)
-        other_length, other_queries, _other_end = lengths_of(other, batch)
-        used_rows = (queries > 0) & (other_queries > 0) & (other > row)
-        mine = row.to(tl.int64)
-        bound = tl.where(used_rows, tl.minimum(length, other_length) // PAGE_SIZE, 0)
-        same = tl.zeros([BLOCK], tl.int32)
-        stride = 4 ** (ROUNDS - 1)
-        for _round in tl.static_range(ROUNDS):
-            probe = same[:, None] + (1 + tl.arange(0, 4))[None, :] * stride
-            used = (probe <= bound[:, None]) & (tl.arange(0, 4) < 3)[None, :]
-            a = tl.load(hashes + mine * WIDTH + probe - 1, mask=used, other=0)
-            b = tl.load(hashes + other.to(tl.int64)[:, None] * WIDTH + probe - 1, mask=used, other=1)
-            same += tl.sum((used & (a == b)).to(tl.int32), 1) * stride
-            stride = stride // 4
-        same = tl.where((queries > 0) & (other_queries > 0), tl.where(other == row, BIG, same), -1)
-        later = (other >= row) & (other < num_rows)
-        tl.store(shared + mine * ROWS + other, same, mask=later)
-        tl.store(shared + other.to(tl.int64) * ROWS + row, same, mask=later)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def branch_kernel(
-    seq_lens, query_start_loc, shared, branch,
-    num_rows, width, max_tokens, max_query_len,
-    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
-):  # fmt: skip
-    """branch [rows, ROWS]: the lowest row of the branch that holds a row, where it parts from the other. One program
-    for a row and a block of others."""
-    in_turn(FOLLOWS, LEADS)
-    row = tl.program_id(0)
-    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
-    _length, queries, _end = lengths_of(row, batch)
+    length, queries, _end = lengths_of(row, batch)
+    other = tl.arange(0, BLOCK)
+    other_length, other_queries, _other_end = lengths_of(other, batch)
+    in_turn(FOLLOWS, LEADS)  # the batch was there before
     if queries > 0:
-        own = row.to(tl.int64) * ROWS
-        other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        common = tl.load(shared + own + other, mask=other < num_rows, other=BIG)
-        lowest = tl.full([BLOCK], BIG, tl.int32)
-        for begin in range(0, num_rows, OTHERS):
-            third = begin + tl.arange(0, OTHERS)
-            near = tl.load(shared + own + third, mask=third < num_rows, other=-1)
-            closer = near[:, None] > common[None, :]  # reduced over the first axis, which lies in registers
-            lowest = tl.minimum(lowest, tl.min(tl.where(closer, third[:, None], BIG), 0))
-        tl.store(branch + own + other, tl.minimum(lowest, row), mask=other < num_rows)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def rank_kernel(
-    seq_lens, query_start_loc, shared, branch, rank, order,
-    num_rows, width, max_tokens, max_query_len,
-    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
-):  # fmt: skip
-    """One program a row: its place among the rows with queries, BIG without; order: the row of each place."""
-    in_turn(FOLLOWS, LEADS)
-    row = tl.program_id(0)
-    batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
-    _, queries, _ = lengths_of(row, batch)
-    mine = row.to(tl.int64)
-    before = BIG
-    if queries > 0:
-        before = 0
+        common, above, tokens = tl.full([], -1, tl.int32), tl.full([], BIG, tl.int32), queries
         for begin in range(0, num_rows, BLOCK):
-            other = begin + tl.arange(0, BLOCK)
-            common = tl.load(shared + mine * ROWS + other, mask=other < num_rows, other=-1)
-            used = (common >= 0) & (other != row)
-            theirs = tl.load(branch + other.to(tl.int64) * ROWS + mine, mask=used, other=BIG)
-            own = tl.load(branch + mine * ROWS + other, mask=used, other=0)
-            before += tl.sum((theirs < own).to(tl.int32), 0)
-        tl.store(order + before, row)
-    tl.store(rank + row, before)
+            bound = tl.where(other_queries > 0, tl.minimum(length, other_length) // PAGE_SIZE, -1)
+            if begin < row:
+                before = tl.where(other < row, bound, -1)
+                same = _columns_shared(row, other, before, hashes, ROWS, ROUNDS)
+                same = tl.where(before >= 0, same, -1)
+                most = tl.max(same, 0)
+                above = tl.where(most > common, tl.min(tl.where(same == most, other, BIG), 0), above)
+                common = tl.maximum(most, common)
+            below = (other > row) & (tl.where(common < 0, -1, bound) > common)  # may be
+            column = hashes + tl.maximum(common, 0).to(tl.int64) * ROWS
+            mine = tl.load(column + row, mask=common < length // PAGE_SIZE, other=0)
+            theirs = tl.load(column + other, mask=below, other=1)
+            tokens += tl.sum(tl.where(below & (mine == theirs), other_queries, 0), 0)
+            other += BLOCK
+            other_length, other_queries, _other_end = lengths_of(other, batch)
+        hang = above.to(tl.int64) << ABOVE | (common ^ ALL_COLUMNS).to(tl.int64) << ROW_BITS | row
+        tl.store(hangs + row, tl.where(common < 0, ROOT, hang))
+        tl.store(family + row, tokens)
+    elif row < num_rows:
+        tl.store(hangs + row, tl.full([], -1, tl.int64))
+
+
+@triton.jit
+def _siblings(hang, hangs, family, num_rows, BLOCK: tl.constexpr):
+    """Of the rows that hang on the same row and stand before one: query tokens of their families, and what the last one
+    hangs on; 0 and -1 if there is none."""
+    tokens, last = 0, tl.full([], -1, tl.int64)
+    for begin in range(0, num_rows, BLOCK):
+        other = begin + tl.arange(0, BLOCK)
+        its_hang = tl.load(hangs + other, mask=other < num_rows, other=-1)
+        its_family = tl.load(family + other, mask=other < num_rows, other=0)
+        ahead = (its_hang >= hang >> ABOVE << ABOVE) & (its_hang < hang)
+        tokens += tl.sum(tl.where(ahead, its_family, 0), 0)
+        last = tl.maximum(last, tl.max(tl.where(ahead, its_hang, -1), 0))
+    return tokens, last
+
+
+@triton.jit
+def place_of(hang, query_start_loc, hangs, family, num_rows, BLOCK: tl.constexpr):
+    """(query tokens of the rows before a row in the order of the forest, the row right before it)."""
+    first, last, up = 0, tl.full([], -1, tl.int64), hang
+    while up < ROOT:  # to the first row
+        tokens, its_last = _siblings(up, hangs, family, num_rows, BLOCK)
+        above = up >> ABOVE
+        first += tokens + tl.load(query_start_loc + above + 1) - tl.load(query_start_loc + above)
+        last = tl.where(up == hang, its_last, last)
+        up = tl.load(hangs + above)
+    previous = hang >> ABOVE
+    while last >= 0:  # to the last row below it
+        previous = last & ALL_ROWS
+        _, last = _siblings((previous + 1 << ABOVE) - 1, hangs, family, num_rows, BLOCK)
+    return first, previous
 
 
 @triton.jit
@@ -198,41 +233,25 @@ def _shared_columns(table, row_a, row_b, bound, table_stride, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=NUMBERS)
 def entries_kernel(
-    table, seq_lens, query_start_loc, rank, order,
-    entry_token, entry_position, entry_row, entry_length, entry_shared, positions, pieces, state,
+    table, seq_lens, query_start_loc, hangs, family,
+    entry_token, entry_position, entry_row, entry_length, entry_shared, positions,
     num_rows, width, table_stride, max_tokens, max_query_len,
     PAGE_SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program a place in the order: the entries of its row. entry_shared: tokens shared with the entry before;
-    entry_length: of the sequence. positions [tokens] is the plan's; pieces [3, ENTRIES] is set to zero."""
-    in_turn(FOLLOWS, LEADS)
-    place = tl.program_id(0)
+    """One program a row: its entries. entry_shared: tokens shared with the entry before; entry_length: of the sequence.
+    positions [tokens] is the plan's."""
+    row = tl.program_id(0)
     batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
-    for begin in range(place * BLOCK, 3 * ENTRIES, tl.num_programs(0) * BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tl.store(pieces + at, tl.zeros([BLOCK], tl.int32), mask=at < 3 * ENTRIES)
-    first, total, num_active, num_tokens = 0, 0, 0, 0
-    for begin in range(0, num_rows, BLOCK):
-        other = begin + tl.arange(0, BLOCK)
-        _length, its_queries, its_end = lengths_of(other, batch)
-        ahead = tl.load(rank + other, mask=other < num_rows, other=BIG) < place
-        first += tl.sum(tl.where(ahead, its_queries, 0), 0)
-        total += tl.sum(its_queries, 0)
-        num_active += tl.sum((its_queries > 0).to(tl.int32), 0)
-        num_tokens = tl.maximum(num_tokens, tl.max(tl.where(its_queries > 0, its_end, 0), 0))
-    if place == 0:
-        tl.store(state + NUM_ENTRIES, tl.minimum(total, ENTRIES))
-        tl.store(state + NUM_TOKENS, num_tokens)
-    if place < num_active:
-        row = tl.load(order + place)
-        length, queries, end = lengths_of(row, batch)
-        shared = 0
-        if place > 0:
-            previous = tl.load(order + place - 1)
-            previous_length, _, _ = lengths_of(previous, batch)
-            bound = tl.minimum(length, previous_length) // PAGE_SIZE
-            shared = _shared_columns(table, previous, row, bound, table_stride, BLOCK) * PAGE_SIZE
+    length, queries, end = lengths_of(row, batch)
+    in_turn(FOLLOWS, LEADS)
+    if queries > 0:
+        hang = tl.load(hangs + row)
+        first, previous = place_of(hang, query_start_loc, hangs, family, num_rows, BLOCK)
+        common = tl.where(hang < ROOT, ~hang >> ROW_BITS & ALL_COLUMNS, 0).to(tl.int32)
+        previous_length, _, _ = lengths_of(previous, batch)
+        shared = _shared_columns(table, previous, row, common, table_stride, BLOCK)
+        shared = tl.minimum(shared, previous_length // PAGE_SIZE) * PAGE_SIZE
         for begin in range(0, queries, BLOCK):
             i = begin + tl.arange(0, BLOCK)
             token, at = end - queries + i, first + i

@@ -1,7 +1,7 @@
 """The planner's twin on a GPU (PAT §5.1, §5.2): fills a reserved plan from tensors on the device.
 
 `DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.tiling.tile_forest` and `gpu.refill`, for the
-tiling that the host predicts to be the fastest, without reading anything back, and in the same ten launches for every
+tiling that the host predicts to be the fastest, without reading anything back, and in the same seven launches for every
 batch, so that a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
 """
 
@@ -27,7 +27,10 @@ ERRORS: Final = MappingProxyType({
     device_order.MANY_QUERIES.value: "more queries than the plan holds",
     device_order.MANY_SLOTS.value: "more partial states than the plan holds",
 })  # fmt: skip
-_PAIRS: Final = 64  # other rows that a program compares its row with
+# What a row hangs on is one int64: see `device_order`
+MOST_ROWS: Final = device_order.ALL_ROWS.value
+MOST_COLUMNS: Final = device_order.ALL_COLUMNS.value
+_PAIRS: Final = 1024  # other rows that a program compares its row with at once
 _BLOCK: Final = 512  # elements of a program's pass over rows, columns, tiles, items or tokens
 
 
@@ -83,6 +86,12 @@ def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
     )
 
 
+def _use_rows(ways: TileWays) -> NDArray[np.int64]:
+    """[ways, 2, USE_COLUMNS]: a use, its stage and its kind's entries of a subtile, so that one load finds them."""
+    stage, kind, _ = np.moveaxis(np.maximum(ways.uses, 0), 2, 0)
+    return np.concatenate([ways.uses, ways.stages[stage], ways.kinds[kind, 5:]], 2)
+
+
 def _power(size: int) -> int:
     """The power of two that holds it."""
     return 1 << (size - 1).bit_length()
@@ -110,13 +119,13 @@ class DevicePlanner:
         self._sizes = _sizes(ways, capacity.max_pages_per_request)
         self._tables = {
             "stages": torch.from_numpy(ways.stages.astype(np.int32)).to(device),
-            "uses": torch.from_numpy(ways.uses.astype(np.int32)).to(device),
-            "kinds": torch.from_numpy(ways.kinds.astype(np.int64)).to(device),
+            "uses": torch.from_numpy(_use_rows(ways).astype(np.int32)).to(device),
+            "kinds": torch.from_numpy(ways.kinds[:, :5].astype(np.int64)).contiguous().to(device),
             "costs": torch.from_numpy(ways.costs.astype(np.int64)).to(device),
         }
         rows, tokens, sizes = capacity.max_requests, capacity.max_query_tokens, self._sizes
         shapes: dict[str, tuple[int, ...]] = {
-            "shared": (rows, rows), "branch": (rows, rows), "rank": (rows,), "order": (rows,), "state": (2,),
+            "family": (rows,), "state": (2,),
             "entry_token": (tokens,), "entry_position": (tokens,), "entry_row": (tokens,), "entry_length": (tokens,),
             "entry_shared": (tokens,), "pieces": (device_items.PIECE_FIELDS.value, tokens),
             "nodes": (sizes.stages, device_tiles.NODE_FIELDS.value, 2 * tokens),
@@ -127,7 +136,9 @@ class DevicePlanner:
         self._buffers = {
             name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
         } | {
-            "hashes": torch.zeros(rows, capacity.max_pages_per_request, dtype=torch.int64, device=device),
+            "hashes": torch.zeros(capacity.max_pages_per_request, rows, dtype=torch.int64, device=device),
+            "hangs": torch.zeros(rows, dtype=torch.int64, device=device),
+            "totals": torch.zeros(sizes.stages, device_tiles.TOTALS.value, dtype=torch.int64, device=device),
             "times": torch.zeros(sizes.ways, 2, dtype=torch.int64, device=device),
         }
         self.errors = self._buffers["errors"]
@@ -180,35 +191,28 @@ class DevicePlanner:
                 raise ValueError(f"{name} {found}: expected contiguous rows on {self._device}")
 
     def _order(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
-        """Hash, shared columns, ranks, entries."""
+        """Hashes, what each row hangs on, entries."""
         table, seq_lens, starts = batch
         b, capacity = self._buffers, self._capacity
-        rows, tokens, columns = capacity.max_requests, capacity.max_query_tokens, capacity.max_pages_per_request
-        width, most = min(table.shape[1], columns), self._most_queries
+        rows, tokens = capacity.max_requests, capacity.max_query_tokens
+        width, most = min(table.shape[1], capacity.max_pages_per_request), self._most_queries
         bounds = (len(table), width, tokens, most)
         shape = {"PAGE_SIZE": self._page_size, "ROWS": rows}
-        device_order.hash_kernel[(rows,)](
-            table, seq_lens, starts, b["hashes"], b["errors"], len(table), width, table.stride(0), tokens, most,
-            capacity.num_pages, window, PAGE_SIZE=self._page_size, WIDTH=columns, BLOCK=_BLOCK,
-            **self._turn(follows=False),
+        device_order.hash_kernel[(rows + 1,)](
+            table, seq_lens, starts, b["hashes"], b["pieces"], b["totals"], b["state"], b["errors"], len(table), width,
+            table.stride(0), tokens, most, capacity.num_pages, window, **shape, ENTRIES=tokens,
+            TOTALS=b["totals"].numel(), BLOCK=_BLOCK, **self._turn(follows=False),
         )  # fmt: skip
-        pairs = (rows, -(-rows // _PAIRS))
-        device_order.shared_kernel[pairs](
-            seq_lens, starts, b["hashes"], b["shared"], *bounds, **shape, WIDTH=columns,
-            ROUNDS=self._sizes.rounds, BLOCK=_PAIRS, num_warps=2, **self._turn(),
-        )  # fmt: skip
-        device_order.branch_kernel[pairs](
-            seq_lens, starts, b["shared"], b["branch"], *bounds, **shape, BLOCK=_PAIRS, OTHERS=64, **self._turn(),
-        )  # fmt: skip
-        device_order.rank_kernel[(rows,)](
-            seq_lens, starts, b["shared"], b["branch"], b["rank"], b["order"], *bounds, **shape, BLOCK=_BLOCK,
-            **self._turn(),
+        block = min(_power(rows), _PAIRS)
+        device_order.hang_kernel[(rows,)](
+            seq_lens, starts, b["hashes"], b["hangs"], b["family"], *bounds, **shape, ROUNDS=self._sizes.rounds,
+            BLOCK=block, num_warps=max(1, block // 64), **self._turn(),
         )  # fmt: skip
         device_order.entries_kernel[(rows,)](
-            table, seq_lens, starts, b["rank"], b["order"],
+            table, seq_lens, starts, b["hangs"], b["family"],
             *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
-            plan.arrays["positions"], b["pieces"], b["state"], len(table), width, table.stride(0), tokens, most,
-            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=_BLOCK, **self._turn(),
+            plan.arrays["positions"], len(table), width, table.stride(0), tokens, most,
+            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), **self._turn(),
         )  # fmt: skip
 
     def _tile(self, window: int) -> None:
@@ -218,18 +222,18 @@ class DevicePlanner:
         tasks = int((-(-tokens // self._ways.stages[:, 0])).sum())
         device_tiles.tiles_kernel[(min(tasks, 8 * self._card.processors),)](
             b["entry_position"], b["entry_length"], b["entry_shared"], b["state"], tables["stages"], b["nodes"],
-            b["tiles"], window, ENTRIES=tokens, RUN=self._ways.run, NODES=sizes.nodes, NUM_STAGES=sizes.stages,
-            STAGES=_power(sizes.stages), MOST_LEAST=sizes.least, WINDOWS=sizes.windows, MOST_SUBTILES=sizes.subtiles,
-            num_warps=min(16, max(4, sizes.nodes // 8)), **self._turn(),
+            b["tiles"], b["totals"], window, ENTRIES=tokens, RUN=self._ways.run, NODES=sizes.nodes,
+            NUM_STAGES=sizes.stages, STAGES=_power(sizes.stages), MOST_LEAST=sizes.least, WINDOWS=sizes.windows,
+            MOST_SUBTILES=sizes.subtiles, num_warps=min(16, max(4, sizes.nodes // 8)), **self._turn(),
         )  # fmt: skip
         device_choice.choice_kernel[(sizes.ways, 2)](
-            tables["stages"], tables["uses"], tables["kinds"], tables["costs"], b["tiles"], b["state"], b["times"],
+            tables["uses"], tables["kinds"], tables["costs"], b["tiles"], b["totals"], b["state"], b["times"],
             b["cuts"], b["item_starts"], self._limits.items, self._limits.runs, self._limits.slots,
             ENTRIES=tokens, BLOCK=256, num_warps=8, **self._turn(),
         )  # fmt: skip
 
     def _list(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
-        """Items, slots, lists."""
+        """Items, lists."""
         table = batch[0]
         row_tokens = min(table.shape[1], self._capacity.max_pages_per_request) * self._page_size
         b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
@@ -239,22 +243,18 @@ class DevicePlanner:
             "WAYS": _power(sizes.ways), "BLOCK": _BLOCK,
         }  # fmt: skip
         device_items.items_kernel[(programs,)](
-            b["entry_token"], b["state"], tables["stages"], tables["uses"], tables["kinds"], b["nodes"], b["tiles"],
-            b["times"], b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], limits.items,
-            MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
-        )  # fmt: skip
-        device_items.slots_kernel[(programs,)](
-            b["entry_token"], b["state"], tables["uses"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
-            limits.items, limits.slots, self._ways.fuse_up_to, kinds, **shape, **self._turn(),
+            b["entry_token"], b["state"], tables["uses"], b["nodes"], b["tiles"], b["times"],
+            b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], limits.items,
+            self._ways.fuse_up_to, kinds, MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(2 * self._card.processors + 2,)](
+        device_lists.lists_kernel[(4 * self._card.processors + 2,)](
             *batch, len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
-            b["entry_token"], b["entry_row"], b["state"], tables["stages"], tables["uses"],
-            tables["kinds"], b["nodes"], b["tiles"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
+            b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"],
+            b["totals"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
             *(arrays[name] for name in names), plan.summary, table.stride(0), self._capacity.num_pages, kinds,
             limits.items, limits.runs, limits.queries, limits.merged, limits.slots, BUCKETS=_power(2 * kinds + 1),
-            RUN=self._ways.run, PAGE_SIZE=self._page_size, RUN_BLOCK=32,
+            RUN=self._ways.run, PAGE_SIZE=self._page_size, RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)),
             num_warps=max(4, sizes.nodes // 16), **shape, **self._turn(leads=False),
         )  # fmt: skip
 

@@ -24,10 +24,15 @@ STAGE_COLUMNS = tl.constexpr(7)
 TILE_RUNS = tl.constexpr(0)
 TILE_FULL = tl.constexpr(1)  # blocks that all of it sees
 TILE_MASKED = tl.constexpr(2)  # other blocks
-TILE_ONCE = tl.constexpr(3)  # tokens, see `planner.tile_costs.stage_tokens`
-TILE_COMMON = tl.constexpr(4)
-TILE_AGAIN = tl.constexpr(5)
-TILE_FIELDS = tl.constexpr(6)
+TILE_FIELDS = tl.constexpr(3)
+
+# Sums over the tiles of a stage, int64
+TOTAL_RUNS = tl.constexpr(0)
+TOTAL_BLOCKS = tl.constexpr(1)
+TOTAL_ONCE = tl.constexpr(2)  # tokens, see `planner.tile_costs.stage_tokens`
+TOTAL_COMMON = tl.constexpr(3)
+TOTAL_AGAIN = tl.constexpr(4)
+TOTALS = tl.constexpr(8)
 
 # Fields of a node, arrays of two elements an entry for each stage
 NODE_ROWS = tl.constexpr(0)  # first entry of the tile | end << 8
@@ -41,14 +46,10 @@ NODE_FIELDS = tl.constexpr(7)
 
 
 @triton.jit
-def stage_of(task, shapes, num_entries, NUM_STAGES: tl.constexpr, STAGES: tl.constexpr):
-    """(stage, tile) of a task, where the tiles of all stages are numbered through; the number of tasks."""
-    stage = tl.arange(0, STAGES)
-    height = tl.load(shapes + stage * STAGE_COLUMNS + HEIGHT, mask=stage < NUM_STAGES, other=BIG)
-    tiles = tl.where(stage < NUM_STAGES, tl.cdiv(num_entries, height), 0)
-    ends = tl.cumsum(tiles, 0)
-    chosen = tl.sum((ends <= task).to(tl.int32), 0)
-    return chosen, task - tl.sum(tl.where(stage < chosen, tiles, 0), 0), tl.sum(tiles, 0)
+def _stage_of(task, tiles, STAGES: tl.constexpr):
+    """(stage, tile) of a task, where the tiles of all stages are numbered through."""
+    chosen = tl.sum((tl.cumsum(tiles, 0) <= task).to(tl.int32), 0)
+    return chosen, task - tl.sum(tl.where(tl.arange(0, STAGES) < chosen, tiles, 0), 0)
 
 
 @triton.jit
@@ -134,18 +135,20 @@ def _seen(at, used, begin, tile, tall, height, shape, entry_position, entry_shar
 
 @triton.jit(do_not_specialize=NUMBERS)
 def tiles_kernel(
-    entry_position, entry_length, entry_shared, state, stages, nodes, tiles, window,
+    entry_position, entry_length, entry_shared, state, stages, nodes, tiles, totals, window,
     ENTRIES: tl.constexpr, RUN: tl.constexpr, NODES: tl.constexpr, NUM_STAGES: tl.constexpr, STAGES: tl.constexpr,
     MOST_LEAST: tl.constexpr, WINDOWS: tl.constexpr, MOST_SUBTILES: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of every stage: its nodes [stages, NODE_FIELDS, 2 * ENTRIES], its runs and costs [stages, TILE_FIELDS,
-    ENTRIES]."""
-    in_turn(FOLLOWS, LEADS)
+    """Every tile of every stage: its nodes [stages, NODE_FIELDS, 2 * ENTRIES], runs and blocks [stages, TILE_FIELDS,
+    ENTRIES]; sums over them [stages, TOTALS]."""
+    every = tl.arange(0, STAGES)
+    heights = tl.load(stages + every * STAGE_COLUMNS + HEIGHT, mask=every < NUM_STAGES, other=BIG)
+    in_turn(FOLLOWS, LEADS)  # the table was there before
     num_entries = tl.load(state + NUM_ENTRIES)
-    _, _, tasks = stage_of(0, stages, num_entries, NUM_STAGES, STAGES)
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        stage, tile, _ = stage_of(task, stages, num_entries, NUM_STAGES, STAGES)
+    num_tiles = tl.where(every < NUM_STAGES, tl.cdiv(num_entries, heights), 0)
+    for task in range(tl.program_id(0), tl.sum(num_tiles, 0), tl.num_programs(0)):
+        stage, tile = _stage_of(task, num_tiles, STAGES)
         shape = stages + stage * STAGE_COLUMNS
         height, least, below = tl.load(shape + HEIGHT), tl.load(shape + LEAST), tl.load(shape + BELOW)
         begin = tile * height
@@ -153,9 +156,9 @@ def tiles_kernel(
         k = tl.arange(0, NODES)
         used, at = k < 2 * rows, begin + k // 2
         length = tl.load(entry_length + at, mask=used, other=0)
-        common = tl.load(entry_shared + at, mask=used, other=0)
+        shared = tl.load(entry_shared + at, mask=used, other=0)
         position = tl.load(entry_position + at, mask=used, other=0)
-        value = tl.where(k % 2 == 1, length, tl.where(k > 0, common, -1))
+        value = tl.where(k % 2 == 1, length, tl.where(k > 0, shared, -1))
         base, tall = tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
         if (least > 1) | (below < BIG):
             tall = _tall_tokens(
@@ -175,13 +178,16 @@ def tiles_kernel(
         tl.store(to + NODE_FULL * 2 * ENTRIES, full, mask=used)
         tl.store(to + NODE_FULL_END * 2 * ENTRIES, full_end, mask=used)
         whole, masked = _blocks(first, stop, tl.where(used, runs, 0), rows, shape, MOST_SUBTILES)
-        once, unlike, again = _seen(
+        once, common, again = _seen(
             at, used & (k % 2 == 1), begin, tile, tall, height, shape, entry_position, entry_shared, window, NODES
         )
         to = tiles + stage * TILE_FIELDS * ENTRIES + tile
-        tl.store(to + TILE_RUNS * ENTRIES, tl.sum(runs, 0))
+        size = tl.sum(runs, 0)
+        tl.store(to + TILE_RUNS * ENTRIES, size)
         tl.store(to + TILE_FULL * ENTRIES, whole)
         tl.store(to + TILE_MASKED * ENTRIES, masked)
-        tl.store(to + TILE_ONCE * ENTRIES, once)
-        tl.store(to + TILE_COMMON * ENTRIES, unlike)
-        tl.store(to + TILE_AGAIN * ENTRIES, again)
+        field = tl.arange(0, TOTALS)
+        total = tl.where(field == TOTAL_RUNS, size, tl.where(field == TOTAL_BLOCKS, whole + masked, 0))
+        total = tl.where(field == TOTAL_ONCE, once, tl.where(field == TOTAL_COMMON, common, total))
+        total = tl.where(field == TOTAL_AGAIN, again, total).to(tl.int64)
+        tl.atomic_add(totals + stage * TOTALS + field, total, mask=field <= TOTAL_AGAIN, sem="relaxed")
