@@ -1,4 +1,8 @@
-"""The GPU side of `BatchAttention`: row tiles over the prefix forest, their upload, and the launches."""
+"""The GPU side of `BatchAttention`: row tiles over the prefix forest, prompt chunks, their upload, and the launches.
+
+Requests with more than a few query tokens are work items of `kernels.prefill`, all others rows of tiles. Of a
+batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,13 +13,24 @@ import torch
 from trunkattn.attention_config import AttentionConfig
 from trunkattn.attention_device import DeviceStep, OnDevice, tile_stats
 from trunkattn.attention_planner import make_planner
+from trunkattn.attention_prefill import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import INVARIANT_CHUNK_TOKENS, decode_tiles, gpu_device, gpu_limits, without_subtiles
-from trunkattn.plan_format import Capacity, PlanStats, TileList
+from trunkattn.kernels.prefill_plan import Chunks
+from trunkattn.kernels.tile_table import (
+    INVARIANT_CHUNK_TOKENS,
+    GpuLimits,
+    decode_tiles,
+    gpu_device,
+    gpu_limits,
+    prefill_tile,
+    without_subtiles,
+)
+from trunkattn.plan_format import Capacity, PlanStats, PrefillList, TileList
 from trunkattn.planner.build import Batch
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.forest import Forest
+from trunkattn.planner.prefill import join
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import (
     TileKind,
@@ -33,7 +48,7 @@ _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge 
 
 @dataclass(frozen=True)
 class GpuStep:
-    """A planned step."""
+    """A planned step. tile_list, batch: without the prompt chunks, if there are any."""
 
     tile_list: TileList
     batch: Batch
@@ -41,19 +56,24 @@ class GpuStep:
     gpu_plan: gpu.GpuPlan
     policy: str
     reason: str
+    chunks: PlannedChunks | None
 
     @property
     def num_query_tokens(self) -> int:
         """Rows of q and out."""
-        return int(self.batch.query_start_loc[-1])
+        of_chunks = len(self.chunks.division.chunk_tokens) if self.chunks else 0
+        return int(self.batch.query_start_loc[-1]) + of_chunks
 
     def stats(self) -> PlanStats:
         """See PlanStats."""
-        return tile_stats(self.tile_list, self.batch, self.rule, self.policy, self.reason)
+        stats = tile_stats(self.tile_list, self.batch, self.rule, self.policy, self.reason)
+        return self.chunks.added_to(stats) if self.chunks else stats
 
     def check(self) -> None:
-        """Raises AssertionError if the tile list breaks an invariant."""
+        """Raises AssertionError if the lists break an invariant."""
         check_tiles(self.tile_list, self.batch, self.rule)
+        if self.chunks:
+            self.chunks.check()
 
 
 class GpuExecutor:
@@ -67,7 +87,8 @@ class GpuExecutor:
         self._execution = "serial" if config.execution == "auto" else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
-        self._card = gpu.Card(self._processors, overlaps=properties.major >= 9)
+        hopper = (properties.major, properties.minor) == (9, 0)
+        self._card = gpu.Card(self._processors, overlaps=properties.major >= 9, hopper=hopper)
         limits = gpu_limits(properties.name)
         self._tiled = config.policy == "auto" and not config.batch_invariant
         width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
@@ -76,10 +97,33 @@ class GpuExecutor:
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
             self._tiles = self._tiles[-1:]
         self._planner = make_planner(config, gpu_device(self._processors, self._tiles[-1].block_m))
-        model = self._planner.spec.model
+        self._chunks = None
+        if not config.batch_invariant:
+            tile = prefill_tile(config.cache_dtype.itemsize, width)
+            self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
+        self._rule = self._tiling_rule(limits, properties.L2_cache_size)
+        heads = config.num_kv_heads
+        self._ones = torch.ones(heads, device=device)
+        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+        self._scale = self._ones * (scale * (1.0 if config.logits_soft_cap else math.log2(math.e)))
+        self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
+        self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
+        self._counters = torch.zeros(2, dtype=torch.int32, device=device)
+        self._limits_reason = limits.reason
+        chunk = INVARIANT_CHUNK_TOKENS if config.batch_invariant else 0
+        pieces = chunk and -(-(capacity.max_pages_per_request if capacity else 0) * config.page_size // chunk) + 1
+        self._limits = None if capacity is None else tile_limits(self._rule, capacity, pieces)
+        self._on_device: OnDevice | None = None
+        if self._limits:
+            self._reserve(self._limits.slots)
+            if capacity and self._tiled:
+                self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
+
+    def _tiling_rule(self, limits: GpuLimits, l2_bytes: int) -> TilingRule:
+        config, model = self.config, self._planner.spec.model
         # the table's times are for 512 bytes a key and value; 8-bit ones take as much arithmetic as 16-bit ones
         size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
-        self._rule = TilingRule(
+        return TilingRule(
             kinds=tuple(
                 TileKind(
                     rows=tile.block_m,
@@ -100,25 +144,9 @@ class GpuExecutor:
             head_bytes=model.kv_bytes // config.num_kv_heads,
             partial_bytes=model.partial_bytes,
             fuse_up_to=_FUSE_UP_TO if self._may_fuse else 0,
-            l2_bytes=properties.L2_cache_size,
+            l2_bytes=l2_bytes,
             uniform=config.batch_invariant,
         )
-        heads = config.num_kv_heads
-        self._ones = torch.ones(heads, device=device)
-        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-        self._scale = self._ones * (scale * (1.0 if config.logits_soft_cap else math.log2(math.e)))
-        self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
-        self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
-        self._counters = torch.zeros(2, dtype=torch.int32, device=device)
-        self._limits_reason = limits.reason
-        chunk = INVARIANT_CHUNK_TOKENS if config.batch_invariant else 0
-        pieces = chunk and -(-(capacity.max_pages_per_request if capacity else 0) * config.page_size // chunk) + 1
-        self._limits = None if capacity is None else tile_limits(self._rule, capacity, pieces)
-        self._on_device: OnDevice | None = None
-        if self._limits:
-            self._reserve(self._limits.slots)
-            if capacity and self._tiled:
-                self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
 
     @property
     def _may_fuse(self) -> bool:
@@ -142,10 +170,13 @@ class GpuExecutor:
         return self._on_device is not None
 
     def plan_on_device(self, tables: tuple, window: int, into: GpuStep | DeviceStep | None = None) -> DeviceStep:
-        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device."""
+        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device; all requests become
+        rows of tiles, prompt chunks too."""
         assert self._on_device is not None
         self._planner.forget()  # the host has not seen this batch: its next one may not be patched
-        return self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window))
+        if isinstance(into, GpuStep) and into.chunks:
+            into.gpu_plan.forget_prefill()
+        return self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window, None))
 
     @property
     def errors(self) -> torch.Tensor | None:
@@ -158,22 +189,36 @@ class GpuExecutor:
             self._on_device.check()
 
     def _plan(self, batch: Batch, changed_rows: np.ndarray | None, into: GpuStep | DeviceStep | None) -> GpuStep:
-        lens, starts = batch.seq_lens, batch.query_start_loc
+        chunk_planner = self._chunks_for(into)
+        division = chunk_planner.divide(batch) if chunk_planner else None
+        rest = division.rest if division else batch
+        lens, starts = rest.seq_lens, rest.query_start_loc
         if self._tiled:
-            forest, table = self._planner.forest(batch, changed_rows)
-            tile_list, policy, reason = self._tile(forest, Batch(table, lens, starts, batch.window))
+            forest, table = self._planner.forest(rest, changed_rows)
+            tile_list, policy, reason = self._tile(forest, Batch(table, lens, starts, rest.window))
         else:
-            planned = self._planner.plan(batch, changed_rows)
+            planned = self._planner.plan(rest, changed_rows)
             table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
-            tile_list = tile_work(self._rule, planned.work, (table, lens, starts), batch.window)
+            tile_list = tile_work(self._rule, planned.work, (table, lens, starts), rest.window)
         if self._limits and (broken := self._limits.broken_by(tile_list)):
-            raise ValueError(
-                f"policy={self.config.policy!r} makes {', '.join(broken)} that a plan of this capacity holds: expected "
-                "a batch that is cut into fewer pieces, policy='auto', or a larger capacity"
-            )
-        gpu_plan = self._place(tile_list, batch, into)
+            raise ValueError(no_room(self.config.policy, broken))
+        joined, listed, chunks = tile_list, None, None
+        if chunk_planner and division:
+            free = self._limits.slots - tile_list.num_slots if self._limits else None
+            chunks = chunk_planner.plan(division, free)
+            joined, listed = join(tile_list, chunks.planned.work, division)
+        several = bool((np.diff(starts) > 1).any())
+        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        gpu_plan = self._place(joined, listed, positions, self._geometry(batch.window, several), into)
         kept = Batch(table, lens.copy(), starts.copy(), batch.window)
-        return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason)
+        return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason, chunks)
+
+    def _chunks_for(self, into: GpuStep | DeviceStep | None) -> ChunkPlanner | None:
+        """What plans prompt chunks; None: they are rows of tiles too."""
+        if self._chunks is None or self._capacity is None:
+            return self._chunks
+        room = self._chunks.limits if into is None else into.gpu_plan.prefill
+        return self._chunks if room else None
 
     def _tile(self, forest: Forest, batch: Batch) -> tuple[TileList, str, str]:
         """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do."""
@@ -188,26 +233,33 @@ class GpuExecutor:
         listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
         return tile_list, tiling.name(self._rule), f"least predicted time{passed} on {self._limits_reason}: {listed}"
 
-    def _place(self, tile_list: TileList, batch: Batch, into: GpuStep | DeviceStep | None) -> gpu.GpuPlan:
-        """Sends a tile list to the device."""
-        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+    def _place(
+        self,
+        tile_list: TileList,
+        listed: PrefillList | None,
+        positions: np.ndarray,
+        geometry: gpu.Geometry,
+        into: GpuStep | DeviceStep | None,
+    ) -> gpu.GpuPlan:
+        """Sends a tile list, and prompt chunks, to the device; geometry: of a plan that holds no other batch."""
         if self._limits is None:
             self._reserve(tile_list.num_slots)
-            geometry = self._geometry(batch.window, bool((np.diff(batch.query_start_loc) > 1).any()))
-            return gpu.upload(tile_list, positions, geometry, self._card, self._execution, self.device)
-        placed = into.gpu_plan if into else self._reserved(batch.window)
-        gpu.refill(placed, tile_list, positions)
+            chunks = Chunks(listed, self._chunks.tile) if listed and self._chunks else None
+            return gpu.upload(tile_list, positions, geometry, self._card, self._execution, self.device, chunks)
+        placed = into.gpu_plan if into else self._reserved(geometry.window, self._chunks)
+        gpu.refill(placed, tile_list, positions, listed)
         return placed
 
-    def _reserved(self, window: int) -> gpu.GpuPlan:
-        """An empty plan for any batch of the capacity."""
+    def _reserved(self, window: int, chunks: ChunkPlanner | None) -> gpu.GpuPlan:
+        """An empty plan for any batch of the capacity. chunks: plans prompt chunks; None: they are rows of tiles."""
         assert self._limits and self._capacity
         several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
         geometry = self._geometry(window, several)
-        return gpu.reserve(self._limits, self._tiles, geometry, self._card, self._execution, self.device)
+        room = (chunks.limits, chunks.tile) if chunks and chunks.limits else None
+        return gpu.reserve(self._limits, self._tiles, geometry, self._card, self._execution, self.device, room)
 
     def _geometry(self, window: int, several: bool) -> gpu.Geometry:
-        """several: query tokens of a request."""
+        """several: query tokens of a request that is rows of tiles."""
         config = self.config
         return gpu.Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,

@@ -24,6 +24,8 @@ RUN_START: Final = 0  # into TileList.runs
 RUN_FULL: Final = 1  # runs before this one are whole and seen by every query of the item
 RUN_END: Final = 2
 
+UNLIMITED: Final = 2**31 - 1  # sliding window: none
+
 DIRECT: Final = -1  # slot of a query whose KV is in one piece: its item writes the final output
 
 
@@ -32,8 +34,8 @@ class Capacity:
     """Upper bounds of a step, each at least 1; plans raise ValueError beyond them.
 
     max_query_len: query tokens of one request, None for max_query_tokens; 1 for decoding alone, which a GPU does
-    without causal masks. A policy other than `auto` may cut a batch within these bounds into more pieces than a plan of
-    fixed size holds; then it raises too.
+    without causal masks; with few it does without a launch for prompt chunks. A policy other than `auto` may cut a
+    batch within these bounds into more pieces than a plan of fixed size holds; then it raises too.
     """
 
     max_requests: int
@@ -61,7 +63,8 @@ class DeviceModel:
     rows are computed in multiples of this, a power of two. num_slots: work items (of one KV head) that run at once.
     item_bytes: fixed cost of one of those, in bytes of KV read in the same time. flops_per_byte: arithmetic done in
     the time of one byte, for balance only. split_above_mean: PAT §6's rule, no work item longer than the mean.
-    split_grid: cut points are multiples of this many tokens from a pack's start.
+    split_grid: cut points are multiples of this many tokens from a pack's start. by_schedule: tiles are cut only as far
+    as the slots then end sooner, the partials counted (`planner/schedule.py`).
     """
 
     name: str
@@ -72,6 +75,7 @@ class DeviceModel:
     flops_per_byte: int
     split_above_mean: bool
     split_grid: int
+    by_schedule: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,30 @@ class TileList:
     merge_ranges: NDArray[np.int32]
     num_slots: int
     merges_taller: bool
+
+
+@dataclass(frozen=True)
+class PrefillList:
+    """A work list of prompt chunks as `kernels.prefill` reads it, beside the tile list of a step's other requests.
+
+    items, queries, slots: as in WorkList, queries and slots numbered through the whole step; block_table [rows,
+    columns]: the pages that items name by KV_ROW. What several items compute is merged by the tile list's merges.
+    """
+
+    items: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """Most that the arrays of a PrefillList may hold in buffers of a fixed size. columns: exactly, of its table."""
+
+    items: int
+    queries: int
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)

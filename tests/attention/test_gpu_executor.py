@@ -24,7 +24,7 @@ TREE = tree_batch(parse_tree("1,2,9_48,32,21"), 16, row_seed=0, page_seed=1)
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=8, L2_cache_size=50 << 20)
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=8, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 

@@ -7,9 +7,16 @@ import json
 import sys
 from dataclasses import asdict
 
-from trunkattn.kernels.ahead import Target, compile_decode, compile_merge, compile_persistent
+from trunkattn.kernels.ahead import (
+    Target,
+    compile_decode,
+    compile_merge,
+    compile_persistent,
+    compile_prefill,
+    compile_prefill_hopper,
+)
 from trunkattn.kernels.tile_solver import ARCHITECTURES
-from trunkattn.kernels.tile_table import decode_tiles
+from trunkattn.kernels.tile_table import decode_tiles, prefill_tile
 
 
 def main() -> None:
@@ -20,6 +27,14 @@ def main() -> None:
     widest = max(tiles, key=lambda tile: tile.warps)
     programs = ARCHITECTURES[target.capability].resident(widest, used)
     report["persistent"] = asdict(used) | {"programs": programs}
+    chunk_tile = prefill_tile(2, target.head_dim)
+    used = compile_prefill(target, chunk_tile)
+    programs = ARCHITECTURES[target.capability].resident(chunk_tile, used)
+    report["prefill"] = asdict(used) | {"programs": programs}
+    if (target.capability, target.head_dim) == (90, 128):
+        for window in (False, True):
+            used = compile_prefill_hopper(target, window)
+            report[f"prefill hopper{' window' if window else ''}"] = asdict(used) | {"programs": 1}
     for tile in tiles:
         for merges in (False, True):
             used = compile_decode(target, tile, merges)

@@ -7,16 +7,26 @@ from functools import cached_property
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
+import numpy as np
 import torch
 
 from trunkattn import AttentionConfig
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import GpuTile, decode_tiles, gpu_device, without_subtiles
-from trunkattn.plan_format import TileList
-from trunkattn.planner.build import Batch, Planner, PlannerSpec
-from trunkattn.planner.check import check_tiles
+from trunkattn.kernels.prefill_plan import Chunks
+from trunkattn.kernels.tile_table import (
+    GpuTile,
+    PrefillTile,
+    decode_tiles,
+    gpu_device,
+    prefill_device,
+    without_subtiles,
+)
+from trunkattn.plan_format import DeviceModel, TileList
+from trunkattn.planner.build import Batch, Planned, Planner, PlannerSpec
+from trunkattn.planner.check import check_plan, check_tiles
 from trunkattn.planner.cost_model import cost_model
 from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.planner.prefill import Division, divide, join
 from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.planner.tiling import TileKind, TilingRule, candidates, query_positions, tile_forest, tile_work
 
@@ -56,7 +66,8 @@ class Interpreted:
     """A step on an imagined device of so many multiprocessors.
 
     way: a candidate tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
-    does for the step's group; those of a policy have no subtiles.
+    does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks
+    if these have more rows than it says; None: none is. chunk_policy: how those are packed.
     """
 
     step: Step
@@ -64,6 +75,8 @@ class Interpreted:
     way: int | str
     cache: tuple[int, int] = NARROW
     execution: str = "serial"
+    prefill: PrefillTile | None = None
+    chunk_policy: str = "auto"
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
@@ -83,32 +96,57 @@ class Interpreted:
         return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window)
 
     @cached_property
+    def division(self) -> Division | None:
+        """Into prompt chunks and others."""
+        if self.prefill is None:
+            return None
+        config = self.step.config
+        above = self.prefill.above_rows // (config.num_qo_heads // config.num_kv_heads)
+        return divide(self.batch, above, config.page_size)
+
+    @cached_property
+    def chunks(self) -> Planned:
+        """The prompt chunks' work list; checked."""
+        assert self.division and self.prefill
+        device = prefill_device(self.processors, self.prefill)
+        planned = self._planner(self.chunk_policy, device).plan(self.division.chunks)
+        check_plan(planned)
+        return planned
+
+    @cached_property
     def tile_list(self) -> TileList:
-        """Checked."""
-        rule, batch, way = self.rule, self.batch, self.way
+        """Of all that are no prompt chunks; checked."""
+        rule, batch, way = self.rule, self.division.rest if self.division else self.batch, self.way
+        query_lens = np.diff(batch.query_start_loc).astype(np.int32)
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         if isinstance(way, str) and way in POLICIES:
-            tile_list = tile_work(rule, self._planner(way).plan(batch).work, arrays, batch.window)
-        else:
-            forest = Forest(
-                *build_forest(batch.block_table, batch.seq_lens, self.step.batch.query_lens, rule.page_size, 1)
+            tile_list = tile_work(
+                rule,
+                self._planner(way, gpu_device(self.processors, self.tiles[-1].block_m)).plan(batch).work,
+                arrays,
+                batch.window,
             )
+        else:
+            forest = Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, rule.page_size, 1))
             found = candidates(rule)
             tiling = found[way] if isinstance(way, int) else next(x for x in found if x.name(rule) == way)
             tile_list = tile_forest(rule, tiling, forest, arrays, batch.window)
         check_tiles(tile_list, batch, rule)
         return tile_list
 
-    def _planner(self, policy: str) -> Planner:
-        config, device = self.step.config, gpu_device(self.processors, self.tiles[-1].block_m)
+    def _planner(self, policy: str, device: DeviceModel) -> Planner:
+        config = self.step.config
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         model = cost_model(device, *dims, config.cache_dtype.itemsize)
         split = split_rule(device, model, config.num_kv_heads, config.head_dim + config.value_dim, 0)
-        return Planner(PlannerSpec(config.page_size, policy, model, split))
+        return Planner(PlannerSpec(config.page_size, policy, model, split, tile_name=device.name))
 
     def run(self, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse, from tensors that were full of NaN; so were the partials."""
-        step, config, batch, tile_list = self.step, self.step.config, self.batch, self.tile_list
+        step, config, batch, tile_list, chunks = self.step, self.step.config, self.batch, self.tile_list, None
+        if self.division and self.prefill:
+            tile_list, listed = join(tile_list, self.chunks.work, self.division)
+            chunks = Chunks(listed, self.prefill)
         tokens, card = len(step.q), gpu.Card(self.processors, overlaps=False)
         geometry = gpu.Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
@@ -116,7 +154,7 @@ class Interpreted:
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        plan = gpu.upload(tile_list, positions, geometry, card, self.execution, torch.device("cpu"))
+        plan = gpu.upload(tile_list, positions, geometry, card, self.execution, torch.device("cpu"), chunks)
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
         ones = torch.ones(config.num_kv_heads)
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))

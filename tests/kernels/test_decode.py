@@ -47,7 +47,8 @@ class Features:
     layout: str
     scales: bool
 
-    def step(self) -> Step:
+    def step(self, batch: PagedBatch | None = None) -> Step:
+        """Of a ragged batch, unless another is given."""
         config = AttentionConfig(
             2 * self.group,
             2,
@@ -64,7 +65,8 @@ class Features:
             options["sinks"] = torch.linspace(-2, 3, config.num_qo_heads)
         if self.scales:
             options |= {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": 0.75}
-        step = random_step(5, config, ragged_batch(self.page_size, self.several), None, self.layout, **options)
+        batch = ragged_batch(self.page_size, self.several) if batch is None else batch
+        step = random_step(5, config, batch, None, self.layout, **options)
         return replace(step, window=self.window)
 
 

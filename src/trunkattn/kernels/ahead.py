@@ -20,8 +20,9 @@ from trunkattn.kernels import gpu
 from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
 from trunkattn.kernels.persistent import persistent_kernel
+from trunkattn.kernels.prefill import prefill_kernel
 from trunkattn.kernels.tile_solver import Resources
-from trunkattn.kernels.tile_table import GpuTile
+from trunkattn.kernels.tile_table import GpuTile, Tile
 
 _POINTERS = MappingProxyType({
     "q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "out": "*bf16", "lse_out": "*fp32", "partial": "*fp32",
@@ -29,6 +30,7 @@ _POINTERS = MappingProxyType({
 })  # fmt: skip
 _ARRAYS = (
     "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges", "counters",
+    "block_table",
 )  # fmt: skip
 
 
@@ -69,6 +71,36 @@ def compile_persistent(target: Target, tiles: tuple[GpuTile, ...]) -> Resources:
     return _compile(persistent_kernel, target, constants, options)
 
 
+def compile_prefill(target: Target, tile: Tile) -> Resources:
+    """`prefill_kernel` for one tile, without options."""
+    dim = target.head_dim
+    constants: dict[str, object] = {
+        "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": gpu.padded(dim),
+        "PADDED_DIM_V": gpu.padded(dim), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SOFT_CAP": False,
+        "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": "tf32",
+        "LEADS": target.capability >= 90,
+    }  # fmt: skip
+    return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
+
+
+def compile_prefill_hopper(target: Target, window: bool = False) -> Resources:
+    """`prefill_hopper_kernel`, for an sm_90 and heads of 128. registers: of a thread in the mean; warps have shares of
+    their own."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from trunkattn.kernels import prefill_hopper
+
+    constants: dict[str, object] = {
+        "PAGE_SIZE": 16, "WINDOW": window, "RETURN_LSE": False, "BLOCK_N": prefill_hopper.BLOCK_N,
+        "STAGES": prefill_hopper.STAGES,
+    }  # fmt: skip
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
+    box = f"tensordesc<bf16[1, 16, 1, 64],{layout}>"
+    types = {"k_desc": box, "v_desc": box}
+    options = {"num_warps": 4, "maxnreg": prefill_hopper.REGISTERS}
+    return _compile(prefill_hopper.prefill_hopper_kernel, target, constants, options, (GluonASTSource, types))
+
+
 def compile_merge(target: Target) -> Resources:
     """`merge_kernel`."""
     constants: dict[str, object] = {
@@ -78,17 +110,24 @@ def compile_merge(target: Target) -> Resources:
     return _compile(merge_kernel, target, constants, {"num_warps": 2})
 
 
-def _compile(kernel: Any, target: Target, constants: dict[str, object], options: dict[str, int]) -> Resources:
+def _compile(
+    kernel: Any,
+    target: Target,
+    constants: dict[str, object],
+    options: dict[str, int],
+    language: tuple[Any, dict[str, str]] = (ASTSource, {}),  # and types of arguments that only it has
+) -> Resources:
     """The arguments are typed and aligned as a launch on a GPU finds them."""
     constants |= {"NUM_QO_HEADS": target.num_qo_heads, "NUM_KV_HEADS": target.num_kv_heads}
-    types = _POINTERS | dict.fromkeys(_ARRAYS, "*i32")
+    make_source, own_types = language
+    types = _POINTERS | dict.fromkeys(_ARRAYS, "*i32") | own_types
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or "_stride_" in name
     }
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    source = make_source(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -13,18 +13,24 @@ from trunkattn.plan_format import DIRECT, ITEM_COLUMNS
 
 _DIRECT = tl.constexpr(DIRECT)
 ITEM = tl.constexpr(ITEM_COLUMNS)
-_NOTHING = tl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
-_LOG2_E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def load_in_halves(pointer, mask):
+    """int32 numbers, 0 where masked. A load of 32 bits would be staged as the keys are, and wait for them; halves stay
+    in registers."""
+    half = pointer.to(tl.pointer_type(tl.uint16))
+    low = tl.load(half, mask=mask, other=0).to(tl.int32)
+    return low | tl.load(half + 1, mask=mask, other=0).to(tl.int32) << 16
+
+
+@triton.jit
 def _listed(runs, at, end, COLUMN: tl.constexpr):
-    """A column of the run list, 0 from `end` on. In halves: a load of 32 bits would be staged as the keys are, and wait
-    for them; these stay in registers."""
-    half = (runs + at * 3 + COLUMN).to(tl.pointer_type(tl.uint16))
-    low = tl.load(half, mask=at < end, other=0).to(tl.int32)
-    return low | tl.load(half + 1, mask=at < end, other=0).to(tl.int32) << 16
+    """A column of the run list, 0 from `end` on."""
+    return load_in_halves(runs + at * 3 + COLUMN, at < end)
 
 
 @triton.jit
@@ -39,7 +45,7 @@ def _column(runs, at, end, key_run, COLUMN: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _load(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASK_ROWS: tl.constexpr):
+def load_tile(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASK_ROWS: tl.constexpr):
     """A tile of keys or values; masks only what needs one, because masked loads cost address registers."""
     pointers = base + rows + columns
     if WIDTH != PADDED:
@@ -51,9 +57,9 @@ def _load(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
-def _cap(scores, soft_cap):
+def cap(scores, soft_cap):
     """Logits to soft_cap · tanh(logit / soft_cap), in base 2."""
-    return (2.0 / (1.0 + tl.exp2(scores * (-2.0 * _LOG2_E / soft_cap))) - 1.0) * (soft_cap * _LOG2_E)
+    return (2.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E / soft_cap))) - 1.0) * (soft_cap * LOG2_E)
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def _attend(state, q_tile, keys, values, seen, scale, soft_cap,
     acc, top, total = state
     scores = tl.dot(q_tile, keys, input_precision=PRECISION) * scale
     if SOFT_CAP:
-        scores = _cap(scores, soft_cap)
+        scores = cap(scores, soft_cap)
     if MASK:
         scores = tl.where(seen, scores, -float("inf"))
     AXIS: tl.constexpr = len(scores.shape) - 1
@@ -93,8 +99,8 @@ def _attend_masked(state, q_tile, local, position, key_run, key_place, runs, fir
         page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE + key_place
         k_at = tl.expand_dims(page * k_stride_p + offset * k_stride_t, N)
         v_at = tl.expand_dims(page * v_stride_p + offset * v_stride_t, M)
-        keys = _load(k_head, k_at, d[:, None], tl.expand_dims(inside, N), HEAD_DIM, PADDED_DIM, True)
-        values = _load(v_head, v_at, dv[None, :], tl.expand_dims(inside, M), HEAD_DIM_V, PADDED_DIM_V, True)
+        keys = load_tile(k_head, k_at, d[:, None], tl.expand_dims(inside, N), HEAD_DIM, PADDED_DIM, True)
+        values = load_tile(v_head, v_at, dv[None, :], tl.expand_dims(inside, M), HEAD_DIM_V, PADDED_DIM_V, True)
         low, high = tl.where(inside, rows & 255, 256), rows >> 8 & 255
         query = tl.expand_dims(local, M)
         seen = (query >= tl.expand_dims(low, N)) & (query < tl.expand_dims(high, N))
@@ -116,7 +122,7 @@ def _merge(state, part, last, most, query_head, partial, partial_lse, used, dv,
     for i in range(0, most):
         here = used & (part + i < last)
         at = (part + i).to(tl.int64) * NUM_QO_HEADS + query_head
-        other_top = tl.load(partial_lse + at, mask=here, other=_NOTHING) * _LOG2_E
+        other_top = tl.load(partial_lse + at, mask=here, other=NOTHING) * LOG2_E
         columns = here[:, None] & (dv < HEAD_DIM_V)[None, :]
         other = tl.load(partial + at[:, None] * HEAD_DIM_V + dv[None, :], mask=columns, other=0.0)
         higher = tl.maximum(top, other_top)
@@ -125,6 +131,33 @@ def _merge(state, part, last, most, query_head, partial, partial_lse, used, dv,
         acc = acc * rescale[:, None] + other * weight[:, None]
         top = higher
     return acc, top, total
+
+
+@triton.jit
+def finish(
+    state, token, query_head, slot, used, dv, v_scale, tensors, sinks, out_stride_t, out_stride_h,
+    NUM_QO_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+):  # fmt: skip
+    """Writes the state of each used row: to its partial slot, or to the output if the slot is DIRECT. v_scale: of
+    the head."""
+    out, lse_out, partial, partial_lse = tensors
+    acc, top, total = state
+    columns = (dv < HEAD_DIM_V)[None, :]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row may see nothing of its item
+    natural = tl.where(total > 0, top * _LN_2 + tl.log(tl.where(total > 0, total, 1.0)), NOTHING)
+    kept = used & (slot != _DIRECT)
+    slot_at = slot.to(tl.int64) * NUM_QO_HEADS + query_head
+    tl.store(partial + slot_at[:, None] * HEAD_DIM_V + dv[None, :], result, mask=kept[:, None] & columns)
+    tl.store(partial_lse + slot_at, natural, mask=kept)
+    direct = used & (slot == _DIRECT)
+    result *= tl.load(v_scale)
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32)
+        result /= (1.0 + tl.exp2((sink - natural) * LOG2_E))[:, None]
+    out_at = token.to(tl.int64) * out_stride_t + query_head * out_stride_h
+    tl.store(out + out_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=direct[:, None] & columns)
+    if RETURN_LSE:
+        tl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
 
 
 @triton.jit
@@ -158,13 +191,13 @@ def compute_item(
     token = tl.load(queries + entry, mask=used, other=0)
     query_head = head * GROUP + m % ROWS % GROUP
     q_at = (token.to(tl.int64) * q_stride_t + query_head * q_stride_h)[:, None]
-    q_tile = _load(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
+    q_tile = load_tile(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
     if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
         q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
     scale = tl.load(logit_scale + head)
     state = (
         tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
-        tl.full([BLOCK_M], _NOTHING, tl.float32),
+        tl.full([BLOCK_M], NOTHING, tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
     k_head, v_head = k_cache + head * k_stride_h, v_cache + head * v_stride_h
@@ -175,8 +208,8 @@ def compute_item(
     for at in tl.range(run_start, run_full, BLOCK_RUNS, num_stages=STAGES):
         page, offset = (place // PAGE_SIZE).to(tl.int64), place % PAGE_SIZE + n % RUN
         k_at, v_at = page * k_stride_p + offset * k_stride_t, page * v_stride_p + offset * v_stride_t
-        keys = _load(k_head, k_at[None, :], d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
-        values = _load(v_head, v_at[:, None], dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
+        keys = load_tile(k_head, k_at[None, :], d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
+        values = load_tile(v_head, v_at[:, None], dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
         state = _attend(state, q_tile, keys, values, True, scale, soft_cap, False, SOFT_CAP, PRECISION)
         place = _column(runs, at + BLOCK_RUNS, run_end, n // RUN, 0, BLOCK_RUNS)
     if SUBTILES == 1:
@@ -212,24 +245,11 @@ def compute_item(
         last = tl.load(parts + 2 * entry + 1, mask=used, other=0)
         most = tl.max(last - part, 0)
         state = _merge(state, part, last, most, query_head, partial, partial_lse, used, dv, NUM_QO_HEADS, HEAD_DIM_V)
-    acc, top, total = state
-    slot = tl.load(slots + entry, mask=used, other=0)
-    columns = (dv < HEAD_DIM_V)[None, :]
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row may see nothing of its item
-    natural = tl.where(total > 0, top * _LN_2 + tl.log(tl.where(total > 0, total, 1.0)), _NOTHING)
-    kept = used & (slot != _DIRECT)
-    slot_at = slot.to(tl.int64) * NUM_QO_HEADS + query_head
-    tl.store(partial + slot_at[:, None] * HEAD_DIM_V + dv[None, :], result, mask=kept[:, None] & columns)
-    tl.store(partial_lse + slot_at, natural, mask=kept)
-    direct = used & (slot == _DIRECT)
-    result *= tl.load(v_scale + head)
-    if SINKS:
-        sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32)
-        result /= (1.0 + tl.exp2((sink - natural) * _LOG2_E))[:, None]
-    out_at = token.to(tl.int64) * out_stride_t + query_head * out_stride_h
-    tl.store(out + out_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=direct[:, None] & columns)
-    if RETURN_LSE:
-        tl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+    finish(
+        state, token, query_head, tl.load(slots + entry, mask=used, other=0), used, dv, v_scale + head,
+        (out, lse_out, partial, partial_lse), sinks, out_stride_t, out_stride_h, NUM_QO_HEADS, HEAD_DIM_V, SINKS,
+        RETURN_LSE,
+    )  # fmt: skip
 
 
 @triton.jit

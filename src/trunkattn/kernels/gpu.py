@@ -1,13 +1,13 @@
 """GPU executor of a tile list (PAT §3.4: pack, forward, merge): its arrays on the device, and its launches.
 
-Launch order: items that merge nothing, by tile height; then items that merge what those left; then the merges that no
-item does. Every launch is a number of programs that read their counts from device memory. Executions: `serial`, where
-each launch may start while the one ahead of it ends; `streams`, where launches that wait for nothing run side by side
-(PAT §6); `persistent`, one launch for everything.
+Launch order: the items of prompt chunks; items that merge nothing, by tile height; items that merge what those left;
+the merges that no item does. Every launch is a number of programs that read their counts from device memory.
+Executions: `serial`, where each launch may start while the one ahead of it ends; `streams`, where launches that wait
+for nothing run side by side (PAT §6); `persistent`, one launch for everything but prompt chunks.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trunkattn.kernels import prefill_plan
 from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
 from trunkattn.kernels.persistent import persistent_kernel
-from trunkattn.kernels.tile_table import GpuTile
-from trunkattn.plan_format import ITEM_COLUMNS, TileLimits, TileList
+from trunkattn.kernels.prefill import prefill_kernel
+from trunkattn.kernels.prefill_plan import Chunks, Packed, PrefillPlan, aligned
+from trunkattn.kernels.tile_table import GpuTile, PrefillTile
+from trunkattn.plan_format import ITEM_COLUMNS, PrefillLimits, PrefillList, TileLimits, TileList
 
 _MERGE_PROGRAMS = 16  # of one warp or two on a multiprocessor; each reads a few kilobytes
 
@@ -42,10 +45,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Card:
-    """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on)."""
+    """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
+    hopper: it is an sm_90, for which prompt chunks have a kernel of their own."""
 
     processors: int
     overlaps: bool
+    hopper: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,32 +62,31 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class GpuPlan:
-    """A tile list on the device: arrays of `sizes` elements, one after the other in `flat`.
+class GpuPlan(Packed):
+    """A tile list on the device, and the work items of prompt chunks, if there may be any.
 
     summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
     that was made on the device.
     """
 
-    flat: torch.Tensor
-    sizes: dict[str, int]
     launches: tuple[Launch, ...]
     geometry: Geometry
     execution: str
     summary: torch.Tensor | None = None
+    prefill: PrefillPlan | None = None
 
-    @cached_property
-    def arrays(self) -> dict[str, torch.Tensor]:
-        """The parts of `flat` by name."""
-        return dict(zip(self.sizes, self.flat.split(list(self.sizes.values())), strict=True))
+    def forget_prefill(self) -> None:
+        """Takes the prompt chunks out of the plan, on the current stream."""
+        self.arrays["prefill_count"].zero_()
 
 
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device
-) -> GpuPlan:
-    """Sends a tile list to the device. positions [num_query_tokens]: place in the sequence."""
-    host = _host_arrays(tiles, positions)
-    sizes = {name: _aligned(array.size) for name, array in host.items()}
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device,
+    chunks: Chunks | None = None,
+) -> GpuPlan:  # fmt: skip
+    """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence."""
+    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0)
+    sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(tiles.counts)
     order: list[tuple[int, ...]] = [
@@ -93,61 +97,55 @@ def upload(
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
     merges = len(tiles.merge_queries) * geometry.num_qo_heads
     launches.append(Launch((), min(merges, card.processors * _MERGE_PROGRAMS)))
-    plan = GpuPlan(flat, sizes, tuple(launch for launch in launches if launch.programs), geometry, execution)
-    _send(plan, host)
+    prefill = prefill_plan.upload(chunks, geometry.num_kv_heads, device) if chunks else None
+    kept = tuple(launch for launch in launches if launch.programs)
+    plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
+    plan.send(host)
     return plan
 
 
 @torch.inference_mode(False)
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str, device: torch.device
-) -> GpuPlan:
-    """An empty plan for any tile list within the limits; each tile's items are one launch of fixed size. Items may
-    merge only under `serial`, only of the lowest tile, and only what taller tiles leave."""
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str,
+    device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
+) -> GpuPlan:  # fmt: skip
+    """An empty plan for any tile list, and any prompt chunks, within the limits; each tile's items are one launch of
+    fixed size. Items may merge only under `serial`, only of the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
-        "counts": 2 * heights + 2, "positions": limits.query_tokens, "items": limits.items * ITEM_COLUMNS,
-        "queries": limits.queries, "slots": limits.queries, "parts": 2 * limits.queries,
-        "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged, "runs": 3 * limits.runs,
+        "counts": 2 * heights + 2, "prefill_count": 1, "positions": limits.query_tokens,
+        "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
+        "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
+        "runs": 3 * limits.runs,
     }  # fmt: skip
-    sizes = {name: _aligned(size) for name, size in sizes.items()}
+    sizes = {name: aligned(size) for name, size in sizes.items()}
     launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in range(heights)]
     if execution == "serial":
         launches[0] = Launch((0, heights), launches[0].programs)
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
-    return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary)
+    prefill = prefill_plan.reserve(*chunks, card.processors, device) if chunks else None
+    return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 
-def refill(plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32]) -> None:
-    """Puts another tile list, within the limits, into a reserved plan; launches that were captured read it."""
-    _send(plan, _host_arrays(tiles, positions))
+def refill(plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None = None) -> None:
+    """Puts another tile list, and other prompt chunks, within the limits, into a reserved plan; launches that were
+    captured read it."""
+    if listed:
+        assert plan.prefill
+        plan.prefill.send(prefill_plan.host_arrays(listed, plan.prefill.table_stride))
+    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0))
 
 
-def _host_arrays(tiles: TileList, positions: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+def _host_arrays(tiles: TileList, positions: NDArray[np.int32], chunk_items: int) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
     return {
-        "counts": counts, "positions": positions, "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots,
-        "parts": tiles.parts, "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges,
-        "runs": tiles.runs,
+        "counts": counts, "prefill_count": np.array([chunk_items], np.int32), "positions": positions,
+        "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
+        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
     }  # fmt: skip
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 4) * 4  # 16 bytes
-
-
-def _send(plan: GpuPlan, host: dict[str, NDArray[np.int32]]) -> None:
-    """In one copy, up to the end of the run list."""
-    used = sum(plan.sizes.values()) - plan.sizes["runs"] + host["runs"].size
-    staging = torch.empty(used, dtype=torch.int32, pin_memory=plan.flat.is_cuda)
-    at, flat = 0, staging.numpy()
-    for name, array in host.items():
-        flat[at : at + array.size] = array.ravel()
-        at += plan.sizes[name]
-    plan.flat[:used].copy_(staging, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -177,6 +175,9 @@ def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: C
 
 
 def _serial(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    if plan.prefill:
+        leads = {"LEADS": card.overlaps and bool(plan.launches), "RETURN_LSE": return_lse}
+        _prefill(plan, tensors, plan.prefill, card, leads)
     _in_order(plan, plan.launches, tensors, tiles, card, return_lse)
 
 
@@ -188,8 +189,9 @@ def _in_order(
     card: Card,
     return_lse: bool,
 ) -> None:
+    chunks_ahead = plan.prefill is not None and launches == plan.launches
     for number, launch in enumerate(launches):
-        overlap = {"FOLLOWS": card.overlaps and number > 0, "RETURN_LSE": return_lse}
+        overlap = {"FOLLOWS": card.overlaps and (number > 0 or chunks_ahead), "RETURN_LSE": return_lse}
         if launch.buckets:
             overlap["LEADS"] = card.overlaps and number + 1 < len(launches)
             _attend(plan, tensors, tiles, launch, overlap)
@@ -201,13 +203,17 @@ def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: 
     if not tensors.q.is_cuda:  # the interpreter has no streams
         return _serial(plan, tensors, tiles, card, return_lse)
     independent = [launch for launch in plan.launches if launch.buckets and launch.buckets[-1] < len(tiles)]
+    alone = {"LEADS": False, "RETURN_LSE": return_lse}
+    calls = [partial(_attend, plan, tensors, tiles, launch, alone | {"FOLLOWS": False}) for launch in independent]
+    if plan.prefill:
+        calls.insert(0, partial(_prefill, plan, tensors, plan.prefill, card, alone))
     main = torch.cuda.current_stream()
-    streams = [main, *(torch.cuda.Stream() for _ in independent[1:])]
+    streams = [main, *(torch.cuda.Stream() for _ in calls[1:])]
     for stream in streams[1:]:
         stream.wait_stream(main)
-    for launch, stream in zip(independent, streams, strict=False):
+    for call, stream in zip(calls, streams, strict=False):
         with torch.cuda.stream(stream):
-            _attend(plan, tensors, tiles, launch, {"FOLLOWS": False, "LEADS": False, "RETURN_LSE": return_lse})
+            call()
     for stream in streams[1:]:
         main.wait_stream(stream)
     dependent = tuple(launch for launch in plan.launches if launch not in independent)
@@ -232,6 +238,24 @@ def _attend(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launc
     )  # fmt: skip
 
 
+def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, options: dict[str, Any]) -> None:
+    arrays, tile, geometry = prefill.arrays, prefill.tile, plan.geometry
+    count, positions = plan.arrays["prefill_count"], plan.arrays["positions"]
+    if card.hopper:
+        from trunkattn.kernels import prefill_hopper  # Gluon, which other cards need not have
+
+        if prefill_hopper.supports(t, tile, geometry):
+            return prefill_hopper.launch(t, prefill, (count, positions), geometry, options["RETURN_LSE"])
+    shape = _shape(t, geometry)
+    del shape["MASKED"]  # it always is where it has to be
+    shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
+    prefill_kernel[(prefill.programs,)](
+        *_tensors(t), arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        *_options(t, geometry), prefill.table_stride, *_strides(t), **shape,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, num_warps=tile.warps, **options,
+    )  # fmt: skip
+
+
 def persistent_shapes(tiles: tuple[GpuTile, ...]) -> dict[str, int]:
     """The tiles as `persistent_kernel` takes them; of a single one as both."""
     return {
@@ -251,6 +275,8 @@ def persistent_launch(tiles: tuple[GpuTile, ...], hopper: bool) -> tuple[int, in
 
 
 def _persistent(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    if plan.prefill:
+        _prefill(plan, t, plan.prefill, card, {"LEADS": False, "RETURN_LSE": return_lse})
     programs, warps = persistent_launch(tiles, card.overlaps)
     # a cooperative launch runs all of its programs at once or fails, so that none waits for one that cannot start
     cooperative = {"launch_cooperative_grid": True} if t.q.is_cuda else {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from trunkattn.kernels.tile_table import GpuTile
+from trunkattn.kernels.tile_table import GpuTile, Tile
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Architecture:
     threads: int
     programs: int
 
-    def resident(self, tile: GpuTile, used: Resources) -> int:
+    def resident(self, tile: Tile, used: Resources) -> int:
         """Programs of a tile that run on one multiprocessor at once; registers are given out by 256 to a warp."""
         per_warp = -(-used.registers * 32 // 256) * 256
         return min(

@@ -57,20 +57,26 @@ def cpu_device(num_threads: int) -> DeviceModel:
 
 
 @dataclass(frozen=True)
-class GpuTile:
-    """BLOCK_M query rows × BLOCK_N keys of one program, and what the planner must know of it.
-
-    warps, stages: how it is compiled. programs: that run at once on a multiprocessor. block_ns: time of a block of keys
-    when all those programs run: one that all rows see whole, and one with a mask. chain_ns: the same of one block after
-    another in one program. subtiles: equal parts of the rows that read keys of their own side by side, private_n each
-    at a time; such blocks are the ones with a mask.
-    """
+class Tile:
+    """BLOCK_M query rows × BLOCK_N keys of one program. warps, stages: how it is compiled. programs: that run at once
+    on a multiprocessor."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     programs: int
+
+
+@dataclass(frozen=True)
+class GpuTile(Tile):
+    """A tile of `decode_kernel`, and what the planner must know of it.
+
+    block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
+    chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
+    their own side by side, private_n each at a time; such blocks are the ones with a mask.
+    """
+
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
     subtiles: int = 1
@@ -116,6 +122,25 @@ def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
 
 
 @dataclass(frozen=True)
+class PrefillTile(Tile):
+    """A tile of `prefill_kernel`. above_rows: requests with more rows (query tokens × group size) take it."""
+
+    above_rows: int = 64  # what the tallest decode tile holds: one tile then reads a request's KV once
+
+
+# Not measured yet. 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (245 registers,
+# head_dim 128); sm_80 keeps the queries in registers too, and spills some 230 bytes a thread.
+PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
+# head_dim over 128, or 32-bit keys: half the rows and half the keys fit registers and shared memory
+PREFILL_TILE_WIDE: Final = PrefillTile(64, 32, 8, 2, programs=1)
+
+
+def prefill_tile(kv_itemsize: int, width: int) -> PrefillTile:
+    """The tile of an attention; arguments as of `decode_tiles`. Its rows hold any group that those tiles hold."""
+    return PREFILL_TILE_WIDE if width > _WIDE or kv_itemsize > 2 else PREFILL_TILE
+
+
+@dataclass(frozen=True)
 class GpuLimits:
     """Of a card. launch_ns: what a launch adds that waits for another, fitted with the tiles' times. reason: for
     `stats.reason`."""
@@ -151,4 +176,21 @@ def gpu_device(processors: int, rows: int) -> DeviceModel:
         flops_per_byte=170,
         split_above_mean=True,
         split_grid=64,
+    )
+
+
+def prefill_device(processors: int, tile: PrefillTile) -> DeviceModel:
+    """A GPU as the planner of prompt chunks sees it: a tile is computed whole, whatever rows it has; an item takes 4 µs
+    to begin and to end, in which a multiprocessor reads 120 kB (128x64 on an H200: 7.5 µs of a launch of one item for
+    each multiprocessor do not depend on its keys; results/prefill-h200.json)."""
+    return DeviceModel(
+        name=f"{tile.block_m}x{tile.block_n} prefill",
+        tile_rows=tile.block_m,
+        row_unit=tile.block_m,
+        num_slots=processors * tile.programs,
+        item_bytes=120_000,
+        flops_per_byte=170,
+        split_above_mean=False,
+        split_grid=128,
+        by_schedule=True,
     )

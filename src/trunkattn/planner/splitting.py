@@ -13,11 +13,11 @@ from trunkattn.plan_format import (
     KV_START,
     QUERY_END,
     QUERY_START,
+    UNLIMITED,
     DeviceModel,
 )
 from trunkattn.planner.cost_model import CostModel
-
-UNLIMITED = np.iinfo(np.int32).max  # sliding window: none
+from trunkattn.planner.schedule import scheduled_parts, weight_of
 
 
 class SplitRule(NamedTuple):
@@ -32,6 +32,9 @@ class SplitRule(NamedTuple):
     row_bytes: int  # one row × one key, in the same unit
     row_unit: int  # a power of two
     group_size: int
+    by_schedule: bool = False  # see `planner.schedule`; then also:
+    item_bytes: int = 0  # fixed cost of an item of one head
+    partial_bytes: int = 0  # one row's partial output and lse, written and read
 
 
 def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_dims: int, fixed_chunk: int) -> SplitRule:
@@ -46,14 +49,10 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
         row_bytes=max(1, 2 * head_dims // device.flops_per_byte),
         row_unit=device.row_unit,
         group_size=model.group_size,
+        by_schedule=device.by_schedule,
+        item_bytes=device.item_bytes,
+        partial_bytes=model.partial_bytes // (num_kv_heads * model.group_size),
     )
-
-
-@njit(cache=True)
-def _weight(rule, tokens, queries):
-    """Time of one item on one head, in bytes."""
-    rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) & -rule.row_unit
-    return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
 
 
 @njit(cache=True)
@@ -101,12 +100,14 @@ def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
 @njit(cache=True)
 def part_length(rule, tiles):
     """[T] int32: tokens of each part a tile is cut into; the cut points lie on the grid."""
+    if rule.by_schedule:
+        return scheduled_parts(rule, tiles)
     num_tiles = len(tiles)
     tokens, work = np.int64(0), np.int64(0)
     for t in range(num_tiles):
         length = tiles[t, 2] - tiles[t, 1]
         tokens += length
-        work += _weight(rule, length, tiles[t, 4] - tiles[t, 3])
+        work += weight_of(rule, length, tiles[t, 4] - tiles[t, 3])
     parts = np.empty(num_tiles, np.int32)
     if num_tiles == 0:
         return parts
@@ -116,7 +117,7 @@ def part_length(rule, tiles):
     share = max(np.int64(1), work * rule.num_kv_heads // (2 * rule.num_slots))
     for t in range(num_tiles):
         length = np.int64(tiles[t, 2] - tiles[t, 1])
-        weight = _weight(rule, length, tiles[t, 4] - tiles[t, 3])
+        weight = weight_of(rule, length, tiles[t, 4] - tiles[t, 3])
         parts[t] = length
         if length > rule.grid and (length > longest or weight > share):
             pieces = max((length + longest - 1) // longest, (weight + share - 1) // share)
@@ -165,7 +166,7 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
                 items[count, KV_START] = max(begin, low + 1 - window)
                 items[count, KV_END] = min(cut, high)
                 items[count, QUERY_START], items[count, QUERY_END] = first, filled
-                weight[count] = _weight(rule, items[count, KV_END] - items[count, KV_START], filled - first)
+                weight[count] = weight_of(rule, items[count, KV_END] - items[count, KV_START], filled - first)
                 count += 1
             begin = cut
     slots, merge_queries, merge_indptr = _partial_slots(queries[:filled], pieces, num_queries)

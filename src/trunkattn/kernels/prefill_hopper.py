@@ -1,0 +1,373 @@
+"""Prefill on Hopper (FlashAttention-3's design) over a paged cache: warp groups with roles, in Gluon.
+
+A program computes work items of up to 128 rows, (query token, head of the group) pairs, for one KV head each. Two warps
+bring blocks of keys and of values into rings in shared memory, a box of the copy engine per 16 tokens of a page and 64
+dims; two warp groups of 64 rows consume them. While a group takes the softmax of a block, the matrix unit works on its
+product with the values before and on the other group's products. Blocks are taken from the last to the first, so that
+the few that need a mask come before all others.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trunkattn.kernels.prefill_plan import PrefillPlan
+from trunkattn.kernels.tile_table import PrefillTile
+from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
+
+if TYPE_CHECKING:
+    from trunkattn.kernels.gpu import Geometry, Tensors
+
+_BLOCK_M: Final = 128  # rows of an item at most
+BLOCK_N: Final = 128
+STAGES: Final = 2  # blocks of a ring; three fit too, and are no faster
+REGISTERS: Final = 168  # of a thread at launch; consumers then take 240 and leave the producers 24
+_KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
+_QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
+_ITEM = gl.constexpr(ITEM_COLUMNS)
+_DIRECT = gl.constexpr(DIRECT)
+_DIM = gl.constexpr(128)
+_ROWS = gl.constexpr(64)  # of a consumer
+_CHUNK = gl.constexpr(16)  # tokens of a box: what a page holds a multiple of
+_NEVER = gl.constexpr(2**30)  # a position that no row reaches
+_NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+_LN_2 = gl.constexpr(0.6931471805599453)
+_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+_ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
+_OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
+# names of Triton 3.9, and of 3.6
+_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _task(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
+    """Item and KV head of a program's turn. Items are heaviest first; every other round goes backwards, so that all
+    programs end at about the same time."""
+    programs = gl.num_programs(0)
+    first = turn - gl.program_id(0)
+    backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
+    task = gl.where(backwards, first + programs - 1 - gl.program_id(0), turn)
+    return task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
+
+
+@gluon.jit
+def _extent(item, BLOCK_N: gl.constexpr):
+    """First token of an item's first block, its end, and its blocks."""
+    start, end = gl.load(item + _KV_START) // _CHUNK * _CHUNK, gl.load(item + _KV_END)
+    return start, end, (end - start + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _send(desc, ring, ready, empty, count, pages, first, end, head,
+          CUT: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Sends for the block of keys or of values at token `first`. CUT: `end` may cut it. A chunk is then read up to that
+    end, from as many tokens before, and one past the end from where the cache holds nothing: what lies behind the end
+    may be NaN, and is never a value."""
+    CHUNKS: gl.constexpr = BLOCK_N // _CHUNK
+    page: gl.tuple = ()
+    place: gl.tuple = ()
+    for i in gl.static_range(CHUNKS):
+        token = first + i * _CHUNK
+        start = token % PAGE_SIZE if PAGE_SIZE > _CHUNK else 0
+        if CUT:
+            start = gl.where(token < end, start + gl.minimum(end - token - _CHUNK, 0), -_CHUNK)
+            token = gl.minimum(token, end - 1)
+        page += (gl.load(pages + token // PAGE_SIZE),)
+        place += (start,)
+    slot = count % STAGES
+    bar = ready.index(slot)
+    mbarrier.wait(empty.index(slot), count // STAGES % 2 ^ 1)
+    mbarrier.expect(bar, BLOCK_N * _DIM * 2)
+    for i in gl.static_range(CHUNKS):
+        for half in gl.static_range(2):
+            box = ring.index((slot * 2 + half) * CHUNKS + i)
+            _load_box(desc, [page[i], place[i], head, half * (_DIM // 2)], bar, box)
+
+
+@gluon.jit
+def _produce(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
+             PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fills a ring."""
+    items, num_tasks = plan
+    count = 0
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        at, head = _task(turn, num_tasks, NUM_KV_HEADS)
+        pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
+        start, end, num_blocks = _extent(items + at, BLOCK_N)
+        first = start + (num_blocks - 1) * BLOCK_N
+        _send(desc, ring, ready, empty, count, pages, first, end, head, True, PAGE_SIZE, BLOCK_N, STAGES)
+        count += 1
+        for _ in range(1, num_blocks):
+            first -= BLOCK_N
+            _send(desc, ring, ready, empty, count, pages, first, end, head, False, PAGE_SIZE, BLOCK_N, STAGES)
+            count += 1
+
+
+@gluon.jit
+def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum."""
+    top, total = state
+    if MASK:
+        end, lowest, position = bounds
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _ACC))
+        chunk = first + n // _CHUNK * _CHUNK
+        place = first + n - gl.maximum(_CHUNK - (end - chunk), 0)  # a chunk that `end` cuts ends there
+        place = gl.where(place >= chunk, place, _NEVER)[None, :]
+        seen = place <= position[:, None]
+        if WINDOW:
+            seen = seen & (place >= lowest[:, None])
+        scores = gl.where(seen, scores, -float("inf"))
+    higher = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
+    rescale = gl.exp2(top - higher)
+    return weights, rescale, (higher, total * rescale + gl.sum(weights, 1))
+
+
+@gluon.jit
+def _step(acc, weights, state, scale, count, more, first, bounds, q_tile, tiles, barriers,
+          MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Block `count`, whose keys are there: its scores and weights, while the values of the block before are added.
+
+    The wait for the keys of the next block, if there are more, stands before the wait for the sums: its branch keeps
+    the assembler from moving the softmax behind the latter."""
+    k_tiles, v_tiles = tiles
+    k_ready, k_empty, v_ready, v_empty = barriers
+    slot, before = count % STAGES, (count - 1) % STAGES
+    nothing = gl.zeros([_ROWS, BLOCK_N], gl.float32, _ACC)
+    scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready.index(before), (count - 1) // STAGES % 2)
+    acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(slot))
+    new, rescale, state = _softmax(state, scores, scale, first, bounds, MASK, WINDOW, BLOCK_N)
+    new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
+    mbarrier.wait(k_ready.index((count + 1) % STAGES), (count + 1) // STAGES % 2, pred=more)
+    acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
+    mbarrier.arrive(v_empty.index(before))
+    return acc * rescale[:, None], new, state
+
+
+@gluon.jit
+def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, head, v_scale,
+            NUM_QO_HEADS: gl.constexpr, GROUP: gl.constexpr, RETURN_LSE: gl.constexpr):  # fmt: skip
+    """Writes the rows: to `out` by way of the query tile's memory, or partials."""
+    queries, slots = rows[0], rows[1]
+    q, out, lse_out, partial, partial_lse = tensors
+    m, wide_entry, wide_used, wide_token, wide_head, wide_d = wide
+    slot = gl.load(slots + entry, mask=used, other=_DIRECT)
+    query_head = head * GROUP + m % GROUP
+    if gl.max(slot, 0) != _DIRECT:
+        kept = used & (slot != _DIRECT)
+        slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
+        d = gl.arange(0, _DIM, gl.SliceLayout(0, _ACC))[None, :]
+        gl.store(partial + slot_at[:, None] * _DIM + d, result, mask=kept[:, None])
+        gl.store(partial_lse + slot_at, natural, mask=kept)
+    q_tile.store((result * v_scale).to(q.dtype.element_ty))
+    direct = wide_used & (gl.load(slots + wide_entry, mask=wide_used, other=0) == _DIRECT)
+    out_at = (wide_token * strides[2] + wide_head * strides[3])[:, None] + wide_d
+    gl.store(out + out_at, q_tile.load(_WIDE), mask=direct[:, None])
+    if RETURN_LSE:
+        token = gl.load(queries + entry, mask=used, other=0)
+        gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=used & (slot == _DIRECT))
+
+
+@gluon.jit
+def _consume(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
+             NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr,
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Attention of 64 rows of each item."""
+    items, num_tasks = plan
+    q, queries, positions = tensors[0], rows[0], rows[2]
+    k_tiles, v_tiles = tiles
+    k_ready, k_empty, v_ready, v_empty = barriers
+    GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
+    q_tile = q_tiles.index(HALF)
+    m = HALF * _ROWS + gl.arange(0, _ROWS, _ROW)
+    wide_m = HALF * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, _WIDE))
+    wide_d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
+    count = 0
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        at, head = _task(turn, num_tasks, NUM_KV_HEADS)
+        item = items + at
+        query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
+        scale = gl.load(scales[0] + head)
+        wide_entry = query_start + wide_m // GROUP
+        wide_used = wide_entry < query_end
+        wide_token = gl.load(queries + wide_entry, mask=wide_used, other=0).to(gl.int64)
+        wide_head = head * GROUP + wide_m % GROUP
+        q_at = (wide_token * strides[0] + wide_head * strides[1])[:, None] + wide_d
+        q_values = gl.load(q + q_at, mask=wide_used[:, None], other=0.0)
+        q_tile.store(gl.where(scale < 0, -q_values, q_values))
+        fence_async_shared()
+        scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score, which is infinite, is to stay so
+        entry = query_start + m // GROUP
+        used = entry < query_end
+        token = gl.load(queries + entry, mask=used, other=0)
+        position = gl.load(positions + token, mask=used, other=_NEVER - 1)
+        start, end, num_blocks = _extent(item, BLOCK_N)
+        whole = gl.maximum(gl.minimum(end, gl.min(position, 0) + 1) - start, 0) // BLOCK_N  # blocks that all rows see
+        whole = gl.minimum(whole, num_blocks - 1)
+        behind, lowest = 0, position  # of them, those that begin before some row's window; the window's first token
+        if WINDOW:
+            lowest = gl.maximum(position - window + 1, gl.load(item + _KV_START))
+            latest = gl.max(gl.where(used, lowest, start), 0)
+            behind = gl.minimum((latest - start + BLOCK_N - 1) // BLOCK_N, whole)
+        bounds = (end, lowest, position)
+        first = start + (num_blocks - 1) * BLOCK_N
+        mbarrier.wait(k_ready.index(count % STAGES), count // STAGES % 2)
+        keys = k_tiles.index(count % STAGES).permute((1, 0))
+        nothing = gl.zeros([_ROWS, BLOCK_N], gl.float32, _ACC)
+        scores = warpgroup_mma(q_tile, keys, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(count % STAGES))
+        state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
+        weights, _, state = _softmax(state, scores, scale, first, bounds, True, WINDOW, BLOCK_N)
+        weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
+        acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
+        count += 1
+        mbarrier.wait(k_ready.index(count % STAGES), count // STAGES % 2, pred=num_blocks > 1)
+        for block in range(num_blocks - 2, whole - 1, -1):
+            acc, weights, state = _step(
+                acc, weights, state, scale, count, block > 0, start + block * BLOCK_N, bounds, q_tile, tiles, barriers,
+                True, WINDOW, BLOCK_N, STAGES)  # fmt: skip
+            count += 1
+        for block in range(whole - 1, behind - 1, -1):
+            acc, weights, state = _step(
+                acc, weights, state, scale, count, block > 0, start, bounds, q_tile, tiles, barriers,
+                False, WINDOW, BLOCK_N, STAGES)  # fmt: skip
+            count += 1
+        if WINDOW:
+            for block in range(behind - 1, -1, -1):
+                acc, weights, state = _step(
+                    acc, weights, state, scale, count, block > 0, start + block * BLOCK_N, bounds, q_tile, tiles,
+                    barriers, True, WINDOW, BLOCK_N, STAGES)  # fmt: skip
+                count += 1
+        last = (count - 1) % STAGES
+        mbarrier.wait(v_ready.index(last), (count - 1) // STAGES % 2)
+        acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        mbarrier.arrive(v_empty.index(last))
+        top, total = state
+        some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
+        natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
+        wide = (m, wide_entry, wide_used, wide_token, wide_head, wide_d)
+        _finish(acc * (1.0 / some)[:, None], natural, entry, used, q_tile, wide, rows, tensors, strides, head,
+                gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
+
+
+@gluon.jit
+def _tiles(ring, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """The ring's boxes as blocks of BLOCK_N rows: they lie as a swizzled tile has its rows."""
+    if _REINTERPRETS:
+        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, _DIM], _TILE)
+    else:
+        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, _DIM], _TILE)
+
+
+@gluon.jit
+def _barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def prefill_hopper_kernel(
+    q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
+    items, counts, block_table, queries, slots, positions,  # the plan
+    logit_scale, v_scale, window,  # options
+    table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """counts[0] items, heaviest first; see `PrefillList` for the arrays."""
+    dtype: gl.constexpr = q.dtype.element_ty
+    BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // _CHUNK
+    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _DIM], _TILE)
+    k_ready, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    v_ready, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    barriers = (k_ready, k_empty, v_ready, v_empty)
+    tiles = (_tiles(k_ring, BLOCK_N, STAGES), _tiles(v_ring, BLOCK_N, STAGES))
+    plan = (items, gl.load(counts) * NUM_KV_HEADS)
+    rows = (queries, slots, positions)
+    tensors = (q, out, lse_out, partial, partial_lse)
+    scales = (logit_scale, v_scale)
+    strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
+    gl.warp_specialize(
+        [
+            (_consume, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
+                        NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+            (_consume, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
+                        NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+            (_produce, (plan, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
+                        NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+            (_produce, (plan, block_table, table_stride, v_desc, v_ring, v_ready, v_empty,
+                        NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
+def supports(t: "Tensors", tile: PrefillTile, geometry: "Geometry") -> bool:
+    """Whether `launch` computes this: 16-bit queries and cache, heads of 128, pages of whole 16 tokens, groups that
+    divide 128, neither soft cap nor sinks, caches that the copy engine can read (16-byte aligned rows), and items of up
+    to 128 rows."""
+    caches = (t.k_cache, t.v_cache)
+    return (
+        tile.block_m == _BLOCK_M
+        and t.q.dtype in (torch.bfloat16, torch.float16)
+        and all(cache.dtype == t.q.dtype for cache in caches)
+        and geometry.head_dim == geometry.head_dim_v == _DIM.value
+        and geometry.page_size % _CHUNK.value == 0
+        and _BLOCK_M % (geometry.num_qo_heads // geometry.num_kv_heads) == 0
+        and geometry.soft_cap is None
+        and not geometry.sinks
+        and all(cache.data_ptr() % 16 == 0 and cache.stride(-1) == 1 for cache in caches)
+        and all(stride % 8 == 0 for cache in caches for stride in cache.stride()[:-1])
+    )
+
+
+def launch(
+    t: "Tensors",
+    prefill: PrefillPlan,
+    counted: tuple[torch.Tensor, torch.Tensor],
+    geometry: "Geometry",
+    return_lse: bool,
+) -> None:
+    """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
+
+    counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
+    a multiple of 16, as cuts of packs are."""
+    box = [1, _CHUNK.value, 1, _DIM.value // 2]  # of a cache
+    layout = gl.NVMMASharedLayout(128, 16, 4)
+    k_desc, v_desc = (
+        TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, layout)
+        for cache in (t.k_cache, t.v_cache)
+    )
+    arrays, (count, positions) = prefill.arrays, counted
+    windowed = geometry.window != UNLIMITED
+    prefill_hopper_kernel[(prefill.programs,)](
+        t.q, k_desc, v_desc, t.out, t.lse, t.partial, t.partial_lse,
+        arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        t.logit_scale, t.v_scale, geometry.window if windowed else 0, prefill.table_stride,
+        *t.q.stride()[:2], *t.out.stride()[:2],
+        NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
+        WINDOW=windowed, RETURN_LSE=return_lse, BLOCK_N=BLOCK_N, STAGES=STAGES, num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
