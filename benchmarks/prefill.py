@@ -4,7 +4,8 @@
     python benchmarks/prefill.py --tiles             # results/prefill-tiles-CARD.json: candidates for PREFILL_TILE
 
 bf16, head_dim 128, 32/8 heads, pages of 16. A cell is a chunk of so many query tokens behind so many cached tokens, or
-so many requests with a short chunk each behind one shared prefix. Time is that of a CUDA graph of several runs, median
+so many requests with a short chunk each behind one shared prefix. `trunkattn` is what a card gets, `trunkattn_portable`
+the kernel for any card. Time is that of a CUDA graph of several runs, median
 of the replays. Some tokens of every output are checked against float64.
 """
 
@@ -24,7 +25,7 @@ from report import write_result
 
 import trunkattn
 from trunkattn.attention_prefill import ChunkPlanner
-from trunkattn.kernels.tile_table import PrefillTile
+from trunkattn.kernels.tile_table import PREFILL_TILE, PrefillTile
 from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -81,12 +82,14 @@ def largest_error(case: Case, out: torch.Tensor) -> float:
 
 
 def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Plan]:
-    """This project, `auto`; tile: instead of the table's."""
+    """This project, `auto`. tile: of the portable kernel, also where a card has its own."""
     config = trunkattn.AttentionConfig(*HEADS, HEAD_DIM, PAGE_SIZE, case.q.dtype)
     attention = trunkattn.BatchAttention(config, "cuda")
     if tile:
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        attention._executor._chunks = ChunkPlanner(config, tile, processors)
+        executor = attention._executor
+        executor._chunks = ChunkPlanner(config, tile, processors)
+        executor._card = replace(executor._card, hopper=False)
     batch = case.batch
     plan = attention.plan(*(torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)))
     out = torch.full_like(case.q, math.nan)
@@ -116,6 +119,7 @@ def cell(requests: int, tokens: int, cached: int, peers: list[str]) -> dict[str,
     row: dict[str, Any] = {"requests": requests, "tokens": tokens, "cached": cached}
     described = {"tiles": stats.tiles, "policy": stats.policy, "kv_tokens_read": stats.kv_tokens_read}
     row["trunkattn"] = measure(case, lambda case: ours(case)[0]) | described
+    row["trunkattn_portable"] = measure(case, lambda case: ours(case, PREFILL_TILE)[0])
     for name in peers:
         row[name] = measure(case, PREFILL_PEERS[name])
     return row

@@ -240,6 +240,14 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def positive(text: str) -> float:
+    """Parses a finite number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
+    return number
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, budget = integer(1, 100_000), integer(MAX_NUM_SEQS, 1_000_000)
@@ -247,7 +255,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: lengths drawn like them")
     parser.add_argument("--requests", type=count, default=60, help="that arrive in each run")
-    parser.add_argument("--rate", type=float, help=f"requests per second; default: {UTILISATION} of what completes")
+    parser.add_argument("--rate", type=positive, help=f"requests per second; default: {UTILISATION} of what completes")
     parser.add_argument("--budgets", type=budget, nargs="+", default=[96, 256, 512, 1024], help="of hybrid, in tokens")
     parser.add_argument("--ratios", type=integer(1, 100), nargs="+", default=[8, 16, 24], help="prompt / output tokens")
     parser.add_argument("--mix-requests", type=count, default=8, help="in each run of a ratio")
@@ -263,7 +271,7 @@ def main() -> None:
     )  # fmt: skip
     lengths = scaled_lengths(options.trace, options.requests, options.seed)
     step, capacity = calibrate(llm, lengths[:CALIBRATION], options.budgets[0], options.seed)
-    rate = options.rate or UTILISATION * capacity
+    rate = UTILISATION * capacity if options.rate is None else options.rate
     print(f"decode step {1e3 * step:.1f} ms, {capacity:.2f} requests/s complete, {rate:.2f} arrive", flush=True)
     arrivals = poisson_arrivals(options.requests, rate, options.seed)
     settings = [Setting("prefill_first", PREFILL_BUDGET), *(Setting("hybrid", budget) for budget in options.budgets)]

@@ -93,6 +93,12 @@ class AttentionConfig:
         """Dtype of the KV cache."""
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
+    @property
+    def tile_itemsize(self) -> int:
+        """Bytes of an element of the keys that a GPU's tiles hold: the cache's, or of float32 queries, to which those
+        are converted."""
+        return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
+
     def supports(self, device: torch.device | str) -> list[str]:
         """Reasons why this configuration cannot run on `device`; empty if it can.
 
@@ -114,7 +120,7 @@ class AttentionConfig:
         if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
             width = max(self.head_dim, self.value_dim)
             reasons.append(f"device cuda: head_dim {width} is over {_WIDEST_ON_GPU}, the widest the kernels hold")
-        wide = max(self.head_dim, self.value_dim) > _NARROW_ON_GPU or self.cache_dtype.itemsize > 2
+        wide = max(self.head_dim, self.value_dim) > _NARROW_ON_GPU or self.tile_itemsize > 2
         largest, group = _LARGEST_GROUP_ON_GPU[wide], self.num_qo_heads // self.num_kv_heads
         if group > largest:
             reasons.append(

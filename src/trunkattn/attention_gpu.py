@@ -92,14 +92,14 @@ class GpuExecutor:
         limits = gpu_limits(properties.name)
         self._tiled = config.policy == "auto" and not config.batch_invariant
         width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
-        tiles = decode_tiles(config.cache_dtype.itemsize, width, group)
+        tiles = decode_tiles(config.tile_itemsize, width, group)
         self._tiles = tiles if self._tiled else without_subtiles(tiles)
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
             self._tiles = self._tiles[-1:]
         self._planner = make_planner(config, gpu_device(self._processors, self._tiles[-1].block_m))
         self._chunks = None
         if not config.batch_invariant:
-            tile = prefill_tile(config.cache_dtype.itemsize, width)
+            tile = prefill_tile(config.tile_itemsize, width)
             self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
         self._rule = self._tiling_rule(limits, properties.L2_cache_size)
         heads = config.num_kv_heads
@@ -174,9 +174,9 @@ class GpuExecutor:
         rows of tiles, prompt chunks too."""
         assert self._on_device is not None
         self._planner.forget()  # the host has not seen this batch: its next one may not be patched
-        if isinstance(into, GpuStep) and into.chunks:
-            into.gpu_plan.forget_prefill()
-        return self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window, None))
+        step = self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window, None))
+        step.gpu_plan.forget_prefill()  # whatever the host put there, before or between replays of a captured plan
+        return step
 
     @property
     def errors(self) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ def flash_attention(
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
-            float32, on a CPU also float64, and any strides.
+            float32, on a CPU also float64, and any strides. Under torch.autocast, q, k and v become its dtype first.
         k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_qo_heads is
             a multiple of num_kv_heads. On a GPU head_dim is at most 256.
         causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
@@ -47,13 +47,15 @@ def flash_attention(
         cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds
             tokens [cu_seqlens[i], cu_seqlens[i + 1]), at times none. Tokens after the last are padding: output 0,
             gradient 0. Their values are checked on a CPU; kernels stay inside the tensors whatever they are.
-        deterministic: gradients are bit-equal over repeated runs. Else a GPU adds dq in whatever order its programs
-            come; outputs, and a CPU's gradients, are bit-equal anyway.
+        deterministic: gradients are bit-equal over repeated runs, as torch.use_deterministic_algorithms asks for, too.
+            Else a GPU adds dq in whatever order its programs come; all else is bit-equal anyway.
         return_lse: also return the natural log-sum-exp of the logits, through which gradients flow, too.
 
     Returns:
         out like q; with return_lse also lse [..., num_qo_heads], q's shape without head_dim, float32 (float64 for
         float64). A query that sees no key has output 0, lse -inf and gradient 0.
+
+    Gradients of gradients and torch.func.grad raise; forward-mode differentiation finds no tangent.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -61,6 +63,10 @@ def flash_attention(
     for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r}: expected a bool")
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
+    q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     packed = cu_seqlens_q is not None
     _check_tensors(q, k, v, packed)
     _check_sums(q, cu_seqlens_q, cu_seqlens_k)
@@ -68,10 +74,20 @@ def flash_attention(
         sm_scale = 1 / math.sqrt(q.shape[-1])
     elif isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
         raise TypeError(f"sm_scale={sm_scale!r}: expected None or a number")
-    elif not (math.isfinite(sm_scale) and sm_scale > 0):
+    elif not 0 < sm_scale < math.inf:
         raise ValueError(f"sm_scale={sm_scale}: expected None or a finite number above 0")
-    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, float(sm_scale), deterministic)
+    ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, float(sm_scale), ordered)
     return (out, lse.transpose(-1, -2)) if return_lse else out
+
+
+def _autocast(tensor: Any) -> Any:
+    """In the dtype that torch.autocast asks for, if it is on; float64 stays, as in torch's own operators."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _GPU_DTYPES:
+        return tensor
+    kind = tensor.device.type
+    on = kind in _DTYPES and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if on else tensor
 
 
 def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
@@ -101,9 +117,6 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
 
 
 def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
     for name, sums in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if sums is None:
             continue
@@ -163,6 +176,7 @@ def _backward(
             return backward((dout, dlse), tuple(saved), sequences, deterministic)
     heads, head_dim = q.shape[-2:]
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
+    delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
     flat = [delta.reshape(-1, heads, 1), lse.transpose(-1, -2).reshape(-1, heads, 1), dout.reshape(-1, heads, head_dim)]
     gradients = tuple(torch.zeros(tensor.shape, dtype=lse.dtype) for tensor in (q, k, v))
     for rows, sequence in _cpu_sequences((q, k, v), sums, causal, sm_scale):
@@ -239,6 +253,7 @@ class _CpuSequence:
                     scores.masked_fill_(torch.arange(keys.start, keys.stop) > position, -math.inf)
                 yield rows, keys, scores
 
+    @torch.autocast("cpu", enabled=False)  # it would make these products in 16 bits
     def forward(self) -> Pair:
         """out and lse [num_kv_heads, rows, head_dim or 1], by online softmax."""
         acc, total = torch.zeros_like(self.q), torch.zeros_like(self.q[..., :1])
@@ -252,6 +267,7 @@ class _CpuSequence:
             top[:, rows] = higher
         return acc / total.masked_fill(total == 0, 1.0), top + torch.log(total)
 
+    @torch.autocast("cpu", enabled=False)
     def backward(self, delta: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Triple:
         """dq, dk and dv. delta [num_kv_heads, rows, 1]: row sums of dout · out, less dlse. lse: from `forward`."""
         dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)

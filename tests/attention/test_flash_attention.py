@@ -142,6 +142,37 @@ def test_a_second_derivative_is_refused() -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(packed: bool) -> None:
+    """As of lse², with lse -inf."""
+    case = TrainingCase(((5, 2),), packed, True, (2, 1), 8)
+    leaves = [tensor.detach().requires_grad_() for tensor in case.inputs[:3]]
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+    out, lse = flash_attention(*leaves, True, **sums, return_lse=True)
+    loss = lse.square().masked_fill(~lse.isfinite(), 0).sum() + out.sum()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
+
+
+def test_autocast_chooses_the_dtype() -> None:
+    """Rotary embeddings leave float32 queries and keys beside 16-bit values."""
+    q, k, v = DENSE.inputs[:3]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attention(q, k, v.bfloat16())
+        assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
+        doubles = flash_attention(q.double(), k.double(), v.double())
+        assert isinstance(doubles, torch.Tensor) and doubles.dtype == torch.float64
+    assert torch.equal(out, flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_a_scale_that_varies_compiles_without_a_break() -> None:
+    q, k, v = DENSE.inputs[:3]
+    compiled = torch.compile(
+        lambda scale: flash_attention(q, k, v, sm_scale=scale), backend="aot_eager", fullgraph=True
+    )
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(scale), flash_attention(q, k, v, sm_scale=scale))
+
+
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -172,6 +203,7 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "sm_scale=-1: expected None or a finite number above 0", {"sm_scale": -1}),
     (ValueError, "sm_scale=0.0: expected None or a finite number above 0", {"sm_scale": 0.0}),
     (ValueError, "sm_scale=nan: expected None or a finite number above 0", {"sm_scale": math.nan}),
+    (ValueError, "cu_seqlens_q is None: expected both", {"cu_seqlens_k": int32(0, 7)}),
 )
 BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "cu_seqlens_k is None: expected both", {"cu_seqlens_k": None}),

@@ -167,6 +167,36 @@ def test_plans_made_on_the_device_have_no_chunks() -> None:
     assert (rows.chunks, rows.num_query_tokens) == (None, 36)
 
 
+TWO = tree_batch(parse_tree("1,2_16,35"), 16)
+
+
+def two(*query_lens: int) -> tuple[PagedBatch, tuple[torch.Tensor, ...]]:
+    batch = replace(TWO, query_lens=np.array(query_lens, np.int32))
+    return batch, tuple(map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc)))
+
+
+def test_a_refused_plan_on_the_device_leaves_the_chunks_as_they_were() -> None:
+    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU, Capacity(2, 40, 4, 10))
+    batch, tables = two(35, 1)
+    host = plan(executor, batch)
+    with pytest.raises(ValueError, match="seq_lens"):
+        executor.plan_on_device((tables[0], tables[1][:1], tables[2]), UNLIMITED, host)
+    assert_right(executor, host, batch)
+
+
+def test_a_plan_captured_on_the_device_has_no_chunks_whatever_the_host_put_there_since() -> None:
+    """A replay repeats what `plan_on_device` launched, not what it looked at."""
+    executor = GpuExecutor(CONFIG, CPU, Capacity(2, 40, 4, 10))
+    decodes, tables = two(1, 1)
+    zeroed: list[torch.Tensor] = []
+    step = executor.plan_on_device(tables, UNLIMITED, plan(executor, decodes))
+    counts = step.gpu_plan.arrays["prefill_count"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "zero_", lambda tensor: zeroed.append(tensor) or tensor)
+        executor.plan_on_device(tables, UNLIMITED, step)
+    assert any(tensor.data_ptr() == counts.data_ptr() for tensor in zeroed)
+
+
 def test_a_batch_invariant_plan_has_no_chunks() -> None:
     executor = GpuExecutor(replace(CONFIG, batch_invariant=True), CPU)
     assert plan(executor, MIXED).chunks is None

@@ -93,6 +93,71 @@ def test_windows_soft_cap_and_sinks(policy: str, window: int) -> None:
     check(config, chunks("1,4_2048,450", [450, 90, 1]), window=window)
 
 
+@pytest.mark.parametrize("window", [1, 100, 300, 3000])
+def test_windows(window: int) -> None:
+    check(GOOD, chunks("1,4_2048,500", [500, 90, 1, 333]), window=window)
+
+
+@pytest.mark.parametrize("q_scale", [-1.0, 0.0, 0.5])
+def test_scales(q_scale: float) -> None:
+    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
+    attention, starts = BatchAttention(GOOD), layer.batch.query_start_loc
+    plan = attention.plan(*layer.step)
+    k_scale = torch.linspace(0.5, 2, GOOD.num_kv_heads, device="cuda")
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": 3.0}
+    out, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True, **scales)
+    group = GOOD.num_qo_heads // GOOD.num_kv_heads
+    scaled = replace(layer, q=layer.q.double() * q_scale * k_scale.repeat_interleave(group)[:, None].double())
+    for row in range(4):
+        want = 3 * expected(scaled, GOOD, [row])
+        assert float((out[starts[row] : starts[row + 1]].double() - want).abs().max()) < 0.06
+    if q_scale == 0:
+        seen = torch.cat([torch.arange(1325 - count, 1325) for count in np.diff(starts).tolist()])
+        want_lse = seen.double().log()[:, None].expand(-1, GOOD.num_qo_heads)
+        assert float((lse.cpu().double() - want_lse).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["head-major", "one row", "odd"])
+def test_layouts_of_the_cache(layout: str) -> None:
+    """The first two the copy engine reads; rows that begin at odd addresses it cannot."""
+    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
+    attention = BatchAttention(GOOD)
+    plan = attention.plan(*layer.step)
+    want = attention.run(plan, layer.q, layer.k_cache, layer.v_cache)
+    if layout == "head-major":
+        caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (layer.k_cache, layer.v_cache)]
+    elif layout == "one row":
+        caches = list(torch.cat([layer.k_cache, layer.v_cache], -1).split(128, -1))
+    else:
+        caches = [torch.nn.functional.pad(cache, (1, 0))[..., 1:] for cache in (layer.k_cache, layer.v_cache)]
+    out = torch.zeros(len(layer.q), GOOD.num_qo_heads, 256, device="cuda", dtype=GOOD.dtype)[..., :128]
+    attention.run(plan, layer.q, *caches, out=out)
+    assert torch.equal(out, want) if layout != "odd" else float((out - want).abs().max()) < 0.02
+
+
+def test_run_allocates_nothing_with_chunks() -> None:
+    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
+    attention = BatchAttention(GOOD)
+    plan, out = attention.plan(*layer.step), torch.empty_like(layer.q)
+    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_hopper_card_gets_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    from trunkattn.kernels import prefill_hopper
+
+    launched = []
+    launch = prefill_hopper.launch
+    monkeypatch.setattr(prefill_hopper, "launch", lambda *given: launched.append(1) or launch(*given))
+    check(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
+    assert launched
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_caches(kv_dtype: torch.dtype) -> None:
     check(replace(GOOD, kv_dtype=kv_dtype), chunks("1,4_2048,450", [450, 90, 1]), 0.03)

@@ -49,6 +49,37 @@ def test_queries_that_see_nothing(tile: FlashTile, deterministic: bool, packed: 
     assert dk.isfinite().all() and dv.isfinite().all() and (out[66:] != 0).all()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(deterministic: bool) -> None:
+    q, k, v, dout, dlse = TrainingCase(((5, 2),), False, True, (2, 1), 16).inputs
+    sequences = Sequences(True, 0.3)
+    out, lse = forward(q, k, v, sequences, SQUARE)
+    dlse = dlse.transpose(-1, -2).masked_fill(lse == -math.inf, math.nan)
+    tiles = dict.fromkeys(("keys", "queries", "one_pass"), SQUARE)
+    gradients = backward((dout, dlse), (q, k, v, out, lse), sequences, deterministic, tiles)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("far", ["q", "k"])
+def test_heads_may_lie_more_than_2_to_the_31_elements_apart(far: str) -> None:
+    """Most of the memory between them is never touched, so that it costs nothing."""
+    heads, stride = 3, 2**30
+    near = {name: torch.randn(1, 8, heads, 16).half() for name in ("q", "k", "v", "dout")}
+    apart = torch.empty(heads * stride, dtype=torch.float16).as_strided((1, 8, heads, 16), (0, 16, stride, 1))
+    apart.copy_(near[far])
+    sequences = Sequences(True, 0.25)
+    results = []
+    for tensors in (near, near | {far: apart}):
+        q, k, v = (tensors[name] for name in "qkv")
+        out, lse = forward(q, k, v, sequences, SQUARE)
+        for deterministic in (True, False):
+            tiles = dict.fromkeys(("keys", "queries", "one_pass"), SQUARE)
+            gradients = ((near["dout"], torch.zeros_like(lse)), (q, k, v, out, lse))
+            results.append((out, lse, *backward(*gradients, sequences, deterministic, tiles)))
+    for mine, other in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of weights that are masked then
 def test_logits_far_apart_do_not_overflow() -> None:
     case = TrainingCase(((20, 40),), False, True, (2, 1), 16)

@@ -1,4 +1,4 @@
-"""Which prompt chunks the kernel for Hopper gets, and what it is launched with; `tests/gpu` runs it on a card."""
+"""Which prompt chunks the kernel for Hopper gets, and with what it is launched. On a card: tests/gpu/test_prefill.py"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -75,7 +75,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert given["counts"].tolist()[0] == 2
     assert given["items"].tolist()[:5] == [0, 0, 96, 32, 64]
     assert given["positions"].tolist()[:2] == [32, 33]
-    assert (given["table_stride"], given["q_stride_t"], given["q_stride_h"]) == (6, 8 * 128, 128)
+    assert (given["table_stride"], given["q_stride_t"], given["q_stride_h"]) == (16, 8 * 128, 128)
     assert (given["WINDOW"], given["window"]) == ((False, 0) if window == UNLIMITED else (True, 40))
     assert given["k_desc"].block_shape == [1, 16, 1, 64]
     assert given["RETURN_LSE"]

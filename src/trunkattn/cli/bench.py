@@ -15,6 +15,8 @@ BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
         "workloads": "workloads_gpu.py",
         "ablation": "ablation.py",
         "relay": "relay.py",
+        "prefill": "prefill.py",
+        "training": "flash_training.py",
         "attention": "cpu_attention.py",
         "engine": "cpu_engine.py",
         "serving": "serving.py",

@@ -49,7 +49,7 @@ def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens={max_num_batched_tokens!r}: expected at least max_num_seqs={max_num_seqs!r}, so "
-            f"that every running decode gets its token in each step"
+            f"that every running decode gets its token in each step; raise the one or lower the other"
         )
 
 

@@ -200,7 +200,8 @@ def compute_item(
         tl.full([BLOCK_M], NOTHING, tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
-    k_head, v_head = k_cache + head * k_stride_h, v_cache + head * v_stride_h
+    far = tl.cast(head, tl.int64)  # heads may lie far apart
+    k_head, v_head = k_cache + far * k_stride_h, v_cache + far * v_stride_h
     position = local
     if MASKED:
         position = tl.load(positions + token, mask=used, other=0)

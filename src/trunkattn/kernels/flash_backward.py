@@ -27,7 +27,6 @@ from trunkattn.kernels.flash_training import (
 )
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_PREPARED = 64  # rows of a program that prepares
 
 
 @triton.jit
@@ -36,17 +35,25 @@ def prepare_kernel(out, dout, lse, dlse, delta, shift, seqlen_q, num_qo_heads, b
     """delta: row sums of dout · out, less dlse, as a gradient of lse adds P · dlse to dS. shift: lse in base 2; +inf
     for a query that sees nothing, so that its weights are 0."""
     first, other = tl.program_id(0) % blocks * BLOCK, tl.program_id(0) // blocks
-    head, batch = other % num_qo_heads, (other // num_qo_heads).to(tl.int64)
+    head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
     stride_t = num_qo_heads * HEAD_DIM
     at = batch * seqlen_q * stride_t + head * HEAD_DIM
-    product = load_tile(out + at, first, stride_t, seqlen_q, BLOCK, HEAD_DIM, PADDED_DIM, True).to(tl.float32)
-    product *= load_tile(dout + at, first, stride_t, seqlen_q, BLOCK, HEAD_DIM, PADDED_DIM, True).to(tl.float32)
+    out_tile = load_tile(out + at, first, stride_t, seqlen_q, BLOCK, HEAD_DIM, PADDED_DIM, True)
+    dout_tile = load_tile(dout + at, first, stride_t, seqlen_q, BLOCK, HEAD_DIM, PADDED_DIM, True)
+    if out.dtype.element_ty == tl.float32:  # summed as P's gradient will be: for a query of one key both cancel
+        products = tl.dot(dout_tile, tl.trans(out_tile), input_precision="ieee")
+        diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
+        own = tl.sum(tl.where(diagonal, products, 0.0), 1)
+    else:
+        own = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     m = first + tl.arange(0, BLOCK)
     rows = (batch * num_qo_heads + head) * seqlen_q + m
     inside = m < seqlen_q
-    tl.store(delta + rows, tl.sum(product, 1) - tl.load(dlse + rows, mask=inside, other=0.0), mask=inside)
     natural = tl.load(lse + rows, mask=inside, other=0.0)
-    tl.store(shift + rows, tl.where(natural == -float("inf"), float("inf"), natural * _LOG2_E), mask=inside)
+    nothing = natural == -float("inf")
+    own = tl.where(nothing, 0.0, own - tl.load(dlse + rows, mask=inside, other=0.0))  # dlse may be NaN there
+    tl.store(delta + rows, own, mask=inside)
+    tl.store(shift + rows, tl.where(nothing, float("inf"), natural * _LOG2_E), mask=inside)
 
 
 @triton.jit
@@ -93,7 +100,7 @@ def keys_kernel(
     first. Sums over the group's heads in registers. Under ONE_PASS it also adds to dq, float32 zeros."""
     block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     num_kv_heads = num_qo_heads // GROUP
-    kv_head, batch = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
+    kv_head, batch = (other % num_kv_heads).to(tl.int64), (other // num_kv_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
     if PACKED:
         sequence, block = find_sequence(block, cu_seqlens_k, num_sequences, BLOCK_N)
@@ -121,7 +128,7 @@ def keys_kernel(
     if CAUSAL or not EVEN_K:
         steps = tl.cdiv(tl.maximum(tl.minimum(full, end) - begin, 0), BLOCK_M)
         for step in tl.range(0, GROUP * steps):
-            member, at = step // steps, begin + step % steps * BLOCK_M
+            member, at = (step // steps).to(tl.int64), begin + step % steps * BLOCK_M
             state = _add_queries(
                 state, keys, values, q_head + member * q_stride_h, dout + at_head + member * HEAD_DIM,
                 dq + at_head + member * HEAD_DIM, shift + row + member * seqlen_q, delta + row + member * seqlen_q,
@@ -130,7 +137,7 @@ def keys_kernel(
             )  # fmt: skip
     steps = tl.cdiv(tl.maximum(end - full, 0), BLOCK_M)
     for step in tl.range(0, GROUP * steps):
-        member, at = step // steps, full + step % steps * BLOCK_M
+        member, at = (step // steps).to(tl.int64), full + step % steps * BLOCK_M
         state = _add_queries(
             state, keys, values, q_head + member * q_stride_h, dout + at_head + member * HEAD_DIM,
             dq + at_head + member * HEAD_DIM, shift + row + member * seqlen_q, delta + row + member * seqlen_q,
@@ -173,7 +180,7 @@ def queries_kernel(
 ):  # fmt: skip
     """dq; programs as in `forward_kernel`."""
     block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    head, batch = other % num_qo_heads, (other // num_qo_heads).to(tl.int64)
+    head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
     if CAUSAL:
         block = blocks - 1 - block
@@ -229,10 +236,11 @@ def backward(
         q.shape, dtype=q.dtype if deterministic else torch.float32, device=q.device
     )
     if q.numel():
-        blocks = -(-seqlen_q // _PREPARED)
+        rows = 16 if q.dtype == torch.float32 else 64  # of a program that prepares
+        blocks = -(-seqlen_q // rows)
         prepare_kernel[(blocks * heads * batch,)](
             out, dout, lse, dlse, delta, shift, seqlen_q, heads, blocks,
-            HEAD_DIM=head_dim, PADDED_DIM=padded(head_dim), BLOCK=_PREPARED, num_warps=4,
+            HEAD_DIM=head_dim, PADDED_DIM=padded(head_dim), BLOCK=rows, num_warps=4,
         )  # fmt: skip
     more = {"dout": dout, "shift": shift, "delta": delta, "dq": dq, "sm_scale": sequences.sm_scale}
     tile = chosen["keys" if deterministic else "one_pass"]

@@ -29,7 +29,7 @@ class FlashTile(NamedTuple):
 
 # (pass, bytes of an element, head_dim up to) -> tiles, the preferred one first; a card takes the first that fits its
 # shared memory. Passes: `forward`; `keys`, gradients of keys and values; `queries`, of queries; `one_pass`, of all.
-# 16-bit tiles were chosen for few spills on sm_90; on an H200 at head_dim 128 they are 1.08 to 1.16 times as fast as
+# 16-bit tiles were chosen for few spills on sm_90; on an H200 at head_dim 128 they are 1.03 to 1.16 times as fast as
 # PyTorch's flash backend (results/flash-training-h200.json); others were not timed. float32 has no tensor cores here.
 TILES: Final = MappingProxyType(
     {
@@ -208,7 +208,7 @@ def forward_kernel(
     """Program (batch, head, block of queries), block fastest: programs that run together share keys in the L2 cache.
     Causal blocks go from the last, which sees most. scale: sm_scale · log2(e). EVEN_K: key blocks are all full."""
     block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    head, batch = other % num_qo_heads, (other // num_qo_heads).to(tl.int64)
+    head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
     if CAUSAL:
         block = blocks - 1 - block

@@ -2,8 +2,9 @@
 
 Launch order: the items of prompt chunks; items that merge nothing, by tile height; items that merge what those left;
 the merges that no item does. Every launch is a number of programs that read their counts from device memory.
-Executions: `serial`, where each launch may start while the one ahead of it ends; `streams`, where launches that wait
-for nothing run side by side (PAT §6); `persistent`, one launch for everything but prompt chunks.
+Executions: `serial`, where each launch may start while the one ahead of it ends (but for chunks on an sm_90);
+`streams`, where launches that wait for nothing run side by side (PAT §6); `persistent`, one launch for everything but
+prompt chunks.
 """
 
 from dataclasses import dataclass
@@ -76,8 +77,9 @@ class GpuPlan(Packed):
     prefill: PrefillPlan | None = None
 
     def forget_prefill(self) -> None:
-        """Takes the prompt chunks out of the plan, on the current stream."""
-        self.arrays["prefill_count"].zero_()
+        """Takes the prompt chunks, if it may hold any, out of the plan, on the current stream."""
+        if self.prefill:
+            self.arrays["prefill_count"].zero_()
 
 
 def upload(

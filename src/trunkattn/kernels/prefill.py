@@ -88,13 +88,14 @@ def prefill_item(
     if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
         q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
     scale = tl.load(logit_scale + head)
-    scale = tl.where(scale == 0, 1e-37, scale)  # a masked score, which is infinite, is to stay so
+    scale = tl.where(tl.abs(scale) < 1e-37, 1e-37, scale)  # a masked score, which is infinite, is to stay so
     state = (
         tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
         tl.full([BLOCK_M], NOTHING, tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
-    k_head, v_head = k_cache + head * k_stride_h, v_cache + head * v_stride_h
+    far = tl.cast(head, tl.int64)  # heads may lie far apart
+    k_head, v_head = k_cache + far * k_stride_h, v_cache + far * v_stride_h
     pages = block_table + tl.load(item + _KV_ROW).to(tl.int64) * table_stride
     columns = (kv_end + PAGE_SIZE - 1) // PAGE_SIZE
     # blocks, counted from `start`: `lead` with a mask, then `full` without one, then the rest with one

@@ -354,7 +354,8 @@ def launch(
     """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
 
     counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
-    a multiple of 16, as cuts of packs are."""
+    a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it are read with a weight of 0: they must
+    be finite, as tokens of the sequence are."""
     box = [1, _CHUNK.value, 1, _DIM.value // 2]  # of a cache
     layout = gl.NVMMASharedLayout(128, 16, 4)
     k_desc, v_desc = (

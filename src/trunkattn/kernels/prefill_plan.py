@@ -59,7 +59,7 @@ class Chunks:
 
 def upload(chunks: Chunks, num_kv_heads: int, device: torch.device) -> PrefillPlan:
     """Sends prompt chunks to the device; a program for each item and head."""
-    columns = chunks.listed.block_table.shape[1]
+    columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
     host = host_arrays(chunks.listed, columns)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)

@@ -125,11 +125,13 @@ def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
 class PrefillTile(Tile):
     """A tile of `prefill_kernel`. above_rows: requests with more rows (query tokens × group size) take it."""
 
-    above_rows: int = 64  # what the tallest decode tile holds: one tile then reads a request's KV once
+    above_rows: int = 64  # about what the tallest decode tile holds: up to there one tile reads a request's KV once
 
 
-# Not measured yet. 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (245 registers,
-# head_dim 128); sm_80 keeps the queries in registers too, and spills some 230 bytes a thread.
+# 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (head_dim 128); sm_80 keeps the
+# queries in registers too, and spills some 230 bytes a thread. 380 to 394 TFLOP/s on an H200, where 64x32 in 4 warps
+# reached 344 to 369 (results/prefill-h200.json, docs/performance.md); others were not timed. `prefill_hopper` takes the
+# items of 128 rows, too.
 PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
 # head_dim over 128, or 32-bit keys: half the rows and half the keys fit registers and shared memory
 PREFILL_TILE_WIDE: Final = PrefillTile(64, 32, 8, 2, programs=1)

@@ -13,8 +13,8 @@ def write_kv_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head). A slot outside the cache, -1 included, is skipped: nothing is written outside."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slot_mapping + token)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
         d = tl.arange(0, PADDED)
