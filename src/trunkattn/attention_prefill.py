@@ -30,14 +30,15 @@ class PlannedChunks:
     def added_to(self, rest: PlanStats) -> PlanStats:
         """Statistics of the whole step."""
         own = self.planned.stats()
+        both = rest.num_work_items > 0
         return PlanStats(
             rest.kv_tokens_read + own.kv_tokens_read,
             rest.kv_tokens_per_query + own.kv_tokens_per_query,
             rest.num_packs + own.num_packs,
             rest.num_work_items + own.num_work_items,
             rest.tiles | own.tiles,
-            f"{rest.policy}, prefill {own.policy}",
-            f"{rest.reason}; prefill: {own.reason}",
+            f"{rest.policy}, prefill {own.policy}" if both else f"prefill {own.policy}",
+            f"{rest.reason}; prefill: {own.reason}" if both else own.reason,
         )
 
 

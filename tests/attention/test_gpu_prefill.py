@@ -54,6 +54,7 @@ def test_chunks_alone() -> None:
     step = plan(executor, batch)
     step.check()
     assert (step.gpu_plan.launches, step.num_query_tokens) == ((), 90)
+    assert step.stats().policy == f"prefill {step.chunks.planned.policy}"
     assert_right(executor, step, batch)
 
 

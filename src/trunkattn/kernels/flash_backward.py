@@ -100,15 +100,15 @@ def keys_kernel(
     first. Sums over the group's heads in registers. Under ONE_PASS it also adds to dq, float32 zeros."""
     block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     num_kv_heads = num_qo_heads // GROUP
-    kv_head, batch = (other % num_kv_heads).to(tl.int64), (other // num_kv_heads).to(tl.int64)
+    kv_head, batch = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
     if PACKED:
         sequence, block = find_sequence(block, cu_seqlens_k, num_sequences, BLOCK_N)
         begin_q, len_q = span(cu_seqlens_q, sequence, seqlen_q)
         begin_k, len_k = span(cu_seqlens_k, sequence, seqlen_k)
     first, offset = block * BLOCK_N, len_k - len_q
-    k_head = k + batch * k_stride_b + begin_k * k_stride_t + kv_head * k_stride_h
-    v_head = v + batch * v_stride_b + begin_k * v_stride_t + kv_head * v_stride_h
+    k_head = k + batch * k_stride_b + begin_k * k_stride_t + tl.cast(kv_head, tl.int64) * k_stride_h
+    v_head = v + batch * v_stride_b + begin_k * v_stride_t + tl.cast(kv_head, tl.int64) * v_stride_h
     keys = load_tile(k_head, first, k_stride_t, len_k, BLOCK_N, HEAD_DIM, PADDED_DIM, not EVEN_K)
     values = load_tile(v_head, first, v_stride_t, len_k, BLOCK_N, HEAD_DIM, PADDED_DIM, not EVEN_K)
     n = first + tl.arange(0, BLOCK_N)
@@ -122,25 +122,27 @@ def keys_kernel(
     stride_t = num_qo_heads * HEAD_DIM
     state = (tl.zeros([BLOCK_N, PADDED_DIM], tl.float32), tl.zeros([BLOCK_N, PADDED_DIM], tl.float32))
     head = kv_head * GROUP
-    q_head = q + batch * q_stride_b + begin_q * q_stride_t + head * q_stride_h
+    q_head = q + batch * q_stride_b + begin_q * q_stride_t + tl.cast(head, tl.int64) * q_stride_h
     at_head = (batch * seqlen_q + begin_q) * stride_t + head * HEAD_DIM
     row = (batch * num_qo_heads + head) * seqlen_q + begin_q
     if CAUSAL or not EVEN_K:
         steps = tl.cdiv(tl.maximum(tl.minimum(full, end) - begin, 0), BLOCK_M)
         for step in tl.range(0, GROUP * steps):
-            member, at = (step // steps).to(tl.int64), begin + step % steps * BLOCK_M
+            member, at = step // steps, begin + step % steps * BLOCK_M
             state = _add_queries(
-                state, keys, values, q_head + member * q_stride_h, dout + at_head + member * HEAD_DIM,
-                dq + at_head + member * HEAD_DIM, shift + row + member * seqlen_q, delta + row + member * seqlen_q,
+                state, keys, values, q_head + tl.cast(member, tl.int64) * q_stride_h,
+                dout + at_head + member * HEAD_DIM, dq + at_head + member * HEAD_DIM,
+                shift + row + member * seqlen_q, delta + row + member * seqlen_q,
                 at, len_q, q_stride_t, stride_t, n, len_k, offset, scale, sm_scale,
                 BLOCK_M, HEAD_DIM, PADDED_DIM, True, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
             )  # fmt: skip
     steps = tl.cdiv(tl.maximum(end - full, 0), BLOCK_M)
     for step in tl.range(0, GROUP * steps):
-        member, at = (step // steps).to(tl.int64), full + step % steps * BLOCK_M
+        member, at = step // steps, full + step % steps * BLOCK_M
         state = _add_queries(
-            state, keys, values, q_head + member * q_stride_h, dout + at_head + member * HEAD_DIM,
-            dq + at_head + member * HEAD_DIM, shift + row + member * seqlen_q, delta + row + member * seqlen_q,
+            state, keys, values, q_head + tl.cast(member, tl.int64) * q_stride_h,
+            dout + at_head + member * HEAD_DIM, dq + at_head + member * HEAD_DIM,
+            shift + row + member * seqlen_q, delta + row + member * seqlen_q,
             at, len_q, q_stride_t, stride_t, n, len_k, offset, scale, sm_scale,
             BLOCK_M, HEAD_DIM, PADDED_DIM, False, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
         )  # fmt: skip

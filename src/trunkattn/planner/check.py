@@ -27,7 +27,7 @@ def check_plan(planned: Planned) -> None:
     position = np.concatenate(
         [np.arange(n - q, n) for n, q in zip(batch.seq_lens, query_lens, strict=True)] or [np.empty(0, np.int64)]
     )
-    covered = [np.zeros(batch.seq_lens[row], np.int64) for row in row_of]
+    covered = [np.zeros(batch.seq_lens[row], np.uint8) for row in row_of]  # of a long chunk they are many
     pieces: list[list[tuple[int, int]]] = [[] for _ in row_of]
     for i, item in enumerate(work.items):
         begin, end = item[QUERY_START], item[QUERY_END]
@@ -76,7 +76,7 @@ def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
     query_lens = np.diff(batch.query_start_loc)
     row_of = np.repeat(np.arange(len(query_lens)), query_lens)
     position = batch.seq_lens[row_of] - batch.query_start_loc[row_of + 1] + np.arange(len(row_of))
-    covered = [np.zeros(batch.seq_lens[row], np.int64) for row in row_of]
+    covered = [np.zeros(batch.seq_lens[row], np.uint8) for row in row_of]  # of a long chunk they are many
     bucket = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts)) % len(rule.kinds)
     for i, (start, full, end, begin, stop) in enumerate(tiles.items):
         kind = rule.kinds[bucket[i]]
