@@ -6,7 +6,7 @@ FOLDER needs a config.json only: weights are random (load_format="dummy"). Reque
 when the last one is answered, and the prefix cache is emptied before the next:
 
 conversation: Poisson arrivals behind PAT's three-level system instruction; private parts as long as the trace's inputs,
-4096 tokens at most, outputs as long as its outputs, 512 at most; without a trace, log-normal ones.
+4096 tokens at most, outputs as long as its outputs, 512 at most; without a trace, drawn like them.
 toolagent: Poisson arrivals of turns of agents' sessions; a turn's prompt begins with its session's earlier turns.
 trace: a stretch from the middle of the trace, its gaps divided by one factor so that the mean rate is the one asked
 for; inputs cut to 16 blocks of 512 tokens, outputs to 512.
@@ -30,7 +30,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.workloads import HASH_BLOCK_TOKENS, TraceRequest, agent_requests, read_trace
+from trunkattn.workloads import (
+    HASH_BLOCK_TOKENS,
+    TraceRequest,
+    agent_requests,
+    conversation_lengths,
+    poisson_arrivals,
+    read_trace,
+)
 from trunkattn.workloads.serving import CONVERSATION_LEVELS
 
 # vllm_tpot is imported where it is used: vLLM's processes import this file too, without this folder on their path
@@ -72,8 +79,7 @@ class Answer:
 
 def poisson(rate: float, seconds: float) -> NDArray[np.float64]:
     """Arrival times in [0, seconds)."""
-    gaps = np.random.default_rng(SEED).exponential(1 / rate, size=int(2 * rate * seconds) + 100)
-    times = np.cumsum(gaps)
+    times = poisson_arrivals(int(2 * rate * seconds) + 100, rate, SEED)
     return times[times < seconds]
 
 
@@ -81,14 +87,15 @@ def conversation(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> 
     """See above."""
     rng = np.random.default_rng(SEED)
     root, language_tokens, country_tokens = CONVERSATION_LEVELS
-    found = []
-    for number, at in enumerate(poisson(rate, seconds)):
+    found, times = [], poisson(rate, seconds)
+    generated = conversation_lengths(len(times), SEED)
+    for number, at in enumerate(times):
         language, country = int(rng.integers(LANGUAGES)), int(rng.integers(COUNTRIES))
         if trace:
             drawn = trace[int(rng.integers(len(trace)))]
             private, output = drawn.input_length, drawn.output_length
         else:
-            private, output = int(rng.lognormal(np.log(6900), 1.4)), int(rng.lognormal(np.log(300), 0.7))
+            private, output = map(int, generated[number])
         parts = (
             ("root", root), (("language", language), language_tokens), (("country", language, country), country_tokens),
             (("private", number), max(1, min(private, LONGEST_PRIVATE))),

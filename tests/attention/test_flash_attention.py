@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 from trunkattn import flash_attention
 
 from .cases import fraction
-from .training_cases import BF16, F16, F32, TABLE, Results, TrainingCase, longer
+from .training_cases import BF16, F16, F32, TABLE, TrainingCase, longer, run
 
 DENSE = TrainingCase(((5, 7), (5, 7)), False, True, (4, 2), 8)
 PACKED = TrainingCase(((3, 4), (0, 2), (4, 4), (2, 0)), True, True, (4, 2), 8)
-
-
-def run(case: TrainingCase, deterministic: bool = False) -> Results:
-    q, k, v, dout, dlse = case.inputs
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
-    options: dict[str, Any] = {"sm_scale": case.sm_scale, "deterministic": deterministic}
-    out, lse = flash_attention(*leaves, case.causal, **sums, **options, return_lse=True)
-    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
 
 
 @pytest.mark.parametrize("case", TABLE)

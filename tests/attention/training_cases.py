@@ -3,8 +3,11 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+
+from trunkattn import flash_attention
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = tuple[torch.Tensor, ...]  # as NAMES; lse [..., num_qo_heads]
@@ -169,3 +172,13 @@ def longer(case: TrainingCase, times: int, device: str, dtype: torch.dtype) -> T
         device=device,
         dtype=dtype,
     )
+
+
+def run(case: TrainingCase, deterministic: bool = False) -> Results:
+    """What `flash_attention` makes of a case."""
+    q, k, v, dout, dlse = case.inputs
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+    options: dict[str, Any] = {"sm_scale": case.sm_scale, "deterministic": deterministic}
+    out, lse = flash_attention(*leaves, case.causal, **sums, **options, return_lse=True)
+    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))

@@ -1,25 +1,14 @@
 """`flash_attention` on an NVIDIA GPU at real sizes: gradients, determinism, memory, torch.compile, graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from trunkattn import flash_attention
 
-from ..attention.training_cases import TABLE, Results, TrainingCase, longer
+from ..attention.training_cases import TABLE, Results, TrainingCase, longer, run
 
 pytestmark = pytest.mark.gpu
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def run(case: TrainingCase, deterministic: bool) -> Results:
-    q, k, v, dout, dlse = case.inputs
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
-    options: dict[str, Any] = {"sm_scale": case.sm_scale, "deterministic": deterministic}
-    out, lse = flash_attention(*leaves, case.causal, **sums, **options, return_lse=True)
-    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
 
 
 def check(case: TrainingCase, deterministic: bool) -> None:

@@ -161,6 +161,24 @@ def finish(
 
 
 @triton.jit
+def load_queries(q, token, query_head, used, stride_t, stride_h, cache, HEAD_DIM: tl.constexpr,
+                 PADDED_DIM: tl.constexpr):  # fmt: skip
+    """The query rows, 0 where not used, in the dtype in which they meet the cache's keys."""
+    at = (token.to(tl.int64) * stride_t + query_head * stride_h)[:, None]
+    tile = load_tile(q, at, tl.arange(0, PADDED_DIM)[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
+    if cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        tile = tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
+    return tile
+
+
+@triton.jit
+def empty_state(BLOCK_M: tl.constexpr, PADDED_DIM_V: tl.constexpr):
+    """acc, maximum and sum of rows that have seen nothing."""
+    acc = tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32)
+    return acc, tl.full([BLOCK_M], NOTHING, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+
+
+@triton.jit
 def compute_item(
     item, head, tensors, plan, options, strides,
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
@@ -190,16 +208,9 @@ def compute_item(
     used = (entry < end) & (m % ROWS < ENTRIES * GROUP)
     token = tl.load(queries + entry, mask=used, other=0)
     query_head = head * GROUP + m % ROWS % GROUP
-    q_at = (token.to(tl.int64) * q_stride_t + query_head * q_stride_h)[:, None]
-    q_tile = load_tile(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
-    if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
-        q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
+    q_tile = load_queries(q, token, query_head, used, q_stride_t, q_stride_h, k_cache, HEAD_DIM, PADDED_DIM)
     scale = tl.load(logit_scale + head)
-    state = (
-        tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
-        tl.full([BLOCK_M], NOTHING, tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-    )
+    state = empty_state(BLOCK_M, PADDED_DIM_V)
     far = tl.cast(head, tl.int64)  # heads may lie far apart
     k_head, v_head = k_cache + far * k_stride_h, v_cache + far * v_stride_h
     position = local

@@ -17,6 +17,7 @@ from trunkattn.kernels.flash_training import (
     Sequences,
     arguments,
     card_tile,
+    find_queries,
     find_sequence,
     load_tile,
     padded,
@@ -88,6 +89,25 @@ def _add_queries(state, keys, values, q_head, dout_head, dq_head, shift_row, del
 
 
 @triton.jit
+def _add_group(state, keys, values, heads, begin, end, seqlen_q, len_q, q_stride_h, q_stride_t, stride_t, n, end_k,
+               offset, scale, sm_scale, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+               PADDED_DIM: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EVEN_Q: tl.constexpr,
+               ONE_PASS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Adds queries [begin, end) of every head of a group; heads: of the first one, q, dout, dq, shift and delta."""
+    q_head, dout_head, dq_head, shift_row, delta_row = heads
+    steps = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
+    for step in tl.range(0, GROUP * steps):
+        member, at = step // steps, begin + step % steps * BLOCK_M
+        state = _add_queries(
+            state, keys, values, q_head + tl.cast(member, tl.int64) * q_stride_h, dout_head + member * HEAD_DIM,
+            dq_head + member * HEAD_DIM, shift_row + member * seqlen_q, delta_row + member * seqlen_q,
+            at, len_q, q_stride_t, stride_t, n, end_k, offset, scale, sm_scale,
+            BLOCK_M, HEAD_DIM, PADDED_DIM, MASK, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
 def keys_kernel(
     q, k, v, dout, shift, delta, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
     num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks, scale, sm_scale,
@@ -125,27 +145,18 @@ def keys_kernel(
     q_head = q + batch * q_stride_b + begin_q * q_stride_t + tl.cast(head, tl.int64) * q_stride_h
     at_head = (batch * seqlen_q + begin_q) * stride_t + head * HEAD_DIM
     row = (batch * num_qo_heads + head) * seqlen_q + begin_q
+    heads = (q_head, dout + at_head, dq + at_head, shift + row, delta + row)
     if CAUSAL or not EVEN_K:
-        steps = tl.cdiv(tl.maximum(tl.minimum(full, end) - begin, 0), BLOCK_M)
-        for step in tl.range(0, GROUP * steps):
-            member, at = step // steps, begin + step % steps * BLOCK_M
-            state = _add_queries(
-                state, keys, values, q_head + tl.cast(member, tl.int64) * q_stride_h,
-                dout + at_head + member * HEAD_DIM, dq + at_head + member * HEAD_DIM,
-                shift + row + member * seqlen_q, delta + row + member * seqlen_q,
-                at, len_q, q_stride_t, stride_t, n, len_k, offset, scale, sm_scale,
-                BLOCK_M, HEAD_DIM, PADDED_DIM, True, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
-            )  # fmt: skip
-    steps = tl.cdiv(tl.maximum(end - full, 0), BLOCK_M)
-    for step in tl.range(0, GROUP * steps):
-        member, at = step // steps, full + step % steps * BLOCK_M
-        state = _add_queries(
-            state, keys, values, q_head + tl.cast(member, tl.int64) * q_stride_h,
-            dout + at_head + member * HEAD_DIM, dq + at_head + member * HEAD_DIM,
-            shift + row + member * seqlen_q, delta + row + member * seqlen_q,
-            at, len_q, q_stride_t, stride_t, n, len_k, offset, scale, sm_scale,
-            BLOCK_M, HEAD_DIM, PADDED_DIM, False, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
+        state = _add_group(
+            state, keys, values, heads, begin, tl.minimum(full, end), seqlen_q, len_q, q_stride_h, q_stride_t, stride_t,
+            n, len_k, offset, scale, sm_scale,
+            GROUP, BLOCK_M, HEAD_DIM, PADDED_DIM, True, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
         )  # fmt: skip
+    state = _add_group(
+        state, keys, values, heads, full, end, seqlen_q, len_q, q_stride_h, q_stride_t, stride_t,
+        n, len_k, offset, scale, sm_scale,
+        GROUP, BLOCK_M, HEAD_DIM, PADDED_DIM, False, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
+    )  # fmt: skip
     stride_t = num_kv_heads * HEAD_DIM
     at_head = (batch * seqlen_k + begin_k) * stride_t + kv_head * HEAD_DIM
     store_tile(dk + at_head, first, stride_t, len_k, state[0] * sm_scale, BLOCK_N, HEAD_DIM, PADDED_DIM)
@@ -181,19 +192,12 @@ def queries_kernel(
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq; programs as in `forward_kernel`."""
-    block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
-    begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
-    if CAUSAL:
-        block = blocks - 1 - block
-    if PACKED:
-        sequence, block = find_sequence(block, cu_seqlens_q, num_sequences, BLOCK_M)
-        begin_q, len_q = span(cu_seqlens_q, sequence, seqlen_q)
-        begin_k, len_k = span(cu_seqlens_k, sequence, seqlen_k)
-    first, stride_t = block * BLOCK_M, num_qo_heads * HEAD_DIM
-    q_head = q + batch * q_stride_b + begin_q * q_stride_t + head * q_stride_h
-    k_head = k + batch * k_stride_b + begin_k * k_stride_t + head // GROUP * k_stride_h
-    v_head = v + batch * v_stride_b + begin_k * v_stride_t + head // GROUP * v_stride_h
+    first, head, batch, begin_q, len_q, len_k, q_head, k_head, v_head = find_queries(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks,
+        q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+        GROUP, BLOCK_M, CAUSAL, PACKED,
+    )  # fmt: skip
+    stride_t = num_qo_heads * HEAD_DIM
     at_head = (batch * seqlen_q + begin_q) * stride_t + head * HEAD_DIM
     q_tile = load_tile(q_head, first, q_stride_t, len_q, BLOCK_M, HEAD_DIM, PADDED_DIM, True)
     dout_tile = load_tile(dout + at_head, first, stride_t, len_q, BLOCK_M, HEAD_DIM, PADDED_DIM, True)

@@ -197,16 +197,13 @@ def _attend(state, q_tile, k_head, v_head, at, end, k_stride_t, v_stride_t, posi
 
 
 @triton.jit
-def forward_kernel(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
-    num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks, scale,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Program (batch, head, block of queries), block fastest: programs that run together share keys in the L2 cache.
-    Causal blocks go from the last, which sees most. scale: sm_scale · log2(e). EVEN_K: key blocks are all full."""
+def find_queries(q, k, v, cu_seqlens_q, cu_seqlens_k, num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks,
+                 q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
+                 v_stride_b, v_stride_t, v_stride_h, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
+                 PACKED: tl.constexpr):  # fmt: skip
+    """What a program (batch, head, block of queries) computes, block fastest: programs that run together share keys in
+    the L2 cache. Causal blocks go from the last, which sees most. Returns the first query, head, batch, the sequence's
+    first query, its lengths, and where its queries, keys and values begin."""
     block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
@@ -216,10 +213,27 @@ def forward_kernel(
         sequence, block = find_sequence(block, cu_seqlens_q, num_sequences, BLOCK_M)
         begin_q, len_q = span(cu_seqlens_q, sequence, seqlen_q)
         begin_k, len_k = span(cu_seqlens_k, sequence, seqlen_k)
-    first = block * BLOCK_M
     q_head = q + batch * q_stride_b + begin_q * q_stride_t + head * q_stride_h
     k_head = k + batch * k_stride_b + begin_k * k_stride_t + head // GROUP * k_stride_h
     v_head = v + batch * v_stride_b + begin_k * v_stride_t + head // GROUP * v_stride_h
+    return block * BLOCK_M, head, batch, begin_q, len_q, len_k, q_head, k_head, v_head
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+    num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks, scale,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries; see `find_queries`. scale: sm_scale · log2(e). EVEN_K: key blocks are all full."""
+    first, head, batch, begin_q, len_q, len_k, q_head, k_head, v_head = find_queries(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks,
+        q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+        GROUP, BLOCK_M, CAUSAL, PACKED,
+    )  # fmt: skip
     q_tile = load_tile(q_head, first, q_stride_t, len_q, BLOCK_M, HEAD_DIM, PADDED_DIM, True)
     m = first + tl.arange(0, BLOCK_M)
     state = (

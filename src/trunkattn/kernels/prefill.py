@@ -8,7 +8,7 @@ no mask and come first; then the rest: the diagonal, the edge of a window, what 
 import triton
 import triton.language as tl
 
-from trunkattn.kernels.decode import ITEM, NOTHING, cap, finish, load_in_halves, load_tile
+from trunkattn.kernels.decode import ITEM, cap, empty_state, finish, load_in_halves, load_queries, load_tile
 from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
 _KV_ROW, _KV_START, _KV_END = tl.constexpr(KV_ROW), tl.constexpr(KV_START), tl.constexpr(KV_END)
@@ -83,17 +83,10 @@ def prefill_item(
     token = tl.load(queries + entry, mask=used, other=0)
     position = tl.load(positions + token, mask=used, other=0)
     query_head = head * GROUP + m % GROUP
-    q_at = (token.to(tl.int64) * q_stride_t + query_head * q_stride_h)[:, None]
-    q_tile = load_tile(q, q_at, d[None, :], used[:, None], HEAD_DIM, PADDED_DIM, True)
-    if k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
-        q_tile = q_tile.to(tl.float16)  # 8-bit keys become fp16 in one instruction a pair, bf16 in several
+    q_tile = load_queries(q, token, query_head, used, q_stride_t, q_stride_h, k_cache, HEAD_DIM, PADDED_DIM)
     scale = tl.load(logit_scale + head)
     scale = tl.where(tl.abs(scale) < 1e-37, 1e-37, scale)  # a masked score, which is infinite, is to stay so
-    state = (
-        tl.zeros([BLOCK_M, PADDED_DIM_V], tl.float32),
-        tl.full([BLOCK_M], NOTHING, tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-    )
+    state = empty_state(BLOCK_M, PADDED_DIM_V)
     far = tl.cast(head, tl.int64)  # heads may lie far apart
     k_head, v_head = k_cache + far * k_stride_h, v_cache + far * v_stride_h
     pages = block_table + tl.load(item + _KV_ROW).to(tl.int64) * table_stride
