@@ -63,16 +63,18 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
 
 def main() -> None:
     capability, head_dim, limit = (int(argument) for argument in sys.argv[1:])
-    report = {}
+    report, blackwell = {}, capability >= 100
     for name in KERNELS:
-        tile = fitting_tile(name, head_dim, 2, limit)
+        tile = fitting_tile(name, head_dim, 2, limit, blackwell)
         report[name] = compiled(name, tile, capability, head_dim)
     if (capability, head_dim) == (90, 128):
         report["prepare"] = compiled("prepare", FlashTile(64, 64, 4, 1), capability, head_dim)
         report["keys packed"] = compiled(
-            "keys", fitting_tile("keys", head_dim, 2, limit), capability, head_dim, "packed"
+            "keys", fitting_tile("keys", head_dim, 2, limit, blackwell), capability, head_dim, "packed"
         )
-        report["keys fp32"] = compiled("keys", fitting_tile("keys", head_dim, 4, limit), capability, head_dim, "fp32")
+        report["keys fp32"] = compiled(
+            "keys", fitting_tile("keys", head_dim, 4, limit, blackwell), capability, head_dim, "fp32"
+        )
     print(json.dumps(report))
 
 

@@ -34,5 +34,5 @@ def test_every_pass_compiles_and_fits_the_card(capability: int, head_dim: int) -
     assert set(report) >= {"forward", "keys", "queries", "one_pass"}
     allowed = SPILLED_AT_MOST.get((capability, head_dim), {})
     for name, used in report.items():
-        assert used["registers"] > 0 and used["shared"] <= limit, name
+        assert used["registers"] > 16 and used["shared"] <= limit, name  # what does not fit compiles to a trap
         assert used["spilled"] <= allowed.get(name, 0), name

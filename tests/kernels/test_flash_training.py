@@ -164,12 +164,15 @@ def test_the_preferred_tiles_of_the_table() -> None:
         case.assert_accurate((out, lse.transpose(1, 2), *found))
 
 
-@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10])  # an sm_90, an sm_80, an sm_86 or sm_120
+@pytest.mark.parametrize("tensor_memory", [False, True])
+@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10])  # an sm_90 or sm_100, an sm_80, an sm_86 or sm_120
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [1, 32, 64, 80, 96, 128, 192, 256])
-def test_every_card_has_a_tile_for_every_head_dim(head_dim: int, itemsize: int, limit: int) -> None:
+def test_every_card_has_a_tile_for_every_head_dim(
+    head_dim: int, itemsize: int, limit: int, tensor_memory: bool
+) -> None:
     for name in ("forward", "keys", "queries", "one_pass"):
-        tile = fitting_tile(name, head_dim, itemsize, limit)
+        tile = fitting_tile(name, head_dim, itemsize, limit, tensor_memory)
         assert shared_bytes(name, tile, head_dim, itemsize) <= limit, name
         assert all(size >= 16 and size & (size - 1) == 0 for size in tile[:2])
 

@@ -61,6 +61,11 @@ TILES: Final = MappingProxyType(
 )
 
 
+# From sm_100 on, products stand in tensor memory. Pass, padded head_dim and tile that need 576 of its 512 columns: such
+# a kernel compiles to a trap.
+_OVER_TENSOR_MEMORY: Final = ("one_pass", 128, FlashTile(64, 128, 8, 2))
+
+
 @dataclass(frozen=True)
 class Sequences:
     """What is attended to. cu_seqlens_q, cu_seqlens_k [num_sequences + 1] int32 of packed tensors, else None."""
@@ -103,9 +108,14 @@ def shared_bytes(name: str, tile: FlashTile, head_dim: int, itemsize: int) -> in
     return needed + (4 * m * padded(head_dim) + max(weights, own * row) if name == "one_pass" else weights)
 
 
-def fitting_tile(name: str, head_dim: int, itemsize: int, limit: int) -> FlashTile:
-    """The first candidate within `limit` bytes of shared memory, or the last, the smallest."""
-    tiles = candidates(name, head_dim, itemsize)
+def fitting_tile(name: str, head_dim: int, itemsize: int, limit: int, tensor_memory: bool) -> FlashTile:
+    """The first candidate within `limit` bytes of shared memory, and the columns of tensor memory if the card has it;
+    or the last, the smallest."""
+    tiles = [
+        tile
+        for tile in candidates(name, head_dim, itemsize)
+        if not (tensor_memory and (name, padded(head_dim), tile) == _OVER_TENSOR_MEMORY)
+    ]
     return next((tile for tile in tiles if shared_bytes(name, tile, head_dim, itemsize) <= limit), tiles[-1])
 
 
@@ -115,7 +125,7 @@ def card_tile(name: str, tensor: torch.Tensor) -> FlashTile:
         return candidates(name, tensor.shape[-1], tensor.itemsize)[0]
     card = torch.cuda.get_device_properties(tensor.device)
     limit = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)  # the former only on NVIDIA
-    return fitting_tile(name, tensor.shape[-1], tensor.itemsize, limit)
+    return fitting_tile(name, tensor.shape[-1], tensor.itemsize, limit, card.major >= 10)
 
 
 @triton.jit
