@@ -1,52 +1,112 @@
 """The embedded engine under load: how long users wait, and for which token, by scheduler policy (POD-Attention §5.3).
 
-    python benchmarks/serving.py [--trace FILE]     # results/serving-cpu.json and docs/serving-cpu.png, 6 minutes
+    python benchmarks/serving.py [--trace FILE]                  # results/serving-cpu.json and docs/serving-cpu.png
+    python benchmarks/serving.py --device cuda [--trace FILE]    # the same named by the card, 4 minutes on an H200
 
-Arrivals (Tables 5 to 7): lengths of a trace in Mooncake's format, or drawn like them, inputs / 16 and outputs / 8, at
-most 1024 + 64 tokens; Poisson arrivals at 85 % of the rate that the engine completes when all are there at once. The
-same requests at the same moments run under `prefill_first` and under `hybrid` with several token budgets. Mixes
-(Figure 15): requests of 528 tokens that all wait, four at a time, with 8 to 24 prompt tokens per output token.
+Arrivals (Tables 5 to 7): lengths of a trace in Mooncake's format, or drawn like them, shortened as `SCALES` has it;
+Poisson arrivals at 85 % of the rate that the engine completes (on a GPU: starts) when all are there at once. The same
+requests at the same moments run under `prefill_first` and under `hybrid` with several token budgets, on a GPU each with
+attention of prompts and decodes one after the other (`serial`) and as `auto` has it. Mixes (Figure 15): requests of
+equal length that all wait, a few at a time, with 8 to 24 prompt tokens per output token. Nothing is shared between the
+prompts, and prefixes are not cached: this is about scheduling alone.
 
-Scaled to the machine: POD's decode step takes 40 ms (the median under vLLM in its Table 5), so its stalls of 200 and
-500 ms are 5 and 12.5 decode steps, and its hybrid steps, with chunks of 1,536 tokens, 2.5 to 3.75. Here the unit is a
-step of one decode alone, and the budget that makes a hybrid step so long is 96 tokens: a CPU is bound by compute from
-fewer tokens on. Nothing is shared between the prompts, and prefixes are not cached: this is about scheduling alone.
+On a GPU the model is POD's, Llama-3-8B, with random weights, and stalls are those of POD's Table 5, of 200 and 500 ms:
+what a person notices is no shorter on a faster card. On a CPU all is scaled to the machine: POD's decode step takes
+40 ms (the median under vLLM in its Table 5), so its stalls of 200 and 500 ms are 5 and 12.5 decode steps, and its
+hybrid steps, with chunks of 1,536 tokens, 2.5 to 3.75. There the unit is a step of one decode alone, and the budget
+that makes a hybrid step so long is 96 tokens: a CPU is bound by compute from fewer tokens on.
 """
 
 import argparse
+import gc
+import json
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from cpu_engine import model_file
 from numpy.typing import NDArray
+from plot_serving import draw, print_table
 from report import write_result
 
 from trunkattn import LLM, SamplingParams
+from trunkattn.attention_config import EXECUTIONS
 from trunkattn.cache.manager import CacheManager
 from trunkattn.engine import Engine
+from trunkattn.engine.assembly import make_runner
+from trunkattn.engine.engine import Runner
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.workloads import conversation_lengths, poisson_arrivals, read_trace
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE_SIZE, MAX_NUM_SEQS, PREFILL_BUDGET = 16, 32, 2048
-SHORTEST, LONGEST = np.array([256, 16]), np.array([1024, 64])  # prompt and output tokens
-SCALE = np.array([16, 8])
-MAX_MODEL_LEN = int(LONGEST.sum())
+PAGE_SIZE, PREFILL_BUDGET = 16, 2048
 UTILISATION = 0.85
-STALLS = {"200": 5.0, "500": 12.5}  # POD's milliseconds, and how many of its decode steps they are
-MIX_TOKENS, MIX_AT_ONCE = 528, 4
 CALIBRATION = 24
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the benchmark is on a kind of device.
+
+    Attributes:
+        max_num_seqs: answers at once.
+        capacity_token: of the last answer, when all are there at once, whose time tells the engine's capacity: -1, the
+            last one. Or 0, the first one, where the last answers alone take longer than many prompts do.
+        divisor, shortest, longest: of the trace's (prompt, output) tokens.
+        budgets: of `hybrid`, in tokens.
+        executions: of the attention under `hybrid`; `prefill_first`, whose steps are of one kind, takes the first.
+        mix_tokens, mix_at_once, mix_requests: prompt and output tokens, answers at once and requests of a mix.
+        stalls: POD's milliseconds, and what they are here.
+        in_steps: whether that is decode steps; if not, milliseconds.
+    """
+
+    max_num_seqs: int
+    capacity_token: int
+    divisor: tuple[int, int]
+    shortest: tuple[int, int]
+    longest: tuple[int, int]
+    budgets: tuple[int, ...]
+    executions: tuple[str, ...]
+    mix_tokens: int
+    mix_at_once: int
+    mix_requests: int
+    stalls: Mapping[str, float]
+    in_steps: bool
+
+    @property
+    def max_model_len(self) -> int:
+        return sum(self.longest)
+
+
+SCALES = MappingProxyType(
+    {
+        "cpu": Scale(
+            32, -1, (16, 8), (256, 16), (1024, 64), (96, 256, 512, 1024), ("auto",), 528, 4, 8,
+            MappingProxyType({"200": 5.0, "500": 12.5}), in_steps=True,
+        ),
+        "cuda": Scale(
+            64, 0, (1, 2), (512, 16), (8192, 256), (512, 1024, 2048), ("serial", "auto"), 2112, 8, 16,
+            MappingProxyType({"200": 200.0, "500": 500.0}), in_steps=False,
+        ),
+    }
+)  # fmt: skip
+LLAMA_3_8B = MappingProxyType(
+    {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "num_hidden_layers": 32,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8448, "rms_norm_eps": 1e-5,
+        "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,14 +140,43 @@ class Answered:
 
 @dataclass(frozen=True)
 class Setting:
-    """A scheduler policy and its token budget."""
+    """A scheduler policy, its token budget and, if not the only one, the attention's execution."""
 
     policy: str
     budget: int
+    execution: str = "auto"
+    several: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.policy} {self.budget}" if self.policy == "hybrid" else self.policy
+        name = f"{self.policy} {self.budget}" if self.policy == "hybrid" else self.policy
+        return f"{name} {self.execution}" if self.several else name
+
+
+@dataclass
+class Server:
+    """The loaded model under one setting after another."""
+
+    llm: LLM
+    scale: Scale
+    runners: dict[str, Runner] = field(default_factory=dict)  # by execution; they share weights and KV cache
+
+    def __post_init__(self) -> None:
+        self.runners[self.llm.config.execution] = self.llm.engine.runner
+
+    def use(self, setting: Setting, max_num_seqs: int | None = None) -> Engine:
+        """The engine with an empty cache and another scheduler and execution."""
+        llm, engine = self.llm, self.llm.engine
+        num_pages = llm.kv_cache.num_pages
+        cache = CacheManager(num_pages, PAGE_SIZE, enable_prefix_caching=False)
+        engine.scheduler = Scheduler(cache, max_num_seqs or self.scale.max_num_seqs, setting.budget, setting.policy)
+        if setting.execution not in self.runners:
+            config = replace(llm.config, execution=setting.execution)
+            runner = make_runner(llm.model, llm.info, config, llm.kv_cache, engine.limits.max_model_len)
+            runner.warm_up()
+            self.runners[setting.execution] = runner
+        engine.runner = self.runners[setting.execution]
+        return engine
 
 
 def replay(engine: Engine, requests: Sequence[TimedRequest]) -> list[Answered]:
@@ -111,15 +200,10 @@ def replay(engine: Engine, requests: Sequence[TimedRequest]) -> list[Answered]:
     return list(answers.values())
 
 
-def use(llm: LLM, setting: Setting, max_num_seqs: int = MAX_NUM_SEQS) -> Engine:
-    """The loaded engine with an empty cache and another scheduler."""
-    cache = CacheManager(MAX_NUM_SEQS * MAX_MODEL_LEN // PAGE_SIZE, PAGE_SIZE, enable_prefix_caching=False)
-    llm.engine.scheduler = Scheduler(cache, max_num_seqs, setting.budget, setting.policy)
-    return llm.engine
-
-
-def run(engine: Engine, requests: Sequence[TimedRequest], decode_step: float) -> tuple[dict[str, Any], list[float]]:
-    """Figures of one run, and all its times between tokens in seconds."""
+def run(
+    engine: Engine, requests: Sequence[TimedRequest], stalls: Mapping[str, float]
+) -> tuple[dict[str, Any], list[float]]:
+    """Figures of one run, and all its times between tokens in seconds. stalls: seconds of each by name."""
     before = engine.stats
     answers = replay(engine, requests)
     after = engine.stats
@@ -134,8 +218,8 @@ def run(engine: Engine, requests: Sequence[TimedRequest], decode_step: float) ->
         "between_tokens_ms": percentiles([1e3 * gap for gap in gaps]) | {"max": round(1e3 * max(gaps), 1)},
         "latency_s": percentiles([answer.latency for answer in answers]),
     }
-    for name, steps in STALLS.items():
-        stalled = [max(answer.between_tokens) > steps * decode_step for answer in answers]
+    for name, longest in stalls.items():
+        stalled = [max(answer.between_tokens) > longest for answer in answers]
         figures[f"stalled_{name}_percent"] = round(100 * sum(stalled) / len(stalled), 1)
     return figures, gaps
 
@@ -154,79 +238,40 @@ def prompts(engine: Engine, lengths: NDArray[np.int64], arrivals: NDArray[np.flo
     ]
 
 
-def scaled_lengths(trace: Path | None, num_requests: int, seed: int) -> NDArray[np.int64]:
+def scaled_lengths(trace: Path | None, num_requests: int, seed: int, scale: Scale) -> NDArray[np.int64]:
     """[num_requests, 2] prompt and output tokens: requests drawn from the trace, shortened to fit this benchmark."""
     lengths = conversation_lengths(num_requests, seed)
     if trace is not None:
         recorded = np.array([(request.input_length, request.output_length) for request in read_trace(trace)])
         lengths = np.random.default_rng(seed).choice(recorded, num_requests)
-    return np.clip(lengths // SCALE, SHORTEST, LONGEST)
+    return np.clip(lengths // np.array(scale.divisor), scale.shortest, scale.longest)
 
 
-def calibrate(llm: LLM, lengths: NDArray[np.int64], budget: int, seed: int) -> tuple[float, float]:
+def calibrate(server: Server, lengths: NDArray[np.int64], setting: Setting, seed: int) -> tuple[float, float]:
     """Seconds of a step of one decode, and requests per second when all are there at once."""
-    engine = use(llm, Setting("hybrid", budget))
+    engine = server.use(setting)
     (alone,) = replay(engine, prompts(engine, np.array([[512, 40]]), np.zeros(1), seed))
     together = replay(engine, prompts(engine, lengths, np.zeros(len(lengths)), seed))
-    return median(alone.between_tokens), len(lengths) / max(answer.token_times[-1] for answer in together)
+    end = max(answer.token_times[server.scale.capacity_token] for answer in together)
+    return median(alone.between_tokens), len(lengths) / end
 
 
 def mixes(
-    llm: LLM, settings: Sequence[Setting], ratios: Sequence[int], count: int, step: float
+    server: Server, settings: Sequence[Setting], ratios: Sequence[int], count: int, stalls: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Figure 15: requests of equal length, all waiting, by prompt tokens per output token."""
     rows = []
+    tokens = server.scale.mix_tokens
     for ratio in ratios:
-        output = round(MIX_TOKENS / (ratio + 1))
-        row: dict[str, Any] = {"prompt_to_output": ratio, "prompt_tokens": MIX_TOKENS - output, "output_tokens": output}
+        output = round(tokens / (ratio + 1))
+        row: dict[str, Any] = {"prompt_to_output": ratio, "prompt_tokens": tokens - output, "output_tokens": output}
         for setting in settings:
-            engine = use(llm, setting, MIX_AT_ONCE)
-            lengths = np.array([[MIX_TOKENS - output, output]] * count)
-            row[setting.name], _ = run(engine, prompts(engine, lengths, np.zeros(count), ratio), step)
+            engine = server.use(setting, server.scale.mix_at_once)
+            lengths = np.array([[tokens - output, output]] * count)
+            row[setting.name], _ = run(engine, prompts(engine, lengths, np.zeros(count), ratio), stalls)
             print(f"{ratio} : 1", setting.name, row[setting.name]["requests_per_minute"], "requests/min", flush=True)
         rows.append(row)
     return rows
-
-
-def print_table(rows: dict[str, dict[str, Any]]) -> None:
-    """POD's Table 5, with the stalls scaled."""
-    print(f"{'':14}{'TTFT s':>14}{'between ms':>22}{'latency s':>14}{'stalled %':>14}{'busy':>7}")
-    print(f"{'':14}{'P50':>7}{'P99':>7}{'P50':>7}{'P99':>7}{'max':>8}{'P50':>7}{'P99':>7}{'200':>7}{'500':>7}")
-    for name, row in rows.items():
-        between = row["between_tokens_ms"]
-        print(
-            f"{name:14}{row['ttft_s']['p50']:7.2f}{row['ttft_s']['p99']:7.2f}{between['p50']:7.0f}{between['p99']:7.0f}"
-            f"{between['max']:8.0f}{row['latency_s']['p50']:7.2f}{row['latency_s']['p99']:7.2f}"
-            f"{row['stalled_200_percent']:7.1f}{row['stalled_500_percent']:7.1f}{row['busy_share']:7.2f}"
-        )
-
-
-def draw(result: dict[str, Any], gaps: dict[str, list[float]], target: Path) -> None:
-    """Distribution of the times between tokens, first tokens, and throughput by mix."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    for name, values in gaps.items():
-        ordered = np.sort(values)
-        left.step(1e3 * ordered, 100 * (1 - np.arange(len(ordered)) / len(ordered)), label=name)
-    for name, steps in STALLS.items():
-        left.axvline(steps * result["decode_step_ms"], color="black", linewidth=0.8, linestyle="--")
-        left.text(steps * result["decode_step_ms"], 0.04, f" POD's {name} ms, scaled", rotation=90, fontsize=8)
-    left.set(xscale="log", yscale="log", ylim=(0.03, 110), xlabel="time between tokens, ms", ylabel="% that are longer")
-    left.legend(fontsize=8)
-    left.set_title(f"Stalls ({result['requests_per_second']} requests/s)")
-    places = np.arange(len(gaps))
-    for shift, key in ((-0.2, "p50"), (0.2, "p99")):
-        middle.bar(places + shift, [row["ttft_s"][key] for row in result["arrivals"].values()], 0.4, label=key.upper())
-    middle.set_xticks(places, gaps, rotation=20, fontsize=8)
-    middle.set(ylabel="s", title="Time to the first token")
-    middle.legend(fontsize=8)
-    for name in gaps:
-        points = [(row["prompt_to_output"], row[name]["requests_per_minute"]) for row in result["mixes"]]
-        right.plot(*zip(*points, strict=True), marker="o", label=name)
-    right.set(
-        xlabel="prompt tokens per output token", ylabel="requests per minute", title="All waiting, four at a time"
-    )
-    right.legend(fontsize=8)
-    figure.savefig(target, dpi=110)
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -250,49 +295,102 @@ def positive(text: str) -> float:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count, budget = integer(1, 100_000), integer(MAX_NUM_SEQS, 1_000_000)
-    parser.add_argument("--model", type=Path, help="model folder or GGUF file; default: SmolLM2-135M")
-    parser.add_argument("--device", default="cpu")
+    count, budget = integer(1, 100_000), integer(1, 1_000_000)
+    parser.add_argument(
+        "--model", type=Path, help="folder or GGUF file; default: SmolLM2-135M, on a GPU Llama-3-8B's shape"
+    )
+    parser.add_argument("--device", choices=list(SCALES), default="cpu")
     parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: lengths drawn like them")
-    parser.add_argument("--requests", type=count, default=60, help="that arrive in each run")
+    parser.add_argument("--requests", type=count, help="that arrive in each run; default: 60, on a GPU 40")
     parser.add_argument("--rate", type=positive, help=f"requests per second; default: {UTILISATION} of what completes")
-    parser.add_argument("--budgets", type=budget, nargs="+", default=[96, 256, 512, 1024], help="of hybrid, in tokens")
+    parser.add_argument("--budgets", type=budget, nargs="+", help="of hybrid, in tokens")
+    parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, help="of the attention on a GPU")
     parser.add_argument("--ratios", type=integer(1, 100), nargs="+", default=[8, 16, 24], help="prompt / output tokens")
-    parser.add_argument("--mix-requests", type=count, default=8, help="in each run of a ratio")
+    parser.add_argument("--mix-requests", type=count, help="in each run of a ratio")
     parser.add_argument("--seed", type=integer(0, 2**32 - 1), default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    scale = SCALES[options.device]
+    options.requests = options.requests or (60 if options.device == "cpu" else 40)
+    options.mix_requests = options.mix_requests or scale.mix_requests
+    options.executions = options.executions or list(scale.executions)
+    options.budgets = options.budgets or list(scale.budgets)
+    for given in options.budgets:
+        if given < scale.max_num_seqs:
+            parser.error(f"argument --budgets: expected at least {scale.max_num_seqs}, got {given}")
+    return options
+
+
+def load(options: argparse.Namespace) -> LLM:
+    """The engine with the model that was asked for, or the device's own."""
+    scale = SCALES[options.device]
+    sizes = {"page_size": PAGE_SIZE, "max_num_seqs": scale.max_num_seqs, "max_model_len": scale.max_model_len}
+    if options.device == "cpu":
+        num_pages = scale.max_num_seqs * scale.max_model_len // PAGE_SIZE
+        path = options.model or model_file()
+        return LLM(path, enable_prefix_caching=False, num_pages=num_pages, **sizes)
+    # `prefill_first` computes the longest prompt in one step, so that this runner has room for every setting
+    sizes |= {"max_num_batched_tokens": max(PREFILL_BUDGET, *options.budgets), "scheduler_policy": "prefill_first"}
+    sizes |= {"device": "cuda", "enable_prefix_caching": False, "execution": options.executions[0]}
+    if options.model:
+        return LLM(options.model, **sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(LLAMA_3_8B)))
+        return LLM(folder, load_format="dummy", **sizes)
+
+
+def settings_of(options: argparse.Namespace) -> list[Setting]:
+    """What is compared."""
+    several = len(options.executions) > 1
+    hybrid = [
+        Setting("hybrid", budget, execution, several) for budget in options.budgets for execution in options.executions
+    ]
+    return [Setting("prefill_first", PREFILL_BUDGET, options.executions[0]), *hybrid]
+
+
+def describe(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """Name of the result, and what it says of the model and the card."""
+    own = {"cpu": "SmolLM2-135M-Instruct, float32", "cuda": "Llama-3-8B, bfloat16, random weights"}[options.device]
+    said = {"model": options.model.name if options.model else own}
+    if options.device == "cpu":
+        return "serving-cpu", {**said, "stall_decode_steps": dict(SCALES["cpu"].stalls)}
+    card = torch.cuda.get_device_name()
+    return f"serving-{card.split()[-1].lower()}", {"card": card, **said}
 
 
 def main() -> None:
     options = arguments()
-    llm = LLM(
-        options.model or model_file(), device=options.device, page_size=PAGE_SIZE, max_model_len=MAX_MODEL_LEN,
-        num_pages=MAX_NUM_SEQS * MAX_MODEL_LEN // PAGE_SIZE, max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False,
-    )  # fmt: skip
-    lengths = scaled_lengths(options.trace, options.requests, options.seed)
-    step, capacity = calibrate(llm, lengths[:CALIBRATION], options.budgets[0], options.seed)
+    scale = SCALES[options.device]
+    llm = load(options)
+    llm.warm_up()
+    gc.collect()
+    gc.freeze()  # what a collection would look through in vain, in the middle of a step
+    server = Server(llm, scale)
+    lengths = scaled_lengths(options.trace, options.requests, options.seed, scale)
+    settings = settings_of(options)
+    step, capacity = calibrate(server, lengths[:CALIBRATION], settings[1], options.seed)
+    stalls = {name: value * (step if scale.in_steps else 1e-3) for name, value in scale.stalls.items()}
     rate = UTILISATION * capacity if options.rate is None else options.rate
     print(f"decode step {1e3 * step:.1f} ms, {capacity:.2f} requests/s complete, {rate:.2f} arrive", flush=True)
     arrivals = poisson_arrivals(options.requests, rate, options.seed)
-    settings = [Setting("prefill_first", PREFILL_BUDGET), *(Setting("hybrid", budget) for budget in options.budgets)]
     rows, gaps = {}, {}
     for setting in settings:
-        engine = use(llm, setting)
+        engine = server.use(setting)
         requests = prompts(engine, lengths, arrivals, options.seed)
-        rows[setting.name], gaps[setting.name] = run(engine, requests, step)
+        rows[setting.name], gaps[setting.name] = run(engine, requests, stalls)
         print(setting.name, rows[setting.name], flush=True)
+    name, said = describe(options)
     result = {
-        "model": options.model.name if options.model else "SmolLM2-135M-Instruct, float32",
-        "lengths": "trace" if options.trace else "generated", "seed": options.seed,
+        **said, "lengths": "trace" if options.trace else "generated", "seed": options.seed,
         "prompt_tokens": int(lengths[:, 0].sum()), "output_tokens": int(lengths[:, 1].sum()),
         "decode_step_ms": round(1e3 * step, 2), "capacity_requests_per_second": round(capacity, 3),
-        "requests_per_second": round(rate, 3), "stall_decode_steps": STALLS, "arrivals": rows,
-        "mixes": mixes(llm, settings, options.ratios, options.mix_requests, step),
+        "requests_per_second": round(rate, 3),
+        "stall_ms": {name: round(1e3 * longest, 2) for name, longest in stalls.items()}, "arrivals": rows,
+        "mix_at_once": scale.mix_at_once,
+        "mixes": mixes(server, settings, options.ratios, options.mix_requests, stalls),
     }  # fmt: skip
     print_table(rows)
-    name = f"serving-{options.device}"
     draw(result, gaps, DOCS / f"{name}.png")
-    print(write_result(name, result, "transformers"))
+    print(write_result(name, result, "transformers", *(() if options.device == "cpu" else ("triton",))))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"max_model_len": 1}, ValueError),
     ({"enable_prefix_caching": 1}, TypeError),
     ({"policy": 7}, TypeError),
+    ({"num_pages": 4, "gpu_memory_utilization": 0.5}, ValueError),
+    ({"gpu_memory_utilization": 0}, ValueError),
+    ({"gpu_memory_utilization": 1.1}, ValueError),
+    ({"gpu_memory_utilization": "all"}, TypeError),
+    ({"enforce_eager": "yes"}, TypeError),
+    ({"load_format": "gguf"}, ValueError),
+    ({"execution": 3}, TypeError),
     ({"dtype": "int8"}, ValueError),
     ({"dtype": torch.int64}, ValueError),
 ]

@@ -47,8 +47,8 @@ def make_engine(answer: str = "hello world", num_pages: int = 100, has_tokenizer
 
 
 def runner_of(engine: Engine) -> FakeRunner:
-    assert isinstance(engine._runner, FakeRunner)
-    return engine._runner
+    assert isinstance(engine.runner, FakeRunner)
+    return engine.runner
 
 
 def run(engine: Engine) -> dict[str, RequestOutput]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine import LLM, EngineConfig, SamplingParams
+from trunkattn.engine.assembly import size_cache
+from trunkattn.engine.model import inspect_model
 
 SHORT = SamplingParams(temperature=0, max_tokens=4)
 
@@ -146,7 +149,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gpu_memory": 1}, "gpu_memory=1: no such option; expected page_size, num_pages"),
     ({"policy": "fastest"}, "policy='fastest'"),
     ({"device": "abacus"}, "device='abacus'"),
-    ({"device": "meta"}, "device"),
+    ({"device": "meta"}, "device='meta' cannot run this model's attention: device meta: expected cpu or cuda"),
+    ({"execution": "fused"}, "execution='fused': expected one of auto, serial"),
+    ({"execution": "streams"}, "device='cpu' cannot run this model's attention: device cpu: execution='streams'"),
+    ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5: expected None on a CPU"),
     ({"max_model_len": 513}, "max_model_len=513: expected at most the model's limit, 512 tokens"),
     ({"max_model_len": 100, "num_pages": 3}, "holds 48 tokens: expected at least 100"),
     ({"kv_cache_bytes": 10}, "holds 0 tokens: expected at least 2"),
@@ -162,6 +168,53 @@ def test_a_bad_option_is_refused_before_weights_are_loaded(
     with pytest.raises((TypeError, ValueError)) as caught:
         LLM(path, **options)
     assert message in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there_is_named(tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model("llama").path
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device=.cuda. cannot run .* torch finds no CUDA device"):
+        LLM(path, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"device=.cuda:2. cannot run .* torch finds 2 CUDA devices"):
+        LLM(path, device="cuda:2")
+
+
+def test_the_cache_of_a_gpu_is_sized_by_its_free_memory(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, head_dim, tokens, bytes
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * page_bytes, 200 * page_bytes))
+    info = replace(inspect_model(tiny_model("llama").path), device=torch.device("cuda"))
+    assert size_cache(info, EngineConfig()) == (90, 512)
+    assert size_cache(info, EngineConfig(gpu_memory_utilization=0.2)) == (20, 320)
+    assert size_cache(info, EngineConfig(max_num_seqs=2))[0] == 64, "more pages than sequences can fill are no use"
+    assert (
+        size_cache(info, EngineConfig(num_pages=100))[0]
+        == size_cache(info, EngineConfig(kv_cache_bytes=100 * page_bytes))[0]
+        == 100
+    )
+    for options, message in (({"num_pages": 101}, "num_pages=101"), ({"kv_cache_bytes": 1 << 40}, "kv_cache_bytes=")):
+        with pytest.raises(ValueError, match=f"{message}.*: expected at most the free memory of cuda"):
+            size_cache(info, EngineConfig(**options))
+
+
+def test_dummy_weights_need_a_configuration_alone(tmp_path: Path, tiny_model: Callable[[str], Any]) -> None:
+    shutil.copy(tiny_model("llama").path / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"model\.safetensors'?: there is no such file"):
+        LLM(tmp_path)
+    state = torch.get_rng_state()
+    first, second = (LLM(tmp_path, load_format="dummy", num_pages=20) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers go on as they were"
+    answers = [llm.generate([1, 2, 3], SHORT)[0].outputs[0].token_ids for llm in (first, second)]
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+    weights = first.model.model.embed_tokens.weight
+    assert 0.01 < weights.std() < 0.1 and bool(weights.isfinite().all())
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json"):
+        LLM(tmp_path, load_format="dummy")
 
 
 def test_sizes_follow_the_options(tiny_model: Callable[[str], Any]) -> None:

@@ -12,7 +12,7 @@ from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from serving import LONGEST, SHORTEST, Setting, arguments, prompts, run, scaled_lengths, use
+from serving import SCALES, Server, Setting, arguments, prompts, run, scaled_lengths, settings_of
 
 NUM_TOKENS = 12
 
@@ -47,30 +47,43 @@ def test_answers_do_not_depend_on_who_arrives_when(
 @pytest.mark.parametrize("setting", [Setting("prefill_first", 64), Setting("hybrid", 40)])
 def test_every_token_of_every_request_is_timed(tiny_model: Callable[[str], Any], setting: Setting) -> None:
     llm = LLM(tiny_model("llama").path, page_size=16, max_num_seqs=32)
+    server = Server(llm, SCALES["cpu"])
     lengths = np.array([[40, 6], [90, 2], [7, 9], [64, 4]])
     arrivals = np.array([0, 0.001, 0.002, 0.05])
     requests = prompts(llm.engine, lengths, arrivals, seed=1)
     assert [[len(one.prompt_token_ids), one.output_tokens] for one in requests] == lengths.tolist()
-    figures, gaps = run(use(llm, setting), requests, decode_step=1e-9)
+    figures, gaps = run(server.use(setting), requests, {"200": 1e-9, "500": 1e9})
     assert len(gaps) == lengths[:, 1].sum() - 4 and min(gaps) > 0
     assert 0 < figures["ttft_s"]["p50"] <= figures["latency_s"]["p99"] <= figures["seconds"] + 0.01
-    assert figures["stalled_200_percent"] == figures["stalled_500_percent"] == 100
+    assert (figures["stalled_200_percent"], figures["stalled_500_percent"]) == (100, 0)
     assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
 
 
 def test_lengths_come_from_the_trace_if_there_is_one(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 8000, "output_length": 400, "hash_ids": %s}\n' % [*range(16)])
-    assert scaled_lengths(trace, 3, seed=0).tolist() == [[500, 50]] * 3
-    drawn = scaled_lengths(None, 500, seed=0)
-    assert drawn.min(axis=0).tolist() == SHORTEST.tolist() and drawn.max(axis=0).tolist() == LONGEST.tolist()
+    scale = SCALES["cpu"]
+    assert scaled_lengths(trace, 3, 0, scale).tolist() == [[500, 50]] * 3
+    assert scaled_lengths(trace, 3, 0, SCALES["cuda"]).tolist() == [[8000, 200]] * 3
+    drawn = scaled_lengths(None, 500, 0, scale)
+    assert tuple(drawn.min(axis=0)) == scale.shortest and tuple(drawn.max(axis=0)) == scale.longest
+
+
+def test_each_budget_runs_with_each_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--device", "cuda", "--budgets", "64", "128"])
+    names = [f"hybrid {budget} {execution}" for budget in (64, 128) for execution in ("serial", "auto")]
+    assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", *names]
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--executions", "auto", "--budgets", "64"])
+    assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", "hybrid 64"]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         (["--requests", "0"], "argument --requests: expected an integer from 1 to 100000, got '0'"),
-        (["--budgets", "96", "16"], "argument --budgets: expected an integer from 32 to 1000000, got '16'"),
+        (["--budgets", "96", "16"], "argument --budgets: expected at least 32, got 16"),
+        (["--budgets", "32", "--device", "cuda"], "argument --budgets: expected at least 64, got 32"),
+        (["--executions", "fused"], "argument --executions: invalid choice: 'fused'"),
         (["--ratios", "x"], "argument --ratios: expected an integer from 1 to 100, got 'x'"),
     ],
 )

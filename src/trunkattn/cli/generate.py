@@ -30,6 +30,9 @@ def run_generate(options: GenerateOptions) -> None:
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 scheduler_policy=options.scheduler_policy,
+                device=options.device,
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                enforce_eager=options.enforce_eager,
             )
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):

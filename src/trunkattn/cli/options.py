@@ -135,6 +135,22 @@ class GenerateOptions:
             rich_help_panel=ENGINE,
         ),
     ] = "hybrid"
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Where the model runs: cpu (in float32), cuda (in its own precision), or one GPU such as cuda:1.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "cpu"
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _number(ENGINE, "Share of the GPU's free memory that the KV cache takes; 0.9 if not given."),
+    ] = None
+    enforce_eager: Annotated[
+        bool,
+        typer.Option("--enforce-eager", help="Use no CUDA graphs on a GPU.", rich_help_panel=ENGINE),
+    ] = False
     as_json: Annotated[bool, JSON_OPTION] = False
 
 

@@ -8,7 +8,9 @@ from numbers import Integral, Real
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("hybrid", "prefill_first")
 GREEDY_BELOW = 1e-5  # a smaller temperature is 0: its softmax is one-hot in float32 anyway
-DEFAULT_CACHE_BYTES = 1 << 30
+LOAD_FORMATS = ("auto", "dummy")
+DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
+DEFAULT_GPU_SHARE = 0.9  # of the memory that is free
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -59,8 +61,11 @@ class EngineConfig:
 
     Attributes:
         page_size: tokens per KV page.
-        num_pages: KV pages; None sizes the cache by `kv_cache_bytes`.
-        kv_cache_bytes: bytes of the KV cache, at most half of the machine's; None: 1 GiB. Not with `num_pages`.
+        num_pages: KV pages; None sizes the cache by bytes.
+        kv_cache_bytes: bytes of the KV cache, on a CPU at most half of the machine's. None: on a CPU 1 GiB, on a GPU by
+            `gpu_memory_utilization`.
+        gpu_memory_utilization: share for the KV cache of the GPU memory that is free beside the weights and what a step
+            takes; None: 0.9. At most one of these three is given.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
         scheduler_policy: who gets a step's tokens. "hybrid": every decode one, then prompts, a long one in chunks, the
@@ -68,11 +73,15 @@ class EngineConfig:
             whole prompts while any can start, one at least however long, and no decode beside them (the first vLLM):
             early first tokens, but each new prompt stalls the running answers.
         max_model_len: tokens of a sequence, prompt and output; None: the model's limit or the cache's, the lower.
-        policy: packing policy of `AttentionConfig`.
+        policy, execution: packing policy, and on a GPU the way of launching kernels, of `AttentionConfig`.
         enable_prefix_caching: reuse the KV pages of equal prefixes.
         dtype: weights, activations and KV: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16",
             "float16" or the torch dtype of that name.
-        device: a torch device name.
+        device: "cpu", "cuda", or one GPU such as "cuda:1".
+        enforce_eager: on a GPU, launch every kernel of each step rather than replay CUDA graphs; on a CPU it is so
+            anyway.
+        load_format: "auto" loads the model's weights. "dummy" makes random ones, the same each time, from config.json
+            alone: for measuring speed.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what was expected.
@@ -89,6 +98,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     dtype: object = "auto"
     device: str = "cpu"
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    execution: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("page_size", self.page_size, 1)
@@ -102,13 +115,21 @@ class EngineConfig:
                 check_int(name, getattr(self, name), 1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)
-        if self.num_pages is not None and self.kv_cache_bytes is not None:
-            raise ValueError(
-                f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes}: expected at most one of them"
-            )
+        if self.gpu_memory_utilization is not None:
+            expected = "a number in (0, 1]"
+            if not 0 < check_real("gpu_memory_utilization", self.gpu_memory_utilization, expected) <= 1:
+                raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected {expected}")
+        sizes = [name for name in ("num_pages", "kv_cache_bytes", "gpu_memory_utilization") if getattr(self, name)]
+        if len(sizes) > 1:
+            given = " and ".join(f"{name}={getattr(self, name)}" for name in sizes)
+            raise ValueError(f"{given}: expected at most one of them")
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        if not isinstance(self.policy, str):
-            raise TypeError(f"policy={self.policy!r}: expected a policy name")
+        check_bool("enforce_eager", self.enforce_eager)
+        for name in ("policy", "execution"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name}={getattr(self, name)!r}: expected its name")
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format={self.load_format!r}: expected one of {', '.join(LOAD_FORMATS)}")
         if self.dtype_name not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}, or the torch dtype")
 

@@ -24,7 +24,7 @@ class Runner(Protocol):
     last_reads: StepReads
 
     def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
-        """Logits of the chunks that are sampled."""
+        """Logits of the chunks that are sampled; they need not outlive the next call."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, runner: Runner, scheduler: Scheduler, limits: ModelLimits, tokenizer: Any | None = None) -> None:
         self.limits = limits
-        self._runner = runner
+        self.runner = runner
         self.scheduler = scheduler
         self._sampler = Sampler()
         self._tokenizer = tokenizer
@@ -159,7 +159,7 @@ class Engine:
         if not batch.chunks:
             return []
         try:
-            logits = self._runner.execute(batch, self.scheduler.cache)
+            logits = self.runner.execute(batch, self.scheduler.cache)
             token_ids, logprobs = self._sample(batch, logits)
         except BaseException:
             self.scheduler.roll_back(batch)
@@ -202,8 +202,8 @@ class Engine:
         stats.steps += 1
         stats.computed_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
         stats.generated_tokens += len(batch.samples)
-        stats.kv_tokens_read += self._runner.last_reads.kv_tokens_read
-        stats.kv_tokens_per_query += self._runner.last_reads.kv_tokens_per_query
+        stats.kv_tokens_read += self.runner.last_reads.kv_tokens_read
+        stats.kv_tokens_per_query += self.runner.last_reads.kv_tokens_per_query
         if stats.peak_usage is None or cache.num_pages_in_use >= stats.peak_usage.pages_held:
             stats.peak_usage = self.usage()
         stats.busy_seconds += time.monotonic() - started

@@ -1,6 +1,5 @@
 """`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
 
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -10,14 +9,12 @@ from typing import Any
 
 from transformers.utils import logging
 
-from trunkattn.attention import AttentionConfig
-from trunkattn.cache.kv_cache import KVCache
 from trunkattn.cache.manager import CacheManager
-from trunkattn.engine.config import DEFAULT_CACHE_BYTES, EngineConfig, SamplingParams
+from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
+from trunkattn.engine.config import EngineConfig, SamplingParams
 from trunkattn.engine.engine import Engine, ModelLimits
-from trunkattn.engine.model import ModelInfo, eos_token_ids, inspect_model, load_model, load_tokenizer
+from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.runner import ModelRunner
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
 
@@ -41,6 +38,9 @@ class LLM:
         model: a local Hugging Face folder (config.json and safetensors) or a GGUF file.
         options: fields of `EngineConfig`.
 
+    On a GPU the forward pass is captured in CUDA graphs, each when the first step of its padded number of tokens comes,
+    which takes that step some tenths of a second; `warm_up` captures all at once. With `enforce_eager` there are none.
+
     Raises:
         TypeError, ValueError: an unknown or bad option, a file that is missing, truncated or foreign, a model that
             needs what is not supported. Weights are loaded only when everything else has been checked.
@@ -52,33 +52,31 @@ class LLM:
             if name not in known:
                 raise TypeError(f"{name}={value!r}: no such option; expected {', '.join(known)}")
         self.config = EngineConfig(**options)
-        info = inspect_model(model, self.config.dtype_name, self.config.device)
-        attention = _attention_config(info, self.config)
-        num_pages, max_model_len = _size_cache(info, self.config)
+        info = inspect_model(model, self.config.dtype_name, self.config.device, self.config.load_format)
+        attention_config(info, self.config)
+        size_cache(info, self.config)
+        self.info = info
         self.tokenizer = load_tokenizer(info)
         self.model = load_model(info)
-        layer = info.geometry.layer
-        kv_cache = KVCache(
-            num_layers=info.geometry.num_layers,
-            num_pages=num_pages,
-            page_size=self.config.page_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            dtype=info.dtype,
-            device=info.device,
-        )
+        num_pages, max_model_len = size_cache(info, self.config, self.model)
+        self.kv_cache = make_cache(info, self.config.page_size, num_pages)
+        self._runner = make_runner(self.model, info, self.config, self.kv_cache, max_model_len)
+        if info.device.type == "cuda":
+            self._runner.warm_up([1])  # compiles kernels, and shows whether the model can be captured
         scheduler = Scheduler(
             CacheManager(num_pages, self.config.page_size, self.config.enable_prefix_caching),
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
             self.config.scheduler_policy,
         )
-        runner = ModelRunner(
-            self.model, attention, info.geometry.windows, kv_cache, info.device, scheduler.max_num_seqs, max_model_len
-        )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer)
-        self.engine = Engine(runner, scheduler, ModelLimits(info.vocab_size, max_model_len, eos), self.tokenizer)
+        self.engine = Engine(self._runner, scheduler, ModelLimits(info.vocab_size, max_model_len, eos), self.tokenizer)
         self._inbox: dict[str, RequestOutput] = {}  # newest output of each request, until its call fetches it
+
+    def warm_up(self) -> None:
+        """Captures every CUDA graph, and compiles every kernel, that would otherwise wait for the first step of its
+        size; nothing on a CPU or with `enforce_eager`. To be called while nothing runs."""
+        self._runner.warm_up()
 
     @property
     def stats(self) -> EngineStats:
@@ -206,53 +204,3 @@ class LLM:
         if not isinstance(prompt, Sequence):
             raise TypeError(f"{name}={prompt!r}: expected a string, token ids, or a mapping with one of them")
         return None, list(prompt)
-
-
-def _attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
-    """The attention of every layer; raises ValueError for an unknown policy or a geometry without a kernel."""
-    layer = info.geometry.layer
-    attention = AttentionConfig(
-        num_qo_heads=layer.num_qo_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        page_size=config.page_size,
-        dtype=info.dtype,
-        sm_scale=layer.sm_scale,
-        logits_soft_cap=layer.logits_soft_cap,
-        sinks=layer.sinks,
-        policy=config.policy,
-    )
-    reasons = attention.supports(info.device)
-    if info.device.type != "cpu":
-        reasons.append("expected cpu, the only device of the engine in this release")
-    if reasons:
-        raise ValueError(f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}")
-    return attention
-
-
-def _size_cache(info: ModelInfo, config: EngineConfig) -> tuple[int, int]:
-    """Pages of the KV cache, and most tokens of a sequence within the model's limit and the cache's."""
-    limit = info.max_model_len
-    if config.max_model_len is not None:
-        if config.max_model_len > limit:
-            raise ValueError(
-                f"max_model_len={config.max_model_len}: expected at most the model's limit, {limit} tokens"
-            )
-        limit = config.max_model_len
-    layer = info.geometry.layer
-    page_bytes = KVCache.bytes_per_page(
-        info.geometry.num_layers, config.page_size, layer.num_kv_heads, layer.head_dim, info.dtype
-    )
-    num_pages = config.num_pages
-    if num_pages is None:
-        useful = config.max_num_seqs * -(-limit // config.page_size)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, memory // 2)
-        num_pages = min(budget // page_bytes, useful)
-    capacity = num_pages * config.page_size
-    if capacity < (config.max_model_len or 2):
-        raise ValueError(
-            f"the KV cache of {num_pages} pages holds {capacity} tokens: expected at least "
-            f"{config.max_model_len or 2} for one sequence; {page_bytes} bytes hold {config.page_size} tokens"
-        )
-    return num_pages, min(limit, capacity)

@@ -13,6 +13,7 @@ from trunkattn.engine.model_support import AttentionGeometry, check_supported, m
 from trunkattn.engine.packed_linear import can_pack, pack_linears
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+DUMMY_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ModelInfo:
         geometry: its attention.
         max_model_len: longest sequence, in tokens.
         dtype, device: what it is loaded as, and to.
+        load_format: "auto" or "dummy", see `EngineConfig`.
     """
 
     files: ModelFiles
@@ -33,17 +35,19 @@ class ModelInfo:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
+    load_format: str = "auto"
 
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
 
-def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -> ModelInfo:
+def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu", load_format: str = "auto") -> ModelInfo:
     """Check that a model can run here, before any weight is loaded.
 
     Args:
         model: a local Hugging Face folder (config.json and safetensors) or a GGUF file.
+        load_format: "dummy": the folder needs no safetensors.
         dtype: "auto" (float32 on a CPU, else the checkpoint's) or the name of a torch dtype.
         device: a torch device.
 
@@ -52,7 +56,7 @@ def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -
             why the model is not supported.
     """
     torch_device = _device(device)
-    files = find_model_files(model)
+    files = find_model_files(model, with_weights=load_format != "dummy")
     try:
         config = AutoConfig.from_pretrained(files.folder, **files.load_options)
     except Exception as error:  # a foreign file can make transformers raise nearly anything
@@ -61,7 +65,8 @@ def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu") -
     geometry, _ = (None, reasons) if reasons else probe_attention(config)
     if geometry is None:
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
-    return ModelInfo(files, config, geometry, max_positions(config), _dtype(dtype, config, torch_device), torch_device)
+    torch_dtype = _dtype(dtype, config, torch_device)
+    return ModelInfo(files, config, geometry, max_positions(config), torch_dtype, torch_device, load_format)
 
 
 def load_model(info: ModelInfo) -> Any:
@@ -70,6 +75,14 @@ def load_model(info: ModelInfo) -> Any:
     Raises:
         ValueError: the weights do not match the configuration.
     """
+    model = _dummy_model(info) if info.load_format == "dummy" else _saved_model(info)
+    model = model.to(info.device).eval().requires_grad_(False)
+    if can_pack(info.dtype, info.device):
+        pack_linears(model)
+    return model
+
+
+def _saved_model(info: ModelInfo) -> Any:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.files.folder,
@@ -87,10 +100,15 @@ def load_model(info: ModelInfo) -> Any:
         raise ValueError(
             f"model={str(info.files.folder)!r}: the files lack {missing}; expected every weight of the model"
         )
-    model = model.to(info.device).eval().requires_grad_(False)
-    if can_pack(info.dtype, info.device):
-        pack_linears(model)
     return model
+
+
+def _dummy_model(info: ModelInfo) -> Any:
+    """Weights as the model's own code draws them for training, with one seed, made on the device."""
+    devices = [info.device] if info.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(info.device):
+        torch.manual_seed(DUMMY_SEED)
+        return AutoModelForCausalLM.from_config(info.config, attn_implementation=ATTENTION_NAME, dtype=info.dtype)
 
 
 def load_tokenizer(info: ModelInfo) -> Any | None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
 EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors format's own limit
@@ -31,8 +29,8 @@ class ModelFiles:
         return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
 
 
-def find_model_files(model: object) -> ModelFiles:
-    """Locate and check a model's files.
+def find_model_files(model: object, with_weights: bool = True) -> ModelFiles:
+    """Locate and check a model's files; of a folder only the configuration unless `with_weights`.
 
     Raises:
         TypeError, ValueError: naming the path, what is wrong with it and what was expected: not there, of another
@@ -42,7 +40,7 @@ def find_model_files(model: object) -> ModelFiles:
         raise TypeError(f"model={model!r}: expected {EXPECTED_MODEL}")
     path = Path(model).expanduser()
     if path.is_dir():
-        check_folder(path)
+        check_folder(path, with_weights)
         return ModelFiles(path, None)
     if not path.is_file():
         raise ValueError(f"model={str(model)!r}: there is no such file or folder; expected {EXPECTED_MODEL}")
@@ -50,11 +48,13 @@ def find_model_files(model: object) -> ModelFiles:
     return ModelFiles(path.parent, path.name)
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ValueError unless `folder` holds a config.json and whole safetensors files."""
+def check_folder(folder: Path, with_weights: bool = True) -> None:
+    """Raises ValueError unless `folder` holds a config.json and, if asked for, whole safetensors files."""
     config = _read_json(folder / "config.json")
     if "model_type" not in config:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
+    if not with_weights:
+        return
     if (folder / SAFETENSORS_INDEX).is_file():
         shards = _read_json(folder / SAFETENSORS_INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
@@ -110,6 +110,8 @@ def check_gguf(path: Path) -> None:
 
 def _gguf_size(file: BinaryIO) -> int:
     """Bytes up to the end of the last tensor, read from the header; `file` stands behind magic number and version."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # which folders need not have
+
     num_tensors, num_fields = struct.unpack("<QQ", file.read(16))
     alignment = 32
     for _ in range(num_fields):

@@ -1,16 +1,18 @@
 """Runs a scheduled batch through the model: arrays, plans, page copies, forward pass, logits."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from trunkattn.attention import AttentionConfig, BatchAttention, Plan
+from trunkattn.attention import BatchAttention, Plan
 from trunkattn.cache.kv_cache import KVCache
 from trunkattn.cache.manager import CacheManager
+from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
 from trunkattn.engine.hf_attention import TrunkStep
 from trunkattn.engine.request import Request
 from trunkattn.engine.scheduler import Batch, ScheduledChunk
@@ -29,38 +31,44 @@ class ModelRunner:
 
     Args:
         model: from `load_model`.
-        attention_config: attention of every layer.
+        attention: of every layer, on the model's device. With a capacity its plans, one per window, are made once and
+            refilled for each step; graphs need that.
         windows: sliding window of each layer, None for full attention.
         kv_cache: pages of every layer.
-        device: where the model is.
         max_num_seqs, max_model_len: capacity of the persistent arrays.
+        graphs: how the forward pass is captured; None: it is not.
     """
 
     def __init__(
         self,
         model: Any,
-        attention_config: AttentionConfig,
+        attention: BatchAttention,
         windows: Sequence[int | None],
         kv_cache: KVCache,
-        device: torch.device,
         max_num_seqs: int,
         max_model_len: int,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.last_reads = StepReads()
-        self._attention = BatchAttention(attention_config, device=device)
+        self._attention = attention
         self._layers_of_window = Counter(windows)
-        self._device = device
-        self._page_size = attention_config.page_size
+        self._page_size = attention.config.page_size
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
         self._rows: list[tuple[Request, int] | None] = [None] * max_num_seqs  # whose pages each row of the table holds
+        self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
+        forward = partial(_forward, model, attention, self._plans, kv_cache)
+        self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
+        if graphs is not None:
+            self._forward = GraphedForward(forward, attention.device, graphs)
 
     def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
         """Compute the batch's tokens and write their KV.
 
         Returns:
-            logits [number of chunks that are sampled, vocab_size], in the order of the chunks.
+            logits [number of chunks that are sampled, vocab_size], in the order of the chunks; the next call may
+            overwrite them.
         """
         self.kv_cache.copy_pages(batch.copies)
         starts = np.array([chunk.start for chunk in batch.chunks])
@@ -71,18 +79,19 @@ class ModelRunner:
         block_table = self._update_block_table(batch.chunks, cache)
         slots = block_table[rows, positions // self._page_size].astype(np.int64) * self._page_size
         slots += positions % self._page_size
-        plans = self._plan(block_table, starts + lengths, query_start_loc)
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
-        with torch.inference_mode():
-            output = self.model(
-                input_ids=self._tensor(_token_ids(batch.chunks))[None],
-                position_ids=self._tensor(positions)[None],
-                use_cache=False,
-                logits_to_keep=self._tensor(query_start_loc[1:][sampled] - 1),
-                trunk_step=TrunkStep(self._attention, plans, self.kv_cache, self._tensor(slots)),
-            )
-        self.last_reads = self._reads(plans)
-        return output.logits[0]
+        self._plan(block_table, starts + lengths, query_start_loc)
+        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, query_start_loc[1:][sampled] - 1))
+        self.last_reads = self._reads()  # while a GPU computes
+        return logits
+
+    def warm_up(self, sizes: Sequence[int] | None = None) -> None:
+        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size."""
+        nothing = np.zeros(0, dtype=np.int64)
+        self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
+        for size in reversed(self._forward.sizes if sizes is None else sizes):  # the largest leaves room for the others
+            padding = np.zeros(size, dtype=np.int64)
+            self._forward(StepArrays(padding, padding, padding - 1, padding[: len(self._rows)]))
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
         """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
@@ -98,27 +107,42 @@ class ModelRunner:
             self._block_table[row, first : len(pages)] = pages[first:]
         return self._block_table[: len(chunks)]
 
-    def _plan(
-        self, block_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
-    ) -> dict[int | None, Plan]:
+    def _plan(self, block_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray) -> None:
+        """Plans the step for each window, on the host: the tables are there, and prompt chunks get their own kernel."""
         table, lens, starts = (
-            self._tensor(array.astype(np.int32, copy=False)) for array in (block_table, seq_lens, query_start_loc)
+            torch.from_numpy(array.astype(np.int32, copy=False)) for array in (block_table, seq_lens, query_start_loc)
         )
-        return {
-            window: self._attention.plan(table, lens, starts, sliding_window=window)
-            for window in self._layers_of_window
-        }
+        for window in self._layers_of_window:
+            into = None if self._attention.capacity is None else self._plans.get(window)
+            self._plans[window] = self._attention.plan(table, lens, starts, sliding_window=window, into=into)
 
-    def _reads(self, plans: dict[int | None, Plan]) -> StepReads:
+    def _reads(self) -> StepReads:
         num_layers = self._layers_of_window.total()
-        stats = [(plans[window].stats, count / num_layers) for window, count in self._layers_of_window.items()]
+        stats = [(self._plans[window].stats, count / num_layers) for window, count in self._layers_of_window.items()]
         return StepReads(
             kv_tokens_read=sum(stat.kv_tokens_read * share for stat, share in stats),
             kv_tokens_per_query=sum(stat.kv_tokens_per_query * share for stat, share in stats),
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+
+def _forward(
+    model: Any,
+    attention: BatchAttention,
+    plans: Mapping[int | None, Plan],
+    kv_cache: KVCache,
+    inputs: ForwardInputs,
+) -> torch.Tensor:
+    """Logits [R, vocab_size]; writes the tokens' KV."""
+    with torch.inference_mode():
+        output = model(
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            attention_mask=inputs.mask,  # spares transformers a look at the values of position_ids
+            use_cache=False,
+            logits_to_keep=inputs.logits_rows,
+            trunk_step=TrunkStep(attention, plans, kv_cache, inputs.slots),
+        )
+    return output.logits[0]
 
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> np.ndarray:

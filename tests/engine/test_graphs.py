@@ -1,0 +1,115 @@
+"""Steps padded to the sizes of graphs: tokens, plans refilled in place, and logits, on a CPU, where a replay computes
+the captured work anew on the same tensors."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn.attention import BatchAttention
+from trunkattn.engine import LLM, RequestOutput, SamplingParams
+from trunkattn.engine.assembly import attention_config
+from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays, Work, graph_sizes
+from trunkattn.engine.runner import ModelRunner
+from trunkattn.plan_format import Capacity
+
+NUM_TOKENS = 12
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("largest", [1, 5, 16, 17, 256, 2048])
+def test_sizes_pad_little(largest: int) -> None:
+    sizes = graph_sizes(largest)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == largest
+    for tokens in range(1, largest + 1):
+        size = next(size for size in sizes if size >= tokens)
+        assert size - tokens < max(16, tokens / 8)
+    assert {size for size in (64, 512, 1024, 2048) if size <= largest} <= set(sizes)
+
+
+def step(tokens: list[int], rows: list[int]) -> StepArrays:
+    return StepArrays(np.array(tokens), np.array(tokens) + 100, np.array(tokens) + 200, np.array(rows))
+
+
+def test_padding_writes_nothing_and_is_forgotten() -> None:
+    inputs = ForwardInputs(4, 3, CPU)
+    inputs.fill(step([7, 8, 9, 10], [3, 1, 2]))
+    inputs.fill(step([5, 6], [1]))
+    assert inputs.token_ids.tolist() == [5, 6, 0, 0] and inputs.positions.tolist() == [105, 106, 0, 0]
+    assert inputs.slots.tolist() == [205, 206, -1, -1] and inputs.logits_rows.tolist() == [1, 0, 0]
+
+
+def forward(inputs: ForwardInputs) -> torch.Tensor:
+    """Logits that name the token and the padded size they were computed at."""
+    return torch.stack(
+        [inputs.token_ids[inputs.logits_rows], torch.full_like(inputs.logits_rows, len(inputs.slots))], 1
+    )
+
+
+def test_a_size_is_captured_once_and_larger_steps_run_as_they_are() -> None:
+    captures, replays = [], []
+
+    def capture(work: Work) -> Work:
+        captures.append(work)
+
+        def replay() -> None:
+            replays.append(work)
+            work()
+
+        return replay
+
+    graphed = GraphedForward(forward, CPU, Graphs((2, 4), 3, capture))
+    assert graphed(step([11, 12, 13], [2, 0])).tolist() == [[13, 4], [11, 4]]
+    assert (len(captures), len(replays)) == (1, 0)
+    assert graphed(step([21, 22, 23, 24], [0, 1, 3])).tolist() == [[21, 4], [22, 4], [24, 4]]
+    assert graphed(step([31], [])).tolist() == []
+    assert graphed(step([41, 42], [1])).tolist() == [[42, 2]]
+    assert (len(captures), len(replays)) == (2, 2) and replays == captures
+    assert graphed(step([1, 2, 3, 4, 5], [4])).tolist() == [[5, 5]]
+    assert EagerForward(forward, CPU)(step([1, 2, 3, 4, 5], [4])).tolist() == [[5, 5]]
+    assert (len(captures), len(replays)) == (2, 2)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    trunk = rng.integers(1, 256, 37).tolist()
+    return [[*trunk, *rng.integers(1, 256, length).tolist()] for length in (1, 4, 30)] + [
+        rng.integers(1, 256, length).tolist() for length in (1, 9, 61)
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("budget", [9, 40])
+def test_answers_from_padded_steps_and_refilled_plans(
+    tiny_model: Callable[[str], Any],
+    assert_greedy: Callable[[Any, Sequence[RequestOutput], int], None],
+    name: str,
+    budget: int,
+) -> None:
+    model = tiny_model(name)
+    llm = LLM(model.path, page_size=4, num_pages=44, max_num_seqs=8, max_num_batched_tokens=max(8, budget))
+    limits = llm.engine.limits
+    replayed: Counter[Work] = Counter()
+
+    def capture(work: Work) -> Work:
+        def replay() -> None:
+            replayed[work] += 1
+            work()
+
+        return replay
+
+    capacity = Capacity(8, budget, -(-limits.max_model_len // 4), 44)
+    attention = BatchAttention(attention_config(llm.info, llm.config), "cpu", capacity)
+    graphs = Graphs(graph_sizes(budget), 8, capture)
+    windows = llm.info.geometry.windows
+    runner = ModelRunner(llm.model, attention, windows, llm.kv_cache, 8, limits.max_model_len, graphs)
+    llm.engine.runner = runner
+    runner.warm_up()
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+    several = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, n=2))
+    assert_greedy(model, outputs + several, NUM_TOKENS)
+    assert llm.stats.preemptions > 0 and llm.stats.prefix_cache_hits > 0
+    assert len(replayed) > 3 and replayed.total() == llm.stats.steps, "every step replays what warm_up captured"
