@@ -43,7 +43,7 @@ def main() -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("TFLOP/s")
     axes[0].set_ylim(bottom=0)
-    axes[0].legend(fontsize=7)
+    axes[2].legend(fontsize=7)
     figure.suptitle(
         f"Prompt chunks, {result['card']}, bf16, 32/8 heads of 128, pages of 16 (commit {result['commit']})"
     )
