@@ -56,7 +56,7 @@ class ModelRunner:
         self._layers_of_window = Counter(windows)
         self._page_size = attention.config.page_size
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
-        self._rows: list[tuple[Request, int] | None] = [None] * max_num_seqs  # whose pages each row of the table holds
+        self._rows: list[tuple[Request, int]] = []  # whose pages each row of the table held in the last step
         self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
         forward = partial(_forward, model, attention, self._plans, kv_cache)
         self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
@@ -91,20 +91,21 @@ class ModelRunner:
         self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
         for size in reversed(self._forward.sizes if sizes is None else sizes):  # the largest leaves room for the others
             padding = np.zeros(size, dtype=np.int64)
-            self._forward(StepArrays(padding, padding, padding - 1, padding[: len(self._rows)]))
+            self._forward(StepArrays(padding, padding, padding - 1, padding[: len(self._block_table)]))
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
         """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
 
-        Rewrites only the pages that this step writes to, or the row of a new owner.
+        Rewrites only the pages that this step writes to, or the row of another request than in the step before: one
+        that was in another row meanwhile has pages that this row never had.
         """
+        owners = [(chunk.request, chunk.request.num_preemptions) for chunk in chunks]
         for row, chunk in enumerate(chunks):
-            request = chunk.request
-            pages = cache.pages(request.request_id)
-            owner = request, request.num_preemptions
-            first = chunk.start // self._page_size if self._rows[row] == owner else 0
-            self._rows[row] = owner
+            pages = cache.pages(chunk.request.request_id)
+            kept = row < len(self._rows) and self._rows[row] == owners[row]
+            first = chunk.start // self._page_size if kept else 0
             self._block_table[row, first : len(pages)] = pages[first:]
+        self._rows = owners
         return self._block_table[: len(chunks)]
 
     def _plan(self, block_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray) -> None:
