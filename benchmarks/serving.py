@@ -389,8 +389,8 @@ def main() -> None:
         "mixes": mixes(server, settings, options.ratios, options.mix_requests, stalls),
     }  # fmt: skip
     print_table(rows)
-    draw(result, gaps, DOCS / f"{name}.png")
     print(write_result(name, result, "transformers", *(() if options.device == "cpu" else ("triton",))))
+    draw(result, gaps, DOCS / f"{name}.png")
 
 
 if __name__ == "__main__":

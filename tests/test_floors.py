@@ -34,6 +34,7 @@ SAME_FLOOR = MappingProxyType(
         "attention_cpu": "attention",
         "attention_device": "attention",
         "attention_gpu": "attention",
+        "attention_overlap": "attention",
         "attention_planner": "attention",
         "attention_prefill": "attention",
         "attention_training": "attention",

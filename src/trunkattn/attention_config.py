@@ -8,10 +8,16 @@ from typing import Any, Final
 import torch
 
 from trunkattn.kernels.cpu_math import KV_KINDS
+from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_PAGE, HYBRID_WIDTH
 from trunkattn.planner.build import POLICIES
 
 _WIDEST_ON_GPU: Final = 256
-EXECUTIONS: Final = ("auto", "serial", "streams", "persistent")
+EXECUTIONS: Final = ("auto", "serial", "overlapped", "streams", "persistent")
+NO_OVERLAP: Final = (
+    "expected 'auto' or 'serial', for the kernel that computes prompt chunks and decodes at once takes 16-bit queries "
+    "and caches, heads of 128, pages of whole 16 tokens and 1, 2, 4, 8 or 16 query heads a KV head, with policy='auto' "
+    "and without soft cap, sinks and batch_invariant, on compute capability 9.0"
+)
 _NARROW_ON_GPU: Final = 128
 _LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others
 _COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +38,8 @@ class AttentionConfig:
     head_dim_v: None for head_dim. kv_dtype: dtype of the cache, None for `dtype`. sm_scale: None for
     1 / sqrt(head_dim). logits_soft_cap: c > 0 for logits c · tanh(x / c). sinks: `run` takes an extra logit per query
     head. policy: how shared prefixes are packed (`trunkattn.planner`). batch_invariant: a request's output bits depend
-    on its own tokens and these options alone. execution: how a GPU launches a step: serial, streams (PAT §6),
+    on its own tokens and these options alone. execution: how a GPU launches a step: serial, overlapped (prompt chunks
+    and some decodes at once, POD-Attention §4), streams (PAT §6),
     persistent, or auto.
 
     Raises:
@@ -99,6 +106,19 @@ class AttentionConfig:
         are converted."""
         return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a kernel, on an sm_90, that computes prompt chunks and decodes of this attention at once."""
+        plain = self.logits_soft_cap is None and not self.sinks and not self.batch_invariant and self.policy == "auto"
+        return (
+            plain
+            and self.head_dim == self.value_dim == HYBRID_WIDTH
+            and self.dtype == self.cache_dtype
+            and self.dtype.itemsize == 2
+            and self.page_size % HYBRID_PAGE == 0
+            and self.num_qo_heads // self.num_kv_heads in HYBRID_GROUPS
+        )
+
     def supports(self, device: torch.device | str) -> list[str]:
         """Reasons why this configuration cannot run on `device`; empty if it can.
 
@@ -115,6 +135,8 @@ class AttentionConfig:
         if kind != "cuda":
             return [f"device {kind}: expected cpu or cuda"]
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
+        if self.execution == "overlapped" and not (self.overlaps and _is_hopper(device)):
+            reasons.append(f"device cuda: execution='overlapped': {NO_OVERLAP}")
         if find_spec("triton") is None:
             reasons.append("device cuda: the kernels need the package triton, which is not installed")
         if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
@@ -128,3 +150,8 @@ class AttentionConfig:
                 f"head_dim {max(self.head_dim, self.value_dim)} and {self.cache_dtype} caches"
             )
         return reasons
+
+
+def _is_hopper(device: torch.device | str) -> bool:
+    """Whether a CUDA device, if there is one, is an sm_90."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)

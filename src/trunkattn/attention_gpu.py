@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trunkattn.attention_config import AttentionConfig
+from trunkattn.attention_config import NO_OVERLAP, AttentionConfig
 from trunkattn.attention_device import DeviceStep, OnDevice, tile_stats
+from trunkattn.attention_overlap import make_overlap
 from trunkattn.attention_planner import make_planner
 from trunkattn.attention_prefill import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.checks import LayerInputs, scale_tensor
@@ -84,7 +85,7 @@ class GpuExecutor:
         self.config, self.device, self._capacity = config, device, capacity
         # no other was faster in the cases measured, but for `pat` in streams on one of three trees, by 1.5 %
         # (benchmarks/results/ablation-h200.json)
-        self._execution = "serial" if config.execution == "auto" else config.execution
+        self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
         hopper = (properties.major, properties.minor) == (9, 0)
@@ -97,10 +98,14 @@ class GpuExecutor:
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
             self._tiles = self._tiles[-1:]
         self._planner = make_planner(config, gpu_device(self._processors, self._tiles[-1].block_m))
-        self._chunks = None
+        self._chunks = self._overlap = None
         if not config.batch_invariant:
             tile = prefill_tile(config.tile_itemsize, width)
             self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
+            if hopper:
+                self._overlap = make_overlap(config, properties.name, self._processors, tile.block_m)
+        if config.execution == "overlapped" and self._overlap is None:
+            raise ValueError(f"execution='overlapped' on {properties.name}: {NO_OVERLAP}")
         self._rule = self._tiling_rule(limits, properties.L2_cache_size)
         heads = config.num_kv_heads
         self._ones = torch.ones(heads, device=device)
@@ -193,9 +198,11 @@ class GpuExecutor:
         division = chunk_planner.divide(batch) if chunk_planner else None
         rest = division.rest if division else batch
         lens, starts = rest.seq_lens, rest.query_start_loc
+        beside = 0
         if self._tiled:
             forest, table = self._planner.forest(rest, changed_rows)
-            tile_list, policy, reason = self._tile(forest, Batch(table, lens, starts, rest.window))
+            overlapped = division.chunks if division and self._overlap and starts[-1] else None
+            tile_list, policy, reason, beside = self._tile(forest, Batch(table, lens, starts, rest.window), overlapped)
         else:
             planned = self._planner.plan(rest, changed_rows)
             table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
@@ -209,7 +216,7 @@ class GpuExecutor:
             joined, listed = join(tile_list, chunks.planned.work, division)
         several = bool((np.diff(starts) > 1).any())
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        gpu_plan = self._place(joined, listed, positions, self._geometry(batch.window, several), into)
+        gpu_plan = self._place(joined, (listed, beside), positions, self._geometry(batch.window, several), into)
         kept = Batch(table, lens.copy(), starts.copy(), batch.window)
         return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason, chunks)
 
@@ -220,8 +227,9 @@ class GpuExecutor:
         room = self._chunks.limits if into is None else into.gpu_plan.prefill
         return self._chunks if room else None
 
-    def _tile(self, forest: Forest, batch: Batch) -> tuple[TileList, str, str]:
-        """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do."""
+    def _tile(self, forest: Forest, batch: Batch, chunks: Batch | None) -> tuple[TileList, str, str, int]:
+        """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do. chunks: what
+        decodes may run beside. Returns the list, its name, the reason and how many items run so."""
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         times = predict(self._rule, forest, arrays[1:], batch.window)
         ways = list(times)
@@ -231,23 +239,38 @@ class GpuExecutor:
         tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
         passed = "" if len(ways) == len(times) else f" of the {len(ways)} of {len(times)} that fit the capacity"
         listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
-        return tile_list, tiling.name(self._rule), f"least predicted time{passed} on {self._limits_reason}: {listed}"
+        reason = f"least predicted time{passed} on {self._limits_reason}: {listed}"
+        if chunks is None:
+            return tile_list, tiling.name(self._rule), reason, 0
+        assert self._overlap
+        low = min((way for way in ways if way.tall is None and way.low == 0), key=lambda way: times[way])
+        low_list = tile_list if low == tiling else tile_forest(self._rule, low, forest, arrays, batch.window)
+        chunk_ns = self._overlap.chunks_ns(chunks)
+        beside, total = self._overlap.beside(low_list, self._rule.run, times[low], chunk_ns)
+        serial = chunk_ns + times[tiling]
+        reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
+        if beside and (self._overlap.forced or total < serial):
+            return low_list, f"{low.name(self._rule)} beside chunks", reason, beside
+        return tile_list, tiling.name(self._rule), reason, 0
 
     def _place(
         self,
         tile_list: TileList,
-        listed: PrefillList | None,
+        chunk_part: tuple[PrefillList | None, int],
         positions: np.ndarray,
         geometry: gpu.Geometry,
         into: GpuStep | DeviceStep | None,
     ) -> gpu.GpuPlan:
-        """Sends a tile list, and prompt chunks, to the device; geometry: of a plan that holds no other batch."""
+        """Sends a tile list to the device, and prompt chunks and how many items run beside them; geometry: of a plan
+        that holds no other batch."""
+        listed, beside = chunk_part
         if self._limits is None:
             self._reserve(tile_list.num_slots)
             chunks = Chunks(listed, self._chunks.tile) if listed and self._chunks else None
-            return gpu.upload(tile_list, positions, geometry, self._card, self._execution, self.device, chunks)
+            execution = "overlapped" if beside else self._execution
+            return gpu.upload(tile_list, positions, geometry, self._card, execution, self.device, chunks, beside)
         placed = into.gpu_plan if into else self._reserved(geometry.window, self._chunks)
-        gpu.refill(placed, tile_list, positions, listed)
+        gpu.refill(placed, tile_list, positions, listed, beside)
         return placed
 
     def _reserved(self, window: int, chunks: ChunkPlanner | None) -> gpu.GpuPlan:
@@ -256,7 +279,8 @@ class GpuExecutor:
         several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
         geometry = self._geometry(window, several)
         room = (chunks.limits, chunks.tile) if chunks and chunks.limits else None
-        return gpu.reserve(self._limits, self._tiles, geometry, self._card, self._execution, self.device, room)
+        execution = "overlapped" if room and self._overlap else self._execution
+        return gpu.reserve(self._limits, self._tiles, geometry, self._card, execution, self.device, room)
 
     def _geometry(self, window: int, several: bool) -> gpu.Geometry:
         """several: query tokens of a request that is rows of tiles."""

@@ -24,13 +24,15 @@ from trunkattn.kernels.prefill import prefill_kernel
 from trunkattn.kernels.tile_solver import Resources
 from trunkattn.kernels.tile_table import GpuTile, Tile
 
-_POINTERS = MappingProxyType({
+_BOX = "tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
+_TYPES = MappingProxyType({
     "q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "out": "*bf16", "lse_out": "*fp32", "partial": "*fp32",
     "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
+    "k_desc": _BOX, "v_desc": _BOX,  # of the copy engine
 })  # fmt: skip
 _ARRAYS = (
     "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges", "counters",
-    "block_table",
+    "block_table", "beside", "chunk_items", "chunk_count", "chunk_queries", "chunk_slots",
 )  # fmt: skip
 
 
@@ -91,14 +93,26 @@ def compile_prefill_hopper(target: Target, window: bool = False) -> Resources:
     from trunkattn.kernels import prefill_hopper
 
     constants: dict[str, object] = {
-        "PAGE_SIZE": 16, "WINDOW": window, "RETURN_LSE": False, "BLOCK_N": prefill_hopper.BLOCK_N,
+        "PAGE_SIZE": 16, "WINDOW": window, "RETURN_LSE": False, "LEADS": True, "BLOCK_N": prefill_hopper.BLOCK_N,
         "STAGES": prefill_hopper.STAGES,
     }  # fmt: skip
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
-    box = f"tensordesc<bf16[1, 16, 1, 64],{layout}>"
-    types = {"k_desc": box, "v_desc": box}
     options = {"num_warps": 4, "maxnreg": prefill_hopper.REGISTERS}
-    return _compile(prefill_hopper.prefill_hopper_kernel, target, constants, options, (GluonASTSource, types))
+    return _compile(prefill_hopper.prefill_hopper_kernel, target, constants, options, GluonASTSource)
+
+
+def compile_hybrid(target: Target, masked: bool = False, window: bool = False) -> Resources:
+    """`hybrid_kernel`, for an sm_90 and heads of 128; registers as of `compile_prefill_hopper`. masked: requests have
+    several query tokens; with a window they are masked too."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from trunkattn.kernels import hybrid
+
+    constants: dict[str, object] = {
+        "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked or window, "WINDOW": window, "RETURN_LSE": False, "LEADS": True,
+        "SLOTS": hybrid.SLOTS, "CHUNK_REGISTERS": hybrid.CHUNK_REGISTERS, "DECODE_REGISTERS": hybrid.DECODE_REGISTERS,
+    }  # fmt: skip
+    options = {"num_warps": 4, "maxnreg": hybrid.REGISTERS}
+    return _compile(hybrid.hybrid_kernel, target, constants, options, GluonASTSource)
 
 
 def compile_merge(target: Target) -> Resources:
@@ -115,12 +129,11 @@ def _compile(
     target: Target,
     constants: dict[str, object],
     options: dict[str, int],
-    language: tuple[Any, dict[str, str]] = (ASTSource, {}),  # and types of arguments that only it has
+    make_source: Any = ASTSource,
 ) -> Resources:
     """The arguments are typed and aligned as a launch on a GPU finds them."""
     constants |= {"NUM_QO_HEADS": target.num_qo_heads, "NUM_KV_HEADS": target.num_kv_heads}
-    make_source, own_types = language
-    types = _POINTERS | dict.fromkeys(_ARRAYS, "*i32") | own_types
+    types = _TYPES | dict.fromkeys(_ARRAYS, "*i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (index,): [["tt.divisibility", 16]]

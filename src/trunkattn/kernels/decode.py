@@ -299,5 +299,5 @@ def decode_kernel(
             BLOCK_M, BLOCK_N, SUBTILES, PRIVATE_N, MASKED, MERGE, SOFT_CAP, SINKS, RETURN_LSE, STAGES, PRECISION,
             FOLLOWS,
         )  # fmt: skip
-    if FOLLOWS:  # so that whatever waits for this launch also waits for those ahead of it
+    if FOLLOWS and tl.program_id(0) == 0:  # so that whatever waits for this launch also waits for those ahead of it
         tl.extra.cuda.gdc_wait()

@@ -2,9 +2,9 @@
 
 Launch order: the items of prompt chunks; items that merge nothing, by tile height; items that merge what those left;
 the merges that no item does. Every launch is a number of programs that read their counts from device memory.
-Executions: `serial`, where each launch may start while the one ahead of it ends (but for chunks on an sm_90);
-`streams`, where launches that wait for nothing run side by side (PAT §6); `persistent`, one launch for everything but
-prompt chunks.
+Executions: `serial`, where each launch may start while the one ahead of it ends; `overlapped`, the same with chunks and
+some items of the lowest tile in one launch (POD-Attention §4); `streams`, where launches that wait for nothing run side
+by side (PAT §6); `persistent`, one launch for everything but prompt chunks.
 """
 
 from dataclasses import dataclass
@@ -66,6 +66,8 @@ class Launch:
 class GpuPlan(Packed):
     """A tile list on the device, and the work items of prompt chunks, if there may be any.
 
+    Its array `beside` [2]: items [first, last), of the lowest tile and merging nothing, that are computed in one launch
+    with the chunks and are in no bucket of `counts`; only an overlapped execution has any.
     summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
     that was made on the device.
     """
@@ -80,17 +82,19 @@ class GpuPlan(Packed):
         """Takes the prompt chunks, if it may hold any, out of the plan, on the current stream."""
         if self.prefill:
             self.arrays["prefill_count"].zero_()
+            self.arrays["beside"].zero_()
 
 
 def upload(
     tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device,
-    chunks: Chunks | None = None,
+    chunks: Chunks | None = None, beside: int = 0,
 ) -> GpuPlan:  # fmt: skip
-    """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence."""
-    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0)
+    """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
+    beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
+    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, beside)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-    heights, counts = len(tiles.counts) // 2, np.diff(tiles.counts)
+    heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
     order: list[tuple[int, ...]] = [
         (bucket,) for bucket in (*range(heights - 1, -1, -1), *range(2 * heights - 1, heights - 1, -1))
     ]
@@ -112,17 +116,18 @@ def reserve(
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits; each tile's items are one launch of
-    fixed size. Items may merge only under `serial`, only of the lowest tile, and only what taller tiles leave."""
+    fixed size. Items may merge only under `serial` or `overlapped`, only of the lowest tile, and only what taller tiles
+    leave."""
     heights = len(tiles)
     sizes = {
-        "counts": 2 * heights + 2, "prefill_count": 1, "positions": limits.query_tokens,
+        "counts": 2 * heights + 2, "prefill_count": 1, "beside": 2, "positions": limits.query_tokens,
         "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
         "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
         "runs": 3 * limits.runs,
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in range(heights)]
-    if execution == "serial":
+    if execution in ("serial", "overlapped"):
         launches[0] = Launch((0, heights), launches[0].programs)
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
@@ -131,20 +136,27 @@ def reserve(
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 
-def refill(plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None = None) -> None:
+def refill(
+    plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None = None,
+    beside: int = 0,
+) -> None:  # fmt: skip
     """Puts another tile list, and other prompt chunks, within the limits, into a reserved plan; launches that were
-    captured read it."""
+    captured read it. beside: as of `upload`."""
     if listed:
         assert plan.prefill
         plan.prefill.send(prefill_plan.host_arrays(listed, plan.prefill.table_stride))
-    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0))
+    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, beside))
 
 
-def _host_arrays(tiles: TileList, positions: NDArray[np.int32], chunk_items: int) -> dict[str, NDArray[np.int32]]:
+def _host_arrays(
+    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
+) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
+    counts[0] += beside
     return {
-        "counts": counts, "prefill_count": np.array([chunk_items], np.int32), "positions": positions,
+        "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
+        "beside": np.array([counts[0] - beside, counts[0]], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
     }  # fmt: skip
@@ -180,20 +192,32 @@ def _serial(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: C
     if plan.prefill:
         leads = {"LEADS": card.overlaps and bool(plan.launches), "RETURN_LSE": return_lse}
         _prefill(plan, tensors, plan.prefill, card, leads)
-    _in_order(plan, plan.launches, tensors, tiles, card, return_lse)
+    _in_order(plan, plan.launches, tensors, tiles, card, return_lse, plan.prefill is not None)
+
+
+def _overlapped(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    """Prompt chunks and the items beside them in one launch (POD-Attention §4), where there is a kernel for it."""
+    assert plan.prefill
+    options = {"LEADS": card.overlaps and bool(plan.launches), "RETURN_LSE": return_lse}
+    if card.hopper and tensors.q.is_cuda:
+        from trunkattn.kernels import hybrid  # Gluon, which other cards need not have
+
+        if hybrid.supports(tensors, plan, tiles[0]):
+            hybrid.launch(tensors, plan, card.processors, options)
+            return _in_order(plan, plan.launches, tensors, tiles, card, return_lse, True)
+    _prefill(plan, tensors, plan.prefill, card, options | {"LEADS": False})
+    items = Launch((0,), card.processors * tiles[0].programs)
+    _attend(plan, tensors, tiles, items, options | {"FOLLOWS": False}, plan.arrays["beside"])
+    _in_order(plan, plan.launches, tensors, tiles, card, return_lse, True)
 
 
 def _in_order(
-    plan: GpuPlan,
-    launches: tuple[Launch, ...],
-    tensors: Tensors,
-    tiles: tuple[GpuTile, ...],
-    card: Card,
-    return_lse: bool,
-) -> None:
-    chunks_ahead = plan.prefill is not None and launches == plan.launches
+    plan: GpuPlan, launches: tuple[Launch, ...], tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card,
+    return_lse: bool, follows: bool = False,
+) -> None:  # fmt: skip
+    """follows: another launch is ahead of them."""
     for number, launch in enumerate(launches):
-        overlap = {"FOLLOWS": card.overlaps and (number > 0 or chunks_ahead), "RETURN_LSE": return_lse}
+        overlap = {"FOLLOWS": card.overlaps and (number > 0 or follows), "RETURN_LSE": return_lse}
         if launch.buckets:
             overlap["LEADS"] = card.overlaps and number + 1 < len(launches)
             _attend(plan, tensors, tiles, launch, overlap)
@@ -227,14 +251,19 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _attend(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, options: dict[str, Any]) -> None:
+def _attend(
+    plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, options: dict[str, Any],
+    counts: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """counts: where the buckets begin; None: the plan's."""
     arrays, geometry, tile = plan.arrays, plan.geometry, tiles[launch.buckets[0] % len(tiles)]
     options |= {"BUCKET": launch.buckets[0], "ALSO": -1, "MERGE": launch.buckets[-1] >= len(tiles)}
     if len(launch.buckets) > 1:
         options["ALSO"] = launch.buckets[1]
-    names = ("items", "counts", "runs", "queries", "slots", "parts", "positions")
+    names = ("runs", "queries", "slots", "parts", "positions")
     decode_kernel[(launch.programs,)](
-        *_tensors(t), *(arrays[name] for name in names), *_options(t, geometry), *_strides(t), **_shape(t, geometry),
+        *_tensors(t), arrays["items"], arrays["counts"] if counts is None else counts,
+        *(arrays[name] for name in names), *_options(t, geometry), *_strides(t), **_shape(t, geometry),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SUBTILES=tile.subtiles, PRIVATE_N=tile.private_n,
         STAGES=tile.stages, num_warps=tile.warps, **options, **_after(options),
     )  # fmt: skip
@@ -247,7 +276,7 @@ def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, option
         from trunkattn.kernels import prefill_hopper  # Gluon, which other cards need not have
 
         if prefill_hopper.supports(t, tile, geometry):
-            return prefill_hopper.launch(t, prefill, (count, positions), geometry, options["RETURN_LSE"])
+            return prefill_hopper.launch(t, prefill, (count, positions), geometry, options)
     shape = _shape(t, geometry)
     del shape["MASKED"]  # it always is where it has to be
     shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
@@ -329,4 +358,6 @@ def _merge(plan: GpuPlan, t: Tensors, count_at: int, programs: int, options: dic
     )  # fmt: skip
 
 
-_EXECUTIONS = MappingProxyType({"serial": _serial, "streams": _streams, "persistent": _persistent})
+_EXECUTIONS = MappingProxyType(
+    {"serial": _serial, "overlapped": _overlapped, "streams": _streams, "persistent": _persistent}
+)

@@ -48,8 +48,14 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
 # names of Triton 3.9, and of 3.6
-_load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def launch_dependents():
+    """What is launched to overlap this program may start when all others are as far (programmatic dependent launch)."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -94,11 +100,11 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
     for i in gl.static_range(CHUNKS):
         for half in gl.static_range(2):
             box = ring.index((slot * 2 + half) * CHUNKS + i)
-            _load_box(desc, [page[i], place[i], head, half * (_DIM // 2)], bar, box)
+            load_box(desc, [page[i], place[i], head, half * (_DIM // 2)], bar, box)
 
 
 @gluon.jit
-def _produce(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
+def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
              PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
     items, num_tasks = plan
@@ -185,7 +191,7 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
 
 
 @gluon.jit
-def _consume(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
+def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
              NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
@@ -269,16 +275,16 @@ def _consume(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q
 
 
 @gluon.jit
-def _tiles(ring, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def tiles_of(ring, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
     """The ring's boxes as blocks of BLOCK_N rows: they lie as a swizzled tile has its rows."""
     if _REINTERPRETS:
-        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, _DIM], _TILE)
+        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
     else:
-        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, _DIM], _TILE)
+        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
 
 
 @gluon.jit
-def _barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -292,18 +298,20 @@ def prefill_hopper_kernel(
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """counts[0] items, heaviest first; see `PrefillList` for the arrays."""
+    if LEADS:
+        launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
     BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // _CHUNK
     k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _DIM], _TILE)
-    k_ready, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_ready, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    k_ready, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    v_ready, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     barriers = (k_ready, k_empty, v_ready, v_empty)
-    tiles = (_tiles(k_ring, BLOCK_N, STAGES), _tiles(v_ring, BLOCK_N, STAGES))
+    tiles = (tiles_of(k_ring, BLOCK_N, _DIM, STAGES), tiles_of(v_ring, BLOCK_N, _DIM, STAGES))
     plan = (items, gl.load(counts) * NUM_KV_HEADS)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
@@ -311,13 +319,13 @@ def prefill_hopper_kernel(
     strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
     gl.warp_specialize(
         [
-            (_consume, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
+            (consume_chunks, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
                         NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
-            (_consume, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
+            (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
                         NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
-            (_produce, (plan, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
+            (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
                         NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
-            (_produce, (plan, block_table, table_stride, v_desc, v_ring, v_ready, v_empty,
+            (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, v_empty,
                         NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
         ],
         [4, 1, 1],
@@ -344,24 +352,25 @@ def supports(t: "Tensors", tile: PrefillTile, geometry: "Geometry") -> bool:
     )
 
 
+def descriptor(cache: torch.Tensor) -> TensorDescriptor:
+    """For the copy engine: boxes of 16 tokens of a page and 64 dims of a head."""
+    box = [1, _CHUNK.value, 1, _DIM.value // 2]
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, gl.NVMMASharedLayout(128, 16, 4))
+
+
 def launch(
     t: "Tensors",
     prefill: PrefillPlan,
     counted: tuple[torch.Tensor, torch.Tensor],
     geometry: "Geometry",
-    return_lse: bool,
+    options: dict[str, bool],
 ) -> None:
     """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
 
     counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
     a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it are read with a weight of 0: they must
     be finite, as tokens of the sequence are."""
-    box = [1, _CHUNK.value, 1, _DIM.value // 2]  # of a cache
-    layout = gl.NVMMASharedLayout(128, 16, 4)
-    k_desc, v_desc = (
-        TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, layout)
-        for cache in (t.k_cache, t.v_cache)
-    )
+    k_desc, v_desc = (descriptor(cache) for cache in (t.k_cache, t.v_cache))
     arrays, (count, positions) = prefill.arrays, counted
     windowed = geometry.window != UNLIMITED
     prefill_hopper_kernel[(prefill.programs,)](
@@ -370,5 +379,5 @@ def launch(
         t.logit_scale, t.v_scale, geometry.window if windowed else 0, prefill.table_stride,
         *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        WINDOW=windowed, RETURN_LSE=return_lse, BLOCK_N=BLOCK_N, STAGES=STAGES, num_warps=4, maxnreg=REGISTERS,
+        WINDOW=windowed, BLOCK_N=BLOCK_N, STAGES=STAGES, **options, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

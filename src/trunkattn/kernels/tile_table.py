@@ -161,6 +161,36 @@ _LIMITS: Final = MappingProxyType(
 _OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assumed)")
 
 
+@dataclass(frozen=True)
+class HybridTimes:
+    """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. chunk_percent, decode_percent: speed of
+    chunks and of decodes while it computes both, of their speed there alone."""
+
+    flops_per_ns: int
+    chunk_percent: int
+    decode_percent: int
+
+
+# 16 rows by 64 keys, one item at a time on a multiprocessor: 64 decodes at 8k take 533 µs alone on an H200
+HYBRID_TILE: Final = GpuTile(16, 64, 4, 2, programs=1, block_ns=(1070, 1070), chain_ns=(1070, 1070))
+HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v
+HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
+HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
+MEASURED_CARD: Final = "NVIDIA H200"
+_HYBRID: Final = MappingProxyType(
+    {
+        # stamps of the roles' ends on 2048 @ 16k + 64 x 8k: 754 -> 972 µs and 528 -> 961 µs
+        "NVIDIA H200": HybridTimes(620_000, chunk_percent=78, decode_percent=55),
+        "NVIDIA H100": HybridTimes(620_000, chunk_percent=78, decode_percent=55),  # the same multiprocessors
+    }
+)
+
+
+def hybrid_times(name: str) -> HybridTimes | None:
+    """Of the card that CUDA calls `name`; None: it was not measured."""
+    return next((times for card, times in _HYBRID.items() if name.startswith(card)), None)
+
+
 def gpu_limits(name: str) -> GpuLimits:
     """Limits of the card that CUDA calls `name`; a card that was not measured gets a cautious default that says so."""
     return next((limits for card, limits in _LIMITS.items() if name.startswith(card)), _OTHER_CARD)

@@ -1,0 +1,176 @@
+"""Decodes beside prompt chunks: which, by predicted time, and the lists under Triton's interpreter, which computes the
+two halves one after the other. The kernel itself: tests/gpu/test_hybrid.py."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkattn import AttentionConfig
+from trunkattn.attention_gpu import GpuExecutor
+from trunkattn.attention_overlap import Overlap, make_overlap
+from trunkattn.kernels.tile_table import HybridTimes
+from trunkattn.plan_format import Capacity, TileList
+from trunkattn.planner.build import Batch
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
+
+from .test_gpu_executor import caches, card, expected, plan, run
+
+__all__ = ["card"]  # a fixture
+CPU = torch.device("cpu")
+CONFIG = AttentionConfig(4, 2, 128, 16, torch.float16, execution="overlapped")
+CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)
+DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
+MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.int32))
+TIMES = HybridTimes(600_000, chunk_percent=80, decode_percent=50)
+
+
+@pytest.fixture
+def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=9, minor=0, L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuExecutor:
+    """Of a Hopper card, whose own kernels the interpreter does not know."""
+    executor = GpuExecutor(config, CPU, capacity)
+    executor._card = replace(executor._card, hopper=False, overlaps=False)
+    return executor
+
+
+def beside(step: Any) -> tuple[int, int]:
+    first, last = step.gpu_plan.arrays["beside"].tolist()[:2]
+    return first, last
+
+
+def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+    q, kv = torch.randn(step.num_query_tokens, 4, 128).half(), tuple(it.half() for it in caches(batch, CONFIG))
+    out, lse = run(executor, step, q, kv)
+    want, want_lse = expected(batch, q, kv, sliding_window=window)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_decodes_beside_chunks(hopper: None, window: int | None) -> None:
+    executor = make_executor()
+    step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
+    step.check()
+    first, last = beside(step)
+    assert first == 0 and last > 0 and step.gpu_plan.execution == "overlapped"
+    assert step.gpu_plan.arrays["counts"][0] == last
+    assert "beside chunks" in step.stats().policy and "one after the other" in step.stats().reason
+    assert_right(executor, step, MIXED, window)
+
+
+@pytest.mark.parametrize("query_lens", [[1] * 9, [0, 70, 0, 0, 0, 0, 40, 0, 0]])
+def test_without_chunks_or_decodes_nothing_is_beside(hopper: None, query_lens: list[int]) -> None:
+    executor, batch = make_executor(), replace(DECODES, query_lens=np.array(query_lens, np.int32))
+    step = plan(executor, batch)
+    assert beside(step) == (0, 0) and step.gpu_plan.execution == "serial"
+    assert_right(executor, step, batch)
+
+
+def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
+    executor = make_executor(capacity=CAPACITY)
+    step = None
+    for batch, some in ((MIXED, True), (DECODES, False), (replace(MIXED, query_lens=MIXED.query_lens[::-1]), True)):
+        given = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+        step = executor.plan(given, None, step)
+        assert step.gpu_plan.execution == "overlapped"
+        assert (beside(step)[1] > beside(step)[0]) == some
+        assert_right(executor, step, batch)
+
+
+def test_auto_where_nothing_is_gained(hopper: None) -> None:
+    executor = make_executor(replace(CONFIG, execution="auto"))
+    assert executor._overlap is not None
+    executor._overlap = replace(executor._overlap, times=HybridTimes(600_000, 50, 50))
+    step = plan(executor, MIXED)
+    assert beside(step) == (0, 0) and "one after the other" in step.stats().reason
+    assert_right(executor, step, MIXED)
+
+
+def test_a_card_that_was_not_measured_overlaps_when_told_to() -> None:
+    for name, execution, overlaps in (
+        ("NVIDIA H100 PCIe", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
+    ):  # fmt: skip
+        found = make_overlap(replace(CONFIG, execution=execution), name, 132, 128)
+        assert (found is not None) == overlaps
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"policy": "pat"}, {"logits_soft_cap": 5.0}, {"sinks": True}, {"batch_invariant": True}, {"head_dim": 64},
+     {"page_size": 8}, {"kv_dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}, {"num_qo_heads": 6}],
+)  # fmt: skip
+def test_what_has_no_kernel_is_refused_or_serial(hopper: None, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"execution='overlapped' on NVIDIA H200: expected 'auto' or 'serial'"):
+        GpuExecutor(replace(CONFIG, **change), CPU)
+    assert GpuExecutor(replace(CONFIG, execution="auto", **change), CPU)._overlap is None
+
+
+def test_another_card_refuses(card: None) -> None:
+    with pytest.raises(ValueError, match=r"compute capability 9\.0"):
+        GpuExecutor(CONFIG, CPU)
+
+
+def listed(runs: list[int]) -> TileList:
+    """Items of so many runs each."""
+    ends = np.cumsum(runs)
+    items = np.zeros((len(runs), 5), np.int32)
+    items[:, 0], items[:, 2] = ends - runs, ends
+    none = np.zeros(0, np.int32)
+    counts = np.array([0, *[len(runs)] * 4], np.int32)
+    return TileList(items, none, none, none, none, counts, none, none, 0, False)
+
+
+@given(
+    runs=st.lists(st.integers(1, 400), min_size=1, max_size=60),
+    chunk_us=st.integers(1, 5000),
+    decode_us=st.integers(1, 5000),
+)
+def test_as_many_items_as_end_with_the_chunks(runs: list[int], chunk_us: int, decode_us: int) -> None:
+    overlap = Overlap(TIMES, 16384, 8, 16, 32, forced=False)
+    runs.sort(reverse=True)
+    found = overlap.beside(listed(runs), 16, decode_us * 1000, chunk_us * 1000)
+    # 1070 ns for a block of 64 keys, twice that beside chunks, which then take 5/4 of their time
+    blocks = [-(-run // 4) for run in runs[: found.items]]
+    rounds = [-(-8 * (number + 1) // 16) * each for number, each in enumerate(blocks)]
+    beside_ns = max([sum(blocks) * 8 // 16, *rounds]) * 1070 * 2
+    assert beside_ns <= chunk_us * 1250
+    assert found.items in (0, len(runs)) or found.items % 2 == 0  # 8 heads on 16 multiprocessors
+    if found.items == len(runs):
+        assert found.total_ns == chunk_us * 1000 + beside_ns * 20 // 100
+    assert found.total_ns <= chunk_us * 1000 + decode_us * 1000 + beside_ns * 20 // 100
+
+
+def test_all_beside_long_chunks_and_none_beside_short_ones() -> None:
+    overlap = Overlap(TIMES, 16384, 8, 16, 32, forced=False)
+    assert overlap.beside(listed([64] * 10), 16, 100_000, 10**7).items == 10
+    assert overlap.beside(listed([64] * 10), 16, 100_000, 10**3) == (0, 101_000)
+    assert replace(overlap, forced=True).beside(listed([64] * 10), 16, 100_000, 10**3).items == 10
+
+
+def test_time_of_chunks() -> None:
+    config = AttentionConfig(32, 8, 128, 16, torch.bfloat16)
+    overlap = make_overlap(config, "NVIDIA H200", 132, 128)
+    assert overlap is not None
+    table = np.zeros((1, 1024), np.int32)
+
+    def us(tokens: int, context: int, window: int = UNLIMITED) -> float:
+        batch = Batch(table, np.array([context], np.int32), np.array([0, tokens], np.int32), window)
+        return overlap.chunks_ns(batch) / 1000
+
+    # measured on an H200: 795, 218 and 219 µs (32/4 has the same work)
+    assert us(2048, 16384) == pytest.approx(795, rel=0.1)
+    assert us(1024, 8192) == pytest.approx(218, rel=0.1)
+    assert us(512, 16384) == pytest.approx(219, rel=0.1)
+    assert us(2048, 16384, window=1024) < us(2048, 16384) / 10
+    assert us(16, 8192) == pytest.approx(us(32, 8192) / 2, rel=0.01)  # one item: its rows are what it takes
