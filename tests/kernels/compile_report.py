@@ -10,6 +10,7 @@ from dataclasses import asdict
 from trunkattn.kernels.ahead import (
     Target,
     compile_decode,
+    compile_hybrid,
     compile_merge,
     compile_persistent,
     compile_prefill,
@@ -35,6 +36,8 @@ def main() -> None:
         for window in (False, True):
             used = compile_prefill_hopper(target, window)
             report[f"prefill hopper{' window' if window else ''}"] = asdict(used) | {"programs": 1}
+        for name, variant in (("hybrid", {}), ("hybrid masked", {"masked": True}), ("hybrid window", {"window": True})):
+            report[name] = asdict(compile_hybrid(target, **variant)) | {"programs": 1}
     for tile in tiles:
         for merges in (False, True):
             used = compile_decode(target, tile, merges)
