@@ -27,17 +27,23 @@ STYLES = {
 ORACLE = ("max(prefill, decode) of FlashAttention-3", "black")
 
 
+def measured_names(rows: list[dict[str, Any]], *names: str) -> list[str]:
+    """Those of `names` (of all, if none is given) that some row has."""
+    return [name for name in names or STYLES if any(name in row["us"] for row in rows)]
+
+
 def distribution(axis: Axes, rows: list[dict[str, Any]]) -> None:
     """Boxes of the speed-up over FlashAttention-3 serial, whiskers to the extremes."""
     counted = [row for row in rows if row["counted"]]
-    names = ("flashinfer_pod", "trunkattn_serial", "trunkattn_overlapped", "trunkattn")
+    names = measured_names(counted, "flashinfer_pod", "trunkattn_serial", "trunkattn_overlapped", "trunkattn")
     for group, (hq, hkv) in enumerate(MODELS.values()):
         times = [row["us"] for row in counted if row["heads"] == f"{hq}/{hkv}"]
         for number, name in enumerate(names):
             gains = [us["fa3_serial"] / us[name] for us in times if name in us]
             if gains:
+                place = group + 0.2 * (number - (len(names) - 1) / 2)
                 box = axis.boxplot(
-                    [gains], positions=[group + 0.2 * (number - 1.5)], widths=0.16, whis=(0, 100), patch_artist=True,
+                    [gains], positions=[place], widths=0.16, whis=(0, 100), patch_artist=True,
                     medianprops={"color": "black"}, manage_ticks=False,
                 )  # fmt: skip
                 box["boxes"][0].set_facecolor(STYLES[name][1])
@@ -51,30 +57,32 @@ def distribution(axis: Axes, rows: list[dict[str, Any]]) -> None:
 
 def prompt(axis: Axes, rows: list[dict[str, Any]]) -> None:
     """Time of each chunk of a prompt, for two numbers of decodes beside it."""
-    for decodes, line in zip(sorted({row["decodes"] for row in rows}), ("-", ":"), strict=False):
+    counts = sorted({row["decodes"] for row in rows})
+    for decodes, line in zip(counts, ("-", ":"), strict=False):
         chosen = [row for row in rows if row["decodes"] == decodes]
-        for name, (label, colour) in STYLES.items():
+        for name in measured_names(chosen):
+            label, colour = STYLES[name]
             times = [row["us"].get(name, float("nan")) / 1e3 for row in chosen]
-            if any(time == time for time in times):
-                axis.plot(
-                    [row["context"] / 1024 for row in chosen], times, line, color=colour,
-                    label=f"{label}, {decodes} decodes" if name in ("fa3_serial", "trunkattn") else None,
-                )  # fmt: skip
+            ends = [row["context"] / 1024 for row in chosen]
+            axis.plot(ends, times, line, color=colour, label=label if line == "-" else None)
         bounds = [row["oracle_us"].get("fa3", float("nan")) / 1e3 for row in chosen]
         axis.plot([row["context"] / 1024 for row in chosen], bounds, line, color=ORACLE[1], linewidth=0.8)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("end of the chunk, thousands of tokens")
     axis.set_ylabel("ms")
-    axis.set_title("chunks of 512 of a prompt of 16k, 32/4 heads, decodes at 16k", fontsize=9)
+    beside = " or ".join(map(str, counts)) + " (dotted)" * (len(counts) > 1)
+    axis.set_title(f"chunks of 512 of a prompt of 16k, 32/4 heads, {beside} decodes at 16k", fontsize=9)
     axis.legend(fontsize=7)
 
 
 def table(axis: Axes, rows: list[dict[str, Any]]) -> None:
     """Times as multiples of max(prefill, decode) of FlashAttention-3."""
     measured = [row for row in rows if "fa3" in row["oracle_us"]]
-    for number, (name, (label, colour)) in enumerate(STYLES.items()):
+    names = measured_names(measured)
+    for number, name in enumerate(names):
+        label, colour = STYLES[name]
         heights = [row["us"].get(name, float("nan")) / row["oracle_us"]["fa3"] for row in measured]
-        places = [at + 0.14 * (number - 2.5) for at in range(len(measured))]
+        places = [at + 0.14 * (number - (len(names) - 1) / 2) for at in range(len(measured))]
         axis.bar(places, heights, 0.13, color=colour, label=label)
     axis.axhline(1, color=ORACLE[1], linewidth=0.8, label=ORACLE[0])
     labels = [

@@ -249,7 +249,7 @@ class GpuExecutor:
         beside, total = self._overlap.beside(low_list, self._rule.run, times[low], chunk_ns)
         serial = chunk_ns + times[tiling]
         reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
-        if beside and (self._overlap.forced or total < serial):
+        if self._overlap.forced or total < serial:
             return low_list, f"{low.name(self._rule)} beside chunks", reason, beside
         return tile_list, tiling.name(self._rule), reason, 0
 

@@ -48,7 +48,8 @@ class Overlap:
         return max(flops, longest // self.num_kv_heads * self.processors) // self.times.flops_per_ns
 
     def beside(self, tiles: TileList, run: int, decode_ns: int, chunk_ns: int) -> Beside:
-        """Which items of a tile list of low tiles alone to compute while the chunks are: as many as will end with them.
+        """Which items of a tile list of low tiles alone to compute while the chunks are: as many as will end with them,
+        in whole rounds of the multiprocessors; all, if one round does not.
 
         run: tokens of a run. decode_ns: of the whole list after the chunks.
         While both run, decodes and chunks have shares of their speeds; decodes that are left then run alone.
@@ -56,24 +57,24 @@ class Overlap:
         times, number = self.times, int(tiles.counts[1] - tiles.counts[0])
         runs = tiles.items[:number, 2] - tiles.items[:number, 0]
         blocks = -(-runs.astype(np.int64) * run // HYBRID_TILE.block_n)
-        # ns until the hybrid kernel has computed an item and those before it, chunks beside it: their share of every
+        # ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
         # multiprocessor, or as many of the longest as some have
         tasks = np.arange(1, number + 1) * self.num_kv_heads
         until = np.maximum(
             blocks.cumsum() * self.num_kv_heads // self.processors, -(-tasks // self.processors) * blocks
         )
-        until = np.maximum.accumulate(until) * HYBRID_TILE.block_ns[0] * 100 // times.decode_percent
-        most = int(np.searchsorted(until, chunk_ns * 100 // times.chunk_percent, side="right"))
-        if most < number:  # whole rounds: every multiprocessor has as many tasks
+        until = np.maximum.accumulate(until) * HYBRID_TILE.block_ns[0]
+        both_ns = chunk_ns * 100 // times.chunk_percent  # of the chunks, beside decodes all the time
+        most = int(np.searchsorted(until, both_ns * times.decode_percent // 100, side="right"))
+        if most < number:
             rounds = most * self.num_kv_heads // self.processors
-            most = rounds * self.processors // self.num_kv_heads
-        if self.forced:
-            most = most or number
-        if most == 0:
-            return Beside(0, chunk_ns + decode_ns)
-        left = int(blocks[most:].sum() * decode_ns // blocks.sum())
-        slowed = int(until[most - 1]) * (100 - times.chunk_percent) // 100
-        return Beside(most, chunk_ns + slowed + left)
+            most = rounds * self.processors // self.num_kv_heads or number
+        alone = int(until[most - 1])
+        beside_ns = alone * 100 // times.decode_percent
+        total = chunk_ns + beside_ns * (100 - times.chunk_percent) // 100
+        if beside_ns > both_ns:
+            total = both_ns + alone - both_ns * times.decode_percent // 100
+        return Beside(most, total + int(blocks[most:].sum() * decode_ns // blocks.sum()))
 
 
 def make_overlap(config: AttentionConfig, card: str, processors: int, chunk_rows: int) -> Overlap | None:
