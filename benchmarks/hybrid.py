@@ -9,9 +9,9 @@ time (POD's Figure 11). chunks: a prompt of 16k in 32 chunks beside decodes that
 decode more (its Figure 6). splits: prefill cut less and more than by default (its Table 8).
 
 bf16, head_dim 128, pages of 16, shuffled, none shared. Times are of CUDA graphs (of FlashInfer's POD, whose launches a
-graph does not capture, of the calls), a run on each of several copies of the cache, together several times the L2 cache;
-the ways to run a batch take turns, and the median counts. All outputs are compared with FlashAttention-3's, in the table
-also with float64. `trunkattn` is execution="auto".
+graph does not capture, of the calls), a run on each of several copies of the cache, together several times the L2
+cache; the ways to run a batch take turns, and the median counts. All outputs are compared with FlashAttention-3's, in
+the table also with float64. `trunkattn` is execution="auto".
 """
 
 import argparse
