@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig
@@ -177,3 +177,25 @@ def test_time_of_chunks() -> None:
     assert us(512, 16384) == pytest.approx(249, rel=0.1)
     assert us(2048, 16384, window=1024) < us(2048, 16384) / 10
     assert us(16, 8192) == pytest.approx(us(32, 8192) / 2, rel=0.01)  # one item: its rows are what it takes
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tree=st.sampled_from(["1,3,9_32,16,61", "9_70", "1,9_64,5", "3,9_16,40"]),
+    query_lens=st.lists(st.sampled_from([0, 1, 1, 1, 2, 5, 33, 48]), min_size=9, max_size=9),
+    window=st.sampled_from([None, 1, 20]),
+    flops_per_ns=st.sampled_from([1, 10_000, 580_000]),
+    fixed=st.booleans(),
+)
+def test_any_mix_of_decodes_and_chunks(
+    hopper: None, tree: str, query_lens: list[int], window: int | None, flops_per_ns: int, fixed: bool
+) -> None:
+    batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.minimum(query_lens, batch.seq_lens).astype(np.int32))
+    executor = make_executor(replace(CONFIG, execution="auto"), CAPACITY if fixed else None)
+    assert executor._overlap is not None
+    executor._overlap = replace(executor._overlap, times=HybridTimes(flops_per_ns, 99, 99), forced=True)
+    step = plan(executor, batch, window=UNLIMITED if window is None else window)
+    step.check()
+    if step.num_query_tokens:
+        assert_right(executor, step, batch, window)
