@@ -79,6 +79,18 @@ def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
     assert stage_ns(rule, [[8, 0]], tokens) == launch + bytes_ns, "memory is slower than either"
 
 
+def test_items_after_whole_rounds_take_as_long_as_one_does() -> None:
+    """On an H200 640 items on 528 slots, of unshared requests, took 580 µs where memory alone takes 431."""
+    rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(3000, 3000)),))  # two slots
+    longest, token_bytes = 8 * 3000, rule.head_bytes * rule.num_kv_heads
+    bytes_ns = 300_000 * token_bytes * 1000 // rule.bytes_per_us
+    assert stage_ns(rule, [[8, 0]] * 4, 300_000) == rule.launch_ns + bytes_ns, "two rounds"
+    assert stage_ns(rule, [[8, 0]] * 5, 300_000) == rule.launch_ns + bytes_ns * 4 // 5 + longest
+    bytes_ns = 3_000_000 * token_bytes * 1000 // rule.bytes_per_us
+    together = bytes_ns * 4 // 5 + bytes_ns // 5
+    assert stage_ns(rule, [[8, 0]] * 5, 3_000_000) == rule.launch_ns + together, "memory is slower"
+
+
 def test_a_cut_costs_partial_states_and_a_merge() -> None:
     rule = make_rule(4, 16, 1, shapes=(LOW,))
     entries = rule.kinds[0].entries(rule.group_size)

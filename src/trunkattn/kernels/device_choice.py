@@ -112,6 +112,9 @@ def _stage_ns(work, memory, num_queries, slots, last, costs):
     several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
     busy = tl.where(items <= slots, dearest * items // slots, several)
     bytes_ns = memory * token_bytes * 1000 // bytes_per_us
+    left, some = items % slots, tl.maximum(items, 1)
+    rounds_ns = bytes_ns * (items - left) // some + tl.maximum(bytes_ns * left // some, longest)
+    bytes_ns = tl.where(left > 0, rounds_ns, bytes_ns)
     partials = tl.where(last, partials, num_queries)
     launches = tl.where(last & (partials > 0), 2, 1)
     return (

@@ -127,7 +127,10 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
 
 @njit(cache=True)
 def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
-    """A stage takes what its slots, its longest item or its memory take; launches and partial states come on top."""
+    """A stage takes what its slots, its longest item or its memory take; launches and partial states come on top.
+
+    Items that are left after whole rounds of the slots are too few to keep memory busy, and take as long as one does.
+    """
     total = blocks.sum()
     share = total if stage.num_parts == 0 else max(1, (total + stage.num_parts - 1) // stage.num_parts)
     items, work, dearest, longest, partials = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
@@ -147,6 +150,9 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
         mean = work // items
         busy = max(work // slots + dearest - mean, (items + slots - 1) // slots * mean)
     bytes_ns = memory * costs.token_bytes * 1000 // costs.bytes_per_us
+    left = items % slots
+    if left:
+        bytes_ns = bytes_ns * (items - left) // items + max(bytes_ns * left // items, longest)
     if not last:
         partials = num_queries
     launches = 2 if last and partials else 1
