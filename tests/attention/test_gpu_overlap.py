@@ -20,6 +20,7 @@ from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
+from .cases import fraction
 from .test_gpu_executor import caches, card, expected, plan, run
 
 __all__ = ["card"]  # a fixture
@@ -131,6 +132,7 @@ def listed(runs: list[int]) -> TileList:
     return TileList(items, none, none, none, none, counts, none, none, 0, False)
 
 
+@pytest.mark.property
 @given(
     runs=st.lists(st.integers(1, 400), min_size=1, max_size=60),
     chunk_us=st.integers(1, 5000),
@@ -179,7 +181,8 @@ def test_time_of_chunks() -> None:
     assert us(16, 8192) == pytest.approx(us(32, 8192) / 2, rel=0.01)  # one item: its rows are what it takes
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.property
+@settings(max_examples=fraction(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tree=st.sampled_from(["1,3,9_32,16,61", "9_70", "1,9_64,5", "3,9_16,40"]),
     query_lens=st.lists(st.sampled_from([0, 1, 1, 1, 2, 5, 33, 48]), min_size=9, max_size=9),
