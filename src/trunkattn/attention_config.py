@@ -14,9 +14,9 @@ from trunkattn.planner.build import POLICIES
 _WIDEST_ON_GPU: Final = 256
 EXECUTIONS: Final = ("auto", "serial", "overlapped", "streams", "persistent")
 NO_OVERLAP: Final = (
-    "expected 'auto' or 'serial', for the kernel that computes prompt chunks and decodes at once takes 16-bit queries "
-    "and caches, heads of 128, pages of whole 16 tokens and 1, 2, 4, 8 or 16 query heads a KV head, with policy='auto' "
-    "and without soft cap, sinks and batch_invariant, on compute capability 9.0"
+    "expected 'auto' or 'serial', for the kernel that computes prompt chunks and decodes at once takes queries and "
+    "caches of one 16-bit dtype, heads of 128, pages of whole 16 tokens and 1, 2, 4, 8 or 16 query heads a KV head, "
+    "with policy='auto' and without soft cap, sinks and batch_invariant, on compute capability 9.0"
 )
 _NARROW_ON_GPU: Final = 128
 _LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others

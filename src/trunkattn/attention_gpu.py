@@ -83,7 +83,8 @@ class GpuExecutor:
     @torch.inference_mode(False)  # what it keeps is written to outside of it too
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
         self.config, self.device, self._capacity = config, device, capacity
-        # no other was faster in the cases measured, but for `pat` in streams on one of three trees, by 1.5 %
+        # of a step that is not overlapped: no other was faster in the cases measured, but for `pat` in streams on one
+        # of three trees, by 1.5 %
         # (benchmarks/results/ablation-h200.json)
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         properties = torch.cuda.get_device_properties(device)

@@ -79,7 +79,8 @@ class GpuPlan(Packed):
     prefill: PrefillPlan | None = None
 
     def forget_prefill(self) -> None:
-        """Takes the prompt chunks, if it may hold any, out of the plan, on the current stream."""
+        """Takes the prompt chunks, if it may hold any, and the items beside them out of a plan that is filled on the
+        device, on the current stream."""
         if self.prefill:
             self.arrays["prefill_count"].zero_()
             self.arrays["beside"].zero_()

@@ -2,8 +2,8 @@
 
 POD's kernel gives a multiprocessor several programs and decides by a ticket which of them prefill and which decode. On
 Hopper a program that prefills at full speed fills a multiprocessor, so here warps have roles inside one program: two
-warp groups compute prompt chunks as in `prefill_hopper`, a third one decodes, and one warp each brings in keys and
-values for them. Tensor cores are busy with the first while the copy engine reads for the second.
+warp groups compute prompt chunks as in `prefill_hopper`, a third one decodes, and three warps bring in the chunks'
+keys, the chunks' values, and both for the decodes. Tensor cores are busy with the first, memory with the second.
 
 Decoding takes few of the program's registers and little of its time because operands are exchanged: keys and values,
 of which there are many, are the rows of the matrix products, and the query rows, at most 16, the columns.
@@ -299,7 +299,8 @@ def supports(t: "Tensors", plan: "GpuPlan", tile: GpuTile) -> bool:
 
 
 def launch(t: "Tensors", plan: "GpuPlan", processors: int, options: dict[str, bool]) -> None:
-    """A plan's prompt chunks, and the items beside them, on the current stream."""
+    """A plan's prompt chunks, and the items beside them, on the current stream. options: the kernel's LEADS and
+    RETURN_LSE."""
     prefill, geometry, arrays = plan.prefill, plan.geometry, plan.arrays
     assert prefill
     chunks = prefill.arrays

@@ -129,9 +129,9 @@ class PrefillTile(Tile):
 
 
 # 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (head_dim 128); sm_80 keeps the
-# queries in registers too, and spills some 230 bytes a thread. 380 to 394 TFLOP/s on an H200, where 64x32 in 4 warps
-# reached 344 to 369 (results/prefill-h200.json, docs/performance.md); others were not timed. `prefill_hopper` takes the
-# items of 128 rows, too.
+# queries in registers too, and spills some 230 bytes a thread. 370 to 396 TFLOP/s on long cells of an H200 (results/
+# prefill-h200.json), where 64x32 in 4 warps reached 344 to 369 (docs/performance.md); others were not timed.
+# `prefill_hopper` takes the items of 128 rows, too.
 PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
 # head_dim over 128, or 32-bit keys: half the rows and half the keys fit registers and shared memory
 PREFILL_TILE_WIDE: Final = PrefillTile(64, 32, 8, 2, programs=1)
@@ -172,7 +172,7 @@ class HybridTimes:
 
 
 # 16 rows by 64 keys, one item at a time on a multiprocessor. 64 decodes at 8k take 533 µs alone on an H200, 1075 ns a
-# block; `auto` compares it with other tiles' predictions, which were 0.89 of what was measured on 330 batches
+# block; `auto` compares it with other tiles' predictions, which were 0.89 to 0.93 of what was measured on 330 batches
 HYBRID_TILE: Final = GpuTile(16, 64, 4, 2, programs=1, block_ns=(960, 960), chain_ns=(960, 960))
 HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v
 HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
@@ -189,7 +189,7 @@ _HYBRID: Final = MappingProxyType(
 
 
 def hybrid_times(name: str) -> HybridTimes | None:
-    """Of the card that CUDA calls `name`; None: it was not measured."""
+    """Of the card that CUDA calls `name`; None: nothing is known of it."""
     return next((times for card, times in _HYBRID.items() if name.startswith(card)), None)
 
 
