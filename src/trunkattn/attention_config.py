@@ -13,7 +13,7 @@ from trunkattn.planner.build import POLICIES
 
 _WIDEST_ON_GPU: Final = 256
 EXECUTIONS: Final = ("auto", "serial", "overlapped", "streams", "persistent")
-NO_OVERLAP: Final = (
+_NO_OVERLAP: Final = (
     "expected 'auto' or 'serial', for the kernel that computes prompt chunks and decodes at once takes queries and "
     "caches of one 16-bit dtype, heads of 128, pages of whole 16 tokens and 1, 2, 4, 8 or 16 query heads a KV head, "
     "with policy='auto' and without soft cap, sinks and batch_invariant, on compute capability 9.0"
@@ -39,8 +39,7 @@ class AttentionConfig:
     1 / sqrt(head_dim). logits_soft_cap: c > 0 for logits c · tanh(x / c). sinks: `run` takes an extra logit per query
     head. policy: how shared prefixes are packed (`trunkattn.planner`). batch_invariant: a request's output bits depend
     on its own tokens and these options alone. execution: how a GPU launches a step: serial, overlapped (prompt chunks
-    and some decodes at once, POD-Attention §4), streams (PAT §6),
-    persistent, or auto.
+    and some decodes at once, POD-Attention §4), streams (PAT §6), persistent, or auto.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what was expected.
@@ -136,7 +135,7 @@ class AttentionConfig:
             return [f"device {kind}: expected cpu or cuda"]
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
         if self.execution == "overlapped" and not (self.overlaps and _is_hopper(device)):
-            reasons.append(f"device cuda: execution='overlapped': {NO_OVERLAP}")
+            reasons.append(f"device cuda: execution='overlapped': {_NO_OVERLAP}")
         if find_spec("triton") is None:
             reasons.append("device cuda: the kernels need the package triton, which is not installed")
         if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trunkattn.attention_config import NO_OVERLAP, AttentionConfig
+from trunkattn.attention_config import AttentionConfig
 from trunkattn.attention_device import DeviceStep, OnDevice, tile_stats
 from trunkattn.attention_overlap import make_overlap
 from trunkattn.attention_planner import make_planner
@@ -84,8 +84,7 @@ class GpuExecutor:
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
         self.config, self.device, self._capacity = config, device, capacity
         # of a step that is not overlapped: no other was faster in the cases measured, but for `pat` in streams on one
-        # of three trees, by 1.5 %
-        # (benchmarks/results/ablation-h200.json)
+        # of three trees, by 1.5 % (benchmarks/results/ablation-h200.json)
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
@@ -105,8 +104,6 @@ class GpuExecutor:
             self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
             if hopper:
                 self._overlap = make_overlap(config, properties.name, self._processors, tile.block_m)
-        if config.execution == "overlapped" and self._overlap is None:
-            raise ValueError(f"execution='overlapped' on {properties.name}: {NO_OVERLAP}")
         self._rule = self._tiling_rule(limits, properties.L2_cache_size)
         heads = config.num_kv_heads
         self._ones = torch.ones(heads, device=device)
@@ -217,7 +214,7 @@ class GpuExecutor:
             joined, listed = join(tile_list, chunks.planned.work, division)
         several = bool((np.diff(starts) > 1).any())
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        gpu_plan = self._place(joined, (listed, beside), positions, self._geometry(batch.window, several), into)
+        gpu_plan = self._place(joined, listed, beside, positions, self._geometry(batch.window, several), into)
         kept = Batch(table, lens.copy(), starts.copy(), batch.window)
         return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason, chunks)
 
@@ -257,14 +254,14 @@ class GpuExecutor:
     def _place(
         self,
         tile_list: TileList,
-        chunk_part: tuple[PrefillList | None, int],
+        listed: PrefillList | None,
+        beside: int,
         positions: np.ndarray,
         geometry: gpu.Geometry,
         into: GpuStep | DeviceStep | None,
     ) -> gpu.GpuPlan:
-        """Sends a tile list to the device, and prompt chunks and how many items run beside them; geometry: of a plan
+        """Sends a tile list, and prompt chunks, to the device. beside: items that run beside those; geometry: of a plan
         that holds no other batch."""
-        listed, beside = chunk_part
         if self._limits is None:
             self._reserve(tile_list.num_slots)
             chunks = Chunks(listed, self._chunks.tile) if listed and self._chunks else None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkattn.attention_config import AttentionConfig
-from trunkattn.kernels.tile_table import HYBRID_TILE, MEASURED_CARD, HybridTimes, hybrid_times
+from trunkattn.kernels.tile_table import HYBRID_KEYS, MEASURED_CARD, HybridTimes, hybrid_times
 from trunkattn.plan_format import TileList
 from trunkattn.planner.build import Batch
 
@@ -56,14 +56,14 @@ class Overlap:
         """
         times, number = self.times, int(tiles.counts[1] - tiles.counts[0])
         runs = tiles.items[:number, 2] - tiles.items[:number, 0]
-        blocks = -(-runs.astype(np.int64) * run // HYBRID_TILE.block_n)
+        blocks = -(-runs.astype(np.int64) * run // HYBRID_KEYS)
         # ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
         # multiprocessor, or as many of the longest as some have
         tasks = np.arange(1, number + 1) * self.num_kv_heads
         until = np.maximum(
             blocks.cumsum() * self.num_kv_heads // self.processors, -(-tasks // self.processors) * blocks
         )
-        until = np.maximum.accumulate(until) * HYBRID_TILE.block_ns[0]
+        until = np.maximum.accumulate(until) * times.block_ns
         both_ns = chunk_ns * 100 // times.chunk_percent  # of the chunks, beside decodes all the time
         most = int(np.searchsorted(until, both_ns * times.decode_percent // 100, side="right"))
         if most < number:

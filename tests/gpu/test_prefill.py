@@ -12,7 +12,7 @@ from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
 from .test_capacity import captured, replay
-from .test_card import GOOD, Layer, expected, make_layer
+from .test_card import GOOD, Layer, assert_repeats, expected, make_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -162,14 +162,8 @@ def test_fp8_caches(kv_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("execution", ["serial", "streams", "persistent"])
-def test_a_hundred_runs_are_bit_equal(execution: str) -> None:
-    layer = make_layer(GOOD, chunks("1,4,40_1024,512,333", [1, 300, 1, 64]))
-    attention = BatchAttention(replace(GOOD, execution=execution))
-    plan = attention.plan(*layer.step)
-    first, first_lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True)
-    for _ in range(100):
-        out, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True)
-        assert torch.equal(out, first) and torch.equal(lse, first_lse)
+def test_a_thousand_runs_are_bit_equal(execution: str) -> None:
+    assert_repeats(replace(GOOD, execution=execution), chunks("1,4,40_1024,512,333", [1, 300, 1, 64]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from trunkattn.kernels import gpu, hybrid
 from trunkattn.kernels.prefill_plan import Chunks
-from trunkattn.kernels.tile_table import HYBRID_TILE, decode_tiles, prefill_tile
+from trunkattn.kernels.tile_table import HYBRID_KEYS, HYBRID_ROWS, decode_tiles, prefill_tile
 from trunkattn.plan_format import UNLIMITED, PrefillList, TileList
 
 from .test_prefill_hopper import CARD, GEOMETRY, Recorder, make_plan, make_tensors
@@ -115,7 +115,7 @@ def test_a_plan_without_room_for_chunks_is_not_its() -> None:
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> None:
     low = decode_tiles(2, 128, group)[0]
-    assert (low.block_m, low.block_n, low.subtiles) == (HYBRID_TILE.block_m, HYBRID_TILE.block_n, HYBRID_TILE.subtiles)
+    assert (low.block_m, low.block_n, low.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])

@@ -1,6 +1,5 @@
 """The batches of benchmarks/workloads_gpu.py, and the trees that FastTree is given, on a CPU."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from trunkattn.workloads import HASH_BLOCK_TOKENS, PagedBatch, TraceRequest, parse_tree, random_forest, tree_batch
+
+from .scripts import refusal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
@@ -153,7 +154,4 @@ def test_a_step_is_a_plan_and_32_layers() -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], expected: str) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "workloads_gpu.py"
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert expected in done.stderr
+    assert expected in refusal("workloads_gpu.py", arguments)

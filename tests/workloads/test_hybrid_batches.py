@@ -1,7 +1,6 @@
 """benchmarks/hybrid.py on a CPU: its batches, what is compared and with what, and what the times come to."""
 
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 import torch
 
 from trunkattn.reference import paged_attention
+
+from .scripts import refusal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
@@ -184,7 +185,4 @@ def test_a_summary_of_nothing_is_empty() -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], expected: str) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert expected in done.stderr
+    assert expected in refusal("hybrid.py", arguments)

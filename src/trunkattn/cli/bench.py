@@ -16,6 +16,7 @@ BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
         "ablation": "ablation.py",
         "relay": "relay.py",
         "prefill": "prefill.py",
+        "hybrid": "hybrid.py",
         "training": "flash_training.py",
         "attention": "cpu_attention.py",
         "engine": "cpu_engine.py",

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.kernels import prefill_hopper
 from trunkattn.kernels.prefill_hopper import (
+    chunk_memory,
     consume_chunks,
     descriptor,
     launch_dependents,
@@ -30,7 +31,7 @@ from trunkattn.kernels.prefill_hopper import (
     produce_chunks,
     tiles_of,
 )
-from trunkattn.kernels.tile_table import GpuTile
+from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_ROWS, GpuTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ CHUNK_REGISTERS: Final = 208  # of threads that compute chunks, then
 DECODE_REGISTERS: Final = 72
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _BLOCK_N, _STAGES = gl.constexpr(128), gl.constexpr(2)  # of the chunks
-_ROWS = gl.constexpr(16)  # of a decode tile
-_KEYS = gl.constexpr(64)  # of a block of a decode tile
+_ROWS = gl.constexpr(HYBRID_ROWS)  # of a decode tile, which whole groups fill
+_KEYS = gl.constexpr(HYBRID_KEYS)  # of a block of a decode tile
 _BOX = gl.constexpr(16)  # tokens that the copy engine brings at once
 _BOXES = gl.constexpr(4)  # of a block
 _DIM = gl.constexpr(128)
@@ -179,13 +180,13 @@ def _decode(tasks, plan, tensors, scales, window, strides, q_tile, p_tile, tiles
         item, head = items + task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
         start, full, end = gl.load(item), gl.load(item + 1), gl.load(item + 2)
         begin, last = gl.load(item + 3), gl.load(item + 4)
-        wide_used = (begin + wide_m // GROUP < last) & (wide_m < _ROWS // GROUP * GROUP)
+        wide_used = begin + wide_m // GROUP < last
         token = gl.load(queries + begin + wide_m // GROUP, mask=wide_used, other=0).to(gl.int64)
         at = (token * strides[0] + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
         for half in gl.static_range(2):
             q_tile.index(half).store(gl.load(q + at + half * _HALF, mask=wide_used[:, None], other=0.0))
         fence_async_shared()
-        used = (begin + m // GROUP < last) & (m < _ROWS // GROUP * GROUP)
+        used = begin + m // GROUP < last
         position = m
         if MASKED:
             token = gl.load(queries + begin + m // GROUP, mask=used, other=0)
@@ -248,18 +249,12 @@ def hybrid_kernel(
     if LEADS:
         launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
-    BOXES: gl.constexpr = _STAGES * 2 * _BLOCK_N // _BOX
-    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _BOX, 1, _HALF], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _BOX, 1, _HALF], v_desc.layout)
-    chunk_q = gl.allocate_shared_memory(dtype, [2, 64, _DIM], _TILE)
+    k_ring, v_ring, chunk_q, chunk_tiles, chunk_barriers = chunk_memory(k_desc, v_desc, dtype, _BLOCK_N, _STAGES)
+    k_ready, k_empty, v_ready, v_empty = chunk_barriers
     ring = gl.allocate_shared_memory(dtype, [SLOTS * _BOXES, 1, _BOX, 1, _HALF], k_desc.layout)
     q_tile = gl.allocate_shared_memory(dtype, [2, _ROWS, _HALF], _TILE)
     p_tile = gl.allocate_shared_memory(dtype, [_KEYS, _ROWS], _WEIGHTS)
-    k_ready, k_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 2)
-    v_ready, v_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 2)
     ready, empty = make_barriers(SLOTS, 1), make_barriers(SLOTS, 1)
-    chunk_barriers = (k_ready, k_empty, v_ready, v_empty)
-    chunk_tiles = (tiles_of(k_ring, _BLOCK_N, _DIM, _STAGES), tiles_of(v_ring, _BLOCK_N, _DIM, _STAGES))
     tiles = tiles_of(ring, _KEYS, _HALF, SLOTS)
     chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)
     first_item = gl.load(beside)
@@ -293,7 +288,8 @@ def supports(t: "Tensors", plan: "GpuPlan", tile: GpuTile) -> bool:
     return (
         plan.prefill is not None
         and prefill_hopper.supports(t, plan.prefill.tile, plan.geometry)
-        and (tile.block_m, tile.block_n, tile.subtiles) == (_ROWS.value, _KEYS.value, 1)
+        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
+        and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HYBRID_GROUPS
         and plan.geometry.run % _BOX.value == 0
     )
 

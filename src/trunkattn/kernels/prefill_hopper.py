@@ -105,7 +105,7 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
 
 @gluon.jit
 def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
-             PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                   PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
     items, num_tasks = plan
     count = 0
@@ -192,8 +192,8 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
 
 @gluon.jit
 def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-             NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr,
-             BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                   NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
+                   RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
     items, num_tasks = plan
     q, queries, positions = tensors[0], rows[0], rows[2]
@@ -292,6 +292,19 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory of the roles: rings of boxes, query tiles, the rings as tiles, and barriers."""
+    BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // _CHUNK
+    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _DIM], _TILE)
+    k_ready, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    v_ready, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    tiles = (tiles_of(k_ring, BLOCK_N, _DIM, STAGES), tiles_of(v_ring, BLOCK_N, _DIM, STAGES))
+    return k_ring, v_ring, q_tiles, tiles, (k_ready, k_empty, v_ready, v_empty)
+
+
+@gluon.jit
 def prefill_hopper_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
     items, counts, block_table, queries, slots, positions,  # the plan
@@ -303,15 +316,8 @@ def prefill_hopper_kernel(
     """counts[0] items, heaviest first; see `PrefillList` for the arrays."""
     if LEADS:
         launch_dependents()
-    dtype: gl.constexpr = q.dtype.element_ty
-    BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // _CHUNK
-    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _DIM], _TILE)
-    k_ready, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    v_ready, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    barriers = (k_ready, k_empty, v_ready, v_empty)
-    tiles = (tiles_of(k_ring, BLOCK_N, _DIM, STAGES), tiles_of(v_ring, BLOCK_N, _DIM, STAGES))
+    k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
+    k_ready, k_empty, v_ready, v_empty = barriers
     plan = (items, gl.load(counts) * NUM_KV_HEADS)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
@@ -320,13 +326,13 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (consume_chunks, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                        NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                        NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
-                        NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, v_empty,
-                        NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -164,24 +164,26 @@ _OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assu
 @dataclass(frozen=True)
 class HybridTimes:
     """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. chunk_percent, decode_percent: speed of
-    chunks and of decodes while it computes both, of their speed there alone."""
+    chunks and of decodes while it computes both, of their speed there alone. block_ns: of a block of a decode item, of
+    which a multiprocessor computes one at a time."""
 
     flops_per_ns: int
     chunk_percent: int
     decode_percent: int
+    block_ns: int = 960
 
 
-# 16 rows by 64 keys, one item at a time on a multiprocessor. 64 decodes at 8k take 533 µs alone on an H200, 1075 ns a
-# block; `auto` compares it with other tiles' predictions, which were 0.89 to 0.93 of what was measured on 330 batches
-HYBRID_TILE: Final = GpuTile(16, 64, 4, 2, programs=1, block_ns=(960, 960), chain_ns=(960, 960))
+HYBRID_ROWS: Final = 16  # of a decode tile of the hybrid kernel
+HYBRID_KEYS: Final = 64  # of a block of one
 HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v
 HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
 HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
 MEASURED_CARD: Final = "NVIDIA H200"
 _HYBRID: Final = MappingProxyType(
     {
-        # both by the stamps of the roles' ends on 2048 @ 16k + 64 x 8k (chunks 754 -> 972 µs, decodes 528 -> 961), then
-        # fitted to the choices on 330 batches (results/hybrid-h200.json)
+        # percentages by the stamps of the roles' ends on 2048 @ 16k + 64 x 8k (chunks 754 -> 972 µs, decodes 528 ->
+        # 961), then fitted to the choices on 330 batches (results/hybrid-h200.json). 64 decodes at 8k take 533 µs,
+        # 1075 ns a block; that is compared with predictions, which were 0.89 to 0.93 of those batches' times
         "NVIDIA H200": HybridTimes(580_000, chunk_percent=84, decode_percent=50),
         "NVIDIA H100": HybridTimes(580_000, chunk_percent=84, decode_percent=50),  # the same multiprocessors
     }
