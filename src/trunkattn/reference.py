@@ -32,8 +32,8 @@ def paged_attention(
         sinks: [num_qo_heads] extra logits without a value.
 
     Returns:
-        out [num_query_tokens, num_qo_heads, head_dim_v] and lse [num_query_tokens, num_qo_heads], both float64. lse is
-        the natural log-sum-exp of the logits, sinks not included.
+        out [num_query_tokens, num_qo_heads, head_dim_v] and lse [num_query_tokens, num_qo_heads], both float64, on the
+        device of q. lse is the natural log-sum-exp of the logits, sinks not included.
     """
     num_requests = len(seq_lens)
     if query_start_loc is None:
@@ -41,17 +41,17 @@ def paged_attention(
     page_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_size = q.shape[1] // num_kv_heads
     scale = 1 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
-    out = torch.zeros(q.shape[0], q.shape[1], v_cache.shape[3], dtype=torch.float64)
-    lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[3], dtype=torch.float64)
+    lse = q.new_full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
     for request in range(num_requests):
         begin, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
         length = int(seq_lens[request])
         if begin == end:
             continue
-        tokens = torch.arange(length)
-        pages, offsets = block_table[request].cpu().long()[tokens // page_size], tokens % page_size
+        tokens = torch.arange(length, device=q.device)
+        pages, offsets = block_table[request].to(q.device).long()[tokens // page_size], tokens % page_size
         keys, values = k_cache[pages, offsets].double(), v_cache[pages, offsets].double()
-        hidden = _hidden(length, end - begin, sliding_window)
+        hidden = _hidden(tokens, end - begin, sliding_window)
         for head in range(q.shape[1]):
             logits = q[begin:end, head].double() @ keys[:, head // group_size].T * scale
             if logits_soft_cap is not None:
@@ -65,10 +65,9 @@ def paged_attention(
     return out, lse
 
 
-def _hidden(length: int, num_queries: int, sliding_window: int | None) -> torch.Tensor:
-    """[num_queries, length] tokens that the last `num_queries` tokens of a sequence do not see."""
-    tokens = torch.arange(length)
-    positions = tokens[length - num_queries :, None]
+def _hidden(tokens: torch.Tensor, num_queries: int, sliding_window: int | None) -> torch.Tensor:
+    """[num_queries, length] which of a sequence's tokens, 0 to length - 1, its last `num_queries` do not see."""
+    positions = tokens[len(tokens) - num_queries :, None]
     hidden = tokens[None, :] > positions
     if sliding_window is not None:
         hidden |= tokens[None, :] <= positions - sliding_window

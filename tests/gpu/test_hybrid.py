@@ -92,11 +92,11 @@ def assert_right(
     tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
     table, seq_lens = (array[rows] for array in layer.step[:2])
     of_rows = torch.from_numpy(np.append(0, np.cumsum(lens[rows])))
-    caches = layer.k_cache.cpu(), layer.v_cache.cpu()
-    want, want_lse = paged_attention(layer.q[tokens].cpu(), *caches, table, seq_lens, of_rows, sliding_window=window)
-    torch.testing.assert_close(out[tokens].cpu().double(), want, rtol=tolerance, atol=tolerance)
+    caches = layer.k_cache, layer.v_cache
+    want, want_lse = paged_attention(layer.q[tokens], *caches, table, seq_lens, of_rows, sliding_window=window)
+    torch.testing.assert_close(out[tokens].double(), want, rtol=tolerance, atol=tolerance)
     if lse is not None:
-        torch.testing.assert_close(lse[tokens].cpu().double(), want_lse, rtol=0, atol=1e-3)
+        torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=0, atol=1e-3)
 
 
 def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, window: int | None = None) -> Any:

@@ -47,6 +47,8 @@ BYTES_PER_US = tl.constexpr(1)
 TOKEN_BYTES = tl.constexpr(2)
 PARTIAL_BYTES = tl.constexpr(3)
 L2_TOKENS = tl.constexpr(4)
+RUN_TOKENS = tl.constexpr(5)
+FILLED_NS = tl.constexpr(6)
 
 # Fields of a tiling's use of a stage
 CUT_SHARE = tl.constexpr(0)  # runs of an item
@@ -81,17 +83,19 @@ def _parameters(use, uses, kinds):
 @triton.jit
 def _work(tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
     """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states."""
-    height, _block_runs, subtiles, _private = shape
+    height, block_runs, subtiles, _private = shape
     full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots = kind
-    share = tl.where(num_parts == 0, blocks, (blocks + num_parts - 1) // tl.maximum(num_parts, 1))
-    share = tl.maximum(share, 1)
+    total = blocks * block_runs
+    share = tl.maximum((total + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
+    share = tl.where(num_parts == 0, total + 1, share)
     items, work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for begin in range(0, num_tiles, BLOCK):
         tile = begin + tl.arange(0, BLOCK)
         full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
         masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
-        parts = tl.where(full + masked > 0, tl.maximum((full + masked + share // 2) // share, 1), 0)
+        parts = tl.maximum(((full + masked) * block_runs + share // 2) // share, 1)
+        parts = tl.where(full + masked > 0, parts, 0)
         some = tl.maximum(parts, 1)
         masked *= tl.where(parts > 1, subtiles, 1)
         cost = (full * full_ns + masked * masked_ns) // some
@@ -104,14 +108,17 @@ def _work(tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES: tl.constexp
 
 
 @triton.jit
-def _stage_ns(work, memory, num_queries, slots, last, costs):
-    """As `planner.tile_costs.stage_ns`. work: what `_work` returns."""
+def _stage_ns(work, memory, tokens, num_queries, slots, low, last, costs):
+    """As `planner.tile_costs.stage_ns`. work: what `_work` returns; tokens: of all blocks; low: without subtiles."""
     items, total, dearest, longest, partials = work
-    launch_ns, bytes_per_us, token_bytes, partial_bytes = costs
+    launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns = costs
     mean = total // tl.maximum(items, 1)
     several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
     busy = tl.where(items <= slots, dearest * items // slots, several)
     bytes_ns = memory * token_bytes * 1000 // bytes_per_us
+    tokens = tl.maximum(tokens, 1)
+    slower = tl.maximum(longest - filled_ns, 0) * tl.minimum(memory, tokens) // (3 * tokens)
+    bytes_ns = tl.where(low & (items <= slots), tl.maximum(bytes_ns, longest + slower), bytes_ns)
     left, some = items % slots, tl.maximum(items, 1)
     rounds_ns = bytes_ns * (items - left) // some + tl.maximum(bytes_ns * left // some, longest)
     bytes_ns = tl.where(left > 0, rounds_ns, bytes_ns)
@@ -139,7 +146,7 @@ def choice_kernel(
     one_stage = tl.load(uses + (way * 2 + 1) * USE_COLUMNS + USE_STAGE) < 0
     prices = (
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
-        tl.load(costs + PARTIAL_BYTES),
+        tl.load(costs + PARTIAL_BYTES), tl.load(costs + RUN_TOKENS), tl.load(costs + FILLED_NS),
     )  # fmt: skip
     kept = tl.load(costs + L2_TOKENS)
     in_turn(FOLLOWS, LEADS)  # the tables were there before
@@ -168,7 +175,9 @@ def choice_kernel(
     tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
     memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
     work = _work(its_tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES, BLOCK)
-    time = tl.where(blocks > 0, _stage_ns(work, memory, num_entries, kind[4], one_stage | (nth == 1), prices), 0)
+    tokens, last = blocks * block_runs * prices[4], one_stage | (nth == 1)
+    time = _stage_ns(work, memory, tokens, num_entries, kind[4], subtiles == 1, last, prices)
+    time = tl.where(blocks > 0, time, 0)
     listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)
     parts = tl.where(one_stage, 1, 2)
     fits = (num_items <= max_items // parts) & (listed <= max_runs // parts) & (pieces <= max_slots // parts)

@@ -143,6 +143,7 @@ def price(rule: TilingRule) -> PricedWays:
         np.array([kind.chain_ns for kind in rule.kinds], np.int64),
         np.array([max(1, kind.programs // rule.num_kv_heads) for kind in rule.kinds], np.int64),
         rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
+        rule.run,
     )  # fmt: skip
     return PricedWays(ways, np.array(list(stages), np.int64), uses, costs)
 
