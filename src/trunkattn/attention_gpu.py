@@ -102,9 +102,10 @@ class GpuExecutor:
         if not config.batch_invariant:
             tile = prefill_tile(config.tile_itemsize, width)
             self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
-            if hopper:
-                self._overlap = make_overlap(config, properties.name, self._processors, tile.block_m)
         self._rule = self._tiling_rule(limits, properties.L2_cache_size)
+        if self._chunks and hopper:
+            rows = self._chunks.tile.block_m
+            self._overlap = make_overlap(config, properties.name, self._processors, rows, self._rule)
         heads = config.num_kv_heads
         self._ones = torch.ones(heads, device=device)
         scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
@@ -244,7 +245,7 @@ class GpuExecutor:
         low = min((way for way in ways if way.tall is None and way.low == 0), key=lambda way: times[way])
         low_list = tile_list if low == tiling else tile_forest(self._rule, low, forest, arrays, batch.window)
         chunk_ns = self._overlap.chunks_ns(chunks)
-        beside, total = self._overlap.beside(low_list, self._rule.run, times[low], chunk_ns)
+        beside, total = self._overlap.beside(low_list, chunk_ns)
         serial = chunk_ns + times[tiling]
         reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
         if self._overlap.forced or total < serial:

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkattn.attention_config import AttentionConfig
 from trunkattn.kernels.tile_table import HYBRID_KEYS, MEASURED_CARD, HybridTimes, hybrid_times
-from trunkattn.plan_format import TileList
+from trunkattn.plan_format import RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.planner import tile_costs
 from trunkattn.planner.build import Batch
+from trunkattn.planner.tiling import Tiling, TilingRule, stages_of
 
 
 class Beside(NamedTuple):
@@ -24,60 +27,90 @@ class Overlap:
 
     Attributes:
         times: of the card.
+        rule: its tiles; the first is that of decodes.
         flops_per_pair: of a query token and a token that it sees, all heads.
-        num_kv_heads: a work item is a task for each.
         processors: multiprocessors.
         chunk_queries: query tokens of a chunk's work item.
         forced: whatever the prediction says.
     """
 
     times: HybridTimes
+    rule: TilingRule
     flops_per_pair: int
-    num_kv_heads: int
     processors: int
     chunk_queries: int
     forced: bool
 
     def chunks_ns(self, chunks: Batch) -> int:
-        """Time of prompt chunks that share nothing: of all of them, or of the longest work item."""
+        """Time of prompt chunks that share nothing, alone: of all of them, or of the longest work item."""
         lens, query_lens = chunks.seq_lens.astype(np.int64), np.diff(chunks.query_start_loc).astype(np.int64)
         seen = np.minimum(lens - query_lens // 2, chunks.window)  # by a query token in the mean
         flops = int((seen * query_lens).sum()) * self.flops_per_pair
         queries = np.minimum(query_lens, self.chunk_queries)
         longest = int((np.minimum(lens, chunks.window + queries) * queries).max()) * self.flops_per_pair
-        return max(flops, longest // self.num_kv_heads * self.processors) // self.times.flops_per_ns
+        return max(flops, longest // self.rule.num_kv_heads * self.processors) // self.times.flops_per_ns
 
-    def beside(self, tiles: TileList, run: int, decode_ns: int, chunk_ns: int) -> Beside:
-        """Which items of a tile list of low tiles alone to compute while the chunks are: as many as will end with them,
-        in whole rounds of the multiprocessors; all, if one round does not.
+    def beside(self, tiles: TileList, chunk_ns: int) -> Beside:
+        """Which items of a tile list of low tiles alone to compute while the chunks are, by predicted time: all, or as
+        many whole rounds of the multiprocessors as end with the chunks, or one round more.
 
-        run: tokens of a run. decode_ns: of the whole list after the chunks.
-        While both run, decodes and chunks have shares of their speeds; decodes that are left then run alone.
+        chunk_ns: of the chunks alone.
         """
-        times, number = self.times, int(tiles.counts[1] - tiles.counts[0])
-        runs = tiles.items[:number, 2] - tiles.items[:number, 0]
-        blocks = -(-runs.astype(np.int64) * run // HYBRID_KEYS)
-        # ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
-        # multiprocessor, or as many of the longest as some have
-        tasks = np.arange(1, number + 1) * self.num_kv_heads
-        until = np.maximum(
-            blocks.cumsum() * self.num_kv_heads // self.processors, -(-tasks // self.processors) * blocks
-        )
-        until = np.maximum.accumulate(until) * times.block_ns
-        both_ns = chunk_ns * 100 // times.chunk_percent  # of the chunks, beside decodes all the time
-        most = int(np.searchsorted(until, both_ns * times.decode_percent // 100, side="right"))
-        if most < number:
-            rounds = most * self.num_kv_heads // self.processors
-            most = rounds * self.processors // self.num_kv_heads or number
-        alone = int(until[most - 1])
-        beside_ns = alone * 100 // times.decode_percent
-        total = chunk_ns + beside_ns * (100 - times.chunk_percent) // 100
+        number = int(tiles.counts[1] - tiles.counts[0])
+        blocks = self._blocks(tiles.items[:number])
+        until = self._until(blocks.sum(axis=1))
+        both_ns = self._both_ns(chunk_ns)
+        most = int(np.searchsorted(until, both_ns * self.times.decode_percent // 100, side="right"))
+        heads = self.rule.num_kv_heads
+        rounds = most * heads // self.processors
+        counts = [number, *((rounds + more) * self.processors // heads for more in range(2))]
+        found = [
+            Beside(count, self._together_ns(chunk_ns, int(until[count - 1])) + self._after_ns(blocks[count:]))
+            for count in counts
+            if 0 < count <= number
+        ]
+        best = min(found, key=lambda each: each.total_ns)
+        return best._replace(total_ns=best.total_ns + self.rule.launch_ns * (tiles.num_slots > 0))
+
+    def _blocks(self, items: NDArray[np.int32]) -> NDArray[np.int64]:
+        """[items, 2] blocks that all rows see, and others."""
+        block_runs = HYBRID_KEYS // self.rule.run
+        full = (items[:, RUN_FULL] - items[:, RUN_START]).astype(np.int64) // block_runs
+        every = -(-(items[:, RUN_END] - items[:, RUN_START]).astype(np.int64) // block_runs)
+        return np.stack([full, every - full], axis=1)
+
+    def _until(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
+        multiprocessor, or as many of the longest as some have."""
+        heads, tasks = self.rule.num_kv_heads, np.arange(1, len(blocks) + 1) * self.rule.num_kv_heads
+        until = np.maximum(blocks.cumsum() * heads // self.processors, -(-tasks // self.processors) * blocks)
+        return np.maximum.accumulate(until) * self.times.block_ns
+
+    def _both_ns(self, chunk_ns: int) -> int:
+        """Of the chunks, beside decodes all the time."""
+        return chunk_ns * 100 // self.times.chunk_percent
+
+    def _together_ns(self, chunk_ns: int, decode_ns: int) -> int:
+        """Of chunks and decodes that take so long in the kernel without the other: while both run, each has a share of
+        its speed."""
+        times, both_ns = self.times, self._both_ns(chunk_ns)
+        beside_ns = decode_ns * 100 // times.decode_percent
         if beside_ns > both_ns:
-            total = both_ns + alone - both_ns * times.decode_percent // 100
-        return Beside(most, total + int(blocks[most:].sum() * decode_ns // blocks.sum()))
+            return times.fixed_ns + both_ns + decode_ns - both_ns * times.decode_percent // 100
+        return times.fixed_ns + chunk_ns + beside_ns * (100 - times.chunk_percent) // 100
+
+    def _after_ns(self, blocks: NDArray[np.int64]) -> int:
+        """Of items that are left for a launch of their own."""
+        if not len(blocks):
+            return 0
+        ((kind, stage),) = stages_of(self.rule, Tiling(0, waves=0))
+        tokens = int(blocks.sum()) * HYBRID_KEYS
+        return int(tile_costs.stage_ns(blocks, tokens, 0, stage, kind, True, self.rule.priced.costs))
 
 
-def make_overlap(config: AttentionConfig, card: str, processors: int, chunk_rows: int) -> Overlap | None:
+def make_overlap(
+    config: AttentionConfig, card: str, processors: int, chunk_rows: int, rule: TilingRule
+) -> Overlap | None:
     """None: the kernel does not compute this attention, another execution was asked for, or `auto` on a card of which
     nothing is known. chunk_rows: of a chunk's work item."""
     if not config.overlaps or config.execution not in ("auto", "overlapped"):
@@ -88,4 +121,4 @@ def make_overlap(config: AttentionConfig, card: str, processors: int, chunk_rows
         return None
     flops = 2 * (config.head_dim + config.value_dim) * config.num_qo_heads
     queries = chunk_rows * config.num_kv_heads // config.num_qo_heads
-    return Overlap(times, flops, config.num_kv_heads, processors, queries, forced)
+    return Overlap(times, rule, flops, processors, queries, forced)

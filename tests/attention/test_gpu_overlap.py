@@ -29,7 +29,7 @@ CONFIG = AttentionConfig(4, 2, 128, 16, torch.float16, execution="overlapped")
 CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)
 DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
 MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.int32))
-TIMES = HybridTimes(600_000, chunk_percent=80, decode_percent=50)
+TIMES = HybridTimes(600_000, chunk_percent=80, decode_percent=50, block_ns=1000, fixed_ns=5000)
 
 
 @pytest.fixture
@@ -98,11 +98,12 @@ def test_auto_where_nothing_is_gained(hopper: None) -> None:
     assert_right(executor, step, MIXED)
 
 
-def test_a_card_that_was_not_measured_overlaps_when_told_to() -> None:
+def test_a_card_that_was_not_measured_overlaps_when_told_to(hopper: None) -> None:
+    executor = make_executor()
     for name, execution, overlaps in (
         ("NVIDIA H100 PCIe", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
     ):  # fmt: skip
-        found = make_overlap(replace(CONFIG, execution=execution), name, 132, 128)
+        found = make_overlap(replace(CONFIG, execution=execution), name, 132, 128, executor._rule)
         assert (found is not None) == overlaps
 
 
@@ -141,41 +142,56 @@ def listed(runs: list[int]) -> TileList:
     return TileList(items, none, none, none, none, counts, none, none, 0, False)
 
 
-@pytest.mark.property
-@given(
-    runs=st.lists(st.integers(1, 400), min_size=1, max_size=60),
-    chunk_us=st.integers(1, 5000),
-    decode_us=st.integers(1, 5000),
-)
-def test_as_many_items_as_end_with_the_chunks(runs: list[int], chunk_us: int, decode_us: int) -> None:
-    overlap = Overlap(TIMES, 16384, 8, 16, 32, forced=False)
-    runs.sort(reverse=True)
-    found = overlap.beside(listed(runs), 16, decode_us * 1000, chunk_us * 1000)
-    # 960 ns for a block of 64 keys, twice that beside chunks, which then take 5/4 of their time
-    blocks = [-(-run // 4) for run in runs]
-    rounds = [-(-8 * (number + 1) // 16) * each for number, each in enumerate(blocks[: found.items])]
-    beside_ns = max([sum(blocks[: found.items]) * 8 // 16, *rounds]) * 960 * 2
-    left_ns = sum(blocks[found.items :]) * decode_us * 1000 / sum(blocks)
-    if beside_ns <= chunk_us * 1250:
-        assert found.items == len(runs) or found.items % 2 == 0  # 8 heads on 16 multiprocessors
-        expected_ns = chunk_us * 1000 + beside_ns / 5 + left_ns
-    else:  # the first round of two items does not end with the chunks: all go on alone after them
-        assert found.items == len(runs) and max(sum(blocks[:2]), blocks[0]) * 960 * 2 > chunk_us * 1250
-        expected_ns = chunk_us * 1250 + (beside_ns - chunk_us * 1250) / 2
-    assert found.total_ns == pytest.approx(expected_ns, abs=3)
-
-
-def test_all_beside_long_chunks_and_beside_very_short_ones() -> None:
-    overlap = Overlap(TIMES, 16384, 8, 16, 32, forced=False)
-    assert overlap.beside(listed([64] * 10), 16, 100_000, 10**7).items == 10
-    # 80 blocks of 960 ns on each multiprocessor, at half the speed for the 1250 ns of the chunks
-    assert overlap.beside(listed([64] * 10), 16, 100_000, 10**3) == (10, 80 * 960 + 625)
-
-
-def test_time_of_chunks() -> None:
-    config = AttentionConfig(32, 8, 128, 16, torch.bfloat16)
-    overlap = make_overlap(config, "NVIDIA H200", 132, 128)
+def make_overlap_of_eight_heads() -> Overlap:
+    """On 16 multiprocessors."""
+    overlap = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))._overlap
     assert overlap is not None
+    return replace(overlap, times=TIMES, processors=16)
+
+
+def together_ns(blocks: list[int], chunk_us: int) -> float:
+    """1000 ns for a block of 64 keys, twice that beside chunks, which then take 5/4 of their time."""
+    rounds = [-(-8 * (number + 1) // 16) * each for number, each in enumerate(blocks)]
+    decode_ns, both_ns = max([sum(blocks) * 8 // 16, *rounds]) * 1000, chunk_us * 1250
+    if 2 * decode_ns <= both_ns:
+        return 5000 + chunk_us * 1000 + 2 * decode_ns / 5
+    return 5000 + both_ns + (2 * decode_ns - both_ns) / 2
+
+
+@pytest.mark.property
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(runs=st.lists(st.integers(1, 400), min_size=1, max_size=60), chunk_us=st.integers(1, 5000))
+def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chunk_us: int) -> None:
+    overlap = make_overlap_of_eight_heads()
+    runs.sort(reverse=True)
+    blocks = [-(-run // 4) for run in runs]
+    found = overlap.beside(listed(runs), chunk_us * 1000)
+    every = together_ns(blocks, chunk_us)
+    assert found.total_ns <= every + 3
+    if found.items == len(runs):
+        assert found.total_ns == pytest.approx(every, abs=3)
+    else:
+        assert found.items > 0 and found.items % 2 == 0  # 8 heads on 16 multiprocessors
+        longest = blocks[found.items] * overlap.rule.kinds[0].chain_ns[0] + overlap.rule.launch_ns
+        assert found.total_ns >= together_ns(blocks[: found.items], chunk_us) + longest - 3
+
+
+def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None:
+    overlap = make_overlap_of_eight_heads()
+    assert overlap.beside(listed([64] * 10), 10**7).items == 10
+    # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
+    assert overlap.beside(listed([64] * 10), 10**3) == (10, 5000 + 80 * 1000 + 625)
+    # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
+    kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
+    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), bytes_per_us=10**9))
+    assert fast.beside(listed([64] * 40), 220_000) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
+    assert overlap.beside(replace(listed([64] * 10), num_slots=3), 10**3).total_ns == (
+        overlap.beside(listed([64] * 10), 10**3).total_ns + overlap.rule.launch_ns
+    ), "a merge"
+
+
+def test_time_of_chunks(hopper: None) -> None:
+    overlap = replace(make_overlap_of_eight_heads(), times=HybridTimes(580_000, 83, 50), processors=132)
     table = np.zeros((1, 1024), np.int32)
 
     def us(tokens: int, context: int, window: int = UNLIMITED) -> float:

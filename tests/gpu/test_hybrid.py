@@ -130,7 +130,7 @@ def test_chunks_and_decodes(
     config = replace(CONFIG, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, dtype=dtype)
     if refused(config):
         return
-    monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: HybridTimes(1000, 80, 50))
+    monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: HybridTimes(1000, 80, 50, fixed_ns=0))
     plan = check(config, mixed(page_size, several), 0.01 if dtype == torch.bfloat16 else 0.0015, window)
     assert launched == [1] and num_beside(plan) == len(plan.step.tile_list.items)
     programs = torch.cuda.get_device_properties().multi_processor_count
@@ -164,7 +164,8 @@ def test_every_row_is_as_in_serial(launched: list[int]) -> None:
 @pytest.mark.parametrize("gains", [True, False])
 def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
     percent = 100 if gains else 50
-    monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: HybridTimes(600_000, percent, percent))
+    times = HybridTimes(600_000, percent, percent, fixed_ns=0)
+    monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: times)
     plan = check(GOOD, mixed())
     assert bool(launched) == (num_beside(plan) > 0) == (gains and hopper())
 

@@ -45,8 +45,8 @@ class TileWays:
 
     stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
     [kinds, 6]: ns of a block and of a chained block, full and masked each; slots; entries of a subtile. costs [7]:
-    launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens, run, FILLED_NS. run: tokens of a run. fuse_up_to: partial states
-    that an item may merge.
+    launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens, run, FILLED_NS. run: tokens of a run. fuse_up_to:
+    partial states that an item may merge.
     """
 
     stages: NDArray[np.int64]

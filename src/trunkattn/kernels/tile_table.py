@@ -165,12 +165,13 @@ _OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assu
 class HybridTimes:
     """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. chunk_percent, decode_percent: speed of
     chunks and of decodes while it computes both, of their speed there alone. block_ns: of a block of a decode item, of
-    which a multiprocessor computes one at a time."""
+    which a multiprocessor computes one at a time. fixed_ns: of its launch, and of what follows."""
 
     flops_per_ns: int
     chunk_percent: int
     decode_percent: int
-    block_ns: int = 960
+    block_ns: int = 1040
+    fixed_ns: int = 17_000
 
 
 HYBRID_ROWS: Final = 16  # of a decode tile of the hybrid kernel
@@ -181,11 +182,10 @@ HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
 MEASURED_CARD: Final = "NVIDIA H200"
 _HYBRID: Final = MappingProxyType(
     {
-        # percentages by the stamps of the roles' ends on 2048 @ 16k + 64 x 8k (chunks 754 -> 972 µs, decodes 528 ->
-        # 961), then fitted to the choices on 330 batches (results/hybrid-h200.json). 64 decodes at 8k take 533 µs,
-        # 1075 ns a block; that is compared with predictions, which were 0.89 to 0.93 of those batches' times
-        "NVIDIA H200": HybridTimes(580_000, chunk_percent=84, decode_percent=50),
-        "NVIDIA H100": HybridTimes(580_000, chunk_percent=84, decode_percent=50),  # the same multiprocessors
+        # fitted to the 330 batches of results/hybrid-h200.json (spread of prediction over time 4.9 %); by the stamps of
+        # the roles' ends on 2048 @ 16k + 64 x 8k chunks take 754 µs alone and 972 beside decodes, decodes 528 and 961
+        "NVIDIA H200": HybridTimes(580_000, chunk_percent=83, decode_percent=50),
+        "NVIDIA H100": HybridTimes(580_000, chunk_percent=83, decode_percent=50),  # the same multiprocessors
     }
 )
 
