@@ -218,3 +218,9 @@ def test_layouts_of_the_cache(launched: list[int], layout: str) -> None:
     _, lse = attention.run(plan, layer.q, *caches, out=out, return_lse=True)
     assert num_beside(plan) > 0 and launched == [1] * (layout != "odd")
     assert_right(layer, out, lse)
+
+
+def test_for_the_sanitizer() -> None:
+    if not refused(CONFIG):
+        for window in (None, 50):
+            check(CONFIG, chunks("1,3,6_64,32,130", [130, 1, 40, 1, 1]), window=window)

@@ -17,6 +17,7 @@ BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
         "relay": "relay.py",
         "prefill": "prefill.py",
         "hybrid": "hybrid.py",
+        "hybrid-power": "hybrid_power.py",
         "training": "flash_training.py",
         "attention": "cpu_attention.py",
         "engine": "cpu_engine.py",
