@@ -242,14 +242,20 @@ class GpuExecutor:
         if chunks is None:
             return tile_list, tiling.name(self._rule), reason, 0
         assert self._overlap
-        low = min((way for way in ways if way.tall is None and way.low == 0), key=lambda way: times[way])
-        low_list = tile_list if low == tiling else tile_forest(self._rule, low, forest, arrays, batch.window)
+        low_ways = [way for way in ways if way.tall is None and way.low == 0]
+        finest = max(way.waves for way in low_ways)  # many items fill the time that chunks leave best
+        lists = {
+            way: tile_list if way == tiling else tile_forest(self._rule, way, forest, arrays, batch.window)
+            for some in (low_ways, [way for way in low_ways if way.waves == finest])
+            for way in (min(some, key=lambda way: times[way]),)
+        }
         chunk_ns = self._overlap.chunks_ns(chunks)
-        beside, total = self._overlap.beside(low_list, chunk_ns)
-        serial = chunk_ns + times[tiling]
+        found = {way: self._overlap.beside(each, chunk_ns) for way, each in lists.items()}
+        low = min(found, key=lambda way: found[way].total_ns)
+        serial, total = chunk_ns + times[tiling], found[low].total_ns
         reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
         if self._overlap.forced or total < serial:
-            return low_list, f"{low.name(self._rule)} beside chunks", reason, beside
+            return lists[low], f"{low.name(self._rule)} beside chunks", reason, found[low].items
         return tile_list, tiling.name(self._rule), reason, 0
 
     def _place(

@@ -70,7 +70,9 @@ class Overlap:
             if 0 < count <= number
         ]
         best = min(found, key=lambda each: each.total_ns)
-        return best._replace(total_ns=best.total_ns + self.rule.launch_ns * (tiles.num_slots > 0))
+        states_ns = tiles.num_slots * self.rule.partial_bytes * 1000 // self.rule.bytes_per_us
+        merge_ns = self.rule.launch_ns + states_ns if tiles.num_slots else 0
+        return best._replace(total_ns=best.total_ns + merge_ns)
 
     def _blocks(self, items: NDArray[np.int32]) -> NDArray[np.int64]:
         """[items, 2] blocks that all rows see, and others."""
