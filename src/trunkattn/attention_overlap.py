@@ -58,7 +58,7 @@ class Overlap:
         """
         number = int(tiles.counts[1] - tiles.counts[0])
         blocks = self._blocks(tiles.items[:number])
-        until = self._until(blocks.sum(axis=1))
+        until = self._until(blocks[:, :2].sum(axis=1))
         both_ns = self._both_ns(chunk_ns)
         most = int(np.searchsorted(until, both_ns * self.times.decode_percent // 100, side="right"))
         heads = self.rule.num_kv_heads
@@ -75,11 +75,11 @@ class Overlap:
         return best._replace(total_ns=best.total_ns + merge_ns)
 
     def _blocks(self, items: NDArray[np.int32]) -> NDArray[np.int64]:
-        """[items, 2] blocks that all rows see, and others."""
+        """[items, 3] blocks that all rows see, and others; runs."""
         block_runs = HYBRID_KEYS // self.rule.run
         full = (items[:, RUN_FULL] - items[:, RUN_START]).astype(np.int64) // block_runs
-        every = -(-(items[:, RUN_END] - items[:, RUN_START]).astype(np.int64) // block_runs)
-        return np.stack([full, every - full], axis=1)
+        runs = (items[:, RUN_END] - items[:, RUN_START]).astype(np.int64)
+        return np.stack([full, -(-runs // block_runs) - full, runs], axis=1)
 
     def _until(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
@@ -106,7 +106,7 @@ class Overlap:
         if not len(blocks):
             return 0
         ((kind, stage),) = stages_of(self.rule, Tiling(0, waves=0))
-        tokens = int(blocks.sum()) * HYBRID_KEYS
+        tokens = int(blocks[:, 2].sum()) * self.rule.run
         return int(tile_costs.stage_ns(blocks, tokens, 0, stage, kind, True, self.rule.priced.costs))
 
 

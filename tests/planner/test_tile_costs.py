@@ -61,7 +61,8 @@ def test_a_window_leaves_out_what_no_query_sees() -> None:
 
 def stage_ns(rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0) -> int:
     ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
-    return int(tile_costs.stage_ns(np.array(blocks, np.int64), memory, 0, stage, kind, True, price(rule).costs))
+    counted = np.array([[*each, sum(each) * stage.block_runs] for each in blocks], np.int64)
+    return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, price(rule).costs))
 
 
 LOW = GpuTile(16, 64, 2, 2, programs=2, block_ns=(2000, 3000), chain_ns=(1000, 1500))

@@ -81,21 +81,19 @@ def _parameters(use, uses, kinds):
 
 
 @triton.jit
-def _work(tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states."""
+def _work(tiles, num_tiles, share, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states.
+    share: see `parts_of`."""
     height, block_runs, subtiles, _private = shape
     full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots = kind
-    total = blocks * block_runs
-    share = tl.maximum((total + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
-    share = tl.where(num_parts == 0, total + 1, share)
     items, work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for begin in range(0, num_tiles, BLOCK):
         tile = begin + tl.arange(0, BLOCK)
         full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
         masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
-        parts = tl.maximum(((full + masked) * block_runs + share // 2) // share, 1)
-        parts = tl.where(full + masked > 0, parts, 0)
+        runs = tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
+        _step, parts = parts_of(runs, share, block_runs)
         some = tl.maximum(parts, 1)
         masked *= tl.where(parts > 1, subtiles, 1)
         cost = (full * full_ns + masked * masked_ns) // some
@@ -109,7 +107,7 @@ def _work(tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES: tl.constexp
 
 @triton.jit
 def _stage_ns(work, memory, tokens, num_queries, slots, low, last, costs):
-    """As `planner.tile_costs.stage_ns`. work: what `_work` returns; tokens: of all blocks; low: without subtiles."""
+    """As `planner.tile_costs.stage_ns`. work: what `_work` returns; tokens: of all runs; low: without subtiles."""
     items, total, dearest, longest, partials = work
     launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns = costs
     mean = total // tl.maximum(items, 1)
@@ -174,8 +172,8 @@ def choice_kernel(
     tl.store(cuts + use * CUT_FIELDS + CUT_SHARE, share.to(tl.int32))
     tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
     memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
-    work = _work(its_tiles, num_tiles, blocks, num_parts, shape, kind, ENTRIES, BLOCK)
-    tokens, last = blocks * block_runs * prices[4], one_stage | (nth == 1)
+    work = _work(its_tiles, num_tiles, share, shape, kind, ENTRIES, BLOCK)
+    tokens, last = runs * prices[4], one_stage | (nth == 1)
     time = _stage_ns(work, memory, tokens, num_entries, kind[4], subtiles == 1, last, prices)
     time = tl.where(blocks > 0, time, 0)
     listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from trunkattn.planner.tiles import Stage, segments
+from trunkattn.planner.tiles import Stage, segments, share_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has
 # Of one round of low items that read memory: after this time each block takes a third longer than its chain, which was
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
 class StageLoads(NamedTuple):
     """Of a list of stages that are not cut."""
 
-    blocks: Int64Array  # [tiles, 2] of all stages, one after the other; see `stage_blocks`
+    blocks: Int64Array  # [tiles, 3] of all stages, one after the other; see `stage_blocks`
     indptr: Int64Array  # [stages + 1] into blocks
     memory: Int64Array  # [stages] tokens that leave memory
     num_queries: int
@@ -44,9 +44,9 @@ class StageLoads(NamedTuple):
 
 @njit(cache=True)
 def stage_blocks(forest, entries, stage, window, run):
-    """[tiles that have any, 2] blocks of nodes that hold the whole tile, and of others."""
+    """[tiles that have any, 3] blocks of nodes that hold the whole tile, and of others; runs."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
-    blocks = np.zeros((len(indptr) - 1, 2), np.int64)
+    blocks = np.zeros((len(indptr) - 1, 3), np.int64)
     height = stage.height // stage.subtiles
     private = np.zeros(stage.subtiles, np.int64)
     for tile in range(len(blocks)):
@@ -63,7 +63,8 @@ def stage_blocks(forest, entries, stage, window, run):
         blocks[tile, 0] = whole // stage.block_runs
         left, step = whole % stage.block_runs, stage.block_runs if stage.subtiles == 1 else stage.private_runs
         blocks[tile, 1] = (private.max() + left + step - 1) // step
-    return blocks[blocks.sum(axis=1) > 0]
+        blocks[tile, 2] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
+    return blocks[blocks[:, 2] > 0]
 
 
 @njit(cache=True)
@@ -115,7 +116,7 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
     most = np.int64(0)
     for i in range(len(stages)):
         most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
-    blocks = np.empty((most, 2), np.int64)
+    blocks = np.empty((most, 3), np.int64)
     indptr = np.zeros(len(stages) + 1, np.int64)
     memory = np.zeros(len(stages), np.int64)
     for i in range(len(stages)):
@@ -137,13 +138,12 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     Items that are left after whole rounds of the slots are too few to keep memory busy, and take as long as one does;
     so do those of one round that is not full.
     """
-    total = blocks.sum() * stage.block_runs
-    share = total + 1  # runs of an item, as `tiles.emit_stage` cuts
-    if stage.num_parts:
-        share = max(np.int64(stage.block_runs), (total + stage.num_parts - 1) // stage.num_parts)
+    total = blocks[:, 2].sum()
+    share = share_of(total, stage)
     items, work, dearest, longest, partials = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for tile in range(len(blocks)):
-        parts = max(1, (blocks[tile].sum() * stage.block_runs + share // 2) // share)
+        step = step_of(blocks[tile, 2], share, stage.block_runs)
+        parts = max(1, (blocks[tile, 2] + step - 1) // step)
         # a part of a tile holds the private runs of few requests, mostly of one subtile
         masked = blocks[tile, 1] * (stage.subtiles if parts > 1 else 1)
         cost = (blocks[tile, 0] * costs.block_ns[kind, 0] + masked * costs.block_ns[kind, 1]) // parts
@@ -207,13 +207,13 @@ def ways_fit(forest, entries, stages, uses, limits, window, run):
             which, _, num_parts = uses[way, nth]
             height, _, _, block_runs, _, subtiles, private = stages[which]
             total = runs_of[which].sum()
-            share = max(block_runs, (total + num_parts - 1) // num_parts) if num_parts else total + 1
+            stage = Stage(height, 0, 0, block_runs, num_parts, subtiles, private)
+            share = share_of(total, stage)
             items, pieces = np.int64(0), np.int64(0)
             for tile in range((len(entries.query) + height - 1) // height):
                 size = runs_of[which, tile]
-                parts = max(1, (size + share // 2) // share)
-                step = ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs
-                count = (size + step - 1) // step if step else 0
+                step = step_of(size, share, block_runs)
+                count = (size + step - 1) // step
                 items += count
                 if count > 1 or pair:
                     pieces += count * min(height, len(entries.query) - tile * height)

@@ -139,14 +139,27 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
 
 
 @njit(cache=True)
+def share_of(total, stage):
+    """Runs of an item, where the tiles of a stage have so many in all."""
+    if stage.num_parts == 0:
+        return total + 1
+    return max(np.int64(stage.block_runs), (total + stage.num_parts - 1) // stage.num_parts)
+
+
+@njit(cache=True)
+def step_of(size, share, block_runs):
+    """Runs of each item of a tile, but the last: whole blocks."""
+    parts = max(1, (size + share // 2) // share)
+    return max(1, ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs)
+
+
+@njit(cache=True)
 def emit_stage(forest, entries, table, stage, window, run, page_size):
     """The items of a stage, tiles cut into parts of whole blocks."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
     num_tiles = len(indptr) - 1
     total = np.int64(num_runs.sum())
-    share = total + 1  # runs of an item
-    if stage.num_parts:
-        share = max(np.int64(stage.block_runs), (total + stage.num_parts - 1) // stage.num_parts)
+    share = share_of(total, stage)
     runs = np.empty((total, 3), np.int32)
     whole = np.empty(total, np.bool_)
     most = np.int64(0)
@@ -160,9 +173,8 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
     for tile in range(num_tiles):
         span = (nodes[indptr[tile] : indptr[tile + 1]], num_runs[indptr[tile] : indptr[tile + 1]])
         size = _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size, runs[at:], whole[at:])
-        parts = max(1, (size + share // 2) // share)
-        step = ((size + parts - 1) // parts + stage.block_runs - 1) // stage.block_runs * stage.block_runs
-        for begin in range(at, at + size, max(1, step)):
+        step = step_of(size, share, stage.block_runs)
+        for begin in range(at, at + size, step):
             end = min(begin + step, at + size)
             low, high, full = _narrow(runs, whole, begin, end)
             for i in range(tile * stage.height + low, tile * stage.height + high):
