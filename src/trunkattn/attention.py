@@ -1,5 +1,6 @@
 """`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,31 @@ class Plan:
         if summary is None:
             raise ValueError("traffic of a plan that was made on the host: expected one made on the device; see stats")
         return summary[1:]
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether requests of this plan are prompt chunks to a kernel of their own, as they may be on a GPU."""
+        return getattr(self.step, "chunks", None) is not None
+
+    @property
+    def may_have_chunks(self) -> bool:
+        """Whether `run` launches that kernel: with a capacity it does even if there is nothing for it to compute."""
+        gpu_plan = getattr(self.step, "gpu_plan", None)
+        return gpu_plan is not None and gpu_plan.prefill is not None
+
+    def without_chunks(self) -> "Plan":
+        """The same plan, in the same arrays, but `run` does not launch the kernel for prompt chunks, which spares a
+        decode step some µs a layer. A CUDA graph that ran it computes any plan without chunks that is put there.
+
+        Raises:
+            ValueError: the plan has chunks.
+        """
+        if self.has_chunks:
+            raise ValueError("without_chunks: expected a plan without prompt chunks, see has_chunks")
+        if not self.may_have_chunks:
+            return self
+        step = replace(self.step, gpu_plan=self.step.gpu_plan.without_chunks())
+        return Plan(step, self.owner, self.last_page, self.window)
 
     def check(self) -> None:
         """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).

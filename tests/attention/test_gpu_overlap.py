@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, BatchAttention
+from trunkattn.attention import Plan
 from trunkattn.attention_gpu import GpuExecutor
 from trunkattn.attention_overlap import Overlap, make_overlap
+from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import HybridTimes
 from trunkattn.plan_format import Capacity, TileList
 from trunkattn.planner.build import Batch
@@ -87,6 +89,32 @@ def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
         assert step.gpu_plan.execution == "overlapped"
         assert (beside(step)[1] > beside(step)[0]) == some
         assert_right(executor, step, batch)
+
+
+def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    for name in ("_prefill", "_attend"):
+        original = getattr(gpu, name)
+        monkeypatch.setattr(gpu, name, lambda *given, n=name, run=original: launched.append(n) or run(*given))
+    executor = make_executor(capacity=CAPACITY)
+    given = Batch(DECODES.block_table, DECODES.seq_lens, DECODES.query_start_loc, UNLIMITED)
+    plan = Plan(executor.plan(given, None), None, DECODES.num_pages - 1, UNLIMITED)
+    assert plan.may_have_chunks and not plan.has_chunks
+    without = plan.without_chunks()
+    assert not without.may_have_chunks and without.without_chunks() is without
+    assert_right(executor, without.step, DECODES)
+    assert launched and "_prefill" not in launched
+    # what is put into the plan later is in the other one's arrays
+    fewer = replace(DECODES, query_lens=np.array([1, 0, 1, 1, 0, 1, 1, 1, 1], np.int32))
+    given = Batch(fewer.block_table, fewer.seq_lens, fewer.query_start_loc, UNLIMITED)
+    step = executor.plan(given, None, plan.step)
+    assert_right(executor, replace(step, gpu_plan=without.step.gpu_plan), fewer)
+    given = Batch(MIXED.block_table, MIXED.seq_lens, MIXED.query_start_loc, UNLIMITED)
+    plan.step = executor.plan(given, None, step)
+    assert plan.has_chunks
+    with pytest.raises(ValueError, match="expected a plan without prompt chunks"):
+        plan.without_chunks()
+    assert_right(executor, plan.step, MIXED)
 
 
 def test_auto_where_nothing_is_gained(hopper: None) -> None:

@@ -30,8 +30,8 @@ def test_sizes_pad_little(largest: int) -> None:
     assert {size for size in (64, 512, 1024, 2048) if size <= largest} <= set(sizes)
 
 
-def step(tokens: list[int], rows: list[int]) -> StepArrays:
-    return StepArrays(np.array(tokens), np.array(tokens) + 100, np.array(tokens) + 200, np.array(rows))
+def step(tokens: list[int], rows: list[int], has_chunks: bool = False) -> StepArrays:
+    return StepArrays(np.array(tokens), np.array(tokens) + 100, np.array(tokens) + 200, np.array(rows), has_chunks)
 
 
 def test_padding_writes_nothing_and_is_forgotten() -> None:
@@ -71,6 +71,19 @@ def test_a_size_is_captured_once_and_larger_steps_run_as_they_are() -> None:
     assert graphed(step([1, 2, 3, 4, 5], [4])).tolist() == [[5, 5]]
     assert EagerForward(forward, CPU)(step([1, 2, 3, 4, 5], [4])).tolist() == [[5, 5]]
     assert (len(captures), len(replays)) == (2, 2)
+
+
+def test_steps_with_prompt_chunks_have_graphs_of_their_own() -> None:
+    captures: list[Work] = []
+    graphed = GraphedForward(
+        lambda inputs: torch.full((len(inputs.logits_rows), 1), int(inputs.has_chunks)),
+        CPU,
+        Graphs((2, 4), 3, lambda work: captures.append(work) or work),
+    )
+    for has_chunks in (True, False, True, False):
+        assert graphed(step([1, 2, 3], [2], has_chunks)).tolist() == [[has_chunks]]
+        assert graphed(step([1, 2, 3, 4, 5], [4], has_chunks)).tolist() == [[has_chunks]], "too large for a graph"
+    assert len(captures) == 2
 
 
 def prompts() -> list[list[int]]:

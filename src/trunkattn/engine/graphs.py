@@ -19,12 +19,14 @@ LARGEST_GRAPH = 4096  # tokens; with more, a forward pass takes longer than its 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step on the host, int64. token_ids, positions, slots [T]; logits_rows [R]: tokens whose logits are wanted."""
+    """A step on the host, int64. token_ids, positions, slots [T]; logits_rows [R]: tokens whose logits are wanted.
+    has_chunks: whether some plan of it has prompt chunks."""
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
     logits_rows: NDArray[np.int64]
+    has_chunks: bool = False
 
 
 class ForwardInputs:
@@ -33,9 +35,11 @@ class ForwardInputs:
     Args:
         num_tokens, num_rows: T and R, at least those of the steps it is filled with.
         device: where.
+        has_chunks: whether their plans may have prompt chunks.
     """
 
-    def __init__(self, num_tokens: int, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_tokens: int, num_rows: int, device: torch.device, has_chunks: bool = False) -> None:
+        self.has_chunks = has_chunks
         self._sizes = (num_tokens, num_tokens, num_tokens, num_rows)
         self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         self.token_ids, self.positions, self.slots, self.logits_rows = self._flat.split(self._sizes)
@@ -128,14 +132,14 @@ class EagerForward:
 
     def __call__(self, step: StepArrays) -> torch.Tensor:
         """Logits [R, vocab_size]."""
-        inputs = ForwardInputs(len(step.token_ids), len(step.logits_rows), self._device)
+        inputs = ForwardInputs(len(step.token_ids), len(step.logits_rows), self._device, step.has_chunks)
         inputs.fill(step)
         return self._forward(inputs)
 
 
 class GraphedForward:
     """Runs a forward pass by the graph of the least padded number of tokens that holds a step; beyond the largest,
-    eagerly.
+    eagerly. Steps with prompt chunks and steps without have graphs of their own.
 
     Args:
         forward, device: see `EagerForward`.
@@ -148,7 +152,7 @@ class GraphedForward:
         self._device = device
         self._graphs = graphs
         self._eager = EagerForward(forward, device)
-        self._captured: dict[int, tuple[ForwardInputs, Work]] = {}  # by padded number of tokens
+        self._captured: dict[tuple[int, bool], tuple[ForwardInputs, Work]] = {}  # by padded tokens and has_chunks
         self._logits: torch.Tensor | None = None  # of all graphs, which would otherwise each keep their own
 
     def __call__(self, step: StepArrays) -> torch.Tensor:
@@ -160,21 +164,21 @@ class GraphedForward:
         if place == len(self.sizes):
             return self._eager(step)
         size = self.sizes[place]
-        if size not in self._captured or self._logits is None:
+        if (size, step.has_chunks) not in self._captured or self._logits is None:
             return self._run_and_capture(size, step)
-        inputs, replay = self._captured[size]
+        inputs, replay = self._captured[size, step.has_chunks]
         inputs.fill(step)
         replay()
         return self._logits[: len(step.logits_rows)]
 
     def _run_and_capture(self, size: int, step: StepArrays) -> torch.Tensor:
-        inputs = ForwardInputs(size, min(size, self._graphs.max_num_seqs), self._device)
+        inputs = ForwardInputs(size, min(size, self._graphs.max_num_seqs), self._device, step.has_chunks)
         inputs.fill(step)
         logits = self._forward(inputs)
         if self._logits is None:
             self._logits = logits.new_empty(self._graphs.max_num_seqs, logits.shape[1])
         replay = self._graphs.capture(partial(self._run, inputs, self._logits))
-        self._captured[size] = inputs, replay
+        self._captured[size, step.has_chunks] = inputs, replay
         return logits[: len(step.logits_rows)]
 
     def _run(self, inputs: ForwardInputs, target: torch.Tensor) -> None:

@@ -81,17 +81,24 @@ class ModelRunner:
         slots += positions % self._page_size
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
         self._plan(block_table, starts + lengths, query_start_loc)
-        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, query_start_loc[1:][sampled] - 1))
+        has_chunks = any(plan.has_chunks for plan in self._plans.values())
+        wanted = query_start_loc[1:][sampled] - 1
+        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
         self.last_reads = self._reads()  # while a GPU computes
         return logits
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
-        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size."""
+        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size. It is
+        captured with prompt chunks, and without as far as every request may have a token."""
         nothing = np.zeros(0, dtype=np.int64)
         self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
+        most = len(self._block_table)
+        decodes = next((size for size in self._forward.sizes if size >= most), most)
+        room = any(plan.may_have_chunks for plan in self._plans.values())
         for size in reversed(self._forward.sizes if sizes is None else sizes):  # the largest leaves room for the others
             padding = np.zeros(size, dtype=np.int64)
-            self._forward(StepArrays(padding, padding, padding - 1, padding[: len(self._block_table)]))
+            for has_chunks in (room, False) if room and size <= decodes else (room,):
+                self._forward(StepArrays(padding, padding, padding - 1, padding[:most], has_chunks))
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
         """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
@@ -134,6 +141,8 @@ def _forward(
     inputs: ForwardInputs,
 ) -> torch.Tensor:
     """Logits [R, vocab_size]; writes the tokens' KV."""
+    if not inputs.has_chunks:
+        plans = {window: plan.without_chunks() for window, plan in plans.items()}
     with torch.inference_mode():
         output = model(
             input_ids=inputs.token_ids[None],

@@ -7,7 +7,7 @@ some items of the lowest tile in one launch (POD-Attention §4); `streams`, wher
 by side (PAT §6); `persistent`, one launch for everything but prompt chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -77,6 +77,11 @@ class GpuPlan(Packed):
     execution: str
     summary: torch.Tensor | None = None
     prefill: PrefillPlan | None = None
+
+    def without_chunks(self) -> "GpuPlan":
+        """The same arrays, without the launch that computes prompt chunks."""
+        execution = "serial" if self.execution == "overlapped" else self.execution
+        return replace(self, execution=execution, prefill=None)
 
     def forget_prefill(self) -> None:
         """Takes the prompt chunks, if it may hold any, and the items beside them out of a plan that is filled on the
