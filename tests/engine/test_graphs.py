@@ -3,13 +3,16 @@ the captured work anew on the same tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trunkattn.attention import BatchAttention
+from trunkattn import AttentionConfig
+from trunkattn.attention import BatchAttention, Plan
+from trunkattn.cache.kv_cache import KVCache
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.engine.assembly import attention_config
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays, Work, graph_sizes
@@ -84,6 +87,26 @@ def test_steps_with_prompt_chunks_have_graphs_of_their_own() -> None:
         assert graphed(step([1, 2, 3], [2], has_chunks)).tolist() == [[has_chunks]]
         assert graphed(step([1, 2, 3, 4, 5], [4], has_chunks)).tolist() == [[has_chunks]], "too large for a graph"
     assert len(captures) == 2
+
+
+def test_warm_up_captures_with_chunks_and_as_far_as_decodes_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plan, "may_have_chunks", True)
+    monkeypatch.setattr(Plan, "without_chunks", lambda plan: plan)
+    config = AttentionConfig(2, 1, 16, 4, torch.float32)
+    sizes: list[int] = []
+
+    def model(*, input_ids: torch.Tensor, logits_to_keep: torch.Tensor, **_: Any) -> SimpleNamespace:
+        sizes.append(input_ids.shape[1])
+        return SimpleNamespace(logits=torch.zeros(1, len(logits_to_keep), 7))
+
+    attention = BatchAttention(config, "cpu", Capacity(5, 24, 6, 30))
+    cache = KVCache(
+        num_layers=1, num_pages=30, page_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=CPU
+    )
+    captures: list[Work] = []
+    graphs = Graphs((2, 4, 8, 24), 5, lambda work: captures.append(work) or work)
+    ModelRunner(model, attention, [None], cache, 5, 24, graphs).warm_up()
+    assert sizes == [24, 8, 8, 4, 4, 2, 2] and len(captures) == len(sizes)
 
 
 def prompts() -> list[list[int]]:
