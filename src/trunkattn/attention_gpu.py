@@ -254,7 +254,7 @@ class GpuExecutor:
         low = min(found, key=lambda way: found[way].total_ns)
         serial, total = chunk_ns + times[tiling], found[low].total_ns
         reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
-        if self._overlap.forced or total < serial:
+        if self._overlap.worth(total, serial):
             return lists[low], f"{low.name(self._rule)} beside chunks", reason, found[low].items
         return tile_list, tiling.name(self._rule), reason, 0
 
