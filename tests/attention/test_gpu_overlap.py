@@ -221,8 +221,8 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None
 
 
 def test_a_gain_within_the_error_of_the_prediction_is_not_worth_it(hopper: None) -> None:
-    overlap = make_overlap_of_eight_heads()
-    assert not (overlap := replace(overlap, forced=False)).worth(960, 1000) and overlap.worth(959, 1000)
+    overlap = replace(make_overlap_of_eight_heads(), forced=False)
+    assert overlap.worth(959, 1000) and not overlap.worth(960, 1000)
     assert replace(overlap, forced=True).worth(2000, 1000)
 
 

@@ -196,6 +196,11 @@ def test_tables_on_the_card_replace_a_plan_with_chunks() -> None:
     assert float((tensors[3][: len(host)] - host).abs().max()) < 0.02
 
 
-def test_for_the_sanitizer() -> None:
+def test_for_the_memory_sanitizer() -> None:
     for window in (None, 50):
         check(GOOD, chunks("1,3,6_64,32,130", [130, 1, 40]), window=window)
+
+
+def test_for_the_sanitizer() -> None:
+    """The portable kernel, which has soft caps."""
+    check(replace(GOOD, logits_soft_cap=20.0), chunks("1,3,6_64,32,130", [130, 1, 40]), window=50)
