@@ -80,7 +80,9 @@ class Ours:
                 device = prefill_device(executor._processors, executor._chunks.tile)
                 device = replace(device, num_slots=max(1, cut * device.num_slots))
                 chunks = ChunkPlanner(config, executor._chunks.tile, executor._processors)
-                chunks._planner = chunks._alone = make_planner(replace(config, policy="per_query"), device)
+                chunks._planner = chunks._alone = chunks._spare = make_planner(
+                    replace(config, policy="per_query"), device
+                )
                 executor._chunks = chunks
             self._made[use, heads] = made
         return self._made[use, heads]

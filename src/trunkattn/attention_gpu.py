@@ -6,6 +6,7 @@ batch-invariant plan all are rows of tiles: a token's bits must not depend on ho
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +46,16 @@ from trunkattn.planner.tiling import (
 )
 
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
+
+
+class _Tiled(NamedTuple):
+    """A step without its chunks. policy: of the tiling. beside: items that run beside them. ns: predicted, alone."""
+
+    tile_list: TileList
+    policy: str
+    reason: str
+    beside: int
+    ns: int
 
 
 @dataclass(frozen=True)
@@ -197,11 +208,14 @@ class GpuExecutor:
         division = chunk_planner.divide(batch) if chunk_planner else None
         rest = division.rest if division else batch
         lens, starts = rest.seq_lens, rest.query_start_loc
-        beside = 0
+        beside, whole = 0, False
         if self._tiled:
             forest, table = self._planner.forest(rest, changed_rows)
-            overlapped = division.chunks if division and self._overlap and starts[-1] else None
-            tile_list, policy, reason, beside = self._tile(forest, Batch(table, lens, starts, rest.window), overlapped)
+            beside_chunks = division.chunks if division and self._overlap and starts[-1] else None
+            tile_list, policy, reason, beside, ns = self._tile(
+                forest, Batch(table, lens, starts, rest.window), beside_chunks
+            )
+            whole = bool(beside_chunks and self._overlap and self._overlap.fills(beside_chunks, ns))
         else:
             planned = self._planner.plan(rest, changed_rows)
             table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
@@ -211,7 +225,7 @@ class GpuExecutor:
         joined, listed, chunks = tile_list, None, None
         if chunk_planner and division:
             free = self._limits.slots - tile_list.num_slots if self._limits else None
-            chunks = chunk_planner.plan(division, free)
+            chunks = chunk_planner.plan(division, free, whole)
             joined, listed = join(tile_list, chunks.planned.work, division)
         several = bool((np.diff(starts) > 1).any())
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
@@ -226,9 +240,9 @@ class GpuExecutor:
         room = self._chunks.limits if into is None else into.gpu_plan.prefill
         return self._chunks if room else None
 
-    def _tile(self, forest: Forest, batch: Batch, chunks: Batch | None) -> tuple[TileList, str, str, int]:
+    def _tile(self, forest: Forest, batch: Batch, chunks: Batch | None) -> _Tiled:
         """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do. chunks: what
-        decodes may run beside. Returns the list, its name, the reason and how many items run so."""
+        decodes may run beside."""
         arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         times = predict(self._rule, forest, arrays[1:], batch.window)
         ways = list(times)
@@ -240,7 +254,7 @@ class GpuExecutor:
         listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
         reason = f"least predicted time{passed} on {self._limits_reason}: {listed}"
         if chunks is None:
-            return tile_list, tiling.name(self._rule), reason, 0
+            return _Tiled(tile_list, tiling.name(self._rule), reason, 0, times[tiling])
         assert self._overlap
         low_ways = [way for way in ways if way.tall is None and way.low == 0]
         finest = max(way.waves for way in low_ways)  # many items fill the time that chunks leave best
@@ -255,8 +269,8 @@ class GpuExecutor:
         serial, total = chunk_ns + times[tiling], found[low].total_ns
         reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
         if self._overlap.worth(total, serial):
-            return lists[low], f"{low.name(self._rule)} beside chunks", reason, found[low].items
-        return tile_list, tiling.name(self._rule), reason, 0
+            return _Tiled(lists[low], f"{low.name(self._rule)} beside chunks", reason, found[low].items, times[tiling])
+        return _Tiled(tile_list, tiling.name(self._rule), reason, 0, times[tiling])
 
     def _place(
         self,

@@ -54,6 +54,13 @@ class Overlap:
         longest = int((np.minimum(lens, chunks.window + queries) * queries).max()) * self.flops_per_pair
         return max(flops, longest // self.rule.num_kv_heads * self.processors) // self.times.flops_per_ns
 
+    def fills(self, chunks: Batch, decode_ns: int) -> bool:
+        """Whether decodes of that time fill what a last round of whole chunk items leaves of the card. Cutting those
+        only costs then: of chunks of 768 tokens 0 to 6 % before decodes, 3 to 7 % beside them (hybrid-h200.json)."""
+        tasks = int((-(-np.diff(chunks.query_start_loc) // self.chunk_queries)).sum()) * self.rule.num_kv_heads
+        idle = -tasks % self.processors
+        return tasks >= self.processors and decode_ns * tasks >= self.chunks_ns(chunks) * idle
+
     def worth(self, together_ns: int, serial_ns: int) -> bool:
         """Whether to overlap, by predicted time."""
         return self.forced or together_ns * 100 < serial_ns * _WORTH_PERCENT

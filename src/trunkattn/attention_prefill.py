@@ -64,9 +64,13 @@ class ChunkPlanner:
         """None: no request has so many query tokens."""
         return divide(batch, self._above, self._config.page_size)
 
-    def plan(self, division: Division, free_slots: int | None) -> PlannedChunks:
-        """free_slots: partial slots that a plan of fixed size has left; None: of any size."""
+    def plan(self, division: Division, free_slots: int | None, whole: bool = False) -> PlannedChunks:
+        """free_slots: partial slots that a plan of fixed size has left; None: of any size. whole: `auto` does not cut
+        chunks that share nothing."""
         planned = self._cheapest(division)
+        if whole and self._config.policy == "auto" and planned.policy == "per_query" and planned.work.num_slots:
+            reason = "whole items, as decodes fill what their last round leaves of the device"
+            planned = replace(self._plan(self._spare, division), reason=reason)
         if self.limits and free_slots is not None:
             broken = limits_broken(planned.work, self.limits, free_slots)
             if broken and self._config.policy != "auto":

@@ -220,6 +220,33 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None
     ), "a merge"
 
 
+def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
+    """768 tokens of 4 heads in items of 128 rows: 24 items, 192 tasks of 8 KV heads on 132 multiprocessors. The second
+    round leaves 72 of them idle, 72 / 192 of the time of the chunks in all."""
+    overlap = replace(make_overlap_of_eight_heads(), processors=132)
+    chunk = Batch(np.zeros((1, 600), np.int32), np.array([9000], np.int32), np.array([0, 768], np.int32), UNLIMITED)
+    idle_ns = overlap.chunks_ns(chunk) * 72 / 192
+    assert overlap.fills(chunk, int(idle_ns * 1.01)) and not overlap.fills(chunk, int(idle_ns * 0.99))
+    short = replace(chunk, query_start_loc=np.array([0, 512], np.int32))
+    assert not overlap.fills(short, 10**9), "128 tasks are less than a round: cutting fills the card"
+
+
+@pytest.mark.parametrize("decodes", [64, 0])
+def test_chunks_are_not_cut_where_decodes_fill_the_card(
+    card: None, monkeypatch: pytest.MonkeyPatch, decodes: int
+) -> None:
+    h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    executor = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))
+    lens = np.array([16384, *[8192] * decodes], np.int32)
+    table = np.arange(len(lens) * 1024, dtype=np.int32).reshape(-1, 1024)
+    step = executor.plan(Batch(table, lens, np.array([0, *range(768, 769 + decodes)], np.int32), UNLIMITED), None)
+    step.check()
+    assert step.chunks is not None
+    assert (step.chunks.planned.work.num_slots == 0) == (decodes > 0)
+    assert ("decodes fill" in step.stats().reason) == (decodes > 0)
+
+
 def test_a_gain_within_the_error_of_the_prediction_is_not_worth_it(hopper: None) -> None:
     overlap = replace(make_overlap_of_eight_heads(), forced=False)
     assert overlap.worth(959, 1000) and not overlap.worth(960, 1000)
