@@ -56,9 +56,11 @@ def steady(graph: torch.cuda.CUDAGraph, copies: int) -> dict[str, Any]:
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "-lms", str(SAMPLE_MS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         times, begun = list[float](), time.perf_counter()
-        while time.perf_counter() - begun < STEADY_S:
-            times.append(replay_us(graph, copies))
-        watching.terminate()
+        try:
+            while time.perf_counter() - begun < STEADY_S:
+                times.append(replay_us(graph, copies))
+        finally:
+            watching.terminate()
         said = watching.stdout.read() if watching.stdout else ""
     samples = [line.split(", ") for line in said.splitlines() if line.count(", ") == len(QUERY) - 1]
     samples = samples[len(samples) // 3 :]

@@ -26,8 +26,9 @@ def _executor(config: AttentionConfig, device: torch.device, capacity: Capacity 
 class Plan:
     """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
 
-    def __init__(self, step: Any, owner: "BatchAttention", last_page: int, window: int) -> None:
-        self.step, self.owner, self.last_page, self.window = step, owner, last_page, window
+    def __init__(self, step: Any, owner: "BatchAttention", last_page: int, window: int, refills: bool = True) -> None:
+        """refills: whether another batch may be planned into it."""
+        self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
 
     @property
     def num_query_tokens(self) -> int:
@@ -61,7 +62,8 @@ class Plan:
 
     def without_chunks(self) -> "Plan":
         """The same plan, in the same arrays, but `run` does not launch the kernel for prompt chunks, which spares a
-        decode step some µs a layer. A CUDA graph that ran it computes any plan without chunks that is put there.
+        decode step some µs a layer. A CUDA graph that ran it computes any plan without chunks that is put into this one
+        later; into the result nothing can be.
 
         Raises:
             ValueError: the plan has chunks.
@@ -71,7 +73,7 @@ class Plan:
         if not self.may_have_chunks:
             return self
         step = replace(self.step, gpu_plan=self.step.gpu_plan.without_chunks())
-        return Plan(step, self.owner, self.last_page, self.window)
+        return Plan(step, self.owner, self.last_page, self.window, refills=False)
 
     def check(self) -> None:
         """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
@@ -185,6 +187,8 @@ class BatchAttention:
         self._check_own("into", into)
         if self.capacity is None:
             raise ValueError("into is given: expected a BatchAttention with a capacity")
+        if not into.refills:
+            raise ValueError("into is a plan of `without_chunks`: expected the plan that it was made of")
         if into.window != window:
             given, kept = (None if each == UNLIMITED else each for each in (window, into.window))
             raise ValueError(f"sliding_window={given}: expected {kept}, the window that `into` was planned with")

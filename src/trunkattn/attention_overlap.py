@@ -50,16 +50,20 @@ class Overlap:
         lens, query_lens = chunks.seq_lens.astype(np.int64), np.diff(chunks.query_start_loc).astype(np.int64)
         seen = np.minimum(lens - query_lens // 2, chunks.window)  # by a query token in the mean
         flops = int((seen * query_lens).sum()) * self.flops_per_pair
-        queries = np.minimum(query_lens, self.chunk_queries)
-        longest = int((np.minimum(lens, chunks.window + queries) * queries).max()) * self.flops_per_pair
-        return max(flops, longest // self.rule.num_kv_heads * self.processors) // self.times.flops_per_ns
+        return max(flops // self.times.flops_per_ns, self._longest_ns(chunks))
+
+    def _longest_ns(self, chunks: Batch) -> int:
+        """Time of the longest work item of prompt chunks that are not cut."""
+        queries = np.minimum(np.diff(chunks.query_start_loc).astype(np.int64), self.chunk_queries)
+        longest = int((np.minimum(chunks.seq_lens, chunks.window + queries) * queries).max()) * self.flops_per_pair
+        return longest // self.rule.num_kv_heads * self.processors // self.times.flops_per_ns
 
     def fills(self, chunks: Batch, decode_ns: int) -> bool:
-        """Whether decodes of that time fill what a last round of whole chunk items leaves of the card. Cutting those
-        only costs then: of chunks of 768 tokens 0 to 6 % before decodes, 3 to 7 % beside them (hybrid-h200.json)."""
+        """Whether decodes of that time fill what whole chunk items leave of the card at their end, at most the time of
+        the longest one. Cutting those only costs then: of chunks of 768 tokens 0 to 6 % before decodes, 3 to 7 % beside
+        them (hybrid-h200.json)."""
         tasks = int((-(-np.diff(chunks.query_start_loc) // self.chunk_queries)).sum()) * self.rule.num_kv_heads
-        idle = -tasks % self.processors
-        return tasks >= self.processors and decode_ns * tasks >= self.chunks_ns(chunks) * idle
+        return tasks >= self.processors and decode_ns >= self._longest_ns(chunks)
 
     def worth(self, together_ns: int, serial_ns: int) -> bool:
         """Whether to overlap, by predicted time."""
@@ -67,7 +71,7 @@ class Overlap:
 
     def beside(self, tiles: TileList, chunk_ns: int) -> Beside:
         """Which items of a tile list of low tiles alone to compute while the chunks are, by predicted time: all, or as
-        many whole rounds of the multiprocessors as end with the chunks, or one round more.
+        many as fit whole rounds of the multiprocessors that end with the chunks, or one round more.
 
         chunk_ns: of the chunks alone.
         """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trunkattn import BatchAttention, Capacity
+from trunkattn.attention import Plan
 from trunkattn.attention_gpu import GpuExecutor
 from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
@@ -141,6 +142,8 @@ def test_bad_ways_to_refill() -> None:
     plan = fixed.plan(*batch)
     with pytest.raises(ValueError, match="into belongs to another BatchAttention"):
         other.plan(*batch, into=plan)
+    with pytest.raises(ValueError, match="into is a plan of `without_chunks`"):
+        fixed.plan(*batch, into=Plan(plan.step, fixed, plan.last_page, plan.window, refills=False))
     with pytest.raises(TypeError, match="into is a SimpleNamespace: expected a Plan"):
         fixed.plan(*batch, into=SimpleNamespace())
     with pytest.raises(ValueError, match="into is given: expected a BatchAttention with a capacity"):

@@ -101,6 +101,7 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     plan = Plan(executor.plan(given, None), None, DECODES.num_pages - 1, UNLIMITED)
     assert plan.may_have_chunks and not plan.has_chunks
     without = plan.without_chunks()
+    assert plan.refills and not without.refills
     assert not without.may_have_chunks and without.without_chunks() is without
     assert_right(executor, without.step, DECODES)
     assert launched and "_prefill" not in launched
@@ -221,12 +222,14 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None
 
 
 def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
-    """768 tokens of 4 heads in items of 128 rows: 24 items, 192 tasks of 8 KV heads on 132 multiprocessors. The second
-    round leaves 72 of them idle, 72 / 192 of the time of the chunks in all."""
+    """768 tokens of 4 heads in items of 128 rows: 24 items, 192 tasks of 8 KV heads on 132 multiprocessors. One takes
+    132 / 192 of the time of them all, and the last round leaves some multiprocessors idle for as long."""
     overlap = replace(make_overlap_of_eight_heads(), processors=132)
     chunk = Batch(np.zeros((1, 600), np.int32), np.array([9000], np.int32), np.array([0, 768], np.int32), UNLIMITED)
-    idle_ns = overlap.chunks_ns(chunk) * 72 / 192
-    assert overlap.fills(chunk, int(idle_ns * 1.01)) and not overlap.fills(chunk, int(idle_ns * 0.99))
+    idle_ns = overlap.chunks_ns(chunk) * 132 / 192
+    assert overlap.fills(chunk, int(idle_ns * 1.1)) and not overlap.fills(chunk, int(idle_ns * 0.9))
+    longer = Batch(np.zeros((2, 9000), np.int32), np.array([131072, 9000], np.int32), np.array([0, 32, 800]), UNLIMITED)
+    assert not overlap.fills(longer, int(idle_ns * 1.1)), "one item would outlast decodes and all others"
     short = replace(chunk, query_start_loc=np.array([0, 512], np.int32))
     assert not overlap.fills(short, 10**9), "128 tasks are less than a round: cutting fills the card"
 

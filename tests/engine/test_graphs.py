@@ -81,12 +81,13 @@ def test_steps_with_prompt_chunks_have_graphs_of_their_own() -> None:
     graphed = GraphedForward(
         lambda inputs: torch.full((len(inputs.logits_rows), 1), int(inputs.has_chunks)),
         CPU,
-        Graphs((2, 4), 3, lambda work: captures.append(work) or work),
+        Graphs((2, 4, 8), 3, lambda work: captures.append(work) or work),
     )
     for has_chunks in (True, False, True, False):
         assert graphed(step([1, 2, 3], [2], has_chunks)).tolist() == [[has_chunks]]
-        assert graphed(step([1, 2, 3, 4, 5], [4], has_chunks)).tolist() == [[has_chunks]], "too large for a graph"
-    assert len(captures) == 2
+        assert graphed(step([1, 2, 3, 4, 5, 6], [4], has_chunks)).tolist() == [[1]], "more tokens than decodes have"
+        assert graphed(step([0] * 9, [4], has_chunks)).tolist() == [[has_chunks]], "too large for a graph"
+    assert len(captures) == 3
 
 
 def test_warm_up_captures_with_chunks_and_as_far_as_decodes_go_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ class EagerForward:
     """
 
     sizes: tuple[int, ...] = ()
+    decode_sizes: tuple[int, ...] = ()
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward = forward
@@ -139,7 +140,8 @@ class EagerForward:
 
 class GraphedForward:
     """Runs a forward pass by the graph of the least padded number of tokens that holds a step; beyond the largest,
-    eagerly. Steps with prompt chunks and steps without have graphs of their own.
+    eagerly. Steps with prompt chunks have graphs of their own up to `decode_sizes`; larger ones mostly have chunks, and
+    those that do not take the same graph.
 
     Args:
         forward, device: see `EagerForward`.
@@ -148,6 +150,7 @@ class GraphedForward:
 
     def __init__(self, forward: Forward, device: torch.device, graphs: Graphs) -> None:
         self.sizes = graphs.sizes
+        self.decode_sizes = graphs.sizes[: bisect_left(graphs.sizes, graphs.max_num_seqs) + 1]
         self._forward = forward
         self._device = device
         self._graphs = graphs
@@ -163,10 +166,12 @@ class GraphedForward:
         place = bisect_left(self.sizes, len(step.token_ids))
         if place == len(self.sizes):
             return self._eager(step)
-        size = self.sizes[place]
-        if (size, step.has_chunks) not in self._captured or self._logits is None:
+        size, has_chunks = self.sizes[place], step.has_chunks
+        if size not in self.decode_sizes and (size, True) in self._captured:
+            has_chunks = True
+        if (size, has_chunks) not in self._captured or self._logits is None:
             return self._run_and_capture(size, step)
-        inputs, replay = self._captured[size, step.has_chunks]
+        inputs, replay = self._captured[size, has_chunks]
         inputs.fill(step)
         replay()
         return self._logits[: len(step.logits_rows)]

@@ -89,15 +89,14 @@ class ModelRunner:
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size. It is
-        captured with prompt chunks, and without as far as every request may have a token."""
+        captured with prompt chunks, and without them as far as `GraphedForward.decode_sizes` go."""
         nothing = np.zeros(0, dtype=np.int64)
         self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
         most = len(self._block_table)
-        decodes = next((size for size in self._forward.sizes if size >= most), most)
         room = any(plan.may_have_chunks for plan in self._plans.values())
         for size in reversed(self._forward.sizes if sizes is None else sizes):  # the largest leaves room for the others
             padding = np.zeros(size, dtype=np.int64)
-            for has_chunks in (room, False) if room and size <= decodes else (room,):
+            for has_chunks in (room, False) if room and size in self._forward.decode_sizes else (room,):
                 self._forward(StepArrays(padding, padding, padding - 1, padding[:most], has_chunks))
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:

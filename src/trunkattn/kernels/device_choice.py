@@ -18,7 +18,6 @@ from trunkattn.kernels.device_tiles import (
     TILE_MASKED,
     TILE_RUNS,
     TOTAL_AGAIN,
-    TOTAL_BLOCKS,
     TOTAL_COMMON,
     TOTAL_ONCE,
     TOTAL_RUNS,
@@ -154,9 +153,8 @@ def choice_kernel(
     num_tiles = tl.where(stage >= 0, tl.cdiv(num_entries, height), 0)
     of = totals + tl.maximum(stage, 0) * TOTALS
     used = stage >= 0
-    runs, blocks = tl.load(of + TOTAL_RUNS, mask=used, other=0), tl.load(of + TOTAL_BLOCKS, mask=used, other=0)
-    once, common = tl.load(of + TOTAL_ONCE, mask=used, other=0), tl.load(of + TOTAL_COMMON, mask=used, other=0)
-    again = tl.load(of + TOTAL_AGAIN, mask=used, other=0)
+    runs, once = tl.load(of + TOTAL_RUNS, mask=used, other=0), tl.load(of + TOTAL_ONCE, mask=used, other=0)
+    common, again = tl.load(of + TOTAL_COMMON, mask=used, other=0), tl.load(of + TOTAL_AGAIN, mask=used, other=0)
     share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
     share = tl.where(num_parts > 0, share, runs + 1)
     num_items, pieces = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -175,7 +173,7 @@ def choice_kernel(
     work = _work(its_tiles, num_tiles, share, shape, kind, ENTRIES, BLOCK)
     tokens, last = runs * prices[4], one_stage | (nth == 1)
     time = _stage_ns(work, memory, tokens, num_entries, kind[4], subtiles == 1, last, prices)
-    time = tl.where(blocks > 0, time, 0)
+    time = tl.where(runs > 0, time, 0)
     listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)
     parts = tl.where(one_stage, 1, 2)
     fits = (num_items <= max_items // parts) & (listed <= max_runs // parts) & (pieces <= max_slots // parts)

@@ -28,11 +28,10 @@ TILE_FIELDS = tl.constexpr(3)
 
 # Sums over the tiles of a stage, int64
 TOTAL_RUNS = tl.constexpr(0)
-TOTAL_BLOCKS = tl.constexpr(1)
-TOTAL_ONCE = tl.constexpr(2)  # tokens, see `planner.tile_costs.stage_tokens`
-TOTAL_COMMON = tl.constexpr(3)
-TOTAL_AGAIN = tl.constexpr(4)
-TOTALS = tl.constexpr(8)
+TOTAL_ONCE = tl.constexpr(1)  # tokens, see `planner.tile_costs.stage_tokens`
+TOTAL_COMMON = tl.constexpr(2)
+TOTAL_AGAIN = tl.constexpr(3)
+TOTALS = tl.constexpr(4)
 
 # Fields of a node, arrays of two elements an entry for each stage
 NODE_ROWS = tl.constexpr(0)  # first entry of the tile | end << 8
@@ -187,7 +186,6 @@ def tiles_kernel(
         tl.store(to + TILE_FULL * ENTRIES, whole)
         tl.store(to + TILE_MASKED * ENTRIES, masked)
         field = tl.arange(0, TOTALS)
-        total = tl.where(field == TOTAL_RUNS, size, tl.where(field == TOTAL_BLOCKS, whole + masked, 0))
-        total = tl.where(field == TOTAL_ONCE, once, tl.where(field == TOTAL_COMMON, common, total))
-        total = tl.where(field == TOTAL_AGAIN, again, total).to(tl.int64)
-        tl.atomic_add(totals + stage * TOTALS + field, total, mask=field <= TOTAL_AGAIN, sem="relaxed")
+        total = tl.where(field == TOTAL_RUNS, size, tl.where(field == TOTAL_ONCE, once, again))
+        total = tl.where(field == TOTAL_COMMON, common, total).to(tl.int64)
+        tl.atomic_add(totals + stage * TOTALS + field, total, sem="relaxed")
