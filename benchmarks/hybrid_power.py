@@ -89,6 +89,8 @@ def measure(run: HybridRun, copies: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("hybrid_power.py: torch finds no CUDA device: expected an NVIDIA GPU")
     card = torch.cuda.get_device_name()
     limit = subprocess.run(
         ["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm", "--format=csv,noheader"],
