@@ -13,8 +13,8 @@ from trunkattn.planner.tiles import Stage, segments, share_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has
 # Of one round of low items that read memory: after this time each block takes a third longer than its chain, which was
-# measured where few were in flight. Fitted to 330 unshared batches of results/hybrid-h200.json: with 0.5 to 0.7 items a
-# slot they took 1.12 to 1.52 times what memory alone does
+# measured where few were in flight. Fitted to the decodes of the 330 batches of benchmarks/hybrid.py on an H200: with
+# 0.5 to 0.7 items a slot they took 1.12 to 1.52 times what memory alone does
 FILLED_NS = 20_000
 Int64Array = NDArray[np.int64]
 
@@ -139,11 +139,11 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     so do those of one round that is not full.
     """
     total = blocks[:, 2].sum()
-    share = share_of(total, stage)
+    share = share_of(total, stage.num_parts, stage.block_runs)
     items, work, dearest, longest, partials = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for tile in range(len(blocks)):
         step = step_of(blocks[tile, 2], share, stage.block_runs)
-        parts = max(1, (blocks[tile, 2] + step - 1) // step)
+        parts = (blocks[tile, 2] + step - 1) // step
         # a part of a tile holds the private runs of few requests, mostly of one subtile
         masked = blocks[tile, 1] * (stage.subtiles if parts > 1 else 1)
         cost = (blocks[tile, 0] * costs.block_ns[kind, 0] + masked * costs.block_ns[kind, 1]) // parts
@@ -207,8 +207,7 @@ def ways_fit(forest, entries, stages, uses, limits, window, run):
             which, _, num_parts = uses[way, nth]
             height, _, _, block_runs, _, subtiles, private = stages[which]
             total = runs_of[which].sum()
-            stage = Stage(height, 0, 0, block_runs, num_parts, subtiles, private)
-            share = share_of(total, stage)
+            share = share_of(total, num_parts, block_runs)
             items, pieces = np.int64(0), np.int64(0)
             for tile in range((len(entries.query) + height - 1) // height):
                 size = runs_of[which, tile]

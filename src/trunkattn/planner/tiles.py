@@ -139,11 +139,11 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
 
 
 @njit(cache=True)
-def share_of(total, stage):
-    """Runs of an item, where the tiles of a stage have so many in all."""
-    if stage.num_parts == 0:
+def share_of(total, num_parts, block_runs):
+    """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not."""
+    if num_parts == 0:
         return total + 1
-    return max(np.int64(stage.block_runs), (total + stage.num_parts - 1) // stage.num_parts)
+    return max(np.int64(block_runs), (total + num_parts - 1) // num_parts)
 
 
 @njit(cache=True)
@@ -159,7 +159,7 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
     num_tiles = len(indptr) - 1
     total = np.int64(num_runs.sum())
-    share = share_of(total, stage)
+    share = share_of(total, stage.num_parts, stage.block_runs)
     runs = np.empty((total, 3), np.int32)
     whole = np.empty(total, np.bool_)
     most = np.int64(0)
