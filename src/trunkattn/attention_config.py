@@ -106,8 +106,8 @@ class AttentionConfig:
         return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
 
     @property
-    def overlaps(self) -> bool:
-        """Whether there is a kernel, on an sm_90, that computes prompt chunks and decodes of this attention at once."""
+    def on_hopper(self) -> bool:
+        """Whether the kernels for an sm_90 compute this attention: decoding, and prompt chunks and decodes at once."""
         plain = self.logits_soft_cap is None and not self.sinks and not self.batch_invariant and self.policy == "auto"
         return (
             plain
@@ -134,7 +134,7 @@ class AttentionConfig:
         if kind != "cuda":
             return [f"device {kind}: expected cpu or cuda"]
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
-        if self.execution == "overlapped" and not (self.overlaps and _is_hopper(device)):
+        if self.execution == "overlapped" and not (self.on_hopper and _is_hopper(device)):
             reasons.append(f"device cuda: execution='overlapped': {_NO_OVERLAP}")
         if find_spec("triton") is None:
             reasons.append("device cuda: the kernels need the package triton, which is not installed")

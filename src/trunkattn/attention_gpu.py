@@ -104,7 +104,8 @@ class GpuExecutor:
         limits = gpu_limits(properties.name)
         self._tiled = config.policy == "auto" and not config.batch_invariant
         width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
-        tiles = decode_tiles(config.tile_itemsize, width, group)
+        in_turn = config.execution in ("auto", "serial", "overlapped")
+        tiles = decode_tiles(config.tile_itemsize, width, group, hopper and in_turn and config.on_hopper)
         self._tiles = tiles if self._tiled else without_subtiles(tiles)
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
             self._tiles = self._tiles[-1:]
@@ -148,6 +149,7 @@ class GpuExecutor:
                     chain_ns=(tile.chain_ns[0] * size // 512, tile.chain_ns[1] * size // 512),
                     subtiles=tile.subtiles,
                     private_tokens=tile.private_n,
+                    paired=not tile.hopper,
                 )
                 for tile in self._tiles
             ),

@@ -134,7 +134,7 @@ def make_overlap(
 ) -> Overlap | None:
     """None: the kernel does not compute this attention, another execution was asked for, or `auto` on a card of which
     nothing is known. chunk_rows: of a chunk's work item."""
-    if not config.overlaps or config.execution not in ("auto", "overlapped"):
+    if not config.on_hopper or config.execution not in ("auto", "overlapped"):
         return None
     forced = config.execution == "overlapped"
     times = hybrid_times(card) or (hybrid_times(MEASURED_CARD) if forced else None)

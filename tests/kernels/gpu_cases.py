@@ -40,7 +40,9 @@ CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an el
 def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
     """Two programs of each tile on a multiprocessor."""
     kinds = (
-        TileKind(it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n)
+        TileKind(
+            it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n, not it.hopper
+        )
         for it in tiles
     )
     return TilingRule(

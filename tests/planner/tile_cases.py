@@ -35,7 +35,9 @@ def make_rule(
 ) -> TilingRule:
     """By default of the tiles for a 16-bit cache."""
     kinds = (
-        TileKind(it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n)
+        TileKind(
+            it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n, not it.hopper
+        )
         for it in shapes or decode_tiles(2, 128, group_size)
     )
     return TilingRule(

@@ -56,7 +56,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Launch:
-    """buckets: whose items it computes, all of one tile; none: it merges what no item does."""
+    """buckets: whose items it computes, of one tile or of those of `decode_hopper`, ascending; none: it merges what no
+    item does."""
 
     buckets: tuple[int, ...]
     programs: int
@@ -132,9 +133,12 @@ def reserve(
         "runs": 3 * limits.runs,
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
-    launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in range(heights)]
+    alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
+    launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in alone]
     if execution in ("serial", "overlapped"):
         launches[0] = Launch((0, heights), launches[0].programs)
+    if together := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
+        launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together)))
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
@@ -213,7 +217,7 @@ def _overlapped(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], car
             return _in_order(plan, plan.launches, tensors, tiles, card, return_lse, True)
     _prefill(plan, tensors, plan.prefill, card, options | {"LEADS": False})
     items = Launch((0,), card.processors * tiles[0].programs)
-    _attend(plan, tensors, tiles, items, options | {"FOLLOWS": False}, plan.arrays["beside"])
+    _attend(plan, tensors, tiles, items, card, options | {"FOLLOWS": False}, plan.arrays["beside"])
     _in_order(plan, plan.launches, tensors, tiles, card, return_lse, True)
 
 
@@ -222,11 +226,12 @@ def _in_order(
     return_lse: bool, follows: bool = False,
 ) -> None:  # fmt: skip
     """follows: another launch is ahead of them."""
+    launches = tuple(part for launch in launches for part in _parts(plan, tensors, tiles, launch, card))
     for number, launch in enumerate(launches):
         overlap = {"FOLLOWS": card.overlaps and (number > 0 or follows), "RETURN_LSE": return_lse}
         if launch.buckets:
             overlap["LEADS"] = card.overlaps and number + 1 < len(launches)
-            _attend(plan, tensors, tiles, launch, overlap)
+            _attend(plan, tensors, tiles, launch, card, overlap)
         else:
             _merge(plan, tensors, 2 * len(tiles) + 1, launch.programs, overlap)
 
@@ -236,7 +241,7 @@ def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: 
         return _serial(plan, tensors, tiles, card, return_lse)
     independent = [launch for launch in plan.launches if launch.buckets and launch.buckets[-1] < len(tiles)]
     alone = {"LEADS": False, "RETURN_LSE": return_lse}
-    calls = [partial(_attend, plan, tensors, tiles, launch, alone | {"FOLLOWS": False}) for launch in independent]
+    calls = [partial(_attend, plan, tensors, tiles, launch, card, alone | {"FOLLOWS": False}) for launch in independent]
     if plan.prefill:
         calls.insert(0, partial(_prefill, plan, tensors, plan.prefill, card, alone))
     main = torch.cuda.current_stream()
@@ -257,12 +262,35 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def _on_hopper(plan: GpuPlan, t: Tensors, tile: GpuTile, card: Card) -> bool:
+    """Whether `decode_hopper` computes the items of a tile."""
+    if not (tile.hopper and card.hopper):
+        return False
+    from trunkattn.kernels import decode_hopper  # Gluon, which other cards need not have
+
+    return decode_hopper.supports(t, plan.geometry, tile)
+
+
+def _parts(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card) -> list[Launch]:
+    """A launch for `decode_hopper` as launches of one tile each, where that does not compute them."""
+    tile = tiles[launch.buckets[0] % len(tiles)] if launch.buckets else None
+    if tile is None or not tile.hopper or _on_hopper(plan, t, tile, card):
+        return [launch]
+    return [replace(launch, buckets=(bucket,)) for bucket in launch.buckets]
+
+
 def _attend(
-    plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, options: dict[str, Any],
+    plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card, options: dict[str, Any],
     counts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """counts: where the buckets begin; None: the plan's."""
     arrays, geometry, tile = plan.arrays, plan.geometry, tiles[launch.buckets[0] % len(tiles)]
+    if _on_hopper(plan, t, tile, card):
+        from trunkattn.kernels import decode_hopper
+
+        programs = min(launch.programs, card.processors * tile.programs)
+        chosen = {name: options[name] for name in ("LEADS", "RETURN_LSE")}
+        return decode_hopper.launch(t, plan, (launch.buckets[0], launch.buckets[-1]), programs, chosen)
     options |= {"BUCKET": launch.buckets[0], "ALSO": -1, "MERGE": launch.buckets[-1] >= len(tiles)}
     if len(launch.buckets) > 1:
         options["ALSO"] = launch.buckets[1]

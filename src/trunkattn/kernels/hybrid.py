@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trunkattn.kernels import prefill_hopper
+from trunkattn.kernels.decode_hopper import boxes_of
 from trunkattn.kernels.prefill_hopper import (
     chunk_memory,
     consume_chunks,
@@ -68,23 +69,6 @@ def _first_task():
 
 
 @gluon.jit
-def _boxes(runs, at, end, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr):
-    """Pages and places of the boxes of a block that begins with run `at`. A box of fewer tokens than 16 ends where they
-    end, and begins in what the copy engine sets to 0, or with tokens before them: what lies behind may be NaN."""
-    page: gl.tuple = ()
-    place: gl.tuple = ()
-    for i in gl.static_range(_BOXES):
-        run = at + i * _BOX // RUN
-        word = runs + gl.maximum(gl.minimum(run, end - 1), 0) * 3
-        first = gl.load(word)
-        tokens = gl.where(run < end, gl.load(word + 1) >> 16, 0) - i * _BOX % RUN
-        tokens = gl.minimum(gl.maximum(tokens, 0), _BOX)
-        page += (first // PAGE_SIZE,)
-        place += (gl.where(tokens > 0, first % PAGE_SIZE + i * _BOX % RUN + tokens - _BOX, -_BOX),)
-    return page, place
-
-
-@gluon.jit
 def _send(desc, page, place, head, ring, ready, empty, count, SLOTS: gl.constexpr):
     """Sends for both halves of the dims of a block of keys or values."""
     for half in gl.static_range(2):
@@ -106,9 +90,9 @@ def _produce(tasks, runs, k_desc, v_desc, ring, ready, empty,
     for task in range(_first_task(), num_tasks, gl.num_programs(0)):
         item, head = items + task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
         start, end = gl.load(item), gl.load(item + 2)
-        page, place = _boxes(runs, start, end, PAGE_SIZE, RUN)
+        page, place = boxes_of(runs, start, end, PAGE_SIZE, RUN)
         for at in range(start, end, _KEYS // RUN):
-            next_page, next_place = _boxes(runs, at + _KEYS // RUN, end, PAGE_SIZE, RUN)  # on its way meanwhile
+            next_page, next_place = boxes_of(runs, at + _KEYS // RUN, end, PAGE_SIZE, RUN)  # on its way meanwhile
             count = _send(k_desc, page, place, head, ring, ready, empty, count, SLOTS)
             count = _send(v_desc, page, place, head, ring, ready, empty, count, SLOTS)
             page, place = next_page, next_place

@@ -59,14 +59,14 @@ def launch_dependents():
 
 
 @gluon.jit
-def _task(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
+def task_of(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
     """Item and KV head of a program's turn. Items are heaviest first; every other round goes backwards, so that all
     programs end at about the same time."""
     programs = gl.num_programs(0)
     first = turn - gl.program_id(0)
     backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
     task = gl.where(backwards, first + programs - 1 - gl.program_id(0), turn)
-    return task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
+    return task // NUM_KV_HEADS, task % NUM_KV_HEADS
 
 
 @gluon.jit
@@ -110,7 +110,8 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
     items, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _task(turn, num_tasks, NUM_KV_HEADS)
+        at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+        at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
         first = start + (num_blocks - 1) * BLOCK_N
@@ -206,7 +207,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _task(turn, num_tasks, NUM_KV_HEADS)
+        at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+        at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
         scale = gl.load(scales[0] + head)
@@ -340,17 +342,21 @@ def prefill_hopper_kernel(
 
 
 def supports(t: "Tensors", tile: PrefillTile, geometry: "Geometry") -> bool:
-    """Whether `launch` computes this: 16-bit queries and cache, heads of 128, pages of whole 16 tokens, groups that
-    divide 128, neither soft cap nor sinks, caches that the copy engine can read (16-byte aligned rows), and items of up
-    to 128 rows."""
+    """Whether `launch` computes this: what the copy engine reads, groups that divide 128, and items of up to 128
+    rows."""
+    group = geometry.num_qo_heads // geometry.num_kv_heads
+    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and reads(t, geometry)
+
+
+def reads(t: "Tensors", geometry: "Geometry") -> bool:
+    """Whether the kernels with roles take this attention: 16-bit queries and cache, heads of 128, pages of whole 16
+    tokens, neither soft cap nor sinks, caches that the copy engine can read (16-byte aligned rows)."""
     caches = (t.k_cache, t.v_cache)
     return (
-        tile.block_m == _BLOCK_M
-        and t.q.dtype in (torch.bfloat16, torch.float16)
+        t.q.dtype in (torch.bfloat16, torch.float16)
         and all(cache.dtype == t.q.dtype for cache in caches)
         and geometry.head_dim == geometry.head_dim_v == _DIM.value
         and geometry.page_size % _CHUNK.value == 0
-        and _BLOCK_M % (geometry.num_qo_heads // geometry.num_kv_heads) == 0
         and geometry.soft_cap is None
         and not geometry.sinks
         and all(cache.data_ptr() % 16 == 0 and cache.stride(-1) == 1 for cache in caches)

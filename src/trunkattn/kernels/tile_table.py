@@ -74,13 +74,15 @@ class GpuTile(Tile):
 
     block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
     chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
-    their own side by side, private_n each at a time; such blocks are the ones with a mask.
+    their own side by side, private_n each at a time; such blocks are the ones with a mask. hopper: `decode_hopper`
+    computes it, which takes all such tiles of a step in one launch and leaves no nodes to another tile.
     """
 
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
     subtiles: int = 1
     private_n: int = 32
+    hopper: bool = False
 
 
 # Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The best tiling of these two
@@ -100,13 +102,23 @@ DECODE_TILES_WIDE: Final = (
     replace(_LOW, programs=2),
     GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16),
 )
+# On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
+# would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md.
+DECODE_TILES_HOPPER: Final = (
+    _LOW,
+    GpuTile(32, 64, 4, 3, programs=2, block_ns=(1410, 1840), chain_ns=(880, 820), hopper=True),
+    GpuTile(64, 64, 4, 3, programs=2, block_ns=(1410, 1840), chain_ns=(880, 820), hopper=True),
+)
 _WIDE: Final = 128
 _WIDEST_BYTES: Final = 512  # of a key: above this, a multiprocessor's shared memory holds one program
 
 
-def decode_tiles(kv_itemsize: int, width: int, group_size: int) -> tuple[GpuTile, ...]:
-    """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v."""
+def decode_tiles(kv_itemsize: int, width: int, group_size: int, hopper: bool = False) -> tuple[GpuTile, ...]:
+    """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
+    `decode_hopper` computes it."""
     tiles: tuple[GpuTile, ...] = DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
+    if hopper:
+        tiles = DECODE_TILES_HOPPER
     if width > _WIDE or kv_itemsize > 2:
         tiles = DECODE_TILES_WIDE
     if width * kv_itemsize > _WIDEST_BYTES:

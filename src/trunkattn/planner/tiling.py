@@ -30,6 +30,7 @@ class TileKind:
     chain_ns: tuple[int, int]
     subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tiles.nest`
     private_tokens: int = 32
+    paired: bool = True  # with a lowest tile for the nodes of few entries
 
     def entries(self, group_size: int) -> int:
         """Query tokens that it holds."""
@@ -94,11 +95,13 @@ class Tiling:
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
-    """The lowest tiles with one query token; every tile, and every taller one with every lowest one; cut or not."""
+    """The lowest tiles with one query token; every tile, and every taller one, if paired, with every lowest one; cut or
+    not."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
     least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
-    pairs = [Tiling(low, tall, least) for tall in usable[len(lowest) :] for low in lowest]
+    taller = [index for index in usable[len(lowest) :] if rule.kinds[index].paired]
+    pairs = [Tiling(low, tall, least) for tall in taller for low in lowest]
     alone = [Tiling(low, alone=True) for low in lowest]
     ways = [*alone, *(Tiling(index) for index in usable), *pairs]
     return [replace(way, waves=waves) for waves in _CUTS for way in ways if waves or not way.alone]

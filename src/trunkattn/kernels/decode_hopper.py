@@ -1,0 +1,341 @@
+"""Row tiles on Hopper over a paged cache: items of the tile list by warps with roles, in Gluon.
+
+A program computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two warps bring
+blocks of 64 keys and of values into rings in shared memory, 16 tokens of a page and 64 dims at a time, wherever they
+lie; a warp group takes them from there. Two programs fill a multiprocessor: while one takes the softmax of a block, the
+matrix unit works for the other. A block with a mask is computed whole: the matrix unit has time, memory has not.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trunkattn.kernels.prefill_hopper import (
+    descriptor,
+    launch_dependents,
+    load_box,
+    make_barriers,
+    reads,
+    task_of,
+    tiles_of,
+)
+from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
+
+if TYPE_CHECKING:
+    from trunkattn.kernels.gpu import Geometry, GpuPlan, Tensors
+    from trunkattn.kernels.tile_table import GpuTile
+
+REGISTERS: Final = 128  # of a thread at launch; consumers then take 232 and leave the producers 24
+_RUN_START, _RUN_FULL, _RUN_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL), gl.constexpr(RUN_END)
+_QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
+_ITEM = gl.constexpr(ITEM_COLUMNS)
+_DIRECT = gl.constexpr(DIRECT)
+_ROWS, _KEYS, _DIM = gl.constexpr(64), gl.constexpr(64), gl.constexpr(128)
+_STAGES = gl.constexpr(2)  # blocks of a ring; three fit too, and are no faster
+_BOX = gl.constexpr(16)  # tokens that the copy engine brings at once
+_BOXES = gl.constexpr(4)  # of a block
+_NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+_LN_2 = gl.constexpr(0.6931471805599453)
+_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+_ROW, _KEY = gl.constexpr(gl.SliceLayout(1, _ACC.value)), gl.constexpr(gl.SliceLayout(0, _ACC.value))
+_OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
+_WIDE_ROW = gl.constexpr(gl.SliceLayout(1, _WIDE.value))
+
+
+@gluon.jit
+def boxes_of(runs, at, end, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr):
+    """Pages and places of the boxes of a block that begins with run `at`. A box of fewer tokens than 16 ends where they
+    end, and begins in what the copy engine sets to 0, or with tokens before them: what lies behind may be NaN."""
+    page: gl.tuple = ()
+    place: gl.tuple = ()
+    for i in gl.static_range(_BOXES):
+        run = at + i * _BOX // RUN
+        word = runs + gl.maximum(gl.minimum(run, end - 1), 0) * 3
+        first = gl.load(word)
+        tokens = gl.where(run < end, gl.load(word + 1) >> 16, 0) - i * _BOX % RUN
+        tokens = gl.minimum(gl.maximum(tokens, 0), _BOX)
+        page += (first // PAGE_SIZE,)
+        place += (gl.where(tokens > 0, first % PAGE_SIZE + i * _BOX % RUN + tokens - _BOX, -_BOX),)
+    return page, place
+
+
+@gluon.jit
+def _extent(item, BLOCK_RUNS: gl.constexpr):
+    """Of an item: first run and end; blocks, and those that all rows see; blocks with a mask that come first.
+
+    In every other program they do. Blocks that all rows see are shared by many items and come from the L2 cache, those
+    with a mask from memory: so both are always at work, and the programs of a multiprocessor each at another."""
+    start, full, end = gl.load(item + _RUN_START), gl.load(item + _RUN_FULL), gl.load(item + _RUN_END)
+    number, num_full = (end - start + BLOCK_RUNS - 1) // BLOCK_RUNS, (full - start) // BLOCK_RUNS
+    half = gl.maximum(gl.num_programs(0) // 2, 1)
+    turned = (gl.program_id(0) + gl.program_id(0) // half) % 2 == 1
+    return start, end, number, num_full, gl.where(turned, number - num_full, 0)
+
+
+@gluon.jit
+def _block(nth, num_full, ahead):
+    """The block of an item that is computed as nth."""
+    return gl.where(nth < ahead, num_full + nth, nth - ahead)
+
+
+@gluon.jit
+def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+             RUN: gl.constexpr):  # fmt: skip
+    """Fills a ring."""
+    items, num_tasks = tasks
+    BLOCK_RUNS: gl.constexpr = _KEYS // RUN
+    count = 0
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+        start, end, number, num_full, ahead = _extent(items + item * _ITEM, BLOCK_RUNS)
+        page, place = boxes_of(runs, start + _block(0, num_full, ahead) * BLOCK_RUNS, end, PAGE_SIZE, RUN)
+        for nth in range(number):
+            following = start + _block(nth + 1, num_full, ahead) * BLOCK_RUNS
+            next_page, next_place = boxes_of(runs, following, end, PAGE_SIZE, RUN)  # on its way meanwhile
+            slot = count % _STAGES
+            bar = ready.index(slot)
+            mbarrier.wait(empty.index(slot), count // _STAGES % 2 ^ 1)
+            mbarrier.expect(bar, _KEYS * _DIM * 2)
+            for i in gl.static_range(_BOXES):
+                for half in gl.static_range(2):
+                    box = ring.index((slot * 2 + half) * _BOXES + i)
+                    load_box(desc, [page[i], place[i], head, half * (_DIM // 2)], bar, box)
+            count += 1
+            page, place = next_page, next_place
+
+
+@gluon.jit
+def _seen(runs, at, end, local, position, window, RUN: gl.constexpr, MASKED: gl.constexpr):
+    """[64, 64] which row sees which key of the block that begins with run `at`. local: each row's query."""
+    n = gl.arange(0, _KEYS, _KEY)
+    sees = local * 0  # a bit for each box
+    there = n * 0  # tokens of the key's box, and its place there: a box ends with its last token
+    for i in gl.static_range(_BOXES):
+        run = at + i * _BOX // RUN
+        word = gl.load(runs + run * 3 + 1, mask=run < end, other=0)
+        tokens = gl.minimum(gl.maximum((word >> 16) - i * _BOX % RUN, 0), _BOX)
+        sees |= gl.where((local >= (word & 255)) & (local < (word >> 8 & 255)), 1 << i, 0)
+        there = gl.where(n // _BOX == i, n % _BOX + tokens, there)
+    seen = ((sees[:, None] >> (n // _BOX)[None, :]) & 1 != 0) & (there >= _BOX)[None, :]
+    if MASKED:
+        run = at + n // RUN
+        where = gl.load(runs + run * 3 + 2, mask=run < end, other=0) + n % RUN // _BOX * _BOX + there - _BOX
+        seen = seen & (where[None, :] <= position[:, None]) & (where[None, :] > (position - window)[:, None])
+    return seen
+
+
+@gluon.jit
+def _softmax(state, scores, scale, seen, MASK: gl.constexpr):
+    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum."""
+    top, total = state
+    if MASK:
+        scores = gl.where(seen, scores, -float("inf"))
+    higher = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
+    rescale = gl.exp2(top - higher)
+    return weights, rescale, (higher, total * rescale + gl.sum(weights, 1))
+
+
+@gluon.jit
+def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, barriers, MASK: gl.constexpr,
+          MASKED: gl.constexpr, RUN: gl.constexpr):  # fmt: skip
+    """Block `count`, whose keys are there: its scores and weights, while the values of the block before are added.
+
+    The wait for the keys of the next block, if there are more, stands before the wait for the sums: its branch keeps
+    the assembler from moving the softmax behind the latter."""
+    k_tiles, v_tiles = tiles
+    k_ready, k_empty, v_ready, v_empty = barriers
+    runs, at, end = block
+    local, position, window = rows
+    slot, before = count % _STAGES, (count - 1) % _STAGES
+    nothing = gl.zeros([_ROWS, _KEYS], gl.float32, _ACC)
+    scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    seen = 0
+    if MASK:
+        seen = _seen(runs, at, end, local, position, window, RUN, MASKED)
+    mbarrier.wait(v_ready.index(before), (count - 1) // _STAGES % 2)
+    acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(slot))
+    new, rescale, state = _softmax(state, scores, scale, seen, MASK)
+    new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
+    mbarrier.wait(k_ready.index((count + 1) % _STAGES), (count + 1) // _STAGES % 2, pred=more)
+    acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
+    mbarrier.arrive(v_empty.index(before))
+    return acc * rescale[:, None], new, state
+
+
+@gluon.jit
+def _finish(result, natural, row, q_tile, tensors, strides, head, v_scale, NUM_QO_HEADS: gl.constexpr,
+            GROUP: gl.constexpr, RETURN_LSE: gl.constexpr):  # fmt: skip
+    """Writes the rows: to `out` by way of the query tile's memory, or partials. row: query token and slot of each."""
+    q, out, lse_out, partial, partial_lse = tensors
+    token, slot, used = row
+    query_head = head * GROUP + gl.arange(0, _ROWS, _ROW) % GROUP
+    if gl.max(slot, 0) != _DIRECT:
+        kept = used & (slot != _DIRECT)
+        slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
+        d = gl.arange(0, _DIM, _KEY)[None, :]
+        gl.store(partial + slot_at[:, None] * _DIM + d, result, mask=kept[:, None])
+        gl.store(partial_lse + slot_at, natural, mask=kept)
+    direct = used & (slot == _DIRECT)
+    if RETURN_LSE:
+        gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+    q_tile.store((result * v_scale).to(q.dtype.element_ty))
+    wide_token = gl.convert_layout(gl.where(direct, token, -1), _WIDE_ROW)
+    wide_head = head * GROUP + gl.arange(0, _ROWS, _WIDE_ROW) % GROUP
+    d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
+    out_at = (wide_token.to(gl.int64) * strides[2] + wide_head * strides[3])[:, None] + d
+    gl.store(out + out_at, q_tile.load(_WIDE), mask=(wide_token >= 0)[:, None])
+
+
+@gluon.jit
+def _load_queries(q, queries, start, end, head, scale, q_tile, strides, GROUP: gl.constexpr):
+    """Query rows [start, end) of the list to shared memory, for keys whose logits are multiplied by |scale|."""
+    m = gl.arange(0, _ROWS, _WIDE_ROW)
+    used = start + m // GROUP < end
+    token = gl.load(queries + start + m // GROUP, mask=used, other=0).to(gl.int64)
+    d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
+    at = (token * strides[0] + (head * GROUP + m % GROUP) * strides[1])[:, None] + d
+    values = gl.load(q + at, mask=used[:, None], other=0.0)
+    q_tile.store(gl.where(scale < 0, -values, values))
+    fence_async_shared()
+
+
+@gluon.jit
+def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barriers, NUM_QO_HEADS: gl.constexpr,
+             NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
+             RUN: gl.constexpr):  # fmt: skip
+    """Attention of the items."""
+    items, num_tasks = tasks
+    runs, queries, slots, positions = plan
+    q = tensors[0]
+    k_tiles, v_tiles = tiles
+    k_ready, k_empty, v_ready, v_empty = barriers
+    GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
+    BLOCK_RUNS: gl.constexpr = _KEYS // RUN
+    local = gl.arange(0, _ROWS, _ROW) // GROUP
+    count = 0
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+        item = items + item * _ITEM
+        start, end, number, num_full, ahead = _extent(item, BLOCK_RUNS)
+        query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
+        scale = gl.load(scales[0] + head)
+        _load_queries(q, queries, query_start, query_end, head, scale, q_tile, strides, GROUP)
+        scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score, which is infinite, is to stay so
+        used = query_start + local < query_end
+        token = gl.load(queries + query_start + local, mask=used, other=0)
+        slot = gl.load(slots + query_start + local, mask=used, other=_DIRECT)
+        position = local
+        if MASKED:
+            position = gl.load(positions + token, mask=used, other=0)
+        rows = (local, position, window)
+        ring = count % _STAGES
+        mbarrier.wait(k_ready.index(ring), count // _STAGES % 2)
+        nothing = gl.zeros([_ROWS, _KEYS], gl.float32, _ACC)
+        scores = warpgroup_mma(q_tile, k_tiles.index(ring).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        first = start + _block(0, num_full, ahead) * BLOCK_RUNS
+        seen = _seen(runs, first, end, local, position, window, RUN, MASKED)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(ring))
+        state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
+        weights, _, state = _softmax(state, scores, scale, seen, True)
+        weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
+        acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
+        count += 1
+        mbarrier.wait(k_ready.index(count % _STAGES), count // _STAGES % 2, pred=number > 1)
+        ends = (ahead, ahead + num_full, number)  # with a mask, without, with a mask
+        begins = (1, gl.maximum(ends[0], 1), gl.maximum(ends[1], 1))
+        for part in gl.static_range(3):
+            for nth in range(begins[part], ends[part]):
+                block = (runs, start + _block(nth, num_full, ahead) * BLOCK_RUNS, end)
+                acc, weights, state = _step(
+                    acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
+                    part != 1, MASKED, RUN)  # fmt: skip
+                count += 1
+        last = (count - 1) % _STAGES
+        mbarrier.wait(v_ready.index(last), (count - 1) // _STAGES % 2)
+        acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        mbarrier.arrive(v_empty.index(last))
+        top, total = state
+        some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
+        natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
+        _finish(acc * (1.0 / some)[:, None], natural, (token, slot, used), q_tile, tensors, strides, head,
+                gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
+
+
+@gluon.jit
+def decode_hopper_kernel(
+    q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
+    items, counts, runs, queries, slots, positions,  # the plan
+    logit_scale, v_scale, window,  # options
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
+    MASKED: gl.constexpr, RETURN_LSE: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, LEADS: gl.constexpr,
+):  # fmt: skip
+    """The items of the buckets FIRST to LAST, which merge nothing; see `TileList` for the arrays."""
+    if LEADS:
+        launch_dependents()
+    dtype: gl.constexpr = q.dtype.element_ty
+    k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, _BOX, 1, _DIM // 2], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, _BOX, 1, _DIM // 2], v_desc.layout)
+    q_tile = gl.allocate_shared_memory(dtype, [_ROWS, _DIM], _TILE)
+    k_ready, k_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
+    v_ready, v_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
+    tiles = (tiles_of(k_ring, _KEYS, _DIM, _STAGES), tiles_of(v_ring, _KEYS, _DIM, _STAGES))
+    barriers = (k_ready, k_empty, v_ready, v_empty)
+    first_item = gl.load(counts + FIRST)
+    tasks = (items + first_item * _ITEM, (gl.load(counts + LAST + 1) - first_item) * NUM_KV_HEADS)
+    plan = (runs, queries, slots, positions)
+    tensors = (q, out, lse_out, partial, partial_lse)
+    strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
+    gl.warp_specialize(
+        [
+            (_consume, (tasks, plan, tensors, (logit_scale, v_scale), window, strides, q_tile, tiles, barriers,
+                        NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN)),
+            (_produce, (tasks, runs, k_desc, k_ring, k_ready, k_empty, NUM_KV_HEADS, PAGE_SIZE, RUN)),
+            (_produce, (tasks, runs, v_desc, v_ring, v_ready, v_empty, NUM_KV_HEADS, PAGE_SIZE, RUN)),
+        ],
+        [1, 1],
+        [24, 24],
+    )  # fmt: skip
+
+
+def supports(t: "Tensors", geometry: "Geometry", tile: "GpuTile") -> bool:
+    """Whether `launch` computes this: what the copy engine reads, pages and groups that blocks and tiles hold whole."""
+    group = geometry.num_qo_heads // geometry.num_kv_heads
+    return (
+        reads(t, geometry)
+        and _ROWS.value % group == 0
+        and tile.block_m % group == 0
+        and tile.block_m <= _ROWS.value
+        and (tile.block_n, tile.subtiles) == (_KEYS.value, 1)
+        and _KEYS.value % geometry.run == 0
+        and geometry.run % _BOX.value == 0
+    )
+
+
+def launch(t: "Tensors", plan: "GpuPlan", buckets: tuple[int, int], programs: int, options: dict[str, bool]) -> None:
+    """The items of all buckets from the first to the last, on the current stream, after all that was launched there.
+    options: the kernel's LEADS and RETURN_LSE."""
+    geometry, arrays = plan.geometry, plan.arrays
+    names = ("items", "counts", "runs", "queries", "slots", "positions")
+    decode_hopper_kernel[(programs,)](
+        t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
+        *(arrays[name] for name in names), t.logit_scale, t.v_scale, geometry.window,
+        *t.q.stride()[:2], *t.out.stride()[:2],
+        NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
+        RUN=geometry.run, MASKED=geometry.masked, FIRST=buckets[0], LAST=buckets[1], **options,
+        num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
