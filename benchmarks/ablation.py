@@ -120,7 +120,7 @@ def variants(case: Case) -> list[Variant]:
     flat = setting.with_tiles(without_subtiles(setting.tiles))
     rule = setting.rule
     both = next(way for way in candidates(rule) if way.tall is not None)
-    both_uncut, tall_uncut = replace(both, cut=False), Tiling(len(rule.kinds) - 1, cut=False)
+    both_uncut, tall_uncut = replace(both, waves=0), Tiling(len(rule.kinds) - 1, waves=0)
     # low tiles of so few rows hold one query token; the kernel computes as many rows as ever
     low_rows = replace(rule.kinds[both.low], rows=rule.group_size)
     kinds = tuple(low_rows if index == both.low else kind for index, kind in enumerate(rule.kinds))

@@ -24,7 +24,7 @@ from tiled import list_tiles, make_run, tile_rule
 from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
 
-from trunkattn.kernels.tile_table import DECODE_TILES, GpuLimits, gpu_limits
+from trunkattn.kernels.tile_table import DECODE_TILES, DECODE_TILES_HOPPER, GpuLimits, GpuTile, gpu_limits
 from trunkattn.planner import tile_costs, tiles, tiling
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
@@ -41,24 +41,30 @@ class Card:
     processors: int
     bytes_per_us: int
     l2_bytes: int = 50 << 20
+    hopper: bool = True
+
+    @property
+    def tiles(self) -> tuple[GpuTile, ...]:
+        """That it runs."""
+        return DECODE_TILES_HOPPER if self.hopper else DECODE_TILES
 
 
 def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) -> tiling.TilingRule:
     """The rule of `BatchAttention` for bf16; times: see `start`."""
     hq, hkv = map(int, heads.split("/"))
-    table = start() if times is None else times
+    table = start(card) if times is None else times
     timed = tuple(
         replace(tile, block_ns=(int(row[0]), int(row[1])), chain_ns=(int(row[2]), int(row[3])))
-        for tile, row in zip(DECODE_TILES, table[:-1].reshape(-1, 4), strict=True)
+        for tile, row in zip(card.tiles, table[:-1].reshape(-1, 4), strict=True)
     )
     limits = GpuLimits(card.bytes_per_us, int(table[-1]), "as measured")
     return tile_rule(timed, (hq, hkv, HEAD_DIM), (card.processors, card.l2_bytes), limits)
 
 
-def start() -> NDArray[np.float64]:
+def start(card: Card) -> NDArray[np.float64]:
     """Today's times: block_ns and chain_ns (full, masked) of each tile, then launch_ns."""
     return np.array(
-        [value for tile in DECODE_TILES for value in (*tile.block_ns, *tile.chain_ns)]
+        [value for tile in card.tiles for value in (*tile.block_ns, *tile.chain_ns)]
         + [gpu_limits("NVIDIA H200").launch_ns],
         np.float64,
     )
@@ -81,7 +87,7 @@ def measure(heads: str, name: str, card: Card) -> dict[str, Any]:
     rule = make_rule(card, heads)
     found = {}
     for way in tiling.candidates(rule):
-        run = make_run(case, rule, list_tiles(case.batch, rule, way), DECODE_TILES)
+        run = make_run(case, rule, list_tiles(case.batch, rule, way), card.tiles)
         error = largest_error(case, run(0))
         if error > TOLERANCE:
             raise SystemExit(f"{heads} {name} {way.name(rule)}: error {error:.3g}")
@@ -137,7 +143,7 @@ def fit(rows: list[Measured], card: Card, seconds: float) -> NDArray[np.float64]
         error, regret = losses(rows, predict(rows, card, times))
         return error + 2 * regret
 
-    best = start()
+    best = start(card)
     least = loss(best)
     begin = time.perf_counter()
     while (share := (time.perf_counter() - begin) / seconds) < 1:
@@ -162,7 +168,8 @@ def main() -> None:
         card, rows = Card(**result["card"]), result["rows"]
     else:
         properties = torch.cuda.get_device_properties(0)
-        card = Card(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size)
+        hopper = (properties.major, properties.minor) == (9, 0)
+        card = Card(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size, hopper)
         rows = []
         for heads in arguments.heads:
             for name in (*arguments.trees, *(each.replace(":", " ") for each in arguments.ragged)):
@@ -174,13 +181,13 @@ def main() -> None:
     prepared = [prepare(row, card) for row in rows]
     print(
         "today's table: error {:.3f}, loss of the choice {:.4f}".format(
-            *losses(prepared, predict(prepared, card, start()))
+            *losses(prepared, predict(prepared, card, start(card)))
         )
     )
     best = fit(prepared, card, arguments.seconds)
     predicted = predict(prepared, card, best)
     print("fitted: error {:.3f}, loss of the choice {:.4f}".format(*losses(prepared, predicted)))
-    for tile, row in zip(DECODE_TILES, best[:-1].reshape(-1, 4).round(-1).astype(int).tolist(), strict=True):
+    for tile, row in zip(card.tiles, best[:-1].reshape(-1, 4).round(-1).astype(int).tolist(), strict=True):
         print(replace(tile, block_ns=tuple(row[:2]), chain_ns=tuple(row[2:])))
     print(f"launch_ns={best[-1]:.0f}")
     for row, times, source in zip(prepared, predicted, rows, strict=True):

@@ -19,7 +19,13 @@ from kernels import HEADS, Case, ceilings, make_case, measure, microseconds
 from report import write_result
 from tiled import list_tiles, make_run, planned_bytes, rule_on_card
 
-from trunkattn.kernels.tile_table import DECODE_TILES, DECODE_TILES_FP8, GpuTile, without_subtiles
+from trunkattn.kernels.tile_table import (
+    DECODE_TILES,
+    DECODE_TILES_FP8,
+    DECODE_TILES_HOPPER,
+    GpuTile,
+    without_subtiles,
+)
 from trunkattn.plan_format import RUN_END, RUN_FULL, RUN_START, TileList
 from trunkattn.planner.tiling import Tiling, TilingRule
 
@@ -50,13 +56,15 @@ class Listed:
         """Rows × keys."""
         tile = self.tile
         nested = f" in {tile.subtiles} subtiles" if tile.subtiles > 1 else ""
-        return f"{tile.block_m}x{tile.block_n}{nested}{' fp8' if self.kv_dtype.itemsize == 1 else ''}"
+        kind = " fp8" if self.kv_dtype.itemsize == 1 else " with roles" if tile.hopper else ""
+        return f"{tile.block_m}x{tile.block_n}{nested}{kind}"
 
 
 def listed_tiles() -> list[Listed]:
-    """Every tile for bf16 caches, and the low one for fp8."""
+    """Every tile for bf16 caches that the card runs, and the low one for fp8."""
     flat = [tile for tile in without_subtiles(DECODE_TILES) if tile not in DECODE_TILES]
-    found = [Listed(tile, torch.bfloat16) for tile in (*DECODE_TILES, *flat)]
+    hopper = DECODE_TILES_HOPPER[1:] if torch.cuda.get_device_capability() == (9, 0) else ()
+    found = [Listed(tile, torch.bfloat16) for tile in (*DECODE_TILES, *flat, *hopper)]
     return [*found, Listed(DECODE_TILES_FP8[0], torch.float8_e4m3fn)]
 
 

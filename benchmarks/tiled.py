@@ -88,7 +88,8 @@ def make_run(
     """A decode batch through a tile list made with `rule`, whose kinds are `tiles`; out is NaN where nothing writes."""
     hq, hkv, dim = case.heads
     device, properties = case.q.device, torch.cuda.get_device_properties(case.q.device)
-    card = gpu.Card(properties.multi_processor_count, overlaps=properties.major >= 9)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    card = gpu.Card(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
     geometry = gpu.Geometry(
         hq, hkv, dim, dim, rule.page_size, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
