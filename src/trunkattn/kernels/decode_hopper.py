@@ -38,9 +38,11 @@ _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
 _ROWS, _KEYS, _DIM = gl.constexpr(64), gl.constexpr(64), gl.constexpr(128)
+_PREFETCHES = gl.constexpr(True)
 _STAGES = gl.constexpr(2)  # blocks of a ring; three fit too, and are no faster
 _BOX = gl.constexpr(16)  # tokens that the copy engine brings at once
 _BOXES = gl.constexpr(4)  # of a block
+_LINE = gl.constexpr(32)  # numbers in 128 bytes
 _NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
 _LN_2 = gl.constexpr(0.6931471805599453)
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -49,6 +51,18 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
 _WIDE_ROW = gl.constexpr(gl.SliceLayout(1, _WIDE.value))
+
+
+@gluon.jit
+def _prefetch(array, size, LINES: gl.constexpr):
+    """The first lines of an array of `size` numbers to the L2 cache. A plan has left it since the layer before, and a
+    program would wait for memory three times before it knows where its keys are."""
+    lines = gl.minimum(size // _LINE, LINES)
+    first = gl.program_id(0) * 128
+    if first < lines:
+        line = gl.minimum(first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), lines - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [array + line * _LINE], gl.int32, False, 1)  # fmt: skip
 
 
 @gluon.jit
@@ -280,13 +294,18 @@ def decode_hopper_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
     items, counts, runs, queries, slots, positions,  # the plan
     logit_scale, v_scale, window,  # options
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, items_size, queries_size, runs_size,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
     MASKED: gl.constexpr, RETURN_LSE: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
-    """The items of the buckets FIRST to LAST, which merge nothing; see `TileList` for the arrays."""
+    """The items of the buckets FIRST to LAST, which merge nothing; see `TileList` for the arrays. *_size: of those."""
     if LEADS:
         launch_dependents()
+    if _PREFETCHES:
+        _prefetch(items, items_size, 64)
+        _prefetch(runs, runs_size, 512)
+        _prefetch(queries, queries_size, 64)
+        _prefetch(slots, queries_size, 64)
     dtype: gl.constexpr = q.dtype.element_ty
     k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, _BOX, 1, _DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, _BOX, 1, _DIM // 2], v_desc.layout)
@@ -334,7 +353,7 @@ def launch(t: "Tensors", plan: "GpuPlan", buckets: tuple[int, int], programs: in
     decode_hopper_kernel[(programs,)](
         t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
         *(arrays[name] for name in names), t.logit_scale, t.v_scale, geometry.window,
-        *t.q.stride()[:2], *t.out.stride()[:2],
+        *t.q.stride()[:2], *t.out.stride()[:2], *(plan.sizes[name] for name in ("items", "queries", "runs")),
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
         RUN=geometry.run, MASKED=geometry.masked, FIRST=buckets[0], LAST=buckets[1], **options,
         num_warps=4, maxnreg=REGISTERS,
