@@ -10,6 +10,7 @@ from dataclasses import asdict
 from trunkattn.kernels.ahead import (
     Target,
     compile_decode,
+    compile_decode_hopper,
     compile_hybrid,
     compile_merge,
     compile_persistent,
@@ -23,7 +24,8 @@ from trunkattn.kernels.tile_table import decode_tiles, prefill_tile
 def main() -> None:
     target = Target(int(sys.argv[1]), int(sys.argv[2]))
     report = {"merge": asdict(compile_merge(target))}
-    tiles = decode_tiles(2, target.head_dim, target.num_qo_heads // target.num_kv_heads)
+    group = target.num_qo_heads // target.num_kv_heads
+    tiles = decode_tiles(2, target.head_dim, group)
     used = compile_persistent(target, tiles)
     widest = max(tiles, key=lambda tile: tile.warps)
     programs = ARCHITECTURES[target.capability].resident(widest, used)
@@ -36,13 +38,16 @@ def main() -> None:
         for window in (False, True):
             used = compile_prefill_hopper(target, window)
             report[f"prefill hopper{' window' if window else ''}"] = asdict(used) | {"programs": 1}
+        for name, masked in (("decode hopper", False), ("decode hopper masked", True)):
+            report[name] = asdict(compile_decode_hopper(target, masked)) | {"programs": 2}
         for name, variant in (("hybrid", {}), ("hybrid masked", {"masked": True}), ("hybrid window", {"window": True})):
             report[name] = asdict(compile_hybrid(target, **variant)) | {"programs": 1}
-    for tile in tiles:
-        for merges in (False, True):
+    hopper = decode_tiles(2, target.head_dim, group, hopper=(target.capability, target.head_dim) == (90, 128))
+    for tile in dict.fromkeys((*tiles, *hopper)):
+        for merges in (False,) if tile.hopper else (False, True):
             used = compile_decode(target, tile, merges)
             programs = ARCHITECTURES[target.capability].resident(tile, used)
-            report[f"{tile.block_m}x{tile.block_n}{' merging' if merges else ''}"] = asdict(used) | {
+            report[f"{tile.block_m}x{tile.block_n}{' flat' * tile.hopper}{' merging' * merges}"] = asdict(used) | {
                 "programs": programs
             }
     print(json.dumps(report))

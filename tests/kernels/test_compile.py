@@ -23,13 +23,17 @@ SPILLED_AT_MOST = {
     (80, 128): {"64x64": 16, "persistent": 32, "prefill": 232},
     (90, 128): {
         "persistent": 8, "prefill hopper": 456, "prefill hopper window": 408,  # outside of its inner loop
+        "decode hopper": 20, "decode hopper masked": 24,  # of warps that bring keys and values
         "hybrid": 616, "hybrid masked": 616, "hybrid window": 600,  # outside of its two inner loops
     },
     (90, 256): {"16x64 merging": 160, "persistent": 24, "prefill": 32},
     (100, 128): {"64x64": 32, "64x64 merging": 128, "persistent": 40},
     (100, 256): {"16x64 merging": 160, "32x64 merging": 64, "prefill": 256},
 }  # fmt: skip
-ON_HOPPER = frozenset({"prefill hopper", "prefill hopper window", "hybrid", "hybrid masked", "hybrid window"})
+ON_HOPPER = frozenset({
+    "prefill hopper", "prefill hopper window", "hybrid", "hybrid masked", "hybrid window", "decode hopper",
+    "decode hopper masked",
+})  # fmt: skip
 
 
 class Compiled(NamedTuple):
@@ -42,7 +46,13 @@ class Compiled(NamedTuple):
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
         """Of a 16-bit cache and groups of 4 heads."""
-        return decode_tiles(2, self.head_dim, 4)
+        tiles = decode_tiles(2, self.head_dim, 4)
+        return (*tiles, *decode_tiles(2, 128, 4, hopper=True)[1:]) if self.on_hopper else tiles
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether there are kernels of its own."""
+        return (self.capability, self.head_dim) == (90, 128)
 
 
 @pytest.fixture(
@@ -61,10 +71,11 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
 
 
 def test_every_kernel_compiles(compiled: Compiled) -> None:
-    tiles = {f"{tile.block_m}x{tile.block_n}" for tile in compiled.tiles}
-    hopper = ON_HOPPER if (compiled.capability, compiled.head_dim) == (90, 128) else set()
+    tiles = {f"{tile.block_m}x{tile.block_n}{' flat' * tile.hopper}" for tile in compiled.tiles}
+    hopper = ON_HOPPER if compiled.on_hopper else set()
     others = {"merge", "persistent", "prefill"} | hopper
-    assert set(compiled.report) == others | tiles | {f"{tile} merging" for tile in tiles}
+    merging = {f"{tile.block_m}x{tile.block_n} merging" for tile in compiled.tiles if not tile.hopper}
+    assert set(compiled.report) == others | tiles | merging
     assert all(used["registers"] > 16 for used in compiled.report.values())
 
 
@@ -89,7 +100,7 @@ def test_as_many_programs_share_a_multiprocessor_as_the_tile_table_says(compiled
     """On the card that it was measured on; others may hold fewer."""
     if compiled.capability == 90 and compiled.head_dim <= 128:
         for tile in compiled.tiles:
-            used = compiled.report[f"{tile.block_m}x{tile.block_n}"]
+            used = compiled.report[f"{tile.block_m}x{tile.block_n}{' flat' * tile.hopper}"]
             assert tile.programs <= used["programs"], used
     if compiled.capability == 90:
         assert prefill_tile(2, compiled.head_dim).programs <= compiled.report["prefill"]["programs"]

@@ -45,7 +45,8 @@ def _places_kernel(starts, hangs, family, places, previous, num_rows, BLOCK: tl.
 @st.composite
 def rules(draw: st.DrawFn) -> TilingRule:
     group_size = draw(st.sampled_from([1, 4, 5, 8]))
-    table = st.sampled_from([decode_tiles(*cache, group_size) for cache in ((2, 128), (1, 128), (2, 256))])
+    tables = [decode_tiles(*cache, group_size) for cache in ((2, 128), (1, 128), (2, 256))]
+    table = st.sampled_from([*tables, decode_tiles(2, 128, group_size, hopper=True)])
     return make_rule(
         group_size,
         draw(st.sampled_from([1, 8, 12, 16, 32])),

@@ -70,7 +70,8 @@ def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
 def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
     """Of the table, or, unless they must be `listed`, of low tiles."""
     group_size = draw(GROUP_SIZES)
-    table = st.sampled_from([decode_tiles(*cache, group_size) for cache in CACHES])
+    hopper = decode_tiles(2, 128, group_size, hopper=True)
+    table = st.sampled_from([*(decode_tiles(*cache, group_size) for cache in CACHES), hopper])
     return make_rule(
         group_size,
         page_size,

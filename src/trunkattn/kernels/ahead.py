@@ -115,6 +115,19 @@ def compile_hybrid(target: Target, masked: bool = False, window: bool = False) -
     return _compile(hybrid.hybrid_kernel, target, constants, options, GluonASTSource)
 
 
+def compile_decode_hopper(target: Target, masked: bool = False) -> Resources:
+    """`decode_hopper_kernel`, for an sm_90 and heads of 128; registers and masked as of `compile_hybrid`."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from trunkattn.kernels import decode_hopper
+
+    constants: dict[str, object] = {
+        "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked, "RETURN_LSE": False, "LEADS": True, "FIRST": 1, "LAST": 2,
+    }  # fmt: skip
+    options = {"num_warps": 4, "maxnreg": decode_hopper.REGISTERS}
+    return _compile(decode_hopper.decode_hopper_kernel, target, constants, options, GluonASTSource)
+
+
 def compile_merge(target: Target) -> Resources:
     """`merge_kernel`."""
     constants: dict[str, object] = {

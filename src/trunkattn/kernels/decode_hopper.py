@@ -38,7 +38,6 @@ _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
 _ROWS, _KEYS, _DIM = gl.constexpr(64), gl.constexpr(64), gl.constexpr(128)
-_ORDER = gl.constexpr(1)
 _STAGES = gl.constexpr(2)  # blocks of a ring; three fit too, and are no faster
 _BOX = gl.constexpr(16)  # tokens that the copy engine brings at once
 _BOXES = gl.constexpr(4)  # of a block
@@ -83,18 +82,6 @@ def boxes_of(runs, at, end, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr):
 
 
 @gluon.jit
-def _program():
-    """A program's number, so that the first half of them are on a multiprocessor each: PLACEHOLDER."""
-    program, half = gl.program_id(0), (gl.num_programs(0) + 1) // 2
-    if _ORDER == 1:
-        program = program // 2 + program % 2 * half
-    elif _ORDER == 2:
-        whole = gl.num_programs(0) // 4 * 4
-        program = gl.where(program < whole, program // 4 * 2 + program % 2 + program // 2 % 2 * (whole // 2), program)
-    return program
-
-
-@gluon.jit
 def _extent(item, BLOCK_RUNS: gl.constexpr):
     """Of an item: first run and end; blocks, and those that all rows see; blocks with a mask that come first.
 
@@ -102,7 +89,8 @@ def _extent(item, BLOCK_RUNS: gl.constexpr):
     with a mask from memory: so both are always at work, and the programs of a multiprocessor each at another."""
     start, full, end = gl.load(item + _RUN_START), gl.load(item + _RUN_FULL), gl.load(item + _RUN_END)
     number, num_full = (end - start + BLOCK_RUNS - 1) // BLOCK_RUNS, (full - start) // BLOCK_RUNS
-    turned = (_program() + _program() // ((gl.num_programs(0) + 1) // 2)) % 2 == 1
+    half = gl.maximum(gl.num_programs(0) // 2, 1)
+    turned = (gl.program_id(0) + gl.program_id(0) // half) % 2 == 1
     return start, end, number, num_full, gl.where(turned, number - num_full, 0)
 
 
@@ -119,8 +107,8 @@ def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, 
     items, num_tasks = tasks
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
     count = 0
-    for turn in range(_program(), num_tasks, gl.num_programs(0)):
-        item, head = task_of(turn, _program(), num_tasks, NUM_KV_HEADS)
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
         start, end, number, num_full, ahead = _extent(items + item * _ITEM, BLOCK_RUNS)
         page, place = boxes_of(runs, start + _block(0, num_full, ahead) * BLOCK_RUNS, end, PAGE_SIZE, RUN)
         for nth in range(number):
@@ -250,8 +238,8 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
     local = gl.arange(0, _ROWS, _ROW) // GROUP
     count = 0
-    for turn in range(_program(), num_tasks, gl.num_programs(0)):
-        item, head = task_of(turn, _program(), num_tasks, NUM_KV_HEADS)
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
         item = items + item * _ITEM
         start, end, number, num_full, ahead = _extent(item, BLOCK_RUNS)
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)

@@ -59,13 +59,13 @@ def launch_dependents():
 
 
 @gluon.jit
-def task_of(turn, program, num_tasks, NUM_KV_HEADS: gl.constexpr):
+def task_of(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
     """Item and KV head of a program's turn. Items are heaviest first; every other round goes backwards, so that all
     programs end at about the same time."""
     programs = gl.num_programs(0)
-    first = turn - program
+    first = turn - gl.program_id(0)
     backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
-    task = gl.where(backwards, first + programs - 1 - program, turn)
+    task = gl.where(backwards, first + programs - 1 - gl.program_id(0), turn)
     return task // NUM_KV_HEADS, task % NUM_KV_HEADS
 
 
@@ -110,7 +110,7 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
     items, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, gl.program_id(0), num_tasks, NUM_KV_HEADS)
+        at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
         at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
@@ -207,7 +207,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, gl.program_id(0), num_tasks, NUM_KV_HEADS)
+        at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
         at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)

@@ -106,8 +106,8 @@ DECODE_TILES_WIDE: Final = (
 # would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md.
 DECODE_TILES_HOPPER: Final = (
     _LOW,
-    GpuTile(32, 64, 4, 3, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
-    GpuTile(64, 64, 4, 3, programs=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
+    GpuTile(32, 64, 4, 2, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
+    GpuTile(64, 64, 4, 2, programs=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
 )
 _WIDE: Final = 128
 _WIDEST_BYTES: Final = 512  # of a key: above this, a multiprocessor's shared memory holds one program

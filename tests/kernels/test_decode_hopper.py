@@ -1,0 +1,125 @@
+"""Which row tiles the kernel for Hopper gets, and with what it is launched. The kernel itself:
+tests/gpu/test_decode_hopper.py."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn.kernels import decode_hopper, gpu
+from trunkattn.kernels.tile_table import decode_tiles
+from trunkattn.plan_format import UNLIMITED, TileLimits, TileList
+
+from .test_prefill_hopper import CARD, GEOMETRY, Recorder, make_tensors
+
+CPU = torch.device("cpu")
+TILES = decode_tiles(2, 128, 4, hopper=True)
+LIMITS = TileLimits(items=8, runs=8, queries=8, merged=8, slots=8, query_tokens=8)
+
+
+def make_list() -> TileList:
+    """Decodes of one run each: a low item, one of 32 rows, and two of 64, whose query is in two pieces."""
+    ints = np.arange(4, dtype=np.int32)
+    run = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
+    return TileList(
+        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), runs=np.tile(run, (4, 1)),
+        queries=np.array([0, 1, 2, 2], np.int32), slots=np.array([-1, -1, 0, 1], np.int32),
+        parts=np.zeros((4, 2), np.int32), counts=np.array([0, 1, 2, 4, 4, 4, 4], np.int32),
+        merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32), num_slots=2, merges_taller=True,
+    )  # fmt: skip
+
+
+def uploaded(geometry: gpu.Geometry = GEOMETRY) -> gpu.GpuPlan:
+    return gpu.upload(make_list(), np.full(3, 15, np.int32), geometry, CARD, "serial", CPU)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
+    """The one for Hopper, the one for any card, and the one that merges."""
+    found = {"hopper": Recorder(), "any": Recorder(), "merge": Recorder()}
+    monkeypatch.setattr(decode_hopper, "decode_hopper_kernel", found["hopper"])
+    monkeypatch.setattr(gpu, "decode_kernel", found["any"])
+    monkeypatch.setattr(gpu, "merge_kernel", found["merge"])
+    return found
+
+
+@pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
+def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, window: int, masked: bool) -> None:
+    names, kernel = decode_hopper.decode_hopper_kernel.arg_names, Recorder()
+    monkeypatch.setattr(decode_hopper, "decode_hopper_kernel", kernel)
+    plan = uploaded(replace(GEOMETRY, window=window, masked=masked))
+    decode_hopper.launch(make_tensors(), plan, (1, 2), 264, {"LEADS": True, "RETURN_LSE": False})
+    ((programs, args, options),) = kernel.calls
+    given = dict(zip(names, args, strict=False)) | options
+    assert programs == 264
+    assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
+    assert given["counts"].tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
+    assert (given["FIRST"], given["LAST"]) == (1, 2)
+    assert (given["window"], given["MASKED"]) == (window, masked)
+    assert (given["items_size"], given["queries_size"], given["runs_size"]) == (20, 4, 12)
+    assert given["runs"].numel() == 12 and given["slots"].tolist() == [-1, -1, 0, 1]
+    assert (given["q_stride_t"], given["q_stride_h"]) == (8 * 128, 128)
+
+
+def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
+    gpu.execute(uploaded(), make_tensors(), TILES, CARD, False)
+    buckets = [(options["FIRST"], options["LAST"], programs) for programs, _, options in kernels["hopper"].calls]
+    assert buckets == [(2, 2, 4), (1, 1, 2)]
+    assert [options["BUCKET"] for _, _, options in kernels["any"].calls] == [0]
+    assert len(kernels["merge"].calls) == 1
+
+
+def test_a_plan_of_fixed_size_takes_one_launch_for_all_heights(kernels: dict[str, Recorder]) -> None:
+    plan = gpu.reserve(LIMITS, TILES, GEOMETRY, CARD, "serial", CPU)
+    gpu.refill(plan, make_list(), np.full(3, 15, np.int32))
+    gpu.execute(plan, make_tensors(), TILES, CARD, False)
+    ((programs, _, options),) = kernels["hopper"].calls
+    assert (options["FIRST"], options["LAST"], programs) == (1, 2, 2 * CARD.processors)
+    ((_, _, options),) = kernels["any"].calls
+    assert (options["BUCKET"], options["ALSO"], options["MERGE"]) == (0, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tensors"),
+    [
+        ({"soft_cap": 30.0}, {}),
+        ({"sinks": True}, {}),
+        ({"head_dim_v": 64}, {}),
+        ({"page_size": 8, "run": 8}, {}),
+        ({"num_qo_heads": 6}, {}),
+        ({}, {"dtype": torch.float32}),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}),
+    ],
+)
+def test_what_it_cannot_do_goes_to_the_other(
+    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    plan = gpu.reserve(LIMITS, TILES, replace(GEOMETRY, **geometry), CARD, "serial", CPU)
+    gpu.refill(plan, make_list(), np.full(3, 15, np.int32))
+    gpu.execute(plan, make_tensors(**tensors), TILES, CARD, False)
+    assert not kernels["hopper"].calls
+    launched = [(options["BUCKET"], options["BLOCK_M"]) for _, _, options in kernels["any"].calls]
+    assert launched == [(1, 32), (2, 64), (0, 16)]
+    leads = [(options["LEADS"], options["FOLLOWS"]) for _, _, options in kernels["any"].calls]
+    assert leads == [(True, False), (True, True), (True, True)]
+
+
+def test_a_cache_that_the_copy_engine_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
+    tensors = make_tensors()
+    odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
+    gpu.execute(uploaded(), replace(tensors, v_cache=odd), TILES, CARD, False)
+    assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
+
+
+def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
+    gpu.execute(uploaded(), make_tensors(), TILES, replace(CARD, hopper=False), False)
+    assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
+
+
+def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
+    consumer, others, warps = 232, 24, 8  # of which four consume, two bring keys and values, two are idle
+    assert 4 * consumer + 4 * others <= warps * decode_hopper.REGISTERS
+    assert 2 * warps * 32 * decode_hopper.REGISTERS <= 65536
