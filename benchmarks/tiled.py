@@ -44,7 +44,7 @@ def tile_rule(
     kinds = tuple(
         TileKind(
             tile.block_m, tile.block_n, processors * tile.programs, tile.block_ns, tile.chain_ns,
-            tile.subtiles, tile.private_n, not tile.hopper,
+            tile.subtiles, tile.private_n, not tile.hopper, tile.read_percent,
         )
         for tile in tiles
     )  # fmt: skip

@@ -167,7 +167,8 @@ def tile_ways(rule: TilingRule) -> TileWays:
     """The candidates of a rule as the kernels take them."""
     _, stages, uses, costs = rule.priced
     subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
-    kinds = np.column_stack([costs.block_ns, costs.chain_ns, costs.slots, np.array(subtile, np.int64)])
+    timed = (costs.block_ns, costs.chain_ns, costs.slots, costs.read_percent)
+    kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
     scalars = (
         costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
         FILLED_NS,

@@ -150,6 +150,7 @@ class GpuExecutor:
                     subtiles=tile.subtiles,
                     private_tokens=tile.private_n,
                     paired=not tile.hopper,
+                    read_percent=tile.read_percent,
                 )
                 for tile in self._tiles
             ),

@@ -51,7 +51,17 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
     kinds = tuple(
-        TileKind(it.block_m, it.block_n, 264, it.block_ns, it.chain_ns, it.subtiles, it.private_n, not it.hopper)
+        TileKind(
+            it.block_m,
+            it.block_n,
+            264,
+            it.block_ns,
+            it.chain_ns,
+            it.subtiles,
+            it.private_n,
+            not it.hopper,
+            it.read_percent,
+        )
         for it in decode_tiles(2, 128, group_size)
     )
     rule = TilingRule(kinds, group_size, 8, 16, 5300, 3_000_000, 512, 10_000, 8, 50 << 20)

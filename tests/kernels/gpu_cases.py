@@ -41,7 +41,15 @@ def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ..
     """Two programs of each tile on a multiprocessor."""
     kinds = (
         TileKind(
-            it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n, not it.hopper
+            it.block_m,
+            it.block_n,
+            2 * processors,
+            it.block_ns,
+            it.chain_ns,
+            it.subtiles,
+            it.private_n,
+            not it.hopper,
+            it.read_percent,
         )
         for it in tiles
     )

@@ -36,7 +36,15 @@ def make_rule(
     """By default of the tiles for a 16-bit cache."""
     kinds = (
         TileKind(
-            it.block_m, it.block_n, 2 * processors, it.block_ns, it.chain_ns, it.subtiles, it.private_n, not it.hopper
+            it.block_m,
+            it.block_n,
+            2 * processors,
+            it.block_ns,
+            it.chain_ns,
+            it.subtiles,
+            it.private_n,
+            not it.hopper,
+            it.read_percent,
         )
         for it in shapes or decode_tiles(2, 128, group_size)
     )

@@ -38,7 +38,8 @@ KIND_MASKED_NS = tl.constexpr(1)
 KIND_FULL_CHAIN_NS = tl.constexpr(2)
 KIND_MASKED_CHAIN_NS = tl.constexpr(3)
 KIND_SLOTS = tl.constexpr(4)
-KIND_COLUMNS = tl.constexpr(5)
+KIND_READ_PERCENT = tl.constexpr(5)
+KIND_COLUMNS = tl.constexpr(6)
 
 # Places in the costs, int64
 LAUNCH_NS = tl.constexpr(0)
@@ -74,7 +75,7 @@ def _parameters(use, uses, kinds):
     shape = (tl.load(of + HEIGHT), tl.load(of + BLOCK_RUNS), tl.load(of + SUBTILES), tl.load(of + PRIVATE_RUNS))
     times = (
         tl.load(kind + KIND_FULL_NS), tl.load(kind + KIND_MASKED_NS), tl.load(kind + KIND_FULL_CHAIN_NS),
-        tl.load(kind + KIND_MASKED_CHAIN_NS), tl.load(kind + KIND_SLOTS),
+        tl.load(kind + KIND_MASKED_CHAIN_NS), tl.load(kind + KIND_SLOTS), tl.load(kind + KIND_READ_PERCENT),
     )  # fmt: skip
     return stage, num_parts, shape, times
 
@@ -84,7 +85,7 @@ def _work(tiles, num_tiles, share, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl
     """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states.
     share: see `parts_of`."""
     height, block_runs, subtiles, _private = shape
-    full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots = kind
+    full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots, _read_percent = kind
     items, work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for begin in range(0, num_tiles, BLOCK):
@@ -105,14 +106,15 @@ def _work(tiles, num_tiles, share, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _stage_ns(work, memory, tokens, num_queries, slots, low, last, costs):
+def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     """As `planner.tile_costs.stage_ns`. work: what `_work` returns; tokens: of all runs; low: without subtiles."""
+    slots, read_percent = kind[4], kind[5]
     items, total, dearest, longest, partials = work
     launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns = costs
     mean = total // tl.maximum(items, 1)
     several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
     busy = tl.where(items <= slots, dearest * items // slots, several)
-    bytes_ns = memory * token_bytes * 1000 // bytes_per_us
+    bytes_ns = memory * token_bytes * 1000 // bytes_per_us * 100 // read_percent
     tokens = tl.maximum(tokens, 1)
     slower = tl.maximum(longest - filled_ns, 0) * tl.minimum(memory, tokens) // (3 * tokens)
     bytes_ns = tl.where(low & (items <= slots), tl.maximum(bytes_ns, longest + slower), bytes_ns)
@@ -172,7 +174,7 @@ def choice_kernel(
     memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
     work = _work(its_tiles, num_tiles, share, shape, kind, ENTRIES, BLOCK)
     tokens, last = runs * prices[4], one_stage | (nth == 1)
-    time = _stage_ns(work, memory, tokens, num_entries, kind[4], subtiles == 1, last, prices)
+    time = _stage_ns(work, memory, tokens, num_entries, kind, subtiles == 1, last, prices)
     time = tl.where(runs > 0, time, 0)
     listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)
     parts = tl.where(one_stage, 1, 2)

@@ -44,9 +44,9 @@ class TileWays:
     """The candidates for a step, as `planner.tiling.price` lists them; int64.
 
     stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
-    [kinds, 6]: ns of a block and of a chained block, full and masked each; slots; entries of a subtile. costs [7]:
-    launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens, run, FILLED_NS. run: tokens of a run. fuse_up_to:
-    partial states that an item may merge.
+    [kinds, 7]: ns of a block and of a chained block, full and masked each; slots; percent of the bandwidth; entries
+    of a subtile. costs [7]: launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens, run, FILLED_NS. run: tokens
+    of a run. fuse_up_to: partial states that an item may merge.
     """
 
     stages: NDArray[np.int64]
@@ -89,7 +89,7 @@ def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
 def _use_rows(ways: TileWays) -> NDArray[np.int64]:
     """[ways, 2, USE_COLUMNS]: a use, its stage and its kind's entries of a subtile, so that one load finds them."""
     stage, kind, _ = np.moveaxis(np.maximum(ways.uses, 0), 2, 0)
-    return np.concatenate([ways.uses, ways.stages[stage], ways.kinds[kind, 5:]], 2)
+    return np.concatenate([ways.uses, ways.stages[stage], ways.kinds[kind, 6:]], 2)
 
 
 def _power(size: int) -> int:
@@ -120,7 +120,7 @@ class DevicePlanner:
         self._tables = {
             "stages": torch.from_numpy(ways.stages.astype(np.int32)).to(device),
             "uses": torch.from_numpy(_use_rows(ways).astype(np.int32)).to(device),
-            "kinds": torch.from_numpy(ways.kinds[:, :5].astype(np.int64)).contiguous().to(device),
+            "kinds": torch.from_numpy(ways.kinds[:, :6].astype(np.int64)).contiguous().to(device),
             "costs": torch.from_numpy(ways.costs.astype(np.int64)).to(device),
         }
         rows, tokens, sizes = capacity.max_requests, capacity.max_query_tokens, self._sizes

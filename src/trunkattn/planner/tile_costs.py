@@ -25,6 +25,7 @@ class Costs(NamedTuple):
     block_ns: Int64Array  # [kinds, 2]
     chain_ns: Int64Array  # [kinds, 2]
     slots: Int64Array  # [kinds] items of one KV head that run at once
+    read_percent: Int64Array  # [kinds] of the bandwidth that they reach
     launch_ns: int
     bytes_per_us: int
     token_bytes: int  # keys and values of all heads
@@ -157,7 +158,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     else:
         mean = work // items
         busy = max(work // slots + dearest - mean, (items + slots - 1) // slots * mean)
-    bytes_ns = memory * costs.token_bytes * 1000 // costs.bytes_per_us
+    bytes_ns = memory * costs.token_bytes * 1000 // costs.bytes_per_us * 100 // costs.read_percent[kind]
     if items <= slots and stage.subtiles == 1:
         tokens = max(1, total * costs.run_tokens)
         slower = max(0, longest - FILLED_NS) * min(memory, tokens) // (3 * tokens)

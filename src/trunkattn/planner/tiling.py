@@ -31,6 +31,7 @@ class TileKind:
     subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tiles.nest`
     private_tokens: int = 32
     paired: bool = True  # with a lowest tile for the nodes of few entries
+    read_percent: int = 100  # of the bandwidth that it reaches
 
     def entries(self, group_size: int) -> int:
         """Query tokens that it holds."""
@@ -145,6 +146,7 @@ def price(rule: TilingRule) -> PricedWays:
         np.array([kind.block_ns for kind in rule.kinds], np.int64),
         np.array([kind.chain_ns for kind in rule.kinds], np.int64),
         np.array([max(1, kind.programs // rule.num_kv_heads) for kind in rule.kinds], np.int64),
+        np.array([kind.read_percent for kind in rule.kinds], np.int64),
         rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
         rule.run,
     )  # fmt: skip
