@@ -56,6 +56,7 @@ lint: .venv/.stamp  ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -190,10 +190,10 @@ def main() -> None:
     for tile, row in zip(card.tiles, best[:-1].reshape(-1, 4).round(-1).astype(int).tolist(), strict=True):
         print(replace(tile, block_ns=tuple(row[:2]), chain_ns=tuple(row[2:])))
     print(f"launch_ns={best[-1]:.0f}")
-    for row, times, source in zip(prepared, predicted, rows, strict=True):
-        chosen, least = int(np.argmin(times)), int(np.argmin(row.ns))
-        if row.ns[chosen] > 1.02 * row.ns[least]:
-            ours, other = (f"{row.names[i]} {row.ns[i] / 1e3:.1f} µs" for i in (chosen, least))
+    for batch, times, source in zip(prepared, predicted, rows, strict=True):
+        chosen, least = int(np.argmin(times)), int(np.argmin(batch.ns))
+        if batch.ns[chosen] > 1.02 * batch.ns[least]:
+            ours, other = (f"{batch.names[i]} {batch.ns[i] / 1e3:.1f} µs" for i in (chosen, least))
             print(f"{source['heads']} {source['batch']}: chooses {ours}, best {other}")
 
 

@@ -217,8 +217,9 @@ def errors(device: str) -> list[dict[str, Any]]:
             ("exact", plain, exact), ("plain", plain, leaves),
             ("one_pass", ATTENTIONS["one_pass"], leaves), ("deterministic", ATTENTIONS["deterministic"], leaves),
         ):  # fmt: skip
-            out = attend(*inputs, True)
-            results[name] = [out, *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+            q, k, v = inputs
+            out = attend(q, k, v, True)
+            results[name] = [out, *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))]
         for index, name in enumerate(("out", "dq", "dk", "dv")):
             of = {
                 key: float((value[index] - results["exact"][index]).detach().abs().max())
@@ -259,9 +260,9 @@ def sweep(head_dim: int, passes: list[str]) -> list[dict[str, Any]]:
     rows = []
     for length, causal in ((2048, True), (8192, True), (8192, False)):
         leaves = make(TOKENS // length, length, HEADS * 128 // head_dim, head_dim, torch.bfloat16, "cuda")
-        saved = tuple(tensor.detach() for tensor in leaves)
+        q, k, v = (tensor.detach() for tensor in leaves)
         sequences = Sequences(causal, head_dim**-0.5)
-        saved = (*saved, *forward(*saved, sequences))
+        saved = (q, k, v, *forward(q, k, v, sequences))
         for name in passes:
             for sizes in TILES[name]:
                 time = _tile_time(name, FlashTile(*sizes), saved, sequences)

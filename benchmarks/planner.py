@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from report import time_ms, write_result
@@ -160,7 +161,7 @@ def main() -> None:
             kv_bytes=4096, partial_bytes=33_024, item_bytes=65_536, queries_per_tile=32, group_size=4
         ),
     }
-    figures = {
+    figures: dict[str, Any] = {
         "batch": "256 requests × 256 pages of 16, tree 1,8,64,256",
         "policies_ms": table,
         "plain_python_cold_pat_ms": plain_python_ms(),

@@ -44,7 +44,8 @@ def run_once(cells: Sequence[str]) -> None:
     """The child under ncu: compiles everything, then runs each cell once between profiler marks."""
     for cell in cells:
         heads, tree = cell.split(":")
-        case = make_case(tree, *map(int, heads.split("/")), torch.bfloat16, torch.bfloat16)
+        hq, hkv = map(int, heads.split("/"))
+        case = make_case(tree, hq, hkv, torch.bfloat16, torch.bfloat16)
         run, _ = ours(case)
         run(0)
         torch.cuda.synchronize()
