@@ -41,7 +41,7 @@ class Card:
     processors: int
     bytes_per_us: int
     l2_bytes: int = 50 << 20
-    hopper: bool = True
+    hopper: bool = False
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:

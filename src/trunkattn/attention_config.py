@@ -107,7 +107,8 @@ class AttentionConfig:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the kernels for an sm_90 compute this attention: decoding, and prompt chunks and decodes at once."""
+        """Whether the kernels for an sm_90 compute this attention: decoding in row tiles, which `auto` plans; prompt
+        chunks and decodes at once."""
         plain = self.logits_soft_cap is None and not self.sinks and not self.batch_invariant and self.policy == "auto"
         return (
             plain

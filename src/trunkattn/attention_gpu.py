@@ -26,6 +26,7 @@ from trunkattn.kernels.tile_table import (
     gpu_device,
     gpu_limits,
     prefill_tile,
+    runs_hopper_tiles,
     without_subtiles,
 )
 from trunkattn.plan_format import Capacity, PlanStats, PrefillList, TileList
@@ -105,7 +106,8 @@ class GpuExecutor:
         self._tiled = config.policy == "auto" and not config.batch_invariant
         width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
         in_turn = config.execution in ("auto", "serial", "overlapped")
-        tiles = decode_tiles(config.tile_itemsize, width, group, hopper and in_turn and config.on_hopper)
+        roles = hopper and in_turn and config.on_hopper and runs_hopper_tiles(properties.name)
+        tiles = decode_tiles(config.tile_itemsize, width, group, roles)
         self._tiles = tiles if self._tiled else without_subtiles(tiles)
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
             self._tiles = self._tiles[-1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trunkattn.kernels import decode_hopper, gpu
-from trunkattn.kernels.tile_table import decode_tiles
+from trunkattn.kernels.tile_table import decode_tiles, runs_hopper_tiles
 from trunkattn.plan_format import UNLIMITED, TileLimits, TileList
 
 from .test_prefill_hopper import CARD, GEOMETRY, Recorder, make_tensors
@@ -36,10 +36,17 @@ def uploaded(geometry: gpu.Geometry = GEOMETRY) -> gpu.GpuPlan:
     return gpu.upload(make_list(), np.full(3, 15, np.int32), geometry, CARD, "serial", CPU)
 
 
+def of(kernel: Recorder) -> list[tuple[int, dict[str, Any]]]:
+    """Programs and arguments by name of each launch."""
+    names = kernel.arg_names  # type: ignore[attr-defined]
+    return [(programs, dict(zip(names, args, strict=False)) | options) for programs, args, options in kernel.calls]
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """The one for Hopper, the one for any card, and the one that merges."""
     found = {"hopper": Recorder(), "any": Recorder(), "merge": Recorder()}
+    found["hopper"].arg_names = decode_hopper.decode_hopper_kernel.arg_names  # type: ignore[attr-defined]
     monkeypatch.setattr(decode_hopper, "decode_hopper_kernel", found["hopper"])
     monkeypatch.setattr(gpu, "decode_kernel", found["any"])
     monkeypatch.setattr(gpu, "merge_kernel", found["merge"])
@@ -57,7 +64,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert programs == 264
     assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
     assert given["counts"].tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
-    assert (given["FIRST"], given["LAST"]) == (1, 2)
+    assert (given["first_bucket"], given["last_bucket"]) == (1, 2)
     assert (given["window"], given["MASKED"]) == (window, masked)
     assert (given["items_size"], given["queries_size"], given["runs_size"]) == (20, 4, 12)
     assert given["runs"].numel() == 12 and given["slots"].tolist() == [-1, -1, 0, 1]
@@ -66,7 +73,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
 
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
     gpu.execute(uploaded(), make_tensors(), TILES, CARD, False)
-    buckets = [(options["FIRST"], options["LAST"], programs) for programs, _, options in kernels["hopper"].calls]
+    buckets = [(given["first_bucket"], given["last_bucket"], programs) for programs, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2)]
     assert [options["BUCKET"] for _, _, options in kernels["any"].calls] == [0]
     assert len(kernels["merge"].calls) == 1
@@ -76,8 +83,8 @@ def test_a_plan_of_fixed_size_takes_one_launch_for_all_heights(kernels: dict[str
     plan = gpu.reserve(LIMITS, TILES, GEOMETRY, CARD, "serial", CPU)
     gpu.refill(plan, make_list(), np.full(3, 15, np.int32))
     gpu.execute(plan, make_tensors(), TILES, CARD, False)
-    ((programs, _, options),) = kernels["hopper"].calls
-    assert (options["FIRST"], options["LAST"], programs) == (1, 2, 2 * CARD.processors)
+    ((programs, given),) = of(kernels["hopper"])
+    assert (given["first_bucket"], given["last_bucket"], programs) == (1, 2, 2 * CARD.processors)
     ((_, _, options),) = kernels["any"].calls
     assert (options["BUCKET"], options["ALSO"], options["MERGE"]) == (0, 3, True)
 
@@ -119,7 +126,22 @@ def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
-def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
-    consumer, others, warps = 232, 24, 8  # of which four consume, two bring keys and values, two are idle
-    assert 4 * consumer + 4 * others <= warps * decode_hopper.REGISTERS
-    assert 2 * warps * 32 * decode_hopper.REGISTERS <= 65536
+def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
+    """No tiling makes such items; were there any, their partial states must not be lost."""
+    listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
+    plan = gpu.upload(listed, np.full(3, 15, np.int32), GEOMETRY, CARD, "serial", CPU)
+    gpu.execute(plan, make_tensors(), TILES, CARD, False)
+    assert not kernels["hopper"].calls
+    launched = [(options["BUCKET"], options["MERGE"]) for _, _, options in kernels["any"].calls]
+    assert launched == [(0, False), (5, True), (4, True)]
+
+
+def test_a_plan_of_another_size_is_not_compiled_anew() -> None:
+    parameters = {parameter.name: parameter for parameter in decode_hopper.decode_hopper_kernel.params}
+    for name in ("first_bucket", "last_bucket", "items_size", "queries_size", "runs_size"):
+        assert parameters[name].do_not_specialize
+
+
+@pytest.mark.parametrize("name, runs", [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H20", False)])
+def test_cards_whose_times_are_known(name: str, runs: bool) -> None:
+    assert runs_hopper_tiles(name) == runs

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, GpuPlan, Tensors
     from trunkattn.kernels.tile_table import GpuTile
 
-REGISTERS: Final = 128  # of a thread at launch; consumers then take 232 and leave the producers 24
+REGISTERS: Final = 128  # of each of 256 threads at launch; those that consume then take what the others leave
+_PRODUCER_REGISTERS = gl.constexpr(24)
 _RUN_START, _RUN_FULL, _RUN_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL), gl.constexpr(RUN_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
@@ -242,62 +243,64 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
         item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
         item = items + item * _ITEM
         start, end, number, num_full, ahead = _extent(item, BLOCK_RUNS)
-        query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
-        scale = gl.load(scales[0] + head)
-        _load_queries(q, queries, query_start, query_end, head, scale, q_tile, strides, GROUP)
-        scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score, which is infinite, is to stay so
-        used = query_start + local < query_end
-        token = gl.load(queries + query_start + local, mask=used, other=0)
-        slot = gl.load(slots + query_start + local, mask=used, other=_DIRECT)
-        position = local
-        if MASKED:
-            position = gl.load(positions + token, mask=used, other=0)
-        rows = (local, position, window)
-        ring = count % _STAGES
-        mbarrier.wait(k_ready.index(ring), count // _STAGES % 2)
-        nothing = gl.zeros([_ROWS, _KEYS], gl.float32, _ACC)
-        scores = warpgroup_mma(q_tile, k_tiles.index(ring).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        first = start + _block(0, num_full, ahead) * BLOCK_RUNS
-        seen = _seen(runs, first, end, local, position, window, RUN, MASKED)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(k_empty.index(ring))
-        state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
-        weights, _, state = _softmax(state, scores, scale, seen, True)
-        weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
-        acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
-        count += 1
-        mbarrier.wait(k_ready.index(count % _STAGES), count // _STAGES % 2, pred=number > 1)
-        ends = (ahead, ahead + num_full, number)  # with a mask, without, with a mask
-        begins = (1, gl.maximum(ends[0], 1), gl.maximum(ends[1], 1))
-        for part in gl.static_range(3):
-            for nth in range(begins[part], ends[part]):
-                block = (runs, start + _block(nth, num_full, ahead) * BLOCK_RUNS, end)
-                acc, weights, state = _step(
-                    acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
-                    part != 1, MASKED, RUN)  # fmt: skip
-                count += 1
-        last = (count - 1) % _STAGES
-        mbarrier.wait(v_ready.index(last), (count - 1) // _STAGES % 2)
-        acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
-        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-        mbarrier.arrive(v_empty.index(last))
-        top, total = state
-        some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
-        natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
-        _finish(acc * (1.0 / some)[:, None], natural, (token, slot, used), q_tile, tensors, strides, head,
-                gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
+        if number > 0:  # an item that the device planner had no room for has no runs
+            query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
+            scale = gl.load(scales[0] + head)
+            _load_queries(q, queries, query_start, query_end, head, scale, q_tile, strides, GROUP)
+            scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score, which is infinite, is to stay so
+            used = query_start + local < query_end
+            token = gl.load(queries + query_start + local, mask=used, other=0)
+            slot = gl.load(slots + query_start + local, mask=used, other=_DIRECT)
+            position = local
+            if MASKED:
+                position = gl.load(positions + token, mask=used, other=0)
+            rows = (local, position, window)
+            ring = count % _STAGES
+            mbarrier.wait(k_ready.index(ring), count // _STAGES % 2)
+            nothing = gl.zeros([_ROWS, _KEYS], gl.float32, _ACC)
+            scores = warpgroup_mma(q_tile, k_tiles.index(ring).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            first = start + _block(0, num_full, ahead) * BLOCK_RUNS
+            seen = _seen(runs, first, end, local, position, window, RUN, MASKED)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.arrive(k_empty.index(ring))
+            state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
+            weights, _, state = _softmax(state, scores, scale, seen, True)
+            weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
+            acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
+            count += 1
+            mbarrier.wait(k_ready.index(count % _STAGES), count // _STAGES % 2, pred=number > 1)
+            ends = (ahead, ahead + num_full, number)  # with a mask, without, with a mask
+            begins = (1, gl.maximum(ends[0], 1), gl.maximum(ends[1], 1))
+            for part in gl.static_range(3):
+                for nth in range(begins[part], ends[part]):
+                    block = (runs, start + _block(nth, num_full, ahead) * BLOCK_RUNS, end)
+                    acc, weights, state = _step(
+                        acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
+                        part != 1, MASKED, RUN)  # fmt: skip
+                    count += 1
+            last = (count - 1) % _STAGES
+            mbarrier.wait(v_ready.index(last), (count - 1) // _STAGES % 2)
+            acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
+            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+            mbarrier.arrive(v_empty.index(last))
+            top, total = state
+            some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
+            natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
+            _finish(acc * (1.0 / some)[:, None], natural, (token, slot, used), q_tile, tensors, strides, head,
+                    gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first_bucket", "last_bucket", "items_size", "queries_size", "runs_size"])
 def decode_hopper_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
     items, counts, runs, queries, slots, positions,  # the plan
     logit_scale, v_scale, window,  # options
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, items_size, queries_size, runs_size,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    first_bucket, last_bucket, items_size, queries_size, runs_size,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
-    MASKED: gl.constexpr, RETURN_LSE: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, LEADS: gl.constexpr,
+    MASKED: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
-    """The items of the buckets FIRST to LAST, which merge nothing; see `TileList` for the arrays. *_size: of those."""
+    """The items of the buckets first to last, which merge nothing; see `TileList` for the arrays. *_size: of those."""
     if LEADS:
         launch_dependents()
     _prefetch(items, items_size, 64)
@@ -312,8 +315,8 @@ def decode_hopper_kernel(
     v_ready, v_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
     tiles = (tiles_of(k_ring, _KEYS, _DIM, _STAGES), tiles_of(v_ring, _KEYS, _DIM, _STAGES))
     barriers = (k_ready, k_empty, v_ready, v_empty)
-    first_item = gl.load(counts + FIRST)
-    tasks = (items + first_item * _ITEM, (gl.load(counts + LAST + 1) - first_item) * NUM_KV_HEADS)
+    first_item = gl.load(counts + first_bucket)
+    tasks = (items + first_item * _ITEM, (gl.load(counts + last_bucket + 1) - first_item) * NUM_KV_HEADS)
     plan = (runs, queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
@@ -325,7 +328,7 @@ def decode_hopper_kernel(
             (_produce, (tasks, runs, v_desc, v_ring, v_ready, v_empty, NUM_KV_HEADS, PAGE_SIZE, RUN)),
         ],
         [1, 1],
-        [24, 24],
+        [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
@@ -345,14 +348,16 @@ def supports(t: "Tensors", geometry: "Geometry", tile: "GpuTile") -> bool:
 
 def launch(t: "Tensors", plan: "GpuPlan", buckets: tuple[int, int], programs: int, options: dict[str, bool]) -> None:
     """The items of all buckets from the first to the last, on the current stream, after all that was launched there.
-    options: the kernel's LEADS and RETURN_LSE."""
+    options: the kernel's LEADS and RETURN_LSE. With a window up to 15 tokens before it are read with a weight of 0:
+    they must be finite, as tokens of the sequence are."""
     geometry, arrays = plan.geometry, plan.arrays
     names = ("items", "counts", "runs", "queries", "slots", "positions")
     decode_hopper_kernel[(programs,)](
         t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
         *(arrays[name] for name in names), t.logit_scale, t.v_scale, geometry.window,
-        *t.q.stride()[:2], *t.out.stride()[:2], *(plan.sizes[name] for name in ("items", "queries", "runs")),
+        *t.q.stride()[:2], *t.out.stride()[:2], *buckets,
+        *(plan.sizes[name] for name in ("items", "queries", "runs")),
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        RUN=geometry.run, MASKED=geometry.masked, FIRST=buckets[0], LAST=buckets[1], **options,
+        RUN=geometry.run, MASKED=geometry.masked, **options,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -47,7 +47,7 @@ class Geometry:
 @dataclass(frozen=True)
 class Card:
     """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
-    hopper: it is an sm_90, for which prompt chunks have a kernel of their own."""
+    hopper: it is an sm_90, which has kernels of its own."""
 
     processors: int
     overlaps: bool
@@ -122,9 +122,9 @@ def reserve(
     limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str,
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
-    """An empty plan for any tile list, and any prompt chunks, within the limits; each tile's items are one launch of
-    fixed size. Items may merge only under `serial` or `overlapped`, only of the lowest tile, and only what taller tiles
-    leave."""
+    """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
+    tiles of `decode_hopper`, are one launch of fixed size. Items may merge only under `serial` or `overlapped`, only of
+    the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
         "counts": 2 * heights + 2, "prefill_count": 1, "beside": 2, "positions": limits.query_tokens,
@@ -262,9 +262,10 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _on_hopper(plan: GpuPlan, t: Tensors, tile: GpuTile, card: Card) -> bool:
-    """Whether `decode_hopper` computes the items of a tile."""
-    if not (tile.hopper and card.hopper):
+def _on_hopper(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card) -> bool:
+    """Whether `decode_hopper` computes a launch, whose items then merge nothing."""
+    tile = tiles[launch.buckets[0] % len(tiles)]
+    if not (tile.hopper and card.hopper) or launch.buckets[-1] >= len(tiles):
         return False
     from trunkattn.kernels import decode_hopper  # Gluon, which other cards need not have
 
@@ -273,8 +274,8 @@ def _on_hopper(plan: GpuPlan, t: Tensors, tile: GpuTile, card: Card) -> bool:
 
 def _parts(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card) -> list[Launch]:
     """A launch for `decode_hopper` as launches of one tile each, where that does not compute them."""
-    tile = tiles[launch.buckets[0] % len(tiles)] if launch.buckets else None
-    if tile is None or not tile.hopper or _on_hopper(plan, t, tile, card):
+    together = launch.buckets and tiles[launch.buckets[0] % len(tiles)].hopper
+    if not together or _on_hopper(plan, t, tiles, launch, card):
         return [launch]
     return [replace(launch, buckets=(bucket,)) for bucket in launch.buckets]
 
@@ -285,7 +286,7 @@ def _attend(
 ) -> None:  # fmt: skip
     """counts: where the buckets begin; None: the plan's."""
     arrays, geometry, tile = plan.arrays, plan.geometry, tiles[launch.buckets[0] % len(tiles)]
-    if _on_hopper(plan, t, tile, card):
+    if _on_hopper(plan, t, tiles, launch, card):
         from trunkattn.kernels import decode_hopper
 
         programs = min(launch.programs, card.processors * tile.programs)

@@ -70,7 +70,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class GpuTile(Tile):
-    """A tile of `decode_kernel`, and what the planner must know of it.
+    """A tile of `decode_kernel` or of `decode_hopper`, and what the planner must know of it.
 
     block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
     chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
@@ -117,10 +117,10 @@ _WIDEST_BYTES: Final = 512  # of a key: above this, a multiprocessor's shared me
 
 def decode_tiles(kv_itemsize: int, width: int, group_size: int, hopper: bool = False) -> tuple[GpuTile, ...]:
     """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
-    `decode_hopper` computes it."""
-    tiles: tuple[GpuTile, ...] = DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
-    if hopper:
-        tiles = DECODE_TILES_HOPPER
+    `decode_hopper` computes it, of 16 bits and 128 wide."""
+    tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
+    if kv_itemsize == 1:
+        tiles = DECODE_TILES_FP8
     if width > _WIDE or kv_itemsize > 2:
         tiles = DECODE_TILES_WIDE
     if width * kv_itemsize > _WIDEST_BYTES:
@@ -190,7 +190,7 @@ class HybridTimes:
 
 HYBRID_ROWS: Final = 16  # of a decode tile of the hybrid kernel
 HYBRID_KEYS: Final = 64  # of a block of one
-HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v
+HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v; this, groups and pages: of `decode_hopper`, too
 HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
 HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
 MEASURED_CARD: Final = "NVIDIA H200"
@@ -207,6 +207,12 @@ _HYBRID: Final = MappingProxyType(
 def hybrid_times(name: str) -> HybridTimes | None:
     """Of the card that CUDA calls `name`; None: nothing is known of it."""
     return next((times for card, times in _HYBRID.items() if name.startswith(card)), None)
+
+
+def runs_hopper_tiles(name: str) -> bool:
+    """Whether the card that CUDA calls `name` has the multiprocessors that the times of DECODE_TILES_HOPPER are of;
+    others of compute capability 9.0 may have less arithmetic to spare."""
+    return any(name.startswith(card) for card in _LIMITS)
 
 
 def gpu_limits(name: str) -> GpuLimits:
