@@ -8,12 +8,13 @@ import torch
 from kernels import PAGE_SIZE, Case, Run
 from numpy.typing import NDArray
 
+from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import GpuLimits, GpuTile, gpu_limits
 from trunkattn.plan_format import TileList
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import TileKind, Tiling, TilingRule, query_positions, tile_forest
+from trunkattn.planner.tiling import Tiling, TilingRule, query_positions, tile_forest
 from trunkattn.workloads import PagedBatch
 
 
@@ -42,10 +43,7 @@ def tile_rule(
     bytes of the L2 cache."""
     (hq, hkv, dim), (processors, l2_bytes) = heads, card
     kinds = tuple(
-        TileKind(
-            tile.block_m, tile.block_n, processors * tile.programs, tile.block_ns, tile.chain_ns,
-            tile.subtiles, tile.private_n, not tile.hopper, tile.read_percent,
-        )
+        tile_kind(tile, processors)
         for tile in tiles
     )  # fmt: skip
     return TilingRule(

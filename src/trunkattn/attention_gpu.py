@@ -14,7 +14,7 @@ import torch
 from trunkattn.attention_config import AttentionConfig
 from trunkattn.attention_device import DeviceStep, OnDevice, tile_stats
 from trunkattn.attention_overlap import make_overlap
-from trunkattn.attention_planner import make_planner
+from trunkattn.attention_planner import make_planner, tile_kind
 from trunkattn.attention_prefill import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.checks import LayerInputs, scale_tensor
 from trunkattn.kernels import gpu
@@ -36,7 +36,6 @@ from trunkattn.planner.forest import Forest
 from trunkattn.planner.prefill import join
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import (
-    TileKind,
     TilingRule,
     predict,
     query_positions,
@@ -139,23 +138,10 @@ class GpuExecutor:
 
     def _tiling_rule(self, limits: GpuLimits, l2_bytes: int) -> TilingRule:
         config, model = self.config, self._planner.spec.model
-        # the table's times are for 512 bytes a key and value; 8-bit ones take as much arithmetic as 16-bit ones
+        # 8-bit keys and values take as much arithmetic as 16-bit ones
         size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
         return TilingRule(
-            kinds=tuple(
-                TileKind(
-                    rows=tile.block_m,
-                    block_tokens=tile.block_n,
-                    programs=self._processors * tile.programs,
-                    block_ns=(tile.block_ns[0] * size // 512, tile.block_ns[1] * size // 512),
-                    chain_ns=(tile.chain_ns[0] * size // 512, tile.chain_ns[1] * size // 512),
-                    subtiles=tile.subtiles,
-                    private_tokens=tile.private_n,
-                    paired=not tile.hopper,
-                    read_percent=tile.read_percent,
-                )
-                for tile in self._tiles
-            ),
+            kinds=tuple(tile_kind(tile, self._processors, size) for tile in self._tiles),
             group_size=model.group_size,
             num_kv_heads=config.num_kv_heads,
             page_size=config.page_size,

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trunkattn.attention_device import tile_ways
+from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels import device_choice, device_items, device_lists, device_order, device_tiles, gpu
 from trunkattn.kernels.device_plan import DevicePlanner
 from trunkattn.kernels.tile_table import decode_tiles
 from trunkattn.plan_format import Capacity
-from trunkattn.planner.tiling import TileKind, TilingRule, tile_limits
+from trunkattn.planner.tiling import TilingRule, tile_limits
 
 KERNELS = {
     device_order: ("hash_kernel", "hang_kernel", "entries_kernel"),
@@ -50,20 +52,7 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
         for name in names:
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
-    kinds = tuple(
-        TileKind(
-            it.block_m,
-            it.block_n,
-            264,
-            it.block_ns,
-            it.chain_ns,
-            it.subtiles,
-            it.private_n,
-            not it.hopper,
-            it.read_percent,
-        )
-        for it in decode_tiles(2, 128, group_size)
-    )
+    kinds = tuple(tile_kind(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
     rule = TilingRule(kinds, group_size, 8, 16, 5300, 3_000_000, 512, 10_000, 8, 50 << 20)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = tile_limits(rule, capacity)

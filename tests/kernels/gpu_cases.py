@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trunkattn import AttentionConfig
+from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels import gpu
 from trunkattn.kernels.prefill_plan import Chunks
 from trunkattn.kernels.tile_table import (
@@ -28,7 +29,7 @@ from trunkattn.planner.cost_model import cost_model
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.prefill import Division, divide, join
 from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.tiling import TileKind, TilingRule, candidates, query_positions, tile_forest, tile_work
+from trunkattn.planner.tiling import TilingRule, candidates, query_positions, tile_forest, tile_work
 
 from ..attention.cases import Step
 
@@ -39,20 +40,7 @@ CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an el
 
 def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
     """Two programs of each tile on a multiprocessor."""
-    kinds = (
-        TileKind(
-            it.block_m,
-            it.block_n,
-            2 * processors,
-            it.block_ns,
-            it.chain_ns,
-            it.subtiles,
-            it.private_n,
-            not it.hopper,
-            it.read_percent,
-        )
-        for it in tiles
-    )
+    kinds = (tile_kind(replace(it, programs=2), processors) for it in tiles)
     return TilingRule(
         kinds=tuple(kinds),
         group_size=config.num_qo_heads // config.num_kv_heads,

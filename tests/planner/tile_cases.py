@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels.tile_table import GpuTile, decode_tiles
 from trunkattn.plan_format import TileList
 from trunkattn.planner.build import Batch
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import TileKind, Tiling, TilingRule, candidates, tile_forest
+from trunkattn.planner.tiling import Tiling, TilingRule, candidates, tile_forest
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
@@ -34,20 +35,7 @@ def make_rule(
     l2_bytes: int = 50 << 20,
 ) -> TilingRule:
     """By default of the tiles for a 16-bit cache."""
-    kinds = (
-        TileKind(
-            it.block_m,
-            it.block_n,
-            2 * processors,
-            it.block_ns,
-            it.chain_ns,
-            it.subtiles,
-            it.private_n,
-            not it.hopper,
-            it.read_percent,
-        )
-        for it in shapes or decode_tiles(2, 128, group_size)
-    )
+    kinds = (tile_kind(replace(it, programs=2), processors) for it in shapes or decode_tiles(2, 128, group_size))
     return TilingRule(
         kinds=tuple(kinds),
         group_size=group_size,

@@ -17,14 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trunkattn.kernels.prefill_hopper import (
+from trunkattn.kernels.hopper import (
     descriptor,
     launch_dependents,
     load_box,
     make_barriers,
     reads,
+    softmax_block,
     task_of,
     tiles_of,
+    write_partials,
 )
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
 
@@ -148,18 +150,6 @@ def _seen(runs, at, end, local, position, window, RUN: gl.constexpr, MASKED: gl.
 
 
 @gluon.jit
-def _softmax(state, scores, scale, seen, MASK: gl.constexpr):
-    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum."""
-    top, total = state
-    if MASK:
-        scores = gl.where(seen, scores, -float("inf"))
-    higher = gl.maximum(top, gl.max(scores, 1) * scale)
-    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
-    rescale = gl.exp2(top - higher)
-    return weights, rescale, (higher, total * rescale + gl.sum(weights, 1))
-
-
-@gluon.jit
 def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, barriers, MASK: gl.constexpr,
           MASKED: gl.constexpr, RUN: gl.constexpr):  # fmt: skip
     """Block `count`, whose keys are there: its scores and weights, while the values of the block before are added.
@@ -180,7 +170,7 @@ def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, b
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(slot))
-    new, rescale, state = _softmax(state, scores, scale, seen, MASK)
+    new, rescale, state = softmax_block(state, scores, scale, seen, MASK)
     new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
     mbarrier.wait(k_ready.index((count + 1) % _STAGES), (count + 1) // _STAGES % 2, pred=more)
     acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
@@ -195,12 +185,7 @@ def _finish(result, natural, row, q_tile, tensors, strides, head, v_scale, NUM_Q
     q, out, lse_out, partial, partial_lse = tensors
     token, slot, used = row
     query_head = head * GROUP + gl.arange(0, _ROWS, _ROW) % GROUP
-    if gl.max(slot, 0) != _DIRECT:
-        kept = used & (slot != _DIRECT)
-        slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
-        d = gl.arange(0, _DIM, _KEY)[None, :]
-        gl.store(partial + slot_at[:, None] * _DIM + d, result, mask=kept[:, None])
-        gl.store(partial_lse + slot_at, natural, mask=kept)
+    write_partials(result, natural, slot, used, query_head, partial, partial_lse, _ACC, NUM_QO_HEADS)
     direct = used & (slot == _DIRECT)
     if RETURN_LSE:
         gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
@@ -264,7 +249,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_empty.index(ring))
             state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
-            weights, _, state = _softmax(state, scores, scale, seen, True)
+            weights, _, state = softmax_block(state, scores, scale, seen, True)
             weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
             acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
             count += 1

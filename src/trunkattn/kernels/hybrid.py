@@ -22,16 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.kernels import prefill_hopper
 from trunkattn.kernels.decode_hopper import boxes_of
-from trunkattn.kernels.prefill_hopper import (
-    chunk_memory,
-    consume_chunks,
-    descriptor,
-    launch_dependents,
-    load_box,
-    make_barriers,
-    produce_chunks,
-    tiles_of,
-)
+from trunkattn.kernels.hopper import descriptor, launch_dependents, load_box, make_barriers, tiles_of
+from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
 from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_ROWS, GpuTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
 

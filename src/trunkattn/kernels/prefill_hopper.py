@@ -15,12 +15,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn.kernels.hopper import (
+    descriptor,
+    launch_dependents,
+    load_box,
+    make_barriers,
+    reads,
+    softmax_block,
+    task_of,
+    tiles_of,
+    write_partials,
+)
 from trunkattn.kernels.prefill_plan import PrefillPlan
 from trunkattn.kernels.tile_table import PrefillTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
@@ -47,26 +56,6 @@ _ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
 _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
-# names of Triton 3.9, and of 3.6
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def launch_dependents():
-    """What is launched to overlap this program may start when all others are as far (programmatic dependent launch)."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def task_of(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
-    """Item and KV head of a program's turn. Items are heaviest first; every other round goes backwards, so that all
-    programs end at about the same time."""
-    programs = gl.num_programs(0)
-    first = turn - gl.program_id(0)
-    backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
-    task = gl.where(backwards, first + programs - 1 - gl.program_id(0), turn)
-    return task // NUM_KV_HEADS, task % NUM_KV_HEADS
 
 
 @gluon.jit
@@ -126,7 +115,7 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
 @gluon.jit
 def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
     """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum."""
-    top, total = state
+    seen = 0
     if MASK:
         end, lowest, position = bounds
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _ACC))
@@ -136,11 +125,7 @@ def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, WINDOW: gl
         seen = place <= position[:, None]
         if WINDOW:
             seen = seen & (place >= lowest[:, None])
-        scores = gl.where(seen, scores, -float("inf"))
-    higher = gl.maximum(top, gl.max(scores, 1) * scale)
-    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
-    rescale = gl.exp2(top - higher)
-    return weights, rescale, (higher, total * rescale + gl.sum(weights, 1))
+    return softmax_block(state, scores, scale, seen, MASK)
 
 
 @gluon.jit
@@ -176,12 +161,7 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
     m, wide_entry, wide_used, wide_token, wide_head, wide_d = wide
     slot = gl.load(slots + entry, mask=used, other=_DIRECT)
     query_head = head * GROUP + m % GROUP
-    if gl.max(slot, 0) != _DIRECT:
-        kept = used & (slot != _DIRECT)
-        slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
-        d = gl.arange(0, _DIM, gl.SliceLayout(0, _ACC))[None, :]
-        gl.store(partial + slot_at[:, None] * _DIM + d, result, mask=kept[:, None])
-        gl.store(partial_lse + slot_at, natural, mask=kept)
+    write_partials(result, natural, slot, used, query_head, partial, partial_lse, _ACC, NUM_QO_HEADS)
     q_tile.store((result * v_scale).to(q.dtype.element_ty))
     direct = wide_used & (gl.load(slots + wide_entry, mask=wide_used, other=0) == _DIRECT)
     out_at = (wide_token * strides[2] + wide_head * strides[3])[:, None] + wide_d
@@ -277,23 +257,6 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
 
 
 @gluon.jit
-def tiles_of(ring, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
-    """The ring's boxes as blocks of BLOCK_N rows: they lie as a swizzled tile has its rows."""
-    if _REINTERPRETS:
-        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
-    else:
-        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
-
-
-@gluon.jit
-def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
 def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory of the roles: rings of boxes, query tiles, the rings as tiles, and barriers."""
     BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // _CHUNK
@@ -346,28 +309,6 @@ def supports(t: "Tensors", tile: PrefillTile, geometry: "Geometry") -> bool:
     rows."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and reads(t, geometry)
-
-
-def reads(t: "Tensors", geometry: "Geometry") -> bool:
-    """Whether the kernels with roles take this attention: 16-bit queries and cache, heads of 128, pages of whole 16
-    tokens, neither soft cap nor sinks, caches that the copy engine can read (16-byte aligned rows)."""
-    caches = (t.k_cache, t.v_cache)
-    return (
-        t.q.dtype in (torch.bfloat16, torch.float16)
-        and all(cache.dtype == t.q.dtype for cache in caches)
-        and geometry.head_dim == geometry.head_dim_v == _DIM.value
-        and geometry.page_size % _CHUNK.value == 0
-        and geometry.soft_cap is None
-        and not geometry.sinks
-        and all(cache.data_ptr() % 16 == 0 and cache.stride(-1) == 1 for cache in caches)
-        and all(stride % 8 == 0 for cache in caches for stride in cache.stride()[:-1])
-    )
-
-
-def descriptor(cache: torch.Tensor) -> TensorDescriptor:
-    """For the copy engine: boxes of 16 tokens of a page and 64 dims of a head."""
-    box = [1, _CHUNK.value, 1, _DIM.value // 2]
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, gl.NVMMASharedLayout(128, 16, 4))
 
 
 def launch(

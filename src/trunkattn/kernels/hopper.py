@@ -1,0 +1,103 @@
+"""What the kernels for Hopper have in common, in Gluon: the copy engine's boxes, barriers, tasks, and the softmax."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trunkattn.plan_format import DIRECT
+
+if TYPE_CHECKING:
+    from trunkattn.kernels.gpu import Geometry, Tensors
+
+_DIRECT = gl.constexpr(DIRECT)
+_DIM = gl.constexpr(128)
+_BOX = gl.constexpr(16)  # tokens that the copy engine brings at once: what a page holds a multiple of
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+# names of Triton 3.9, and of 3.6
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def launch_dependents():
+    """What is launched to overlap this program may start when all others are as far (programmatic dependent launch)."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def task_of(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
+    """Item and KV head of a program's turn. Items are heaviest first; every other round goes backwards, so that all
+    programs end at about the same time."""
+    programs = gl.num_programs(0)
+    first = turn - gl.program_id(0)
+    backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
+    task = gl.where(backwards, first + programs - 1 - gl.program_id(0), turn)
+    return task // NUM_KV_HEADS, task % NUM_KV_HEADS
+
+
+@gluon.jit
+def tiles_of(ring, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
+    """The ring's boxes as blocks of BLOCK_N rows: they lie as a swizzled tile has its rows."""
+    if _REINTERPRETS:
+        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
+    else:
+        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def softmax_block(state, scores, scale, seen, MASK: gl.constexpr):
+    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum. seen: which row sees
+    which key."""
+    top, total = state
+    if MASK:
+        scores = gl.where(seen, scores, -float("inf"))
+    higher = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
+    rescale = gl.exp2(top - higher)
+    return weights, rescale, (higher, total * rescale + gl.sum(weights, 1))
+
+
+@gluon.jit
+def write_partials(result, natural, slot, used, query_head, partial, partial_lse, ACC: gl.constexpr,
+                   NUM_QO_HEADS: gl.constexpr):  # fmt: skip
+    """The rows that have a slot, if any. ACC: layout of result."""
+    if gl.max(slot, 0) != _DIRECT:
+        kept = used & (slot != _DIRECT)
+        slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
+        d = gl.arange(0, _DIM, gl.SliceLayout(0, ACC))[None, :]
+        gl.store(partial + slot_at[:, None] * _DIM + d, result, mask=kept[:, None])
+        gl.store(partial_lse + slot_at, natural, mask=kept)
+
+
+def reads(t: "Tensors", geometry: "Geometry") -> bool:
+    """Whether the kernels with roles take this attention: 16-bit queries and cache, heads of 128, pages of whole 16
+    tokens, neither soft cap nor sinks, caches that the copy engine can read (16-byte aligned rows)."""
+    caches = (t.k_cache, t.v_cache)
+    return (
+        t.q.dtype in (torch.bfloat16, torch.float16)
+        and all(cache.dtype == t.q.dtype for cache in caches)
+        and geometry.head_dim == geometry.head_dim_v == _DIM.value
+        and geometry.page_size % _BOX.value == 0
+        and geometry.soft_cap is None
+        and not geometry.sinks
+        and all(cache.data_ptr() % 16 == 0 and cache.stride(-1) == 1 for cache in caches)
+        and all(stride % 8 == 0 for cache in caches for stride in cache.stride()[:-1])
+    )
+
+
+def descriptor(cache: torch.Tensor) -> TensorDescriptor:
+    """For the copy engine: boxes of 16 tokens of a page and 64 dims of a head."""
+    box = [1, _BOX.value, 1, _DIM.value // 2]
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, gl.NVMMASharedLayout(128, 16, 4))
