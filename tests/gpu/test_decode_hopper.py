@@ -1,4 +1,7 @@
-"""`kernels/decode_hopper.py` through `BatchAttention` at real sizes, in every tiling that takes it."""
+"""`kernels/decode_hopper.py` through `BatchAttention` at real sizes, in every tiling that takes it.
+
+On a card that does not run it the same batches are computed by the tiles that it has.
+"""
 
 import math
 from dataclasses import replace
@@ -10,6 +13,7 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, attention_gpu
 from trunkattn.kernels import decode_hopper
+from trunkattn.kernels.tile_table import runs_hopper_tiles
 from trunkattn.planner.tiling import Tiling, candidates
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -20,11 +24,13 @@ pytestmark = pytest.mark.gpu
 TALLER = ("32x64", "32x64 fine", "32x64 uncut", "64x64", "64x64 fine", "64x64 uncut")
 
 
+def runs_it() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0) and runs_hopper_tiles(torch.cuda.get_device_name())
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every launch of the kernel."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("decode_hopper needs an sm_90")
     calls: list[int] = []
     launch = decode_hopper.launch
     monkeypatch.setattr(decode_hopper, "launch", lambda *given: calls.append(1) or launch(*given))
@@ -32,11 +38,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Makes `auto` choose one tiling."""
+    """Makes `auto` choose one tiling, if the card has it."""
     predict = attention_gpu.predict
 
     def chosen(rule: Any, *given: Any) -> dict[Tiling, int]:
-        assert name in [way.name(rule) for way in candidates(rule)]
+        assert name in [way.name(rule) for way in candidates(rule)] or not runs_it()
         return {way: ns if way.name(rule) == name else 10**12 + ns for way, ns in predict(rule, *given).items()}
 
     monkeypatch.setattr(attention_gpu, "predict", chosen)
@@ -86,7 +92,7 @@ def check(config: AttentionConfig, layer: Layer, tolerance: float, **plan_option
 def test_every_tiling(monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str, tree: str) -> None:
     only(monkeypatch, way)
     check(GOOD, poisoned(GOOD, uneven(tree, 16)), 0.02)
-    assert launched
+    assert bool(launched) == runs_it()
 
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (32, 2)])
@@ -97,7 +103,7 @@ def test_groups_and_pages(
     only(monkeypatch, "64x64")
     config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, dtype=torch.float16)
     check(config, poisoned(config, uneven("1,8,64_960,192,96", page_size)), 0.003)
-    assert launched
+    assert bool(launched) == runs_it()
 
 
 @pytest.mark.parametrize("window", [None, 1, 77, 300])
@@ -108,7 +114,7 @@ def test_several_query_tokens_and_windows(
     only(monkeypatch, way)
     options = {} if window is None else {"sliding_window": window}
     check(GOOD, poisoned(GOOD, uneven("1,8,64_512,128,100", 16, (0, 1, 2, 5))), 0.02, **options)
-    assert launched
+    assert bool(launched) == runs_it()
 
 
 @pytest.mark.parametrize("scale", [1e-3, 3.0])
@@ -133,7 +139,7 @@ def test_caches_in_one_tensor(monkeypatch: pytest.MonkeyPatch, launched: list[in
     plan = attention.plan(*layer.step)
     out = attention.run(plan, layer.q, *both.split(128, -1))
     assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache))
-    assert launched
+    assert bool(launched) == runs_it()
 
 
 def test_a_cache_that_the_copy_engine_cannot_read(monkeypatch: pytest.MonkeyPatch, launched: list[int]) -> None:
@@ -154,7 +160,7 @@ def test_a_thousand_runs_are_bit_equal(monkeypatch: pytest.MonkeyPatch, launched
     first = attention.run(plan, layer.q, layer.k_cache, layer.v_cache).clone()
     for _ in range(1000):
         assert torch.equal(attention.run(plan, layer.q, layer.k_cache, layer.v_cache), first)
-    assert launched
+    assert bool(launched) == runs_it()
 
 
 def test_one_graph_serves_batches_of_all_heights(launched: list[int]) -> None:
@@ -186,11 +192,12 @@ def test_one_graph_serves_batches_of_all_heights(launched: list[int]) -> None:
             chosen = [0, rows // 2, rows - 1]
             assert (out[chosen].double() - expected(layer, GOOD, chosen)).abs().max() < 0.02
             heights |= {name for name, items in plan.stats.tiles.items() if items}
-    assert len(launched) == 2 and heights >= {"16x64", "32x64", "64x64"}
+    assert len(launched) == 2 * runs_it()
+    assert heights >= {"16x64", "32x64", "64x64"} or not runs_it()
 
 
 @pytest.mark.parametrize("way", ["32x64", "64x64 uncut"])
 def test_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str) -> None:
     only(monkeypatch, way)
     check(GOOD, poisoned(GOOD, uneven("1,4,20_96,48,40", 16)), 0.02)
-    assert launched
+    assert bool(launched) == runs_it()

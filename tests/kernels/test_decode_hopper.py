@@ -13,7 +13,7 @@ from trunkattn.kernels import decode_hopper, gpu
 from trunkattn.kernels.tile_table import decode_tiles, runs_hopper_tiles
 from trunkattn.plan_format import UNLIMITED, TileLimits, TileList
 
-from .test_prefill_hopper import CARD, GEOMETRY, Recorder, make_tensors
+from .test_prefill_hopper import CARD, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
 
 CPU = torch.device("cpu")
 TILES = decode_tiles(2, 128, 4, hopper=True)
@@ -89,18 +89,7 @@ def test_a_plan_of_fixed_size_takes_one_launch_for_all_heights(kernels: dict[str
     assert (options["BUCKET"], options["ALSO"], options["MERGE"]) == (0, 3, True)
 
 
-@pytest.mark.parametrize(
-    ("geometry", "tensors"),
-    [
-        ({"soft_cap": 30.0}, {}),
-        ({"sinks": True}, {}),
-        ({"head_dim_v": 64}, {}),
-        ({"page_size": 8, "run": 8}, {}),
-        ({"num_qo_heads": 6}, {}),
-        ({}, {"dtype": torch.float32}),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}),
-    ],
-)
+@UNSUPPORTED
 def test_what_it_cannot_do_goes_to_the_other(
     kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:

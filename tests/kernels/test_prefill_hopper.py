@@ -14,6 +14,18 @@ from trunkattn.kernels.tile_table import prefill_tile
 from trunkattn.plan_format import UNLIMITED, PrefillList, TileList
 
 CARD = gpu.Card(132, overlaps=True, hopper=True)
+UNSUPPORTED = pytest.mark.parametrize(
+    ("geometry", "tensors"),
+    [
+        ({"soft_cap": 30.0}, {}),
+        ({"sinks": True}, {}),
+        ({"head_dim_v": 64}, {}),
+        ({"page_size": 8, "run": 8}, {}),
+        ({"num_qo_heads": 6}, {}),
+        ({}, {"dtype": torch.float32}),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}),
+    ],
+)
 GEOMETRY = gpu.Geometry(8, 2, 128, 128, 16, 16, UNLIMITED, False, None, False)
 
 
@@ -81,18 +93,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert given["RETURN_LSE"]
 
 
-@pytest.mark.parametrize(
-    ("geometry", "tensors"),
-    [
-        ({"soft_cap": 30.0}, {}),
-        ({"sinks": True}, {}),
-        ({"head_dim_v": 64}, {}),
-        ({"page_size": 8, "run": 8}, {}),
-        ({"num_qo_heads": 6}, {}),
-        ({}, {"dtype": torch.float32}),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}),
-    ],
-)
+@UNSUPPORTED
 def test_what_it_cannot_do_goes_to_the_other(
     kernels: tuple[Recorder, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:

@@ -18,10 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trunkattn.kernels.hopper import (
+    BOX,
+    DIM,
+    NOTHING,
+    ROWS,
+    TILE,
+    WIDE,
     descriptor,
+    last_values,
     launch_dependents,
     load_box,
     make_barriers,
+    normalized,
     reads,
     softmax_block,
     task_of,
@@ -40,19 +48,14 @@ _RUN_START, _RUN_FULL, _RUN_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
-_ROWS, _KEYS, _DIM = gl.constexpr(64), gl.constexpr(64), gl.constexpr(128)
+_KEYS = gl.constexpr(64)
 _STAGES = gl.constexpr(2)  # blocks of a ring; three fit too, and are no faster
-_BOX = gl.constexpr(16)  # tokens that the copy engine brings at once
 _BOXES = gl.constexpr(4)  # of a block
 _LINE = gl.constexpr(32)  # numbers in 128 bytes
-_NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
-_LN_2 = gl.constexpr(0.6931471805599453)
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 _ROW, _KEY = gl.constexpr(gl.SliceLayout(1, _ACC.value)), gl.constexpr(gl.SliceLayout(0, _ACC.value))
 _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
-_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
-_WIDE_ROW = gl.constexpr(gl.SliceLayout(1, _WIDE.value))
+_WIDE_ROW = gl.constexpr(gl.SliceLayout(1, WIDE.value))
 
 
 @gluon.jit
@@ -74,13 +77,13 @@ def boxes_of(runs, at, end, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr):
     page: gl.tuple = ()
     place: gl.tuple = ()
     for i in gl.static_range(_BOXES):
-        run = at + i * _BOX // RUN
+        run = at + i * BOX // RUN
         word = runs + gl.maximum(gl.minimum(run, end - 1), 0) * 3
         first = gl.load(word)
-        tokens = gl.where(run < end, gl.load(word + 1) >> 16, 0) - i * _BOX % RUN
-        tokens = gl.minimum(gl.maximum(tokens, 0), _BOX)
+        tokens = gl.where(run < end, gl.load(word + 1) >> 16, 0) - i * BOX % RUN
+        tokens = gl.minimum(gl.maximum(tokens, 0), BOX)
         page += (first // PAGE_SIZE,)
-        place += (gl.where(tokens > 0, first % PAGE_SIZE + i * _BOX % RUN + tokens - _BOX, -_BOX),)
+        place += (gl.where(tokens > 0, first % PAGE_SIZE + i * BOX % RUN + tokens - BOX, -BOX),)
     return page, place
 
 
@@ -120,11 +123,11 @@ def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, 
             slot = count % _STAGES
             bar = ready.index(slot)
             mbarrier.wait(empty.index(slot), count // _STAGES % 2 ^ 1)
-            mbarrier.expect(bar, _KEYS * _DIM * 2)
+            mbarrier.expect(bar, _KEYS * DIM * 2)
             for i in gl.static_range(_BOXES):
                 for half in gl.static_range(2):
                     box = ring.index((slot * 2 + half) * _BOXES + i)
-                    load_box(desc, [page[i], place[i], head, half * (_DIM // 2)], bar, box)
+                    load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
             count += 1
             page, place = next_page, next_place
 
@@ -136,15 +139,15 @@ def _seen(runs, at, end, local, position, window, RUN: gl.constexpr, MASKED: gl.
     sees = local * 0  # a bit for each box
     there = n * 0  # tokens of the key's box, and its place there: a box ends with its last token
     for i in gl.static_range(_BOXES):
-        run = at + i * _BOX // RUN
+        run = at + i * BOX // RUN
         word = gl.load(runs + run * 3 + 1, mask=run < end, other=0)
-        tokens = gl.minimum(gl.maximum((word >> 16) - i * _BOX % RUN, 0), _BOX)
+        tokens = gl.minimum(gl.maximum((word >> 16) - i * BOX % RUN, 0), BOX)
         sees |= gl.where((local >= (word & 255)) & (local < (word >> 8 & 255)), 1 << i, 0)
-        there = gl.where(n // _BOX == i, n % _BOX + tokens, there)
-    seen = ((sees[:, None] >> (n // _BOX)[None, :]) & 1 != 0) & (there >= _BOX)[None, :]
+        there = gl.where(n // BOX == i, n % BOX + tokens, there)
+    seen = ((sees[:, None] >> (n // BOX)[None, :]) & 1 != 0) & (there >= BOX)[None, :]
     if MASKED:
         run = at + n // RUN
-        where = gl.load(runs + run * 3 + 2, mask=run < end, other=0) + n % RUN // _BOX * _BOX + there - _BOX
+        where = gl.load(runs + run * 3 + 2, mask=run < end, other=0) + n % RUN // BOX * BOX + there - BOX
         seen = seen & (where[None, :] <= position[:, None]) & (where[None, :] > (position - window)[:, None])
     return seen
 
@@ -161,7 +164,7 @@ def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, b
     runs, at, end = block
     local, position, window = rows
     slot, before = count % _STAGES, (count - 1) % _STAGES
-    nothing = gl.zeros([_ROWS, _KEYS], gl.float32, _ACC)
+    nothing = gl.zeros([ROWS, _KEYS], gl.float32, _ACC)
     scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     seen = 0
     if MASK:
@@ -184,26 +187,26 @@ def _finish(result, natural, row, q_tile, tensors, strides, head, v_scale, NUM_Q
     """Writes the rows: to `out` by way of the query tile's memory, or partials. row: query token and slot of each."""
     q, out, lse_out, partial, partial_lse = tensors
     token, slot, used = row
-    query_head = head * GROUP + gl.arange(0, _ROWS, _ROW) % GROUP
+    query_head = head * GROUP + gl.arange(0, ROWS, _ROW) % GROUP
     write_partials(result, natural, slot, used, query_head, partial, partial_lse, _ACC, NUM_QO_HEADS)
     direct = used & (slot == _DIRECT)
     if RETURN_LSE:
         gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
     q_tile.store((result * v_scale).to(q.dtype.element_ty))
     wide_token = gl.convert_layout(gl.where(direct, token, -1), _WIDE_ROW)
-    wide_head = head * GROUP + gl.arange(0, _ROWS, _WIDE_ROW) % GROUP
-    d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
+    wide_head = head * GROUP + gl.arange(0, ROWS, _WIDE_ROW) % GROUP
+    d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     out_at = (wide_token.to(gl.int64) * strides[2] + wide_head * strides[3])[:, None] + d
-    gl.store(out + out_at, q_tile.load(_WIDE), mask=(wide_token >= 0)[:, None])
+    gl.store(out + out_at, q_tile.load(WIDE), mask=(wide_token >= 0)[:, None])
 
 
 @gluon.jit
 def _load_queries(q, queries, start, end, head, scale, q_tile, strides, GROUP: gl.constexpr):
     """Query rows [start, end) of the list to shared memory, for keys whose logits are multiplied by |scale|."""
-    m = gl.arange(0, _ROWS, _WIDE_ROW)
+    m = gl.arange(0, ROWS, _WIDE_ROW)
     used = start + m // GROUP < end
     token = gl.load(queries + start + m // GROUP, mask=used, other=0).to(gl.int64)
-    d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
+    d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     at = (token * strides[0] + (head * GROUP + m % GROUP) * strides[1])[:, None] + d
     values = gl.load(q + at, mask=used[:, None], other=0.0)
     q_tile.store(gl.where(scale < 0, -values, values))
@@ -222,7 +225,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
     k_ready, k_empty, v_ready, v_empty = barriers
     GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
-    local = gl.arange(0, _ROWS, _ROW) // GROUP
+    local = gl.arange(0, ROWS, _ROW) // GROUP
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
@@ -242,16 +245,16 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
             rows = (local, position, window)
             ring = count % _STAGES
             mbarrier.wait(k_ready.index(ring), count // _STAGES % 2)
-            nothing = gl.zeros([_ROWS, _KEYS], gl.float32, _ACC)
+            nothing = gl.zeros([ROWS, _KEYS], gl.float32, _ACC)
             scores = warpgroup_mma(q_tile, k_tiles.index(ring).permute((1, 0)), nothing, use_acc=False, is_async=True)
             first = start + _block(0, num_full, ahead) * BLOCK_RUNS
             seen = _seen(runs, first, end, local, position, window, RUN, MASKED)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_empty.index(ring))
-            state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
+            state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
             weights, _, state = softmax_block(state, scores, scale, seen, True)
             weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
-            acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
+            acc = gl.zeros([ROWS, DIM], gl.float32, _ACC)
             count += 1
             mbarrier.wait(k_ready.index(count % _STAGES), count // _STAGES % 2, pred=number > 1)
             ends = (ahead, ahead + num_full, number)  # with a mask, without, with a mask
@@ -263,15 +266,9 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
                         acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
                         part != 1, MASKED, RUN)  # fmt: skip
                     count += 1
-            last = (count - 1) % _STAGES
-            mbarrier.wait(v_ready.index(last), (count - 1) // _STAGES % 2)
-            acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
-            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-            mbarrier.arrive(v_empty.index(last))
-            top, total = state
-            some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
-            natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
-            _finish(acc * (1.0 / some)[:, None], natural, (token, slot, used), q_tile, tensors, strides, head,
+            acc = last_values(acc, weights, count, v_tiles, v_ready, v_empty, _STAGES)
+            result, natural = normalized(acc, state)
+            _finish(result, natural, (token, slot, used), q_tile, tensors, strides, head,
                     gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
 
 
@@ -293,12 +290,12 @@ def decode_hopper_kernel(
     _prefetch(queries, queries_size, 64)
     _prefetch(slots, queries_size, 64)
     dtype: gl.constexpr = q.dtype.element_ty
-    k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, _BOX, 1, _DIM // 2], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, _BOX, 1, _DIM // 2], v_desc.layout)
-    q_tile = gl.allocate_shared_memory(dtype, [_ROWS, _DIM], _TILE)
+    k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
+    q_tile = gl.allocate_shared_memory(dtype, [ROWS, DIM], TILE)
     k_ready, k_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
     v_ready, v_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
-    tiles = (tiles_of(k_ring, _KEYS, _DIM, _STAGES), tiles_of(v_ring, _KEYS, _DIM, _STAGES))
+    tiles = (tiles_of(k_ring, _KEYS, DIM, _STAGES), tiles_of(v_ring, _KEYS, DIM, _STAGES))
     barriers = (k_ready, k_empty, v_ready, v_empty)
     first_item = gl.load(counts + first_bucket)
     tasks = (items + first_item * _ITEM, (gl.load(counts + last_bucket + 1) - first_item) * NUM_KV_HEADS)
@@ -322,12 +319,12 @@ def supports(t: "Tensors", geometry: "Geometry", tile: "GpuTile") -> bool:
     group = geometry.num_qo_heads // geometry.num_kv_heads
     return (
         reads(t, geometry)
-        and _ROWS.value % group == 0
+        and ROWS.value % group == 0
         and tile.block_m % group == 0
-        and tile.block_m <= _ROWS.value
+        and tile.block_m <= ROWS.value
         and (tile.block_n, tile.subtiles) == (_KEYS.value, 1)
         and _KEYS.value % geometry.run == 0
-        and geometry.run % _BOX.value == 0
+        and geometry.run % BOX.value == 0
     )
 
 

@@ -1,11 +1,11 @@
-"""What the kernels for Hopper have in common, in Gluon: the copy engine's boxes, barriers, tasks, and the softmax."""
+"""What the kernels for Hopper have in common, in Gluon: boxes of the copy engine, barriers, tasks, the softmax."""
 
 from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.plan_format import DIRECT
@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, Tensors
 
 _DIRECT = gl.constexpr(DIRECT)
-_DIM = gl.constexpr(128)
-_BOX = gl.constexpr(16)  # tokens that the copy engine brings at once: what a page holds a multiple of
-_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+DIM = gl.constexpr(128)
+BOX = gl.constexpr(16)  # tokens that the copy engine brings at once: what a page holds a multiple of
+ROWS = gl.constexpr(64)  # of a warp group
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
+NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+_LN_2 = gl.constexpr(0.6931471805599453)
 # names of Triton 3.9, and of 3.6
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -43,9 +47,9 @@ def task_of(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
 def tiles_of(ring, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
     """The ring's boxes as blocks of BLOCK_N rows: they lie as a swizzled tile has its rows."""
     if _REINTERPRETS:
-        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
+        return ring.reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], TILE)
     else:
-        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], _TILE)
+        return ring._reinterpret(ring.dtype, [STAGES, BLOCK_N, DIM], TILE)
 
 
 @gluon.jit
@@ -70,14 +74,34 @@ def softmax_block(state, scores, scale, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
+def last_values(acc, weights, count, v_tiles, v_ready, v_empty, STAGES: gl.constexpr):
+    """Adds the values of the block before `count`, the last of an item."""
+    last = (count - 1) % STAGES
+    mbarrier.wait(v_ready.index(last), (count - 1) // STAGES % 2)
+    acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
+    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    mbarrier.arrive(v_empty.index(last))
+    return acc
+
+
+@gluon.jit
+def normalized(acc, state):
+    """What the softmax ends with: outputs, and the logarithm of the sums."""
+    top, total = state
+    some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
+    natural = gl.where(total > 0, top * _LN_2 + gl.log(some), NOTHING)
+    return acc * (1.0 / some)[:, None], natural
+
+
+@gluon.jit
 def write_partials(result, natural, slot, used, query_head, partial, partial_lse, ACC: gl.constexpr,
                    NUM_QO_HEADS: gl.constexpr):  # fmt: skip
     """The rows that have a slot, if any. ACC: layout of result."""
     if gl.max(slot, 0) != _DIRECT:
         kept = used & (slot != _DIRECT)
         slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
-        d = gl.arange(0, _DIM, gl.SliceLayout(0, ACC))[None, :]
-        gl.store(partial + slot_at[:, None] * _DIM + d, result, mask=kept[:, None])
+        d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
+        gl.store(partial + slot_at[:, None] * DIM + d, result, mask=kept[:, None])
         gl.store(partial_lse + slot_at, natural, mask=kept)
 
 
@@ -88,8 +112,8 @@ def reads(t: "Tensors", geometry: "Geometry") -> bool:
     return (
         t.q.dtype in (torch.bfloat16, torch.float16)
         and all(cache.dtype == t.q.dtype for cache in caches)
-        and geometry.head_dim == geometry.head_dim_v == _DIM.value
-        and geometry.page_size % _BOX.value == 0
+        and geometry.head_dim == geometry.head_dim_v == DIM.value
+        and geometry.page_size % BOX.value == 0
         and geometry.soft_cap is None
         and not geometry.sinks
         and all(cache.data_ptr() % 16 == 0 and cache.stride(-1) == 1 for cache in caches)
@@ -99,5 +123,5 @@ def reads(t: "Tensors", geometry: "Geometry") -> bool:
 
 def descriptor(cache: torch.Tensor) -> TensorDescriptor:
     """For the copy engine: boxes of 16 tokens of a page and 64 dims of a head."""
-    box = [1, _BOX.value, 1, _DIM.value // 2]
+    box = [1, BOX.value, 1, DIM.value // 2]
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, gl.NVMMASharedLayout(128, 16, 4))

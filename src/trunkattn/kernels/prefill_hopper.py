@@ -20,10 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trunkattn.kernels.hopper import (
+    BOX,
+    DIM,
+    NOTHING,
+    ROWS,
+    TILE,
+    WIDE,
     descriptor,
+    last_values,
     launch_dependents,
     load_box,
     make_barriers,
+    normalized,
     reads,
     softmax_block,
     task_of,
@@ -45,23 +53,16 @@ _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.c
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
-_DIM = gl.constexpr(128)
-_ROWS = gl.constexpr(64)  # of a consumer
-_CHUNK = gl.constexpr(16)  # tokens of a box: what a page holds a multiple of
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
-_NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
-_LN_2 = gl.constexpr(0.6931471805599453)
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
 _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
-_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
 
 
 @gluon.jit
 def _extent(item, BLOCK_N: gl.constexpr):
     """First token of an item's first block, its end, and its blocks."""
-    start, end = gl.load(item + _KV_START) // _CHUNK * _CHUNK, gl.load(item + _KV_END)
+    start, end = gl.load(item + _KV_START) // BOX * BOX, gl.load(item + _KV_END)
     return start, end, (end - start + BLOCK_N - 1) // BLOCK_N
 
 
@@ -71,25 +72,25 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
     """Sends for the block of keys or of values at token `first`. CUT: `end` may cut it. A chunk is then read up to that
     end, from as many tokens before, and one past the end from where the cache holds nothing: what lies behind the end
     may be NaN, and is never a value."""
-    CHUNKS: gl.constexpr = BLOCK_N // _CHUNK
+    CHUNKS: gl.constexpr = BLOCK_N // BOX
     page: gl.tuple = ()
     place: gl.tuple = ()
     for i in gl.static_range(CHUNKS):
-        token = first + i * _CHUNK
-        start = token % PAGE_SIZE if PAGE_SIZE > _CHUNK else 0
+        token = first + i * BOX
+        start = token % PAGE_SIZE if PAGE_SIZE > BOX else 0
         if CUT:
-            start = gl.where(token < end, start + gl.minimum(end - token - _CHUNK, 0), -_CHUNK)
+            start = gl.where(token < end, start + gl.minimum(end - token - BOX, 0), -BOX)
             token = gl.minimum(token, end - 1)
         page += (gl.load(pages + token // PAGE_SIZE),)
         place += (start,)
     slot = count % STAGES
     bar = ready.index(slot)
     mbarrier.wait(empty.index(slot), count // STAGES % 2 ^ 1)
-    mbarrier.expect(bar, BLOCK_N * _DIM * 2)
+    mbarrier.expect(bar, BLOCK_N * DIM * 2)
     for i in gl.static_range(CHUNKS):
         for half in gl.static_range(2):
             box = ring.index((slot * 2 + half) * CHUNKS + i)
-            load_box(desc, [page[i], place[i], head, half * (_DIM // 2)], bar, box)
+            load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
 
 
 @gluon.jit
@@ -119,8 +120,8 @@ def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, WINDOW: gl
     if MASK:
         end, lowest, position = bounds
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _ACC))
-        chunk = first + n // _CHUNK * _CHUNK
-        place = first + n - gl.maximum(_CHUNK - (end - chunk), 0)  # a chunk that `end` cuts ends there
+        chunk = first + n // BOX * BOX
+        place = first + n - gl.maximum(BOX - (end - chunk), 0)  # a chunk that `end` cuts ends there
         place = gl.where(place >= chunk, place, _NEVER)[None, :]
         seen = place <= position[:, None]
         if WINDOW:
@@ -138,7 +139,7 @@ def _step(acc, weights, state, scale, count, more, first, bounds, q_tile, tiles,
     k_tiles, v_tiles = tiles
     k_ready, k_empty, v_ready, v_empty = barriers
     slot, before = count % STAGES, (count - 1) % STAGES
-    nothing = gl.zeros([_ROWS, BLOCK_N], gl.float32, _ACC)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, _ACC)
     scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(before), (count - 1) // STAGES % 2)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
@@ -165,7 +166,7 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
     q_tile.store((result * v_scale).to(q.dtype.element_ty))
     direct = wide_used & (gl.load(slots + wide_entry, mask=wide_used, other=0) == _DIRECT)
     out_at = (wide_token * strides[2] + wide_head * strides[3])[:, None] + wide_d
-    gl.store(out + out_at, q_tile.load(_WIDE), mask=direct[:, None])
+    gl.store(out + out_at, q_tile.load(WIDE), mask=direct[:, None])
     if RETURN_LSE:
         token = gl.load(queries + entry, mask=used, other=0)
         gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=used & (slot == _DIRECT))
@@ -182,9 +183,9 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     k_ready, k_empty, v_ready, v_empty = barriers
     GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     q_tile = q_tiles.index(HALF)
-    m = HALF * _ROWS + gl.arange(0, _ROWS, _ROW)
-    wide_m = HALF * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, _WIDE))
-    wide_d = gl.arange(0, _DIM, gl.SliceLayout(0, _WIDE))[None, :]
+    m = HALF * ROWS + gl.arange(0, ROWS, _ROW)
+    wide_m = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
@@ -217,14 +218,14 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
         first = start + (num_blocks - 1) * BLOCK_N
         mbarrier.wait(k_ready.index(count % STAGES), count // STAGES % 2)
         keys = k_tiles.index(count % STAGES).permute((1, 0))
-        nothing = gl.zeros([_ROWS, BLOCK_N], gl.float32, _ACC)
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, _ACC)
         scores = warpgroup_mma(q_tile, keys, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(count % STAGES))
-        state = (gl.full([_ROWS], _NOTHING, gl.float32, _ROW), gl.zeros([_ROWS], gl.float32, _ROW))
+        state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
         weights, _, state = _softmax(state, scores, scale, first, bounds, True, WINDOW, BLOCK_N)
         weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
-        acc = gl.zeros([_ROWS, _DIM], gl.float32, _ACC)
+        acc = gl.zeros([ROWS, DIM], gl.float32, _ACC)
         count += 1
         mbarrier.wait(k_ready.index(count % STAGES), count // STAGES % 2, pred=num_blocks > 1)
         for block in range(num_blocks - 2, whole - 1, -1):
@@ -243,29 +244,23 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
                     acc, weights, state, scale, count, block > 0, start + block * BLOCK_N, bounds, q_tile, tiles,
                     barriers, True, WINDOW, BLOCK_N, STAGES)  # fmt: skip
                 count += 1
-        last = (count - 1) % STAGES
-        mbarrier.wait(v_ready.index(last), (count - 1) // STAGES % 2)
-        acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
-        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-        mbarrier.arrive(v_empty.index(last))
-        top, total = state
-        some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
-        natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
+        acc = last_values(acc, weights, count, v_tiles, v_ready, v_empty, STAGES)
+        result, natural = normalized(acc, state)
         wide = (m, wide_entry, wide_used, wide_token, wide_head, wide_d)
-        _finish(acc * (1.0 / some)[:, None], natural, entry, used, q_tile, wide, rows, tensors, strides, head,
+        _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, head,
                 gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
 
 
 @gluon.jit
 def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory of the roles: rings of boxes, query tiles, the rings as tiles, and barriers."""
-    BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // _CHUNK
-    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, _CHUNK, 1, _DIM // 2], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _DIM], _TILE)
+    BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // BOX
+    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, DIM], TILE)
     k_ready, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     v_ready, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    tiles = (tiles_of(k_ring, BLOCK_N, _DIM, STAGES), tiles_of(v_ring, BLOCK_N, _DIM, STAGES))
+    tiles = (tiles_of(k_ring, BLOCK_N, DIM, STAGES), tiles_of(v_ring, BLOCK_N, DIM, STAGES))
     return k_ring, v_ring, q_tiles, tiles, (k_ready, k_empty, v_ready, v_empty)
 
 
