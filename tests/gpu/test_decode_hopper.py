@@ -42,7 +42,8 @@ def only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     predict = attention_gpu.predict
 
     def chosen(rule: Any, *given: Any) -> dict[Tiling, int]:
-        assert name in [way.name(rule) for way in candidates(rule)] or not runs_it()
+        names = [way.name(rule) for way in candidates(rule)]
+        assert name in names or "32x64" not in names  # other cards and executions have other tiles
         return {way: ns if way.name(rule) == name else 10**12 + ns for way, ns in predict(rule, *given).items()}
 
     monkeypatch.setattr(attention_gpu, "predict", chosen)

@@ -58,11 +58,13 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     names, kernel = decode_hopper.decode_hopper_kernel.arg_names, Recorder()
     monkeypatch.setattr(decode_hopper, "decode_hopper_kernel", kernel)
     plan = uploaded(replace(GEOMETRY, window=window, masked=masked))
-    decode_hopper.launch(make_tensors(), plan, (1, 2), 264, {"LEADS": True, "RETURN_LSE": False})
+    options = {"LEADS": True, "FOLLOWS": False, "RETURN_LSE": False}
+    decode_hopper.launch(make_tensors(), plan, (1, 2), (264,), options)
     ((programs, args, options),) = kernel.calls
     given = dict(zip(names, args, strict=False)) | options
-    assert programs == 264
-    assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
+    assert (programs, given["first_program"], given["programs"]) == (264, 0, 264)
+    assert set(given) == {*names, "num_warps", "maxnreg", "launch_pdl"}
+    assert len(args) + len(options) == len(given)
     assert given["counts"].tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
     assert (given["first_bucket"], given["last_bucket"]) == (1, 2)
     assert (given["window"], given["MASKED"]) == (window, masked)
@@ -79,12 +81,13 @@ def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> No
     assert len(kernels["merge"].calls) == 1
 
 
-def test_a_plan_of_fixed_size_takes_one_launch_for_all_heights(kernels: dict[str, Recorder]) -> None:
+def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: dict[str, Recorder]) -> None:
     plan = gpu.reserve(LIMITS, TILES, GEOMETRY, CARD, "serial", CPU)
     gpu.refill(plan, make_list(), np.full(3, 15, np.int32))
     gpu.execute(plan, make_tensors(), TILES, CARD, False)
-    ((programs, given),) = of(kernels["hopper"])
-    assert (given["first_bucket"], given["last_bucket"], programs) == (1, 2, 2 * CARD.processors)
+    launched = of(kernels["hopper"])
+    assert [programs for programs, _ in launched] == [CARD.processors, CARD.processors]
+    assert all((given["first_bucket"], given["last_bucket"]) == (1, 2) for _, given in launched)
     ((_, _, options),) = kernels["any"].calls
     assert (options["BUCKET"], options["ALSO"], options["MERGE"]) == (0, 3, True)
 
@@ -115,6 +118,18 @@ def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
+@pytest.mark.parametrize("leads, follows", [(False, False), (False, True), (True, False), (True, True)])
+def test_launches_side_by_side(kernels: dict[str, Recorder], leads: bool, follows: bool) -> None:
+    """The second runs beside the first and ends after it, and the first so beside what is ahead."""
+    options = {"LEADS": leads, "FOLLOWS": follows, "RETURN_LSE": True}
+    decode_hopper.launch(make_tensors(), uploaded(), (1, 2), (132, 68), options)
+    (first_programs, first), (programs, second) = of(kernels["hopper"])
+    assert (first_programs, first["first_program"], first["programs"]) == (132, 0, 200)
+    assert (programs, second["first_program"], second["programs"]) == (68, 132, 200)
+    assert (first["leads"], first["follows"], first["launch_pdl"]) == (1, follows, True)
+    assert (second["leads"], second["follows"], second["launch_pdl"]) == (leads, 1, True)
+
+
 def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     """No tiling makes such items; were there any, their partial states must not be lost."""
     listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
@@ -127,7 +142,7 @@ def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
 
 def test_a_plan_of_another_size_is_not_compiled_anew() -> None:
     parameters = {parameter.name: parameter for parameter in decode_hopper.decode_hopper_kernel.params}
-    for name in ("first_bucket", "last_bucket", "items_size", "queries_size", "runs_size"):
+    for name in decode_hopper.NUMBERS:
         assert parameters[name].do_not_specialize
 
 

@@ -122,7 +122,7 @@ def compile_decode_hopper(target: Target, masked: bool = False) -> Resources:
     from trunkattn.kernels import decode_hopper
 
     constants: dict[str, object] = {
-        "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked, "RETURN_LSE": False, "LEADS": True,
+        "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked, "RETURN_LSE": False,
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": decode_hopper.REGISTERS}
     return _compile(decode_hopper.decode_hopper_kernel, target, constants, options, GluonASTSource)

@@ -34,6 +34,7 @@ from trunkattn.kernels.hopper import (
     softmax_block,
     task_of,
     tiles_of,
+    wait_for_the_launch_ahead,
     write_partials,
 )
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, GpuPlan, Tensors
     from trunkattn.kernels.tile_table import GpuTile
 
+# Numbers of a plan and of a launch: arguments for which nothing is compiled anew
+NUMBERS: Final = (
+    "first_bucket", "last_bucket", "items_size", "queries_size", "runs_size", "first_program", "programs", "leads",
+    "follows",
+)  # fmt: skip
 REGISTERS: Final = 128  # of each of 256 threads at launch; those that consume then take what the others leave
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _RUN_START, _RUN_FULL, _RUN_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL), gl.constexpr(RUN_END)
@@ -59,11 +65,11 @@ _WIDE_ROW = gl.constexpr(gl.SliceLayout(1, WIDE.value))
 
 
 @gluon.jit
-def _prefetch(array, size, LINES: gl.constexpr):
+def _prefetch(array, size, program, LINES: gl.constexpr):
     """The first lines of an array of `size` numbers to the L2 cache. A plan has left it since the layer before, and a
     program would wait for memory three times before it knows where its keys are."""
     lines = gl.minimum(size // _LINE, LINES)
-    first = gl.program_id(0) * 128
+    first = program * 128
     if first < lines:
         line = gl.minimum(first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), lines - 1)
         gl.inline_asm_elementwise(
@@ -88,15 +94,15 @@ def boxes_of(runs, at, end, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr):
 
 
 @gluon.jit
-def _extent(item, BLOCK_RUNS: gl.constexpr):
+def _extent(item, program, programs, BLOCK_RUNS: gl.constexpr):
     """Of an item: first run and end; blocks, and those that all rows see; blocks with a mask that come first.
 
     In every other program they do. Blocks that all rows see are shared by many items and come from the L2 cache, those
     with a mask from memory: so both are always at work, and the programs of a multiprocessor each at another."""
     start, full, end = gl.load(item + _RUN_START), gl.load(item + _RUN_FULL), gl.load(item + _RUN_END)
     number, num_full = (end - start + BLOCK_RUNS - 1) // BLOCK_RUNS, (full - start) // BLOCK_RUNS
-    half = gl.maximum(gl.num_programs(0) // 2, 1)
-    turned = (gl.program_id(0) + gl.program_id(0) // half) % 2 == 1
+    half = gl.maximum(programs // 2, 1)
+    turned = (program + program // half) % 2 == 1
     return start, end, number, num_full, gl.where(turned, number - num_full, 0)
 
 
@@ -110,12 +116,12 @@ def _block(nth, num_full, ahead):
 def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
              RUN: gl.constexpr):  # fmt: skip
     """Fills a ring."""
-    items, num_tasks = tasks
+    items, num_tasks, program, programs = tasks
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
     count = 0
-    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
-        start, end, number, num_full, ahead = _extent(items + item * _ITEM, BLOCK_RUNS)
+    for turn in range(program, num_tasks, programs):
+        item, head = task_of(turn, program, programs, num_tasks, NUM_KV_HEADS)
+        start, end, number, num_full, ahead = _extent(items + item * _ITEM, program, programs, BLOCK_RUNS)
         page, place = boxes_of(runs, start + _block(0, num_full, ahead) * BLOCK_RUNS, end, PAGE_SIZE, RUN)
         for nth in range(number):
             following = start + _block(nth + 1, num_full, ahead) * BLOCK_RUNS
@@ -218,7 +224,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
              NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
              RUN: gl.constexpr):  # fmt: skip
     """Attention of the items."""
-    items, num_tasks = tasks
+    items, num_tasks, program, programs = tasks
     runs, queries, slots, positions = plan
     q = tensors[0]
     k_tiles, v_tiles = tiles
@@ -227,10 +233,10 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
     local = gl.arange(0, ROWS, _ROW) // GROUP
     count = 0
-    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        item, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+    for turn in range(program, num_tasks, programs):
+        item, head = task_of(turn, program, programs, num_tasks, NUM_KV_HEADS)
         item = items + item * _ITEM
-        start, end, number, num_full, ahead = _extent(item, BLOCK_RUNS)
+        start, end, number, num_full, ahead = _extent(item, program, programs, BLOCK_RUNS)
         if number > 0:  # an item that the device planner had no room for has no runs
             query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
             scale = gl.load(scales[0] + head)
@@ -272,23 +278,32 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
                     gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["first_bucket", "last_bucket", "items_size", "queries_size", "runs_size"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def decode_hopper_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
     items, counts, runs, queries, slots, positions,  # the plan
     logit_scale, v_scale, window,  # options
     q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    first_bucket, last_bucket, items_size, queries_size, runs_size,
+    first_bucket, last_bucket, items_size, queries_size, runs_size, first_program, programs, leads, follows,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
-    MASKED: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr,
+    MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
 ):  # fmt: skip
-    """The items of the buckets first to last, which merge nothing; see `TileList` for the arrays. *_size: of those."""
-    if LEADS:
+    """The items of the buckets first to last, which merge nothing; see `TileList` for the arrays. *_size: of those.
+    first_program: of this launch, among all `programs` that share the items. leads: the next launch may start early.
+    follows: this one runs beside the launch ahead of it, of which it needs nothing, and ends after it, so that what
+    waits for this one waits for both; if not, it waits before it begins.
+
+    These are no constants, so that launches that run at once are the same code: two copies of it in a multiprocessor's
+    instruction cache take twice as long."""
+    if follows == 0:
+        wait_for_the_launch_ahead()
+    if leads != 0:
         launch_dependents()
-    _prefetch(items, items_size, 64)
-    _prefetch(runs, runs_size, 512)
-    _prefetch(queries, queries_size, 64)
-    _prefetch(slots, queries_size, 64)
+    program = gl.program_id(0) + first_program
+    _prefetch(items, items_size, program, 64)
+    _prefetch(runs, runs_size, program, 512)
+    _prefetch(queries, queries_size, program, 64)
+    _prefetch(slots, queries_size, program, 64)
     dtype: gl.constexpr = q.dtype.element_ty
     k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
@@ -298,7 +313,8 @@ def decode_hopper_kernel(
     tiles = (tiles_of(k_ring, _KEYS, DIM, _STAGES), tiles_of(v_ring, _KEYS, DIM, _STAGES))
     barriers = (k_ready, k_empty, v_ready, v_empty)
     first_item = gl.load(counts + first_bucket)
-    tasks = (items + first_item * _ITEM, (gl.load(counts + last_bucket + 1) - first_item) * NUM_KV_HEADS)
+    num_tasks = (gl.load(counts + last_bucket + 1) - first_item) * NUM_KV_HEADS
+    tasks = (items + first_item * _ITEM, num_tasks, program, programs)
     plan = (runs, queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
@@ -312,6 +328,8 @@ def decode_hopper_kernel(
         [1, 1],
         [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
+    if (follows != 0) & (gl.program_id(0) == 0):
+        wait_for_the_launch_ahead()
 
 
 def supports(t: "Tensors", geometry: "Geometry", tile: "GpuTile") -> bool:
@@ -328,18 +346,25 @@ def supports(t: "Tensors", geometry: "Geometry", tile: "GpuTile") -> bool:
     )
 
 
-def launch(t: "Tensors", plan: "GpuPlan", buckets: tuple[int, int], programs: int, options: dict[str, bool]) -> None:
-    """The items of all buckets from the first to the last, on the current stream, after all that was launched there.
-    options: the kernel's LEADS and RETURN_LSE. With a window up to 15 tokens before it are read with a weight of 0:
-    they must be finite, as tokens of the sequence are."""
+def launch(
+    t: "Tensors", plan: "GpuPlan", buckets: tuple[int, int], programs: tuple[int, ...], options: dict[str, bool]
+) -> None:
+    """The items of all buckets from the first to the last, on the current stream. With a window up to 15 tokens before
+    it are read with a weight of 0: they must be finite, as tokens of the sequence are.
+
+    programs: of each of the launches, which run side by side. options: RETURN_LSE; LEADS: what comes next may start
+    before this ends; FOLLOWS: this may start before what is ahead of it ends, of which it needs nothing."""
     geometry, arrays = plan.geometry, plan.arrays
     names = ("items", "counts", "runs", "queries", "slots", "positions")
-    decode_hopper_kernel[(programs,)](
-        t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
-        *(arrays[name] for name in names), t.logit_scale, t.v_scale, geometry.window,
-        *t.q.stride()[:2], *t.out.stride()[:2], *buckets,
-        *(plan.sizes[name] for name in ("items", "queries", "runs")),
-        NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        RUN=geometry.run, MASKED=geometry.masked, **options,
-        num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
+    for number, count in enumerate(programs):
+        leads, follows = options["LEADS"] or number + 1 < len(programs), options["FOLLOWS"] or number > 0
+        decode_hopper_kernel[(count,)](
+            t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
+            *(arrays[name] for name in names), t.logit_scale, t.v_scale, geometry.window,
+            *t.q.stride()[:2], *t.out.stride()[:2], *buckets,
+            *(plan.sizes[name] for name in ("items", "queries", "runs")),
+            sum(programs[:number]), sum(programs), int(leads), int(follows),
+            NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
+            RUN=geometry.run, MASKED=geometry.masked, RETURN_LSE=options["RETURN_LSE"],
+            num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+        )  # fmt: skip

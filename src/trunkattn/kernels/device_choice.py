@@ -81,28 +81,47 @@ def _parameters(use, uses, kinds):
 
 
 @triton.jit
-def _work(tiles, num_tiles, share, shape, kind, ENTRIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a stage's items: how many, their time in all, the dearest, the longest chain; entries of partial states.
-    share: see `parts_of`."""
+def _together(work_a, partials_a, pieces_a, dearest_a, longest_a, work_b, partials_b, pieces_b, dearest_b, longest_b):
+    """Three sums and two maxima: one reduction waits for the program's warps once."""
+    return (
+        work_a + work_b, partials_a + partials_b, pieces_a + pieces_b,
+        tl.maximum(dearest_a, dearest_b), tl.maximum(longest_a, longest_b),
+    )  # fmt: skip
+
+
+@triton.jit
+def _work(
+    tiles, num_tiles, num_entries, share, shape, kind, one_stage, item_starts, ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a stage's items: how many; entries of the states that the lists hold; (how many, their time in all, the
+    dearest, the longest chain, entries of partial states). share: see `parts_of`. item_starts: items before each tile.
+    """
     height, block_runs, subtiles, _private = shape
     full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots, _read_percent = kind
-    items, work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    num_items, pieces = tl.zeros([], tl.int32), tl.zeros([BLOCK], tl.int64)
+    work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for begin in range(0, num_tiles, BLOCK):
         tile = begin + tl.arange(0, BLOCK)
         full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
         masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
-        runs = tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
+        runs = tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0)
         _step, parts = parts_of(runs, share, block_runs)
+        ends = num_items + tl.cumsum(parts, 0)
+        tl.store(item_starts + tile, ends - parts, mask=tile < num_tiles)
+        num_items = tl.max(ends, 0)
+        rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
+        pieces += tl.where((parts > 1) | (one_stage == 0), parts * rows, 0)
         some = tl.maximum(parts, 1)
         masked *= tl.where(parts > 1, subtiles, 1)
         cost = (full * full_ns + masked * masked_ns) // some
-        items += parts
         work += cost * parts
         dearest = tl.maximum(dearest, cost)
         longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // some)
         partials += tl.where(parts > 1, parts * height, 0)
-    return tl.sum(items, 0), tl.sum(work, 0), tl.max(dearest, 0), tl.max(longest, 0), tl.sum(partials, 0)
+    work, partials, pieces, dearest, longest = tl.reduce((work, partials, pieces, dearest, longest), 0, _together)
+    return num_items, pieces, (num_items, work, dearest, longest, partials)
 
 
 @triton.jit
@@ -159,20 +178,13 @@ def choice_kernel(
     common, again = tl.load(of + TOTAL_COMMON, mask=used, other=0), tl.load(of + TOTAL_AGAIN, mask=used, other=0)
     share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
     share = tl.where(num_parts > 0, share, runs + 1)
-    num_items, pieces = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for begin in range(0, num_tiles, BLOCK):
-        tile = begin + tl.arange(0, BLOCK)
-        size = tl.load(its_tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0)
-        _step, items = parts_of(size, share.to(tl.int32), block_runs)
-        ends = num_items + tl.cumsum(items, 0)
-        tl.store(item_starts + use * ENTRIES + tile, ends - items, mask=tile < num_tiles)
-        num_items += tl.sum(items, 0)
-        rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
-        pieces += tl.sum(tl.where((items > 1) | (one_stage == 0), items * rows, 0), 0)
+    num_items, pieces, work = _work(
+        its_tiles, num_tiles, num_entries, share.to(tl.int32), shape, kind, one_stage, item_starts + use * ENTRIES,
+        ENTRIES, BLOCK,
+    )  # fmt: skip
     tl.store(cuts + use * CUT_FIELDS + CUT_SHARE, share.to(tl.int32))
     tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
     memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
-    work = _work(its_tiles, num_tiles, share, shape, kind, ENTRIES, BLOCK)
     tokens, last = runs * prices[4], one_stage | (nth == 1)
     time = _stage_ns(work, memory, tokens, num_entries, kind, subtiles == 1, last, prices)
     time = tl.where(runs > 0, time, 0)

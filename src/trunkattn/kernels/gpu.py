@@ -57,10 +57,12 @@ class Card:
 @dataclass(frozen=True)
 class Launch:
     """buckets: whose items it computes, of one tile or of those of `decode_hopper`, ascending; none: it merges what no
-    item does."""
+    item does. spread: for `decode_hopper` several launches side by side, of a program a multiprocessor each; of one
+    launch some multiprocessors would get two programs with work, where items are few, and others none."""
 
     buckets: tuple[int, ...]
     programs: int
+    spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def reserve(
     if execution in ("serial", "overlapped"):
         launches[0] = Launch((0, heights), launches[0].programs)
     if together := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
-        launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together)))
+        launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together), True))
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
@@ -289,9 +291,9 @@ def _attend(
     if _on_hopper(plan, t, tiles, launch, card):
         from trunkattn.kernels import decode_hopper
 
-        programs = min(launch.programs, card.processors * tile.programs)
-        chosen = {name: options[name] for name in ("LEADS", "RETURN_LSE")}
-        return decode_hopper.launch(t, plan, (launch.buckets[0], launch.buckets[-1]), programs, chosen)
+        most = (card.processors,) * tile.programs
+        programs = most if launch.spread else (min(launch.programs, sum(most)),)
+        return decode_hopper.launch(t, plan, (launch.buckets[0], launch.buckets[-1]), programs, options)
     options |= {"BUCKET": launch.buckets[0], "ALSO": -1, "MERGE": launch.buckets[-1] >= len(tiles)}
     if len(launch.buckets) > 1:
         options["ALSO"] = launch.buckets[1]

@@ -33,13 +33,18 @@ def launch_dependents():
 
 
 @gluon.jit
-def task_of(turn, num_tasks, NUM_KV_HEADS: gl.constexpr):
-    """Item and KV head of a program's turn. Items are heaviest first; every other round goes backwards, so that all
-    programs end at about the same time."""
-    programs = gl.num_programs(0)
-    first = turn - gl.program_id(0)
+def wait_for_the_launch_ahead():
+    """Returns when it is over, and so all before it (programmatic dependent launch)."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def task_of(turn, program, programs, num_tasks, NUM_KV_HEADS: gl.constexpr):
+    """Item and KV head of a turn of one of so many programs. Items are heaviest first; every other round goes
+    backwards, so that all programs end at about the same time."""
+    first = turn - program
     backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
-    task = gl.where(backwards, first + programs - 1 - gl.program_id(0), turn)
+    task = gl.where(backwards, first + programs - 1 - program, turn)
     return task // NUM_KV_HEADS, task % NUM_KV_HEADS
 
 

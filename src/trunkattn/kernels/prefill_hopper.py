@@ -100,7 +100,7 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
     items, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
         at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
@@ -188,7 +188,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, num_tasks, NUM_KV_HEADS)
+        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
         at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
