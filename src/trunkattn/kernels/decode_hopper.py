@@ -31,6 +31,7 @@ from trunkattn.kernels.hopper import (
     make_barriers,
     normalized,
     reads,
+    rolled,
     softmax_block,
     task_of,
     tiles_of,
@@ -130,8 +131,8 @@ def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, 
             bar = ready.index(slot)
             mbarrier.wait(empty.index(slot), count // _STAGES % 2 ^ 1)
             mbarrier.expect(bar, _KEYS * DIM * 2)
-            for i in gl.static_range(_BOXES):
-                for half in gl.static_range(2):
+            for half in range(rolled(2)):
+                for i in gl.static_range(_BOXES):
                     box = ring.index((slot * 2 + half) * _BOXES + i)
                     load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
             count += 1
@@ -263,15 +264,21 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
             acc = gl.zeros([ROWS, DIM], gl.float32, _ACC)
             count += 1
             mbarrier.wait(k_ready.index(count % _STAGES), count // _STAGES % 2, pred=number > 1)
-            ends = (ahead, ahead + num_full, number)  # with a mask, without, with a mask
-            begins = (1, gl.maximum(ends[0], 1), gl.maximum(ends[1], 1))
-            for part in gl.static_range(3):
-                for nth in range(begins[part], ends[part]):
-                    block = (runs, start + _block(nth, num_full, ahead) * BLOCK_RUNS, end)
-                    acc, weights, state = _step(
-                        acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
-                        part != 1, MASKED, RUN)  # fmt: skip
-                    count += 1
+            for part in range(3):  # with a mask, without, with a mask: a loop, so that its code is there once
+                begin = gl.where(part == 0, 1, gl.maximum(gl.where(part == 1, ahead, ahead + num_full), 1))
+                if part == 1:
+                    for nth in range(begin, ahead + num_full):
+                        acc, weights, state = _step(
+                            acc, weights, state, scale, count, nth + 1 < number, (runs, start, end), rows, q_tile,
+                            tiles, barriers, False, MASKED, RUN)  # fmt: skip
+                        count += 1
+                else:
+                    for nth in range(begin, gl.where(part == 0, ahead, number)):
+                        block = (runs, start + _block(nth, num_full, ahead) * BLOCK_RUNS, end)
+                        acc, weights, state = _step(
+                            acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
+                            True, MASKED, RUN)  # fmt: skip
+                        count += 1
             acc = last_values(acc, weights, count, v_tiles, v_ready, v_empty, _STAGES)
             result, natural = normalized(acc, state)
             _finish(result, natural, (token, slot, used), q_tile, tensors, strides, head,

@@ -217,25 +217,28 @@ def lists_kernel(
     RUN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """The plan's arrays. The last two programs list merges, and count; of the others one half lists runs, where there
-    are fewer items than programs several those of an item in turn, and the other half lists queries."""
+    """The plan's arrays. The last two programs list merges, and count. Of the others one an item, half of them at most,
+    list queries; the rest list runs, where there are fewer items than programs several those of an item in turn."""
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
     num_entries, num_tokens = tl.load(state + NUM_ENTRIES), tl.load(state + NUM_TOKENS)
     _, num_items = count_items(cuts, way, max_items)
-    program, programs = tl.program_id(0), (tl.num_programs(0) - 2) // 2
-    if program == 2 * programs:
+    program, both = tl.program_id(0), tl.num_programs(0) - 2
+    if program == both:
         _list_merges(
             num_tokens, pieces, merge_queries, merge_ranges, counts, errors, max_merged, max_slots, num_kinds,
             ENTRIES, BLOCK,
         )  # fmt: skip
-    if program == 2 * programs + 1:
+    if program == both + 1:
         _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS, 128)
         batch = (seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len)
         summarize(way, batch, uses, totals, summary, window, BLOCK)
-    lists_runs = program < programs
+    list_queries = tl.minimum(num_items, both // 2)
+    lists_runs = program < both - list_queries
+    programs = tl.where(lists_runs, both - list_queries, tl.maximum(list_queries, 1))
+    first = tl.where(lists_runs, program, program - (both - list_queries))
     lanes = tl.where(lists_runs, tl.maximum(programs // tl.maximum(num_items, 1), 1), 1)
-    for task in range(program % programs, tl.where(program < 2 * programs, num_items * lanes, 0), programs):
+    for task in range(first, tl.where(program < both, num_items * lanes, 0), programs):
         item, lane = task // lanes, task % lanes
         of = items + item
         low, high = tl.load(of + ITEM_LOW * max_items), tl.load(of + ITEM_HIGH * max_items)

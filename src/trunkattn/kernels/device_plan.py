@@ -201,7 +201,7 @@ class DevicePlanner:
         device_order.hash_kernel[(rows + 1,)](
             table, seq_lens, starts, b["hashes"], b["pieces"], b["totals"], b["state"], b["errors"], len(table), width,
             table.stride(0), tokens, most, capacity.num_pages, window, **shape, ENTRIES=tokens,
-            TOTALS=b["totals"].numel(), BLOCK=_BLOCK, **self._turn(follows=False),
+            TOTALS=b["totals"].numel(), BLOCK=_BLOCK, num_warps=8, **self._turn(follows=False),
         )  # fmt: skip
         block = min(_power(rows), _PAIRS)
         device_order.hang_kernel[(rows,)](
@@ -212,7 +212,7 @@ class DevicePlanner:
             table, seq_lens, starts, b["hangs"], b["family"],
             *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
             plan.arrays["positions"], len(table), width, table.stride(0), tokens, most,
-            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), **self._turn(),
+            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), num_warps=2, **self._turn(),
         )  # fmt: skip
 
     def _tile(self, window: int) -> None:
@@ -237,7 +237,9 @@ class DevicePlanner:
         table = batch[0]
         row_tokens = min(table.shape[1], self._capacity.max_pages_per_request) * self._page_size
         b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
-        arrays, kinds, programs = plan.arrays, len(self._ways.kinds), min(limits.items, 8 * self._card.processors)
+        arrays, kinds = plan.arrays, len(self._ways.kinds)
+        # a program starts in some 8 ns: more of them than items cost more than they save
+        programs = min(limits.items, self._card.processors * -(-self._capacity.max_query_tokens // 256))
         shape = {
             "ENTRIES": self._capacity.max_query_tokens, "NODES": sizes.nodes, "NUM_WAYS": sizes.ways,
             "WAYS": _power(sizes.ways), "BLOCK": _BLOCK,

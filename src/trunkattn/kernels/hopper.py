@@ -39,6 +39,13 @@ def wait_for_the_launch_ahead():
 
 
 @gluon.jit
+def rolled(count: gl.constexpr):
+    """The same number, as one that compilers do not know (launches have one program in y), so that a loop of so many
+    turns stays a loop: what a multiprocessor runs at once, in all roles, is to fit in its instruction cache."""
+    return count - 1 + gl.num_programs(1)
+
+
+@gluon.jit
 def task_of(turn, program, programs, num_tasks, NUM_KV_HEADS: gl.constexpr):
     """Item and KV head of a turn of one of so many programs. Items are heaviest first; every other round goes
     backwards, so that all programs end at about the same time."""

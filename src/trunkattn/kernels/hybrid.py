@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.kernels import prefill_hopper
 from trunkattn.kernels.decode_hopper import boxes_of
-from trunkattn.kernels.hopper import descriptor, launch_dependents, load_box, make_barriers, tiles_of
+from trunkattn.kernels.hopper import descriptor, launch_dependents, load_box, make_barriers, rolled, tiles_of
 from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
 from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_ROWS, GpuTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
@@ -63,7 +63,7 @@ def _first_task():
 @gluon.jit
 def _send(desc, page, place, head, ring, ready, empty, count, SLOTS: gl.constexpr):
     """Sends for both halves of the dims of a block of keys or values."""
-    for half in gl.static_range(2):
+    for half in range(rolled(2)):
         slot = (count + half) % SLOTS
         bar = ready.index(slot)
         mbarrier.wait(empty.index(slot), (count + half) // SLOTS % 2 ^ 1)

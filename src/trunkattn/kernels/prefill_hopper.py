@@ -33,6 +33,7 @@ from trunkattn.kernels.hopper import (
     make_barriers,
     normalized,
     reads,
+    rolled,
     softmax_block,
     task_of,
     tiles_of,
@@ -87,8 +88,8 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
     bar = ready.index(slot)
     mbarrier.wait(empty.index(slot), count // STAGES % 2 ^ 1)
     mbarrier.expect(bar, BLOCK_N * DIM * 2)
-    for i in gl.static_range(CHUNKS):
-        for half in gl.static_range(2):
+    for half in range(rolled(2)):
+        for i in gl.static_range(CHUNKS):
             box = ring.index((slot * 2 + half) * CHUNKS + i)
             load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
 
@@ -114,18 +115,21 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
 
 
 @gluon.jit
-def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum."""
+def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, CUT: gl.constexpr, WINDOW: gl.constexpr,
+             BLOCK_N: gl.constexpr):  # fmt: skip
+    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum. CUT: as of `_send`."""
     seen = 0
     if MASK:
         end, lowest, position = bounds
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _ACC))
-        chunk = first + n // BOX * BOX
-        place = first + n - gl.maximum(BOX - (end - chunk), 0)  # a chunk that `end` cuts ends there
-        place = gl.where(place >= chunk, place, _NEVER)[None, :]
-        seen = place <= position[:, None]
+        place = n
+        if CUT:
+            chunk = n // BOX * BOX
+            place = n - gl.maximum(BOX - (end - first - chunk), 0)  # a chunk that `end` cuts ends there
+            place = gl.where(place >= chunk, place, _NEVER)
+        seen = place[None, :] <= (position - first)[:, None]
         if WINDOW:
-            seen = seen & (place >= lowest[:, None])
+            seen = seen & (place[None, :] >= (lowest - first)[:, None])
     return softmax_block(state, scores, scale, seen, MASK)
 
 
@@ -145,7 +149,7 @@ def _step(acc, weights, state, scale, count, more, first, bounds, q_tile, tiles,
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(slot))
-    new, rescale, state = _softmax(state, scores, scale, first, bounds, MASK, WINDOW, BLOCK_N)
+    new, rescale, state = _softmax(state, scores, scale, first, bounds, MASK, False, WINDOW, BLOCK_N)
     new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
     mbarrier.wait(k_ready.index((count + 1) % STAGES), (count + 1) // STAGES % 2, pred=more)
     acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
@@ -223,7 +227,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(count % STAGES))
         state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
-        weights, _, state = _softmax(state, scores, scale, first, bounds, True, WINDOW, BLOCK_N)
+        weights, _, state = _softmax(state, scores, scale, first, bounds, True, True, WINDOW, BLOCK_N)
         weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
         acc = gl.zeros([ROWS, DIM], gl.float32, _ACC)
         count += 1
