@@ -250,7 +250,7 @@ class DevicePlanner:
             self._ways.fuse_up_to, kinds, MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(4 * self._card.processors + 2,)](
+        device_lists.lists_kernel[(3 * self._card.processors + 2,)](
             *batch, len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
             b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"],
             b["totals"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
