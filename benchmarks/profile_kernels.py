@@ -24,7 +24,7 @@ CELLS = (
 )  # fmt: skip
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = ("long_scoreboard", "short_scoreboard", "barrier", "wait", "math_pipe_throttle", "lg_throttle", "mio_throttle",
-          "gmma", "selected", "not_selected")  # fmt: skip
+          "gmma", "no_instruction", "selected", "not_selected")  # fmt: skip
 METRICS = MappingProxyType(
     {
         "us": "gpu__time_duration.sum",
