@@ -19,7 +19,8 @@ from trunkattn.kernels.device_choice import (
     chosen,
     parts_of,
 )
-from trunkattn.kernels.device_order import BIG, MANY_ITEMS, NUM_ENTRIES, flag, in_turn
+from trunkattn.kernels.device_order import BIG, MANY_ITEMS, NUM_ENTRIES, NUMBERS, flag, in_turn
+from trunkattn.kernels.device_summary import summarize
 from trunkattn.kernels.device_tiles import (
     BLOCK_RUNS,
     HEIGHT,
@@ -132,16 +133,18 @@ def _tall_pieces(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def items_kernel(
-    entry_token, state, uses, nodes, tiles, times, cuts, item_starts, items, pieces, errors, max_items,
+    seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len, window,  # the batch
+    entry_token, state, uses, nodes, tiles, totals, times, cuts, item_starts, items, pieces, errors, summary, max_items,
     fuse_up_to, num_kinds,
     ENTRIES: tl.constexpr, NODES: tl.constexpr, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr,
     MOST_SUBTILES: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Every item of the chosen tiling: items [ITEM_FIELDS, max_items], and the pieces of each query token. Only a low
-    tile that is not cut can hold the last piece of all its queries when there are others, and merge them."""
+    tile that is not cut can hold the last piece of all its queries when there are others, and merge them. The last
+    program, which often has no item, sums up the plan."""
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
     num_entries = tl.load(state + NUM_ENTRIES)
@@ -149,6 +152,9 @@ def items_kernel(
     if tl.program_id(0) == 0:
         wanted = split + tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
         flag(errors, tl.where(wanted > max_items, MANY_ITEMS, 0))
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        batch = (seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len)
+        summarize(way, batch, uses, totals, summary, window, BLOCK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= split, 1, 0)
         use = uses + (way * 2 + nth) * USE_COLUMNS

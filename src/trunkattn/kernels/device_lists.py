@@ -36,7 +36,6 @@ from trunkattn.kernels.device_order import (
     flag,
     in_turn,
 )
-from trunkattn.kernels.device_summary import summarize
 from trunkattn.kernels.device_tiles import (
     HEIGHT,
     NODE_END,
@@ -209,9 +208,8 @@ def _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS: tl.c
 
 @triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
-    table, seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len, window,  # the batch
-    entry_token, entry_row, state, uses, nodes, totals, times, cuts, items, pieces, errors,
-    counts, plan_items, queries, slots, parts, merge_queries, merge_ranges, runs, summary,  # the plan
+    table, entry_token, entry_row, state, uses, nodes, times, cuts, items, pieces, errors,
+    counts, plan_items, queries, slots, parts, merge_queries, merge_ranges, runs,  # the plan
     table_stride, num_pages, num_kinds, max_items, max_runs, max_queries, max_merged, max_slots,
     ENTRIES: tl.constexpr, NODES: tl.constexpr, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr, BUCKETS: tl.constexpr,
     RUN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
@@ -231,8 +229,6 @@ def lists_kernel(
         )  # fmt: skip
     if program == both + 1:
         _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS, 128)
-        batch = (seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len)
-        summarize(way, batch, uses, totals, summary, window, BLOCK)
     list_queries = tl.minimum(num_items, both // 2)
     lists_runs = program < both - list_queries
     programs = tl.where(lists_runs, both - list_queries, tl.maximum(list_queries, 1))

@@ -238,26 +238,26 @@ class DevicePlanner:
         row_tokens = min(table.shape[1], self._capacity.max_pages_per_request) * self._page_size
         b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
         arrays, kinds = plan.arrays, len(self._ways.kinds)
-        # a program starts in some 8 ns: more of them than items cost more than they save
+        # batches that share have fewer items than multiprocessors; others, of one item a request, as many as requests
         programs = min(limits.items, self._card.processors * -(-self._capacity.max_query_tokens // 256))
         shape = {
             "ENTRIES": self._capacity.max_query_tokens, "NODES": sizes.nodes, "NUM_WAYS": sizes.ways,
             "WAYS": _power(sizes.ways), "BLOCK": _BLOCK,
         }  # fmt: skip
         device_items.items_kernel[(programs,)](
-            b["entry_token"], b["state"], tables["uses"], b["nodes"], b["tiles"], b["times"],
-            b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], limits.items,
+            *batch[1:], len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
+            b["entry_token"], b["state"], tables["uses"], b["nodes"], b["tiles"], b["totals"], b["times"],
+            b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], plan.summary, limits.items,
             self._ways.fuse_up_to, kinds, MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(3 * self._card.processors + 2,)](
-            *batch, len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
-            b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"],
-            b["totals"], b["times"], b["cuts"], b["items"], b["pieces"], b["errors"],
-            *(arrays[name] for name in names), plan.summary, table.stride(0), self._capacity.num_pages, kinds,
-            limits.items, limits.runs, limits.queries, limits.merged, limits.slots, BUCKETS=_power(2 * kinds + 1),
-            RUN=self._ways.run, PAGE_SIZE=self._page_size, RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)),
-            num_warps=max(4, sizes.nodes // 16), **shape, **self._turn(leads=False),
+        device_lists.lists_kernel[(3 * self._card.processors + 2,)](  # all of them run at once
+            table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["times"], b["cuts"],
+            b["items"], b["pieces"], b["errors"], *(arrays[name] for name in names), table.stride(0),
+            self._capacity.num_pages, kinds, limits.items, limits.runs, limits.queries, limits.merged, limits.slots,
+            BUCKETS=_power(2 * kinds + 1), RUN=self._ways.run, PAGE_SIZE=self._page_size,
+            RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)), num_warps=max(4, sizes.nodes // 16), **shape,
+            **self._turn(leads=False),
         )  # fmt: skip
 
     def _turn(self, follows: bool = True, leads: bool = True) -> dict[str, Any]:
