@@ -52,6 +52,7 @@ def distribution(axis: Axes, rows: list[dict[str, Any]]) -> None:
     axis.set_xticks(range(len(MODELS)), labels, fontsize=8)
     axis.set_title(f"{len(counted)} batches, prefill and decode each ≥ 20 %", fontsize=9)
     axis.set_ylabel("speed-up over FlashAttention-3 serial")
+    axis.set_ylim(top=axis.get_ylim()[1] + 0.3)  # for the legend
     axis.legend(handles=[Patch(color=STYLES[name][1], label=STYLES[name][0]) for name in names], fontsize=7)
 
 

@@ -308,6 +308,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ratios", type=integer(1, 100), nargs="+", default=[8, 16, 24], help="prompt / output tokens")
     parser.add_argument("--mix-requests", type=count, help="in each run of a ratio")
     parser.add_argument("--seed", type=integer(0, 2**32 - 1), default=0)
+    parser.add_argument("--suffix", default="", help="of the result's name")
     options = parser.parse_args()
     scale = SCALES[options.device]
     options.requests = options.requests or (60 if options.device == "cpu" else 40)
@@ -379,6 +380,7 @@ def main() -> None:
         rows[setting.name], gaps[setting.name] = run(engine, requests, stalls)
         print(setting.name, rows[setting.name], flush=True)
     name, said = describe(options)
+    name += options.suffix
     result = {
         **said, "lengths": "trace" if options.trace else "generated", "seed": options.seed,
         "prompt_tokens": int(lengths[:, 0].sum()), "output_tokens": int(lengths[:, 1].sum()),

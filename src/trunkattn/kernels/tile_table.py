@@ -89,7 +89,7 @@ class GpuTile(Tile):
 
 # Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The best tiling of these two
 # is 0.1 % slower in the mean, 3.4 % at most, than the best of five tiles on 80 batches (docs/
-# performance.md). The times are a fit to those runs (benchmarks/calibrate.py, results/calibration-h200.json).
+# performance.md). The times are a fit to those runs (benchmarks/calibrate.py).
 _LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 _TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
@@ -105,7 +105,8 @@ DECODE_TILES_WIDE: Final = (
     GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16),
 )
 # On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
-# would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md.
+# would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md. The times are of the
+# kernel before it had less code; with them the choice loses 0.6 % in the mean (results/calibration-h200.json).
 DECODE_TILES_HOPPER: Final = (
     replace(_LOW, read_percent=98),  # of what the others reach
     GpuTile(32, 64, 4, 2, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
@@ -196,8 +197,9 @@ HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
 MEASURED_CARD: Final = "NVIDIA H200"
 _HYBRID: Final = MappingProxyType(
     {
-        # fitted to the 330 batches of results/hybrid-h200.json (spread of prediction over time 4.9 %); by the stamps of
-        # the roles' ends on 2048 @ 16k + 64 x 8k chunks take 754 µs alone and 972 beside decodes, decodes 528 and 961
+        # fitted to the 330 batches of benchmarks/hybrid.py before the kernel had less code (spread of prediction over
+        # time 4.9 %); by the stamps of the roles' ends on 2048 @ 16k + 64 x 8k chunks take 754 µs alone and 972 beside
+        # decodes, decodes 528 and 961
         "NVIDIA H200": HybridTimes(580_000, chunk_percent=83, decode_percent=50),
         "NVIDIA H100": HybridTimes(580_000, chunk_percent=83, decode_percent=50),  # the same multiprocessors
     }
