@@ -13,7 +13,7 @@ from trunkattn.kernels.gpu import Card, GpuPlan
 from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
-from trunkattn.planner.tile_costs import FILLED_NS
+from trunkattn.planner.tile_costs import ALONE_PERCENT, FILLED_NS
 from trunkattn.planner.tiling import TilingRule
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
@@ -167,10 +167,10 @@ def tile_ways(rule: TilingRule) -> TileWays:
     """The candidates of a rule as the kernels take them."""
     _, stages, uses, costs = rule.priced
     subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
-    timed = (costs.block_ns, costs.chain_ns, costs.slots, costs.read_percent)
+    timed = (costs.block_ns, costs.chain_ns, costs.slots, costs.read_percent, costs.together)
     kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
     scalars = (
         costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
-        FILLED_NS,
+        FILLED_NS, ALONE_PERCENT,
     )  # fmt: skip
     return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

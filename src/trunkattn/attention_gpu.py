@@ -95,7 +95,7 @@ class GpuExecutor:
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
         self.config, self.device, self._capacity = config, device, capacity
         # of a step that is not overlapped: no other was faster in the cases measured, but for `pat` in streams on one
-        # of three trees, by 0.5 % (benchmarks/results/ablation-h200.json)
+        # of three trees, by 0.6 % (benchmarks/results/ablation-h200.json)
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count

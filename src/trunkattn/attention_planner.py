@@ -31,4 +31,5 @@ def tile_kind(tile: GpuTile, processors: int, key_bytes: int = 512) -> TileKind:
         private_tokens=tile.private_n,
         paired=not tile.hopper,
         read_percent=tile.read_percent,
+        together=tile.programs,
     )

@@ -301,7 +301,7 @@ def decode_hopper_kernel(
     waits for this one waits for both; if not, it waits before it begins.
 
     These are no constants, so that launches that run at once are the same code: two copies of it in a multiprocessor's
-    instruction cache take twice as long."""
+    instruction cache take up to twice as long."""
     if follows == 0:
         wait_for_the_launch_ahead()
     if leads != 0:

@@ -39,7 +39,8 @@ KIND_FULL_CHAIN_NS = tl.constexpr(2)
 KIND_MASKED_CHAIN_NS = tl.constexpr(3)
 KIND_SLOTS = tl.constexpr(4)
 KIND_READ_PERCENT = tl.constexpr(5)
-KIND_COLUMNS = tl.constexpr(6)
+KIND_TOGETHER = tl.constexpr(6)
+KIND_COLUMNS = tl.constexpr(7)
 
 # Places in the costs, int64
 LAUNCH_NS = tl.constexpr(0)
@@ -49,6 +50,7 @@ PARTIAL_BYTES = tl.constexpr(3)
 L2_TOKENS = tl.constexpr(4)
 RUN_TOKENS = tl.constexpr(5)
 FILLED_NS = tl.constexpr(6)
+ALONE_PERCENT = tl.constexpr(7)
 
 # Fields of a tiling's use of a stage
 CUT_SHARE = tl.constexpr(0)  # runs of an item
@@ -76,12 +78,15 @@ def _parameters(use, uses, kinds):
     times = (
         tl.load(kind + KIND_FULL_NS), tl.load(kind + KIND_MASKED_NS), tl.load(kind + KIND_FULL_CHAIN_NS),
         tl.load(kind + KIND_MASKED_CHAIN_NS), tl.load(kind + KIND_SLOTS), tl.load(kind + KIND_READ_PERCENT),
+        tl.load(kind + KIND_TOGETHER),
     )  # fmt: skip
     return stage, num_parts, shape, times
 
 
 @triton.jit
-def _together(work_a, partials_a, pieces_a, dearest_a, longest_a, work_b, partials_b, pieces_b, dearest_b, longest_b):
+def _sums_and_maxima(
+    work_a, partials_a, pieces_a, dearest_a, longest_a, work_b, partials_b, pieces_b, dearest_b, longest_b
+):
     """Three sums and two maxima: one reduction waits for the program's warps once."""
     return (
         work_a + work_b, partials_a + partials_b, pieces_a + pieces_b,
@@ -94,11 +99,11 @@ def _work(
     tiles, num_tiles, num_entries, share, shape, kind, one_stage, item_starts, ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a stage's items: how many; entries of the states that the lists hold; (how many, their time in all, the
-    dearest, the longest chain, entries of partial states). share: see `parts_of`. item_starts: items before each tile.
-    """
+    """Of a stage: places that its items' queries take in the lists of partial states, where there are such; and (how
+    many items, their time in all, the dearest, the longest chain, entries of partial states). share: see `parts_of`.
+    item_starts: items before each tile."""
     height, block_runs, subtiles, _private = shape
-    full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots, _read_percent = kind
+    full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots, _read_percent, _together = kind
     num_items, pieces = tl.zeros([], tl.int32), tl.zeros([BLOCK], tl.int64)
     work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
@@ -120,19 +125,24 @@ def _work(
         dearest = tl.maximum(dearest, cost)
         longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // some)
         partials += tl.where(parts > 1, parts * height, 0)
-    work, partials, pieces, dearest, longest = tl.reduce((work, partials, pieces, dearest, longest), 0, _together)
-    return num_items, pieces, (num_items, work, dearest, longest, partials)
+    work, partials, pieces, dearest, longest = tl.reduce(
+        (work, partials, pieces, dearest, longest), 0, _sums_and_maxima
+    )
+    return pieces, (num_items, work, dearest, longest, partials)
 
 
 @triton.jit
 def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
-    """As `planner.tile_costs.stage_ns`. work: what `_work` returns; tokens: of all runs; low: without subtiles."""
-    slots, read_percent = kind[4], kind[5]
+    """As `planner.tile_costs.stage_ns`. work: the second of what `_work` returns; tokens: of all runs; low: without
+    subtiles."""
+    slots, read_percent, together = kind[4], kind[5], kind[6]
     items, total, dearest, longest, partials = work
-    launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns = costs
+    launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns, alone_percent = costs
     mean = total // tl.maximum(items, 1)
     several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
-    busy = tl.where(items <= slots, dearest * items // slots, several)
+    most = (items * together + slots - 1) // slots
+    one_round = tl.maximum(dearest * items // slots, dearest * most * alone_percent // (100 * together))
+    busy = tl.where(items <= slots, one_round, several)
     bytes_ns = memory * token_bytes * 1000 // bytes_per_us * 100 // read_percent
     tokens = tl.maximum(tokens, 1)
     slower = tl.maximum(longest - filled_ns, 0) * tl.minimum(memory, tokens) // (3 * tokens)
@@ -165,6 +175,7 @@ def choice_kernel(
     prices = (
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
         tl.load(costs + PARTIAL_BYTES), tl.load(costs + RUN_TOKENS), tl.load(costs + FILLED_NS),
+        tl.load(costs + ALONE_PERCENT),
     )  # fmt: skip
     kept = tl.load(costs + L2_TOKENS)
     in_turn(FOLLOWS, LEADS)  # the tables were there before
@@ -178,10 +189,11 @@ def choice_kernel(
     common, again = tl.load(of + TOTAL_COMMON, mask=used, other=0), tl.load(of + TOTAL_AGAIN, mask=used, other=0)
     share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
     share = tl.where(num_parts > 0, share, runs + 1)
-    num_items, pieces, work = _work(
+    pieces, work = _work(
         its_tiles, num_tiles, num_entries, share.to(tl.int32), shape, kind, one_stage, item_starts + use * ENTRIES,
         ENTRIES, BLOCK,
     )  # fmt: skip
+    num_items = work[0]
     tl.store(cuts + use * CUT_FIELDS + CUT_SHARE, share.to(tl.int32))
     tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
     memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)

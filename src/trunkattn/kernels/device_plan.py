@@ -44,9 +44,9 @@ class TileWays:
     """The candidates for a step, as `planner.tiling.price` lists them; int64.
 
     stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
-    [kinds, 7]: ns of a block and of a chained block, full and masked each; slots; percent of the bandwidth; entries
-    of a subtile. costs [7]: launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens, run, FILLED_NS. run: tokens
-    of a run. fuse_up_to: partial states that an item may merge.
+    [kinds, 8]: ns of a block and of a chained block, full and masked each; slots; percent of the bandwidth; programs of
+    a multiprocessor; entries of a subtile. costs [8]: launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens,
+    run, FILLED_NS, ALONE_PERCENT. run: tokens of a run. fuse_up_to: partial states that an item may merge.
     """
 
     stages: NDArray[np.int64]
@@ -89,7 +89,7 @@ def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
 def _use_rows(ways: TileWays) -> NDArray[np.int64]:
     """[ways, 2, USE_COLUMNS]: a use, its stage and its kind's entries of a subtile, so that one load finds them."""
     stage, kind, _ = np.moveaxis(np.maximum(ways.uses, 0), 2, 0)
-    return np.concatenate([ways.uses, ways.stages[stage], ways.kinds[kind, 6:]], 2)
+    return np.concatenate([ways.uses, ways.stages[stage], ways.kinds[kind, 7:]], 2)
 
 
 def _power(size: int) -> int:
@@ -120,7 +120,7 @@ class DevicePlanner:
         self._tables = {
             "stages": torch.from_numpy(ways.stages.astype(np.int32)).to(device),
             "uses": torch.from_numpy(_use_rows(ways).astype(np.int32)).to(device),
-            "kinds": torch.from_numpy(ways.kinds[:, :6].astype(np.int64)).contiguous().to(device),
+            "kinds": torch.from_numpy(ways.kinds[:, :7].astype(np.int64)).contiguous().to(device),
             "costs": torch.from_numpy(ways.costs.astype(np.int64)).to(device),
         }
         rows, tokens, sizes = capacity.max_requests, capacity.max_query_tokens, self._sizes
@@ -238,8 +238,9 @@ class DevicePlanner:
         row_tokens = min(table.shape[1], self._capacity.max_pages_per_request) * self._page_size
         b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
         arrays, kinds = plan.arrays, len(self._ways.kinds)
-        # batches that share have fewer items than multiprocessors; others, of one item a request, as many as requests
-        programs = min(limits.items, self._card.processors * -(-self._capacity.max_query_tokens // 256))
+        # batches that share have fewer items than multiprocessors
+        most = min(8, -(-self._capacity.max_query_tokens // 256))
+        programs = min(limits.items, self._card.processors * most)
         shape = {
             "ENTRIES": self._capacity.max_query_tokens, "NODES": sizes.nodes, "NUM_WAYS": sizes.ways,
             "WAYS": _power(sizes.ways), "BLOCK": _BLOCK,
@@ -251,7 +252,7 @@ class DevicePlanner:
             self._ways.fuse_up_to, kinds, MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(3 * self._card.processors + 2,)](  # all of them run at once
+        device_lists.lists_kernel[(3 * self._card.processors + 2,)](  # of heads of 4 and more, all run at once
             table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["times"], b["cuts"],
             b["items"], b["pieces"], b["errors"], *(arrays[name] for name in names), table.stride(0),
             self._capacity.num_pages, kinds, limits.items, limits.runs, limits.queries, limits.merged, limits.slots,

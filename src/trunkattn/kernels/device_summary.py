@@ -1,4 +1,4 @@
-"""Planning on the device, beside the lists: what a plan reads, for those who count it."""
+"""Planning on the device, beside the items: what a plan reads, for those who count it."""
 
 import triton
 import triton.language as tl

@@ -125,7 +125,7 @@ def reserve(
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
-    tiles of `decode_hopper`, are one launch of fixed size. Items may merge only under `serial` or `overlapped`, only of
+    tiles of `decode_hopper`, are launched at fixed size. Items may merge only under `serial` or `overlapped`, only of
     the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {

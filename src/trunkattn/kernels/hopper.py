@@ -34,7 +34,7 @@ def launch_dependents():
 
 @gluon.jit
 def wait_for_the_launch_ahead():
-    """Returns when it is over, and so all before it (programmatic dependent launch)."""
+    """Returns when it is over, and so all before it if it waited too (programmatic dependent launch)."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 

@@ -75,8 +75,8 @@ class GpuTile(Tile):
     block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
     chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
     their own side by side, private_n each at a time; such blocks are the ones with a mask. hopper: `decode_hopper`
-    computes it, all such tiles of a step in one launch, and leaves no nodes to another tile. read_percent: of the
-    bandwidth that it reaches.
+    computes it, in a plan of fixed size all such tiles at once, and leaves no nodes to another tile. read_percent: of
+    the bandwidth that it reaches.
     """
 
     block_ns: tuple[int, int]
@@ -108,7 +108,7 @@ DECODE_TILES_WIDE: Final = (
 # would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md. The times are of the
 # kernel before it had less code; with them the choice loses 0.6 % in the mean (results/calibration-h200.json).
 DECODE_TILES_HOPPER: Final = (
-    replace(_LOW, read_percent=98),  # of what the others reach
+    replace(_LOW, read_percent=98),  # as fast a reader as the others, but this decides as was measured
     GpuTile(32, 64, 4, 2, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
     GpuTile(64, 64, 4, 2, programs=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
 )

@@ -16,6 +16,9 @@ EVERY = 1 << 30  # more entries than any node has
 # measured where few were in flight. Fitted to the decodes of the 330 batches of benchmarks/hybrid.py on an H200: with
 # 0.5 to 0.7 items a slot they took 1.12 to 1.52 times what memory alone does
 FILLED_NS = 20_000
+# Of the time of a block when all items run, what arithmetic alone takes; the rest is memory, which few leave idle. With
+# 144 items of 264 slots, two of 132 multiprocessors' programs each, 32 rows took 1.43 µs a block, 1.85 with 264
+ALONE_PERCENT = 75
 Int64Array = NDArray[np.int64]
 
 
@@ -25,6 +28,7 @@ class Costs(NamedTuple):
     block_ns: Int64Array  # [kinds, 2]
     chain_ns: Int64Array  # [kinds, 2]
     slots: Int64Array  # [kinds] items of one KV head that run at once
+    together: Int64Array  # [kinds] of all heads, those that run at once on a multiprocessor
     read_percent: Int64Array  # [kinds] of the bandwidth that they reach
     launch_ns: int
     bytes_per_us: int
@@ -153,8 +157,10 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
         dearest, longest = max(dearest, cost), max(longest, chain)
         partials += parts * stage.height if parts > 1 else 0
     slots = costs.slots[kind]
-    if items <= slots:  # each runs the faster for it
-        busy = dearest * items // slots
+    if items <= slots:  # each runs the faster for it, but not those that meet on a multiprocessor
+        together = costs.together[kind]
+        most = (items * together + slots - 1) // slots
+        busy = max(dearest * items // slots, dearest * most * ALONE_PERCENT // (100 * together))
     else:
         mean = work // items
         busy = max(work // slots + dearest - mean, (items + slots - 1) // slots * mean)

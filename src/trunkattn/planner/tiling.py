@@ -17,7 +17,7 @@ _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
 @dataclass(frozen=True)
 class TileKind:
-    """A tile as the planner sees it. programs: of the whole device at once.
+    """A tile as the planner sees it. programs: of the whole device at once. together: of a multiprocessor.
 
     block_ns: time of a block of full and of masked runs when all of them run. chain_ns: of one such block after another
     in one program.
@@ -32,6 +32,7 @@ class TileKind:
     private_tokens: int = 32
     paired: bool = True  # with a lowest tile for the nodes of few entries
     read_percent: int = 100  # of the bandwidth that it reaches
+    together: int = 1
 
     def entries(self, group_size: int) -> int:
         """Query tokens that it holds."""
@@ -146,6 +147,7 @@ def price(rule: TilingRule) -> PricedWays:
         np.array([kind.block_ns for kind in rule.kinds], np.int64),
         np.array([kind.chain_ns for kind in rule.kinds], np.int64),
         np.array([max(1, kind.programs // rule.num_kv_heads) for kind in rule.kinds], np.int64),
+        np.array([kind.together for kind in rule.kinds], np.int64),
         np.array([kind.read_percent for kind in rule.kinds], np.int64),
         rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
         rule.run,
