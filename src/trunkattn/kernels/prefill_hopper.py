@@ -122,14 +122,15 @@ def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, CUT: gl.co
     if MASK:
         end, lowest, position = bounds
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _ACC))
-        place = n
+        origin = 0 if WINDOW else first  # places count from there
+        place = first - origin + n
         if CUT:
-            chunk = n // BOX * BOX
-            place = n - gl.maximum(BOX - (end - first - chunk), 0)  # a chunk that `end` cuts ends there
+            chunk = first - origin + n // BOX * BOX
+            place -= gl.maximum(BOX - (end - origin - chunk), 0)  # a chunk that `end` cuts ends there
             place = gl.where(place >= chunk, place, _NEVER)
-        seen = place[None, :] <= (position - first)[:, None]
+        seen = place[None, :] <= (position - origin)[:, None]
         if WINDOW:
-            seen = seen & (place[None, :] >= (lowest - first)[:, None])
+            seen = seen & (place[None, :] >= lowest[:, None])
     return softmax_block(state, scores, scale, seen, MASK)
 
 
