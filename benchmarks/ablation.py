@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from kernels import FLUSH_BYTES, HEADS, PAGE_SIZE, Case, Run, make_case, measure
-from report import write_result
+from report import short_name, write_result
 from tiled import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 
 from trunkattn import AttentionConfig, BatchAttention
@@ -294,7 +294,7 @@ def main() -> None:
             print_table(cell)
     card = torch.cuda.get_device_name()
     figures = {"card": card, "dtype": "bfloat16", "page_size": PAGE_SIZE, "no_dram_bytes": missing, "rows": rows}
-    print(write_result(f"ablation-{card.split()[-1].lower()}", figures, "triton"))
+    print(write_result(f"ablation-{short_name(card)}", figures, "triton"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, largest_error, make_case, microseconds
 from numpy.typing import NDArray
-from report import write_result
+from report import short_name, write_result
 from tiled import list_tiles, make_run, tile_rule
 from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
@@ -176,7 +176,7 @@ def main() -> None:
                 rows.append(measure(heads, name, card))
                 print(heads, name, sorted(rows[-1]["us"].items(), key=lambda item: item[1])[:4], flush=True)
                 torch.cuda.empty_cache()
-        name = torch.cuda.get_device_name().split()[-1].lower()
+        name = short_name(torch.cuda.get_device_name())
         print(write_result(f"calibration-{name}", {"card": card.__dict__, "rows": rows}, "triton"))
     prepared = [prepare(row, card) for row in rows]
     print(

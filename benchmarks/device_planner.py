@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import triton
 from kernels import microseconds
-from report import write_result
+from report import short_name, write_result
 
 import trunkattn
 from trunkattn.workloads import PagedBatch
@@ -87,7 +87,7 @@ def main() -> None:
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
     card = torch.cuda.get_device_name()
-    name = f"device-planner-{card.split()[-1].lower()}"
+    name = f"device-planner-{short_name(card)}"
     print(write_result(name, {"card": card, "page_size": PAGE_SIZE, "empty_us": empty_us, "rows": rows}, "triton"))
 
 

@@ -20,7 +20,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
-from report import write_result
+from report import short_name, write_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -335,7 +335,7 @@ def main() -> None:
         print(peak_bytes(options.peak[0], int(options.peak[1]), options.device))
         return
     card = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    short = card.split()[-1].lower()
+    short = short_name(card)
     if options.sweep:
         name = "-".join(["flash-tiles", short, str(options.head_dim), *options.passes])
         rows = sweep(options.head_dim, options.passes)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from hybrid_batches import EXECUTIONS, MODELS, SPLITS, TABLE, HybridBatch, chunk_batches, limits, summary, sweep_batches
 from kernels import HEAD_DIM, PAGE_SIZE
-from report import RESULTS, environment, write_result
+from report import RESULTS, environment, short_name, write_result
 
 import trunkattn
 from trunkattn.attention_planner import make_planner
@@ -218,7 +218,7 @@ class Session:
 
     def __init__(self, arguments: argparse.Namespace, card: str) -> None:
         self.arguments, self.ours = arguments, Ours()
-        self.name = f"hybrid-{'quick-' if arguments.quick else ''}{card.split()[-1].lower()}"
+        self.name = f"hybrid-{'quick-' if arguments.quick else ''}{short_name(card)}"
         path = RESULTS / f"{self.name}.json"
         kept = json.loads(path.read_text()) if path.exists() else {}
         self.result: dict[str, Any] = {"card": card, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "dtype": "bfloat16"}

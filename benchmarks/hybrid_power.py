@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from hybrid import FLUSH_BYTES, Ours, make_case
 from hybrid_batches import TABLE
-from report import write_result
+from report import short_name, write_result
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from gpu_hybrid import HYBRID_PEERS, HybridRun
@@ -114,7 +114,7 @@ def main() -> None:
                 continue
             print(row["batch"], way, row["ways"][way], flush=True)
         rows.append(row)
-    name = f"hybrid-power-{card.split()[-1].lower()}"
+    name = f"hybrid-power-{short_name(card)}"
     write_result(name, {"card": card, "limits": limit, "rows": rows}, "triton")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from report import write_result
+from report import short_name, write_result
 
 import trunkattn
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
@@ -202,7 +202,7 @@ def main() -> None:
         "times_sol": summary(rows), "rows": rows,
     }  # fmt: skip
     print(figures["times_sol"])
-    write_result(f"kernels-{card.split()[-1].lower()}-{arguments.name or arguments.dtype}", figures, "triton")
+    write_result(f"kernels-{short_name(card)}-{arguments.name or arguments.dtype}", figures, "triton")
 
 
 if __name__ == "__main__":

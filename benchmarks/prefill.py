@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
-from report import write_result
+from report import short_name, write_result
 
 import trunkattn
 from trunkattn.attention_prefill import ChunkPlanner
@@ -174,7 +174,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(1, "prefill.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
     name = torch.cuda.get_device_name()
-    card = name.split()[-1].lower()
+    card = short_name(name)
     if arguments.tiles:
         return sweep(card)
     chunks, shared = [], []

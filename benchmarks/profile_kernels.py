@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from kernels import make_case, ours
-from report import write_result
+from report import short_name, write_result
 
 CELLS = (
     "32/8:1,10_4096,416", "32/8:1,256_256,32", "32/8:1,1024_2048,32", "32/8:1,8,512_32,512,256",
@@ -95,7 +95,7 @@ def main() -> None:
     cells = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("CELL ")]
     for row in rows:
         print(row, flush=True)
-    name = torch.cuda.get_device_name().split()[-1].lower()
+    name = short_name(torch.cuda.get_device_name())
     print(write_result(f"profile-{name}", {"cells": cells, "kernels": rows}, "triton"))
 
 

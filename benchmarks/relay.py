@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from report import time_ms, write_result
+from report import short_name, time_ms, write_result
 
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.reference import paged_attention
@@ -75,7 +75,7 @@ def main() -> None:
         row |= {f"{policy}_speedup": round(times["per_query"] / times[policy], 2) for policy in POLICIES[1:]}
         rows.append(row)
         print(row, flush=True)
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[-1].lower()
+    name = "cpu" if device == "cpu" else short_name(torch.cuda.get_device_name())
     print(write_result(f"relay-{name}", {"batch": BATCH, "private_tokens": PRIVATE, "rows": rows}))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from datetime import date
@@ -59,6 +60,12 @@ def write_result(name: str, figures: dict[str, Any], *packages: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
     return path
+
+
+def short_name(card: str) -> str:
+    """What CUDA calls a card, as in the names of results: "h100" for "NVIDIA H100 80GB HBM3", "rtx-4090"."""
+    model = card.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return "-".join(re.sub(r"\s\d+GB.*", "", model).lower().split())
 
 
 def time_ms(call: Callable[[], object], repeats: int = 50, warm_up: int = 5) -> dict[str, float]:

@@ -36,7 +36,7 @@ import torch
 from cpu_engine import model_file
 from numpy.typing import NDArray
 from plot_serving import draw, print_table
-from report import write_result
+from report import short_name, write_result
 
 from trunkattn import LLM, SamplingParams
 from trunkattn.attention_config import EXECUTIONS
@@ -355,7 +355,7 @@ def describe(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     if options.device == "cpu":
         return "serving-cpu", {**said, "stall_decode_steps": dict(SCALES["cpu"].stalls)}
     card = torch.cuda.get_device_name()
-    return f"serving-{card.split()[-1].lower()}", {"card": card, **said}
+    return f"serving-{short_name(card)}", {"card": card, **said}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from kernels import HEADS, Case, ceilings, make_case, measure, microseconds
-from report import write_result
+from report import short_name, write_result
 from tiled import list_tiles, make_run, planned_bytes, rule_on_card
 
 from trunkattn.kernels.tile_table import (
@@ -176,7 +176,7 @@ def main() -> None:
         "card": card, "read_tb_per_s": round(peak, 3), "latency_ns": latency, "heads": arguments.heads,
         "chains": chains, "bandwidth": rows,
     }  # fmt: skip
-    print(write_result(f"tile-equivalence-{card.split()[-1].lower()}", figures, "triton"))
+    print(write_result(f"tile-equivalence-{short_name(card)}", figures, "triton"))
 
 
 if __name__ == "__main__":

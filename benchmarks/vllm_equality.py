@@ -264,7 +264,7 @@ def main() -> None:
         sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]  # see vllm_tpot.py
         case, backend, answer = arguments.work
         return work(case, backend, arguments.steps, Path(answer))
-    from report import write_result
+    from report import short_name, write_result
 
     found = run_cases(arguments.cases, arguments.steps)
     rows = []
@@ -277,7 +277,7 @@ def main() -> None:
     card = cards[0] if cards else "none"
     print(
         write_result(
-            f"vllm-equality-{card.split()[-1].lower()}{arguments.suffix}",
+            f"vllm-equality-{short_name(card)}{arguments.suffix}",
             {"card": card, "rows": rows},
             "vllm",
             "triton",

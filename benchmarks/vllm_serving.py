@@ -262,7 +262,7 @@ def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
 
 
 def main() -> None:
-    from report import write_result
+    from report import short_name, write_result
     from vllm_tpot import BACKENDS, OPTIONS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -284,7 +284,7 @@ def main() -> None:
         "card": card, "model": arguments.model.name, "options": OPTIONS | {"max_num_batched_tokens": BUDGET},
         "seconds": arguments.seconds, "side_by_side": arguments.parallel, "runs": results, "facts": facts,
     }  # fmt: skip
-    name = f"vllm-serving-{card.split()[-1].lower()}{arguments.suffix}"
+    name = f"vllm-serving-{short_name(card)}{arguments.suffix}"
     print(write_result(name, figures, "vllm", "triton"))
 
 

@@ -190,7 +190,8 @@ def main() -> None:
         parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
     if not (arguments.model / "config.json").is_file():
         parser.error(f"argument --model: {arguments.model} has no config.json")
-    from report import write_result  # not by the processes that vLLM starts, which import this file: see `serve`
+    # not by the processes that vLLM starts, which import this file: see `serve`
+    from report import short_name, write_result
 
     cards = arguments.tensor_parallel
     results = {name: run_backend(name, arguments.model, cards, arguments.repeats) for name in arguments.backends}
@@ -201,7 +202,7 @@ def main() -> None:
     card = next(iter(facts.values()))["card"]
     figures = {"card": card, "cards": cards, "model": arguments.model.name, "options": OPTIONS}
     figures["repeats"] = arguments.repeats
-    name = f"vllm-tpot-{card.split()[-1].lower()}" + (f"-tp{cards}" if cards > 1 else "")
+    name = f"vllm-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
     print(write_result(name, figures | {"rows": rows, "runs": facts}, "vllm", "triton"))
 
 

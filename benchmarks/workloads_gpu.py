@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from kernels import FLUSH_BYTES, HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure, warm_up
 from numpy.typing import NDArray
-from report import write_result
+from report import short_name, write_result
 
 import trunkattn
 from trunkattn.planner.forest import Forest, build_forest
@@ -265,7 +265,7 @@ def main() -> None:
         "dtype": arguments.dtype, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "layers": LAYERS,
         "trace": arguments.trace.name if arguments.trace else None, "rows": rows,
     }  # fmt: skip
-    print(write_result(f"workloads-{card.split()[-1].lower()}-{arguments.dtype}", figures, "triton"))
+    print(write_result(f"workloads-{short_name(card)}-{arguments.dtype}", figures, "triton"))
 
 
 if __name__ == "__main__":
