@@ -51,6 +51,7 @@ L2_TOKENS = tl.constexpr(4)
 RUN_TOKENS = tl.constexpr(5)
 FILLED_NS = tl.constexpr(6)
 ALONE_PERCENT = tl.constexpr(7)
+HIDDEN_PARTS = tl.constexpr(8)
 
 # Fields of a tiling's use of a stage
 CUT_SHARE = tl.constexpr(0)  # runs of an item
@@ -107,23 +108,26 @@ def _work(
     num_items, pieces = tl.zeros([], tl.int32), tl.zeros([BLOCK], tl.int64)
     work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, num_tiles, BLOCK):
+    for begin in range(0, tl.cdiv(ENTRIES, height), BLOCK):  # of the capacity: loads wait for nothing
         tile = begin + tl.arange(0, BLOCK)
-        full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
-        masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < num_tiles, other=0).to(tl.int64)
-        runs = tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=tile < num_tiles, other=0)
+        held, some = tile < tl.cdiv(ENTRIES, height), tile < num_tiles
+        full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=held, other=0)
+        masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=held, other=0)
+        runs = tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=held, other=0)
+        full, masked = tl.where(some, full, 0).to(tl.int64), tl.where(some, masked, 0).to(tl.int64)
+        runs = tl.where(some, runs, 0)
         _step, parts = parts_of(runs, share, block_runs)
         ends = num_items + tl.cumsum(parts, 0)
         tl.store(item_starts + tile, ends - parts, mask=tile < num_tiles)
         num_items = tl.max(ends, 0)
         rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
         pieces += tl.where((parts > 1) | (one_stage == 0), parts * rows, 0)
-        some = tl.maximum(parts, 1)
+        each = tl.maximum(parts, 1)
         masked *= tl.where(parts > 1, subtiles, 1)
-        cost = (full * full_ns + masked * masked_ns) // some
+        cost = (full * full_ns + masked * masked_ns) // each
         work += cost * parts
         dearest = tl.maximum(dearest, cost)
-        longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // some)
+        longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // each)
         partials += tl.where(parts > 1, parts * height, 0)
     work, partials, pieces, dearest, longest = tl.reduce(
         (work, partials, pieces, dearest, longest), 0, _sums_and_maxima
@@ -137,7 +141,7 @@ def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     subtiles."""
     slots, read_percent, together = kind[4], kind[5], kind[6]
     items, total, dearest, longest, partials = work
-    launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns, alone_percent = costs
+    launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns, alone_percent, hidden_parts = costs
     mean = total // tl.maximum(items, 1)
     several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
     most = (items * together + slots - 1) // slots
@@ -152,11 +156,9 @@ def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     bytes_ns = tl.where(left > 0, rounds_ns, bytes_ns)
     partials = tl.where(last, partials, num_queries)
     launches = tl.where(last & (partials > 0), 2, 1)
-    return (
-        tl.maximum(tl.maximum(busy, longest), bytes_ns)
-        + launches * launch_ns
-        + (partials * partial_bytes * 1000 // bytes_per_us)
-    )
+    alone = tl.maximum(busy, longest)
+    seen = tl.where(items > slots, tl.minimum(alone, bytes_ns) // hidden_parts, 0)
+    return tl.maximum(alone, bytes_ns) + seen + launches * launch_ns + (partials * partial_bytes * 1000 // bytes_per_us)
 
 
 @triton.jit
@@ -175,7 +177,7 @@ def choice_kernel(
     prices = (
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
         tl.load(costs + PARTIAL_BYTES), tl.load(costs + RUN_TOKENS), tl.load(costs + FILLED_NS),
-        tl.load(costs + ALONE_PERCENT),
+        tl.load(costs + ALONE_PERCENT), tl.load(costs + HIDDEN_PARTS),
     )  # fmt: skip
     kept = tl.load(costs + L2_TOKENS)
     in_turn(FOLLOWS, LEADS)  # the tables were there before

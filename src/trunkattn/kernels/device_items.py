@@ -19,7 +19,7 @@ from trunkattn.kernels.device_choice import (
     chosen,
     parts_of,
 )
-from trunkattn.kernels.device_order import BIG, MANY_ITEMS, NUM_ENTRIES, NUMBERS, flag, in_turn
+from trunkattn.kernels.device_order import BIG, MANY_ITEMS, NUM_ENTRIES, NUM_ITEMS, NUMBERS, flag, in_turn
 from trunkattn.kernels.device_summary import summarize
 from trunkattn.kernels.device_tiles import (
     BLOCK_RUNS,
@@ -37,7 +37,7 @@ from trunkattn.kernels.device_tiles import (
 )
 
 # Fields of an item, arrays of the most items
-ITEM_NTH = tl.constexpr(0)  # stage of the tiling, 0 or 1
+ITEM_USE = tl.constexpr(0)  # of a stage by the tiling, even for its first
 ITEM_ENTRY = tl.constexpr(1)  # first entry of its tile
 ITEM_TILE = tl.constexpr(2)  # first item of its tile
 ITEM_BEGIN = tl.constexpr(3)  # runs of the tile [BEGIN, END)
@@ -47,7 +47,10 @@ ITEM_HIGH = tl.constexpr(6)
 ITEM_FULL = tl.constexpr(7)  # leading runs without a mask
 ITEM_SIZE = tl.constexpr(8)  # runs that it lists
 ITEM_BUCKET = tl.constexpr(9)
-ITEM_FIELDS = tl.constexpr(10)
+ITEM_NODES = tl.constexpr(10)  # where its tile's nodes begin
+ITEM_ROWS = tl.constexpr(11)  # entries of its tile
+ITEM_SUBTILES = tl.constexpr(12)
+ITEM_FIELDS = tl.constexpr(13)
 
 # Arrays by query token
 TALL_PIECES = tl.constexpr(0)  # items of the tiling's first stage that hold it
@@ -150,6 +153,7 @@ def items_kernel(
     num_entries = tl.load(state + NUM_ENTRIES)
     split, num_items = count_items(cuts, way, max_items)
     if tl.program_id(0) == 0:
+        tl.store(state + NUM_ITEMS, num_items)
         wanted = split + tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
         flag(errors, tl.where(wanted > max_items, MANY_ITEMS, 0))
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -159,6 +163,7 @@ def items_kernel(
         nth = tl.where(item >= split, 1, 0)
         use = uses + (way * 2 + nth) * USE_COLUMNS
         stage, height = tl.load(use + USE_STAGE), tl.load(use + USE_SHAPE + HEIGHT)
+        subtiles = tl.load(use + USE_SHAPE + SUBTILES)
         starts = item_starts + (way * 2 + nth) * ENTRIES
         tile = -1  # the last one that begins no later
         for begin in range(0, tl.cdiv(num_entries, height), BLOCK):
@@ -172,12 +177,10 @@ def items_kernel(
         begin = (item - first_item) * step
         end = tl.minimum(begin + step, runs)
         entry = tile * height
-        low, high, full, size = _item(
-            nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry, tl.minimum(height, num_entries - entry), begin, end,
-            use, ENTRIES, NODES, MOST_SUBTILES,
-        )  # fmt: skip
+        rows, its_nodes = tl.minimum(height, num_entries - entry), stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
+        low, high, full, size = _item(nodes + its_nodes, rows, begin, end, use, ENTRIES, NODES, MOST_SUBTILES)
         to = items + item
-        tl.store(to + ITEM_NTH * max_items, nth)
+        tl.store(to + ITEM_USE * max_items, way * 2 + nth)
         tl.store(to + ITEM_ENTRY * max_items, entry)
         tl.store(to + ITEM_TILE * max_items, first_item)
         tl.store(to + ITEM_BEGIN * max_items, begin)
@@ -186,6 +189,9 @@ def items_kernel(
         tl.store(to + ITEM_HIGH * max_items, high)
         tl.store(to + ITEM_FULL * max_items, full)
         tl.store(to + ITEM_SIZE * max_items, size)
+        tl.store(to + ITEM_NODES * max_items, its_nodes)
+        tl.store(to + ITEM_ROWS * max_items, rows)
+        tl.store(to + ITEM_SUBTILES * max_items, subtiles)
         i = tl.arange(0, NODES // 2)
         token = tl.load(entry_token + entry + low + i, mask=i < high - low, other=0)
         tl.atomic_add(pieces + nth * ENTRIES + token, 1, mask=i < high - low, sem="relaxed")

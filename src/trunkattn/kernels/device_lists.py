@@ -7,7 +7,7 @@ weight. Stores beyond an array are left out and flagged; an item whose runs or q
 import triton
 import triton.language as tl
 
-from trunkattn.kernels.device_choice import USE_COLUMNS, USE_SHAPE, USE_STAGE, USE_SUBTILE_ENTRIES, chosen
+from trunkattn.kernels.device_choice import USE_COLUMNS, USE_SHAPE, USE_SUBTILE_ENTRIES
 from trunkattn.kernels.device_items import (
     FUSED,
     ITEM_BEGIN,
@@ -17,11 +17,13 @@ from trunkattn.kernels.device_items import (
     ITEM_FULL,
     ITEM_HIGH,
     ITEM_LOW,
-    ITEM_NTH,
+    ITEM_NODES,
+    ITEM_ROWS,
     ITEM_SIZE,
+    ITEM_SUBTILES,
     ITEM_TILE,
+    ITEM_USE,
     TALL_PIECES,
-    count_items,
     several_pieces,
     touching,
 )
@@ -30,22 +32,19 @@ from trunkattn.kernels.device_order import (
     MANY_QUERIES,
     MANY_RUNS,
     MANY_SLOTS,
-    NUM_ENTRIES,
+    NUM_ITEMS,
     NUM_TOKENS,
     NUMBERS,
     flag,
     in_turn,
 )
 from trunkattn.kernels.device_tiles import (
-    HEIGHT,
     NODE_END,
-    NODE_FIELDS,
     NODE_OFFSET,
     NODE_ROWS,
     NODE_RUNS,
     NODE_START,
     PRIVATE_RUNS,
-    SUBTILES,
 )
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS
 
@@ -54,11 +53,16 @@ _ITEM = tl.constexpr(ITEM_COLUMNS)
 
 
 @triton.jit
-def _place(item, items, num_items, max_items, BLOCK: tl.constexpr):
+def _three_sums(a_1, a_2, a_3, b_1, b_2, b_3):
+    """One reduction waits for the program's warps once."""
+    return a_1 + b_1, a_2 + b_2, a_3 + b_3
+
+
+@triton.jit
+def _place(item, size, bucket, items, num_items, max_items, BLOCK: tl.constexpr):
     """Of an item: runs and queries of the items before it, and its place in the order of buckets and weight."""
-    size = tl.load(items + ITEM_SIZE * max_items + item)
-    bucket = tl.load(items + ITEM_BUCKET * max_items + item)
-    runs, queries, place = 0, 0, 0
+    runs, queries = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    place = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, num_items, BLOCK):
         other = begin + tl.arange(0, BLOCK)
         used, before = other < num_items, other < item
@@ -67,10 +71,10 @@ def _place(item, items, num_items, max_items, BLOCK: tl.constexpr):
         high = tl.load(items + ITEM_HIGH * max_items + other, mask=used, other=0)
         its_bucket = tl.load(items + ITEM_BUCKET * max_items + other, mask=used, other=BIG)
         heavier = (its_size > size) | ((its_size == size) & before)
-        runs += tl.sum(tl.where(before, its_size, 0), 0)
-        queries += tl.sum(tl.where(before, high - low, 0), 0)
-        place += tl.sum(((its_bucket < bucket) | ((its_bucket == bucket) & heavier)).to(tl.int32), 0)
-    return runs, queries, place
+        runs += tl.where(before, its_size, 0)
+        queries += tl.where(before, high - low, 0)
+        place += ((its_bucket < bucket) | ((its_bucket == bucket) & heavier)).to(tl.int32)
+    return tl.reduce((runs, queries, place), 0, _three_sums)
 
 
 @triton.jit
@@ -99,7 +103,7 @@ def _list_queries(
     first = _slots_before(token, num_tokens, pieces, ENTRIES, 128)
     merges = tl.load(of + ITEM_BUCKET * max_items) >= num_kinds
     earlier = tl.zeros([NODES // 2], tl.int32)
-    if tl.load(of + ITEM_NTH * max_items) == 1:
+    if tl.load(of + ITEM_USE * max_items) % 2 == 1:
         earlier = tl.load(pieces + TALL_PIECES * ENTRIES + token, mask=used, other=0)
     for begin in range(tl.load(of + ITEM_TILE * max_items), item, 32):  # parts of the same tile
         part = begin + tl.arange(0, 32)
@@ -208,19 +212,17 @@ def _count_buckets(items, num_items, max_items, num_kinds, counts, BUCKETS: tl.c
 
 @triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
-    table, entry_token, entry_row, state, uses, nodes, times, cuts, items, pieces, errors,
+    table, entry_token, entry_row, state, uses, nodes, items, pieces, errors,
     counts, plan_items, queries, slots, parts, merge_queries, merge_ranges, runs,  # the plan
     table_stride, num_pages, num_kinds, max_items, max_runs, max_queries, max_merged, max_slots,
-    ENTRIES: tl.constexpr, NODES: tl.constexpr, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr, BUCKETS: tl.constexpr,
-    RUN: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr, NODES: tl.constexpr, BUCKETS: tl.constexpr, RUN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """The plan's arrays. The last two programs list merges, and count. Of the others one an item, half of them at most,
     list queries; the rest list runs, where there are fewer items than programs several those of an item in turn."""
     in_turn(FOLLOWS, LEADS)
-    way = chosen(times, NUM_WAYS, WAYS)
-    num_entries, num_tokens = tl.load(state + NUM_ENTRIES), tl.load(state + NUM_TOKENS)
-    _, num_items = count_items(cuts, way, max_items)
+    num_items, num_tokens = tl.load(state + NUM_ITEMS), tl.load(state + NUM_TOKENS)
     program, both = tl.program_id(0), tl.num_programs(0) - 2
     if program == both:
         _list_merges(
@@ -239,7 +241,11 @@ def lists_kernel(
         of = items + item
         low, high = tl.load(of + ITEM_LOW * max_items), tl.load(of + ITEM_HIGH * max_items)
         full, size = tl.load(of + ITEM_FULL * max_items), tl.load(of + ITEM_SIZE * max_items)
-        at, query_at, place = _place(item, items, num_items, max_items, BLOCK)
+        bucket, entry = tl.load(of + ITEM_BUCKET * max_items), tl.load(of + ITEM_ENTRY * max_items)
+        its_nodes, rows = nodes + tl.load(of + ITEM_NODES * max_items), tl.load(of + ITEM_ROWS * max_items)
+        begin, end = tl.load(of + ITEM_BEGIN * max_items), tl.load(of + ITEM_END * max_items)
+        subtiles = tl.load(of + ITEM_SUBTILES * max_items)
+        at, query_at, place = _place(item, size, bucket, items, num_items, max_items, BLOCK)
         fits = (at + size <= max_runs) & (query_at + high - low <= max_queries)
         if not lists_runs:
             bits = tl.where(at + size > max_runs, MANY_RUNS, 0)
@@ -255,13 +261,6 @@ def lists_kernel(
                 parts, num_kinds, max_items, max_slots, ENTRIES, NODES,
             )  # fmt: skip
         elif fits:
-            use = uses + (way * 2 + tl.load(of + ITEM_NTH * max_items)) * USE_COLUMNS
-            stage, shape = tl.load(use + USE_STAGE), use + USE_SHAPE
-            begin, end = tl.load(of + ITEM_BEGIN * max_items), tl.load(of + ITEM_END * max_items)
-            entry = tl.load(of + ITEM_ENTRY * max_items)
-            rows = tl.minimum(tl.load(shape + HEIGHT), num_entries - entry)
-            its_nodes = nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
-            subtiles = tl.load(shape + SUBTILES)
             whole = tl.where(subtiles == 1, size, full)  # runs in the order of the tile
             _list_runs(
                 at, (0, BIG), begin, begin + whole, low, (1, 1, whole), lane, lanes, its_nodes, rows,
@@ -269,8 +268,9 @@ def lists_kernel(
                 False,
             )  # fmt: skip
             if size > whole:
+                use = uses + tl.load(of + ITEM_USE * max_items) * USE_COLUMNS
                 entries = tl.load(use + USE_SUBTILE_ENTRIES)
-                deal = (subtiles, tl.load(shape + PRIVATE_RUNS), (size - full) // subtiles)
+                deal = (subtiles, tl.load(use + USE_SHAPE + PRIVATE_RUNS), (size - full) // subtiles)
                 sharers = tl.maximum(lanes // subtiles, 1)  # of a subtile
                 for share in range(lane, subtiles * sharers, lanes):
                     _list_runs(

@@ -33,6 +33,8 @@ ROOT = tl.constexpr(1 << 62)  # of the first row, which hangs on none
 
 NUM_ENTRIES = tl.constexpr(0)  # places in `state`
 NUM_TOKENS = tl.constexpr(1)  # one past the last query token
+NUM_ITEMS = tl.constexpr(2)
+STATE_FIELDS = tl.constexpr(3)
 
 
 @triton.jit

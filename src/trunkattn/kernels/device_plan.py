@@ -45,8 +45,8 @@ class TileWays:
 
     stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
     [kinds, 8]: ns of a block and of a chained block, full and masked each; slots; percent of the bandwidth; programs of
-    a multiprocessor; entries of a subtile. costs [8]: launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens,
-    run, FILLED_NS, ALONE_PERCENT. run: tokens of a run. fuse_up_to: partial states that an item may merge.
+    a multiprocessor; entries of a subtile. costs [9]: launch_ns, bytes_per_us, token_bytes, partial_bytes, l2_tokens,
+    run, FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS. run: tokens of a run. fuse_up_to: partial states an item may merge.
     """
 
     stages: NDArray[np.int64]
@@ -125,7 +125,7 @@ class DevicePlanner:
         }
         rows, tokens, sizes = capacity.max_requests, capacity.max_query_tokens, self._sizes
         shapes: dict[str, tuple[int, ...]] = {
-            "family": (rows,), "state": (2,),
+            "family": (rows,), "state": (device_order.STATE_FIELDS.value,),
             "entry_token": (tokens,), "entry_position": (tokens,), "entry_row": (tokens,), "entry_length": (tokens,),
             "entry_shared": (tokens,), "pieces": (device_items.PIECE_FIELDS.value, tokens),
             "nodes": (sizes.stages, device_tiles.NODE_FIELDS.value, 2 * tokens),
@@ -212,7 +212,7 @@ class DevicePlanner:
             table, seq_lens, starts, b["hangs"], b["family"],
             *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
             plan.arrays["positions"], len(table), width, table.stride(0), tokens, most,
-            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), num_warps=2, **self._turn(),
+            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), num_warps=4, **self._turn(),
         )  # fmt: skip
 
     def _tile(self, window: int) -> None:
@@ -220,7 +220,7 @@ class DevicePlanner:
         b, tables, sizes = self._buffers, self._tables, self._sizes
         tokens = self._capacity.max_query_tokens
         tasks = int((-(-tokens // self._ways.stages[:, 0])).sum())
-        device_tiles.tiles_kernel[(min(tasks, 8 * self._card.processors),)](
+        device_tiles.tiles_kernel[(tasks,)](
             b["entry_position"], b["entry_length"], b["entry_shared"], b["state"], tables["stages"], b["nodes"],
             b["tiles"], b["totals"], window, ENTRIES=tokens, RUN=self._ways.run, NODES=sizes.nodes,
             NUM_STAGES=sizes.stages, STAGES=_power(sizes.stages), MOST_LEAST=sizes.least, WINDOWS=sizes.windows,
@@ -241,23 +241,21 @@ class DevicePlanner:
         # batches that share have fewer items than multiprocessors
         most = min(8, -(-self._capacity.max_query_tokens // 256))
         programs = min(limits.items, self._card.processors * most)
-        shape = {
-            "ENTRIES": self._capacity.max_query_tokens, "NODES": sizes.nodes, "NUM_WAYS": sizes.ways,
-            "WAYS": _power(sizes.ways), "BLOCK": _BLOCK,
-        }  # fmt: skip
         device_items.items_kernel[(programs,)](
             *batch[1:], len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
             b["entry_token"], b["state"], tables["uses"], b["nodes"], b["tiles"], b["totals"], b["times"],
             b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], plan.summary, limits.items,
-            self._ways.fuse_up_to, kinds, MOST_SUBTILES=sizes.subtiles, **shape, **self._turn(),
+            self._ways.fuse_up_to, kinds, ENTRIES=self._capacity.max_query_tokens, NODES=sizes.nodes,
+            NUM_WAYS=sizes.ways, WAYS=_power(sizes.ways), MOST_SUBTILES=sizes.subtiles, BLOCK=_BLOCK, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
         device_lists.lists_kernel[(3 * self._card.processors + 2,)](  # of heads of 4 and more, all run at once
-            table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["times"], b["cuts"],
-            b["items"], b["pieces"], b["errors"], *(arrays[name] for name in names), table.stride(0),
-            self._capacity.num_pages, kinds, limits.items, limits.runs, limits.queries, limits.merged, limits.slots,
-            BUCKETS=_power(2 * kinds + 1), RUN=self._ways.run, PAGE_SIZE=self._page_size,
-            RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)), num_warps=max(4, sizes.nodes // 16), **shape,
+            table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["items"], b["pieces"],
+            b["errors"], *(arrays[name] for name in names), table.stride(0), self._capacity.num_pages, kinds,
+            limits.items, limits.runs, limits.queries, limits.merged, limits.slots,
+            ENTRIES=self._capacity.max_query_tokens, NODES=sizes.nodes, BUCKETS=_power(2 * kinds + 1),
+            RUN=self._ways.run, PAGE_SIZE=self._page_size, BLOCK=_BLOCK,
+            RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)), num_warps=max(4, sizes.nodes // 16),
             **self._turn(leads=False),
         )  # fmt: skip
 

@@ -143,49 +143,49 @@ def tiles_kernel(
     ENTRIES]; sums over them [stages, TOTALS]."""
     every = tl.arange(0, STAGES)
     heights = tl.load(stages + every * STAGE_COLUMNS + HEIGHT, mask=every < NUM_STAGES, other=BIG)
-    in_turn(FOLLOWS, LEADS)  # the table was there before
+    most = tl.where(every < NUM_STAGES, tl.cdiv(ENTRIES, heights), 0)  # of the capacity: known before the batch is
+    stage, tile = _stage_of(tl.program_id(0), most, STAGES)
+    shape = stages + stage * STAGE_COLUMNS
+    height, least, below = tl.load(shape + HEIGHT), tl.load(shape + LEAST), tl.load(shape + BELOW)
+    begin = tile * height
+    k = tl.arange(0, NODES)
+    at = begin + k // 2
+    in_turn(FOLLOWS, LEADS)
     num_entries = tl.load(state + NUM_ENTRIES)
-    num_tiles = tl.where(every < NUM_STAGES, tl.cdiv(num_entries, heights), 0)
-    for task in range(tl.program_id(0), tl.sum(num_tiles, 0), tl.num_programs(0)):
-        stage, tile = _stage_of(task, num_tiles, STAGES)
-        shape = stages + stage * STAGE_COLUMNS
-        height, least, below = tl.load(shape + HEIGHT), tl.load(shape + LEAST), tl.load(shape + BELOW)
-        begin = tile * height
-        rows = tl.minimum(height, num_entries - begin)
-        k = tl.arange(0, NODES)
-        used, at = k < 2 * rows, begin + k // 2
-        length = tl.load(entry_length + at, mask=used, other=0)
-        shared = tl.load(entry_shared + at, mask=used, other=0)
-        position = tl.load(entry_position + at, mask=used, other=0)
-        value = tl.where(k % 2 == 1, length, tl.where(k > 0, shared, -1))
-        base, tall = tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
-        if (least > 1) | (below < BIG):
-            tall = _tall_tokens(
-                at, begin, begin + rows, tl.where(least > 1, least, below), num_entries, entry_shared,
-                MOST_LEAST, WINDOWS,
-            )  # fmt: skip
-            base = tl.where(least > 1, 0, tall)
-            value = tl.where(least > 1, tl.minimum(value, tall), value)
-        value = tl.where(used, value, -1)
-        first, stop, start, end, offset, runs, full, full_end = _nodes(value, base, position, rows, window, RUN, NODES)
-        to = nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * begin + k
-        tl.store(to + NODE_ROWS * 2 * ENTRIES, first | stop << 8, mask=used)
-        tl.store(to + NODE_START * 2 * ENTRIES, start, mask=used)
-        tl.store(to + NODE_END * 2 * ENTRIES, end, mask=used)
-        tl.store(to + NODE_OFFSET * 2 * ENTRIES, offset, mask=used)
-        tl.store(to + NODE_RUNS * 2 * ENTRIES, runs, mask=used)
-        tl.store(to + NODE_FULL * 2 * ENTRIES, full, mask=used)
-        tl.store(to + NODE_FULL_END * 2 * ENTRIES, full_end, mask=used)
-        whole, masked = _blocks(first, stop, tl.where(used, runs, 0), rows, shape, MOST_SUBTILES)
-        once, common, again = _seen(
-            at, used & (k % 2 == 1), begin, tile, tall, height, shape, entry_position, entry_shared, window, NODES
-        )
-        to = tiles + stage * TILE_FIELDS * ENTRIES + tile
-        size = tl.sum(runs, 0)
-        tl.store(to + TILE_RUNS * ENTRIES, size)
-        tl.store(to + TILE_FULL * ENTRIES, whole)
-        tl.store(to + TILE_MASKED * ENTRIES, masked)
-        field = tl.arange(0, TOTALS)
-        total = tl.where(field == TOTAL_RUNS, size, tl.where(field == TOTAL_ONCE, once, again))
-        total = tl.where(field == TOTAL_COMMON, common, total).to(tl.int64)
-        tl.atomic_add(totals + stage * TOTALS + field, total, sem="relaxed")
+    length = tl.load(entry_length + at, mask=at < ENTRIES, other=0)
+    shared = tl.load(entry_shared + at, mask=at < ENTRIES, other=0)
+    position = tl.load(entry_position + at, mask=at < ENTRIES, other=0)
+    rows = tl.minimum(height, num_entries - begin)
+    used = k < 2 * rows
+    value = tl.where(k % 2 == 1, length, tl.where(k > 0, shared, -1))
+    base, tall = tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
+    if (least > 1) | (below < BIG):
+        tall = _tall_tokens(
+            at, begin, begin + rows, tl.where(least > 1, least, below), num_entries, entry_shared,
+            MOST_LEAST, WINDOWS,
+        )  # fmt: skip
+        base = tl.where(least > 1, 0, tall)
+        value = tl.where(least > 1, tl.minimum(value, tall), value)
+    value = tl.where(used, value, -1)
+    first, stop, start, end, offset, runs, full, full_end = _nodes(value, base, position, rows, window, RUN, NODES)
+    to = nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * begin + k
+    tl.store(to + NODE_ROWS * 2 * ENTRIES, first | stop << 8, mask=used)
+    tl.store(to + NODE_START * 2 * ENTRIES, start, mask=used)
+    tl.store(to + NODE_END * 2 * ENTRIES, end, mask=used)
+    tl.store(to + NODE_OFFSET * 2 * ENTRIES, offset, mask=used)
+    tl.store(to + NODE_RUNS * 2 * ENTRIES, runs, mask=used)
+    tl.store(to + NODE_FULL * 2 * ENTRIES, full, mask=used)
+    tl.store(to + NODE_FULL_END * 2 * ENTRIES, full_end, mask=used)
+    whole, masked = _blocks(first, stop, tl.where(used, runs, 0), rows, shape, MOST_SUBTILES)
+    once, common, again = _seen(
+        at, used & (k % 2 == 1), begin, tile, tall, height, shape, entry_position, entry_shared, window, NODES
+    )
+    to = tiles + stage * TILE_FIELDS * ENTRIES + tile
+    size = tl.sum(runs, 0)
+    tl.store(to + TILE_RUNS * ENTRIES, size)
+    tl.store(to + TILE_FULL * ENTRIES, whole)
+    tl.store(to + TILE_MASKED * ENTRIES, masked)
+    field = tl.arange(0, TOTALS)
+    total = tl.where(field == TOTAL_RUNS, size, tl.where(field == TOTAL_ONCE, once, again))
+    total = tl.where(field == TOTAL_COMMON, common, total).to(tl.int64)
+    tl.atomic_add(totals + stage * TOTALS + field, total, sem="relaxed")

@@ -170,7 +170,7 @@ class GpuLimits:
 _LIMITS: Final = MappingProxyType(
     {
         "NVIDIA H200": GpuLimits(4_665_000, 5300, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_000_000, 5300, "NVIDIA H100"),  # measured elsewhere: decode at 3.0 TB/s
+        "NVIDIA H100": GpuLimits(3_125_000, 5300, "NVIDIA H100"),  # likewise; launch_ns of the H200
     }
 )
 _OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assumed)")
