@@ -143,15 +143,16 @@ def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     items, total, dearest, longest, partials = work
     launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns, alone_percent, hidden_parts = costs
     mean = total // tl.maximum(items, 1)
-    several = tl.maximum(total // slots + dearest - mean, (items + slots - 1) // slots * mean)
-    most = (items * together + slots - 1) // slots
+    few, meet = slots.to(tl.int32), together.to(tl.int32)  # a division of 64 bits is a function call
+    several = tl.maximum(total // slots + dearest - mean, (items + few - 1) // few * mean)
+    most = (items * meet + few - 1) // few
     one_round = tl.maximum(dearest * items // slots, dearest * most * alone_percent // (100 * together))
     busy = tl.where(items <= slots, one_round, several)
     bytes_ns = memory * token_bytes * 1000 // bytes_per_us * 100 // read_percent
     tokens = tl.maximum(tokens, 1)
     slower = tl.maximum(longest - filled_ns, 0) * tl.minimum(memory, tokens) // (3 * tokens)
     bytes_ns = tl.where(low & (items <= slots), tl.maximum(bytes_ns, longest + slower), bytes_ns)
-    left, some = items % slots, tl.maximum(items, 1)
+    left, some = items % few, tl.maximum(items, 1)
     rounds_ns = bytes_ns * (items - left) // some + tl.maximum(bytes_ns * left // some, longest)
     bytes_ns = tl.where(left > 0, rounds_ns, bytes_ns)
     partials = tl.where(last, partials, num_queries)
@@ -214,4 +215,4 @@ def chosen(times, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr):
     way = tl.arange(0, WAYS)
     time = tl.load(times + 2 * way, mask=way < NUM_WAYS, other=NEVER)
     time += tl.load(times + 2 * way + 1, mask=way < NUM_WAYS, other=NEVER)
-    return tl.min(tl.where(time == tl.min(time, 0), way, WAYS), 0)
+    return tl.argmin(time, 0)  # ties to the left

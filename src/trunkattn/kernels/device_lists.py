@@ -53,12 +53,6 @@ _ITEM = tl.constexpr(ITEM_COLUMNS)
 
 
 @triton.jit
-def _three_sums(a_1, a_2, a_3, b_1, b_2, b_3):
-    """One reduction waits for the program's warps once."""
-    return a_1 + b_1, a_2 + b_2, a_3 + b_3
-
-
-@triton.jit
 def _place(item, size, bucket, items, num_items, max_items, BLOCK: tl.constexpr):
     """Of an item: runs and queries of the items before it, and its place in the order of buckets and weight."""
     runs, queries = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -74,7 +68,7 @@ def _place(item, size, bucket, items, num_items, max_items, BLOCK: tl.constexpr)
         runs += tl.where(before, its_size, 0)
         queries += tl.where(before, high - low, 0)
         place += ((its_bucket < bucket) | ((its_bucket == bucket) & heavier)).to(tl.int32)
-    return tl.reduce((runs, queries, place), 0, _three_sums)
+    return tl.sum(runs, 0), tl.sum(queries, 0), tl.sum(place, 0)
 
 
 @triton.jit
@@ -241,10 +235,7 @@ def lists_kernel(
         of = items + item
         low, high = tl.load(of + ITEM_LOW * max_items), tl.load(of + ITEM_HIGH * max_items)
         full, size = tl.load(of + ITEM_FULL * max_items), tl.load(of + ITEM_SIZE * max_items)
-        bucket, entry = tl.load(of + ITEM_BUCKET * max_items), tl.load(of + ITEM_ENTRY * max_items)
-        its_nodes, rows = nodes + tl.load(of + ITEM_NODES * max_items), tl.load(of + ITEM_ROWS * max_items)
-        begin, end = tl.load(of + ITEM_BEGIN * max_items), tl.load(of + ITEM_END * max_items)
-        subtiles = tl.load(of + ITEM_SUBTILES * max_items)
+        bucket = tl.load(of + ITEM_BUCKET * max_items)
         at, query_at, place = _place(item, size, bucket, items, num_items, max_items, BLOCK)
         fits = (at + size <= max_runs) & (query_at + high - low <= max_queries)
         if not lists_runs:
@@ -261,6 +252,10 @@ def lists_kernel(
                 parts, num_kinds, max_items, max_slots, ENTRIES, NODES,
             )  # fmt: skip
         elif fits:
+            entry = tl.load(of + ITEM_ENTRY * max_items)
+            its_nodes, rows = nodes + tl.load(of + ITEM_NODES * max_items), tl.load(of + ITEM_ROWS * max_items)
+            begin, end = tl.load(of + ITEM_BEGIN * max_items), tl.load(of + ITEM_END * max_items)
+            subtiles = tl.load(of + ITEM_SUBTILES * max_items)
             whole = tl.where(subtiles == 1, size, full)  # runs in the order of the tile
             _list_runs(
                 at, (0, BIG), begin, begin + whole, low, (1, 1, whole), lane, lanes, its_nodes, rows,

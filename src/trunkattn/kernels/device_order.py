@@ -93,6 +93,8 @@ def hash_kernel(
     totals [TOTALS] are set to zero."""
     in_turn(FOLLOWS, LEADS)
     row = tl.program_id(0)
+    pages, column = table + row.to(tl.int64) * table_stride, tl.arange(0, BLOCK)
+    page = tl.load(pages + column, mask=column < tl.where(row < num_rows, width, 0), other=0)  # as yet without a length
     batch = (seq_lens, query_start_loc, num_rows, width * PAGE_SIZE, max_tokens, max_query_len)
     for begin in range(row * BLOCK, 3 * ENTRIES, tl.num_programs(0) * BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -114,9 +116,8 @@ def hash_kernel(
             carry = tl.zeros([], tl.int64)
             columns = tl.cdiv(length, PAGE_SIZE)
             for begin in range(0, columns, BLOCK):
-                column = begin + tl.arange(0, BLOCK)
                 used = column < columns
-                page = tl.load(table + row.to(tl.int64) * table_stride + column, mask=used, other=0)
+                page = tl.where(used, page, 0)
                 seen = used & ((column + 1) * PAGE_SIZE > seen_from)
                 outside |= (seen & ((page < 0) | (page >= num_pages))).to(tl.int32)
                 mixed = page.to(tl.uint32).to(tl.uint64) | column.to(tl.uint64) << 32  # splitmix64's last steps
@@ -124,7 +125,9 @@ def hash_kernel(
                 mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9
                 mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB
                 mixed = (mixed ^ mixed >> 31).to(tl.int64)
-                tl.store(hashes + column.to(tl.int64) * ROWS + row, tl.cumsum(mixed, 0) + carry, mask=used)
+                to, column = hashes + column.to(tl.int64) * ROWS + row, column + BLOCK
+                page = tl.load(pages + column, mask=column < columns, other=0)
+                tl.store(to, tl.cumsum(mixed, 0) + carry, mask=used)
                 if begin + BLOCK < columns:
                     carry += tl.sum(mixed, 0)
         bad_page = tl.max(outside, 0) > 0
@@ -132,20 +135,21 @@ def hash_kernel(
 
 
 @triton.jit
-def _columns_shared(row, other, bound, hashes, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
-    """Leading columns, at most `bound`, that a row shares with others; a search that looks at three columns at once."""
+def _columns_shared(row, other, bound, hashes, ROWS: tl.constexpr, ROUNDS: tl.constexpr, RADIX: tl.constexpr):
+    """Leading columns, at most `bound`, that a row shares with others; each round of the search leaves one part of
+    RADIX, and looks at all of their ends at once."""
     same = tl.zeros_like(bound)
-    stride = 4 ** (ROUNDS - 1)
+    stride = RADIX ** (ROUNDS - 1)
     for _round in tl.static_range(ROUNDS):
         matches = tl.zeros_like(bound)
-        for nth in tl.static_range(1, 4):
+        for nth in tl.static_range(1, RADIX):
             probe = same + nth * stride
             column = hashes + (probe - 1).to(tl.int64) * ROWS
             mine = tl.load(column + row, mask=probe <= bound, other=0)
             theirs = tl.load(column + other, mask=probe <= bound, other=1)
             matches += ((probe <= bound) & (mine == theirs)).to(tl.int32)
         same += matches * stride
-        stride = stride // 4
+        stride = stride // RADIX
     return same
 
 
@@ -153,7 +157,7 @@ def _columns_shared(row, other, bound, hashes, ROWS: tl.constexpr, ROUNDS: tl.co
 def hang_kernel(
     seq_lens, query_start_loc, hashes, hangs, family,
     num_rows, width, max_tokens, max_query_len,
-    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr, RADIX: tl.constexpr, BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """One program a row. hangs [rows] int64: what it hangs on, -1 without queries. family [rows] int32: query tokens of
@@ -170,7 +174,7 @@ def hang_kernel(
             bound = tl.where(other_queries > 0, tl.minimum(length, other_length) // PAGE_SIZE, -1)
             if begin < row:
                 before = tl.where(other < row, bound, -1)
-                same = _columns_shared(row, other, before, hashes, ROWS, ROUNDS)
+                same = _columns_shared(row, other, before, hashes, ROWS, ROUNDS, RADIX)
                 same = tl.where(before >= 0, same, -1)
                 most = tl.max(same, 0)
                 above = tl.where(most > common, tl.min(tl.where(same == most, other, BIG), 0), above)
@@ -190,18 +194,24 @@ def hang_kernel(
 
 
 @triton.jit
+def _sum_and_maximum(sum_a, most_a, sum_b, most_b):
+    """One reduction waits for the program's warps once."""
+    return sum_a + sum_b, tl.maximum(most_a, most_b)
+
+
+@triton.jit
 def _siblings(hang, hangs, family, num_rows, BLOCK: tl.constexpr):
     """Of the rows that hang on the same row and stand before one: query tokens of their families, and what the last one
     hangs on; 0 and -1 if there is none."""
-    tokens, last = 0, tl.full([], -1, tl.int64)
+    tokens, last = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], -1, tl.int64)
     for begin in range(0, num_rows, BLOCK):
         other = begin + tl.arange(0, BLOCK)
         its_hang = tl.load(hangs + other, mask=other < num_rows, other=-1)
         its_family = tl.load(family + other, mask=other < num_rows, other=0)
         ahead = (its_hang >= hang >> ABOVE << ABOVE) & (its_hang < hang)
-        tokens += tl.sum(tl.where(ahead, its_family, 0), 0)
-        last = tl.maximum(last, tl.max(tl.where(ahead, its_hang, -1), 0))
-    return tokens, last
+        tokens += tl.where(ahead, its_family, 0)
+        last = tl.maximum(last, tl.where(ahead, its_hang, -1))
+    return tl.reduce((tokens, last), 0, _sum_and_maximum)
 
 
 @triton.jit
@@ -209,11 +219,13 @@ def place_of(hang, query_start_loc, hangs, family, num_rows, BLOCK: tl.constexpr
     """(query tokens of the rows before a row in the order of the forest, the row right before it)."""
     first, last, up = 0, tl.full([], -1, tl.int64), hang
     while up < ROOT:  # to the first row
-        tokens, its_last = _siblings(up, hangs, family, num_rows, BLOCK)
         above = up >> ABOVE
-        first += tokens + tl.load(query_start_loc + above + 1) - tl.load(query_start_loc + above)
+        then = tl.load(hangs + above)  # under way while the siblings are
+        own = tl.load(query_start_loc + above + 1) - tl.load(query_start_loc + above)
+        tokens, its_last = _siblings(up, hangs, family, num_rows, BLOCK)
+        first += tokens + own
         last = tl.where(up == hang, its_last, last)
-        up = tl.load(hangs + above)
+        up = then
     previous = hang >> ABOVE
     while last >= 0:  # to the last row below it
         previous = last & ALL_ROWS

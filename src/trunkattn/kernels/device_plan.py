@@ -31,6 +31,7 @@ ERRORS: Final = MappingProxyType({
 MOST_ROWS: Final = device_order.ALL_ROWS.value
 MOST_COLUMNS: Final = device_order.ALL_COLUMNS.value
 _PAIRS: Final = 1024  # other rows that a program compares its row with at once
+_RADIX: Final = 9  # parts that a round of the search over the columns tells apart
 _BLOCK: Final = 512  # elements of a program's pass over rows, columns, tiles, items or tokens
 
 
@@ -67,14 +68,14 @@ class _Sizes:
     least: int
     windows: int
     subtiles: int
-    rounds: int  # of a search over the columns, by a fourth each
+    rounds: int  # of a search over the columns
 
 
 def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
     unlimited = device_order.BIG.value
     height, least, below = (ways.stages[:, column] for column in range(3))
     limits = [*least[least > 1].tolist(), *below[below < unlimited].tolist(), 2]
-    rounds = next(n for n in range(1, 17) if 4**n > max_pages)
+    rounds = next(n for n in range(1, 33) if _RADIX**n > max_pages)
     return _Sizes(
         stages=len(ways.stages),
         ways=len(ways.uses),
@@ -206,13 +207,13 @@ class DevicePlanner:
         block = min(_power(rows), _PAIRS)
         device_order.hang_kernel[(rows,)](
             seq_lens, starts, b["hashes"], b["hangs"], b["family"], *bounds, **shape, ROUNDS=self._sizes.rounds,
-            BLOCK=block, num_warps=max(1, block // 64), **self._turn(),
+            RADIX=_RADIX, BLOCK=block, num_warps=max(1, block // 64), **self._turn(),
         )  # fmt: skip
         device_order.entries_kernel[(rows,)](
             table, seq_lens, starts, b["hangs"], b["family"],
             *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
             plan.arrays["positions"], len(table), width, table.stride(0), tokens, most,
-            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), num_warps=4, **self._turn(),
+            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), num_warps=8, **self._turn(),
         )  # fmt: skip
 
     def _tile(self, window: int) -> None:
@@ -249,13 +250,15 @@ class DevicePlanner:
             NUM_WAYS=sizes.ways, WAYS=_power(sizes.ways), MOST_SUBTILES=sizes.subtiles, BLOCK=_BLOCK, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        device_lists.lists_kernel[(3 * self._card.processors + 2,)](  # of heads of 4 and more, all run at once
+        # of 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128, and spills
+        warps = max(4, sizes.nodes // 16)
+        device_lists.lists_kernel[(3 * self._card.processors + 2,)](
             table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["items"], b["pieces"],
             b["errors"], *(arrays[name] for name in names), table.stride(0), self._capacity.num_pages, kinds,
             limits.items, limits.runs, limits.queries, limits.merged, limits.slots,
             ENTRIES=self._capacity.max_query_tokens, NODES=sizes.nodes, BUCKETS=_power(2 * kinds + 1),
             RUN=self._ways.run, PAGE_SIZE=self._page_size, BLOCK=_BLOCK,
-            RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)), num_warps=max(4, sizes.nodes // 16),
+            RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)), num_warps=warps, maxnreg=168 if warps == 4 else 255,
             **self._turn(leads=False),
         )  # fmt: skip
 

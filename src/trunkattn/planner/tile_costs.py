@@ -20,8 +20,8 @@ FILLED_NS = 20_000
 # 144 items of 264 slots, two of 132 multiprocessors' programs each, 32 rows took 1.43 µs a block, 1.85 with 264
 ALONE_PERCENT = 75
 # Of several rounds of items, the part of the lesser of arithmetic and memory that the other does not hide: rounds begin
-# and end at different times. Without it a card of less bandwidth is indifferent between tilings that an H100 computes
-# with up to 6 % difference; of 14 of them all 14 get faster, by 0.7 to 6 % (results/calibration-h100.json)
+# and end at different times. Without it an H100, of less bandwidth, is indifferent between tilings of equal bytes: 17
+# calibrated batches change, 1 to 6 % faster there, and one on an H200, 1 % slower
 HIDDEN_PARTS = 16
 Int64Array = NDArray[np.int64]
 
