@@ -206,12 +206,12 @@ def test_a_version_without_a_registry_gets_one_warning(fake: FakeVllm, monkeypat
     assert "upgrade vLLM" in warning
 
 
-@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.33.0"}], indirect=True)
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.34.0"}], indirect=True)
 def test_a_new_version_is_used_with_a_warning(fake: FakeVllm) -> None:
     register()
     assert select(fake, "CPU_ATTN").__name__ == "TrunkAttentionBackend"
     (warning,) = fake.warnings
-    assert "0.33.0" in warning
+    assert "0.34.0" in warning
 
 
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "overrides": {"CUSTOM": OTHER}}], indirect=True)

@@ -31,24 +31,24 @@ def test_an_older_version_is_refused(version: str) -> None:
     assert reason is not None
     assert "\n" not in reason
     assert version in reason
-    assert "0.26 and 0.32" in reason
+    assert "0.26 and 0.33" in reason
     assert "upgrade vLLM" in reason
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.32.0"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.33.0"])
 def test_a_tested_version_is_neither_refused_nor_warned_of(version: str) -> None:
     assert versions.refusal(version) is None
     assert versions.caution(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "1.0.0", "0.1.dev1+g0abc"])
+@pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.1.dev1+g0abc"])
 def test_a_newer_or_unknown_version_is_warned_of(version: str) -> None:
     assert versions.refusal(version) is None
     warning = versions.caution(version)
     assert warning is not None
     assert "\n" not in warning
     assert version in warning
-    assert "0.26 and 0.32" in warning
+    assert "0.26 and 0.33" in warning
 
 
 def engine_options(**changes: object) -> SimpleNamespace:

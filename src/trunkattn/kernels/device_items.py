@@ -74,26 +74,12 @@ def touching(first, stop, low, subtile, subtile_entries):
 
 
 @triton.jit
-def _parameters(use, uses, cuts):
-    """(stage, its height, runs of a block and subtiles, runs of an item) of a tiling's use of a stage."""
-    of = uses + use * USE_COLUMNS
-    shape = of + USE_SHAPE
-    share = tl.load(cuts + use * CUT_FIELDS + CUT_SHARE)
-    return (
-        tl.load(of + USE_STAGE),
-        tl.load(shape + HEIGHT),
-        tl.load(shape + BLOCK_RUNS),
-        tl.load(shape + SUBTILES),
-        share,
-    )
-
-
-@triton.jit
 def _item(
-    nodes, rows, begin, end, use, block_runs, subtiles,
-    ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr,
+    nodes, rows, begin, end, use, ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr
 ):  # fmt: skip
     """(first and end entry, leading runs without a mask, runs listed) of the runs [begin, end) of a tile."""
+    shape = use + USE_SHAPE
+    block_runs, subtiles = tl.load(shape + BLOCK_RUNS), tl.load(shape + SUBTILES)
     k = tl.arange(0, NODES)
     used = k < 2 * rows
     packed = tl.load(nodes + NODE_ROWS * 2 * ENTRIES + k, mask=used, other=0)
@@ -112,7 +98,7 @@ def _item(
     size = end - begin
     if subtiles > 1:
         entries = tl.load(use + USE_SUBTILE_ENTRIES)
-        block = tl.load(use + USE_SHAPE + PRIVATE_RUNS)
+        block = tl.load(shape + PRIVATE_RUNS)
         left = tl.where(here, tl.maximum(b - tl.maximum(a, begin + leading), 0), 0)
         longest = 0
         for subtile in tl.static_range(MOST_SUBTILES):
@@ -163,9 +149,8 @@ def items_kernel(
     tile that is not cut can hold the last piece of all its queries when there are others, and merge them. The last
     program, which often has no item, sums up the plan."""
     in_turn(FOLLOWS, LEADS)
-    num_entries = tl.load(state + NUM_ENTRIES)
     way = chosen(times, NUM_WAYS, WAYS)
-    both = _parameters(way * 2, uses, cuts), _parameters(way * 2 + 1, uses, cuts)  # before an item says which
+    num_entries = tl.load(state + NUM_ENTRIES)
     split, num_items = count_items(cuts, way, max_items)
     if tl.program_id(0) == 0:
         tl.store(state + NUM_ITEMS, num_items)
@@ -177,9 +162,8 @@ def items_kernel(
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= split, 1, 0)
         use = uses + (way * 2 + nth) * USE_COLUMNS
-        stage, height = tl.where(nth == 0, both[0][0], both[1][0]), tl.where(nth == 0, both[0][1], both[1][1])
-        block_runs, subtiles = tl.where(nth == 0, both[0][2], both[1][2]), tl.where(nth == 0, both[0][3], both[1][3])
-        share = tl.where(nth == 0, both[0][4], both[1][4])
+        stage, height = tl.load(use + USE_STAGE), tl.load(use + USE_SHAPE + HEIGHT)
+        subtiles = tl.load(use + USE_SHAPE + SUBTILES)
         starts = item_starts + (way * 2 + nth) * ENTRIES
         tile = -1  # the last one that begins no later
         for begin in range(0, tl.cdiv(num_entries, height), BLOCK):
@@ -188,14 +172,13 @@ def items_kernel(
             tile += tl.sum((start <= item - tl.where(nth == 1, split, 0)).to(tl.int32), 0)
         first_item = tl.load(starts + tile) + tl.where(nth == 1, split, 0)
         runs = tl.load(tiles + (stage * TILE_FIELDS + TILE_RUNS) * ENTRIES + tile)
-        step, count = parts_of(runs, share, block_runs)
+        share = tl.load(cuts + (way * 2 + nth) * CUT_FIELDS + CUT_SHARE)
+        step, count = parts_of(runs, share, tl.load(use + USE_SHAPE + BLOCK_RUNS))
         begin = (item - first_item) * step
         end = tl.minimum(begin + step, runs)
         entry = tile * height
         rows, its_nodes = tl.minimum(height, num_entries - entry), stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
-        low, high, full, size = _item(
-            nodes + its_nodes, rows, begin, end, use, block_runs, subtiles, ENTRIES, NODES, MOST_SUBTILES
-        )
+        low, high, full, size = _item(nodes + its_nodes, rows, begin, end, use, ENTRIES, NODES, MOST_SUBTILES)
         to = items + item
         tl.store(to + ITEM_USE * max_items, way * 2 + nth)
         tl.store(to + ITEM_ENTRY * max_items, entry)

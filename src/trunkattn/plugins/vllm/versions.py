@@ -14,9 +14,10 @@ from typing import Any, Final
 
 import torch
 
-# `make test-vllm` runs from 0.27 on, packages of vLLM for CPUs that go with torch 2.13; 0.26 is for GPUs.
+# `make test-vllm` runs 0.27 to 0.32, packages of vLLM for CPUs that go with torch 2.13, `make test-vllm-0.33.0` the
+# Python of 0.33 over compiled parts of 0.32; 0.26 was run on GPUs.
 OLDEST: Final = (0, 26)
-NEWEST: Final = (0, 32)
+NEWEST: Final = (0, 33)
 
 # Back ends that vLLM asks for on a CPU, whatever was selected. CPU_MLA and AMX_MLA are not in 0.27, they are in 0.32.
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
