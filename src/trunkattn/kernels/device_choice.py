@@ -96,6 +96,16 @@ def _sums_and_maxima(
 
 
 @triton.jit
+def _tile_loads(tiles, tile, end, ENTRIES: tl.constexpr):
+    """Blocks that all of a tile sees, other blocks, runs; of tiles before `end`."""
+    return (
+        tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < end, other=0),
+        tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < end, other=0),
+        tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=tile < end, other=0),
+    )
+
+
+@triton.jit
 def _work(
     tiles, num_tiles, num_entries, share, shape, kind, one_stage, item_starts, ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -108,12 +118,10 @@ def _work(
     num_items, pieces = tl.zeros([], tl.int32), tl.zeros([BLOCK], tl.int64)
     work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, tl.cdiv(ENTRIES, height), BLOCK):  # of the capacity: loads wait for nothing
-        tile = begin + tl.arange(0, BLOCK)
-        held, some = tile < tl.cdiv(ENTRIES, height), tile < num_tiles
-        full = tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=held, other=0)
-        masked = tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=held, other=0)
-        runs = tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=held, other=0)
+    tile = tl.arange(0, BLOCK)
+    full, masked, runs = _tile_loads(tiles, tile, tl.cdiv(ENTRIES, height), ENTRIES)  # before num_tiles is there
+    for _begin in range(0, num_tiles, BLOCK):
+        some = tile < num_tiles
         full, masked = tl.where(some, full, 0).to(tl.int64), tl.where(some, masked, 0).to(tl.int64)
         runs = tl.where(some, runs, 0)
         _step, parts = parts_of(runs, share, block_runs)
@@ -129,6 +137,8 @@ def _work(
         dearest = tl.maximum(dearest, cost)
         longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // each)
         partials += tl.where(parts > 1, parts * height, 0)
+        tile += BLOCK
+        full, masked, runs = _tile_loads(tiles, tile, num_tiles, ENTRIES)
     work, partials, pieces, dearest, longest = tl.reduce(
         (work, partials, pieces, dearest, longest), 0, _sums_and_maxima
     )

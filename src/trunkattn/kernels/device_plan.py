@@ -250,9 +250,10 @@ class DevicePlanner:
             NUM_WAYS=sizes.ways, WAYS=_power(sizes.ways), MOST_SUBTILES=sizes.subtiles, BLOCK=_BLOCK, **self._turn(),
         )  # fmt: skip
         names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        # of 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128, and spills
+        # of 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128, and spills.
+        # 8 warps, of groups of one head, take turns
         warps = max(4, sizes.nodes // 16)
-        device_lists.lists_kernel[(3 * self._card.processors + 2,)](
+        device_lists.lists_kernel[(max(4, 3 * self._card.processors),)](
             table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["items"], b["pieces"],
             b["errors"], *(arrays[name] for name in names), table.stride(0), self._capacity.num_pages, kinds,
             limits.items, limits.runs, limits.queries, limits.merged, limits.slots,

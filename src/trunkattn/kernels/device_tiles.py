@@ -155,6 +155,8 @@ def tiles_kernel(
     length = tl.load(entry_length + at, mask=at < ENTRIES, other=0)
     shared = tl.load(entry_shared + at, mask=at < ENTRIES, other=0)
     position = tl.load(entry_position + at, mask=at < ENTRIES, other=0)
+    if begin >= num_entries:
+        return
     rows = tl.minimum(height, num_entries - begin)
     used = k < 2 * rows
     value = tl.where(k % 2 == 1, length, tl.where(k > 0, shared, -1))

@@ -201,7 +201,8 @@ _HYBRID: Final = MappingProxyType(
         # time 4.9 %); by the stamps of the roles' ends on 2048 @ 16k + 64 x 8k chunks take 754 µs alone and 972 beside
         # decodes, decodes 528 and 961
         "NVIDIA H200": HybridTimes(580_000, chunk_percent=83, decode_percent=50),
-        "NVIDIA H100": HybridTimes(580_000, chunk_percent=83, decode_percent=50),  # the same multiprocessors
+        # of the H200; fitted ones would refuse batches that gain (docs/performance.md)
+        "NVIDIA H100": HybridTimes(580_000, chunk_percent=83, decode_percent=50),
     }
 )
 

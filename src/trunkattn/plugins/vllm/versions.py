@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 # `make test-vllm` runs 0.27 to 0.32, packages of vLLM for CPUs that go with torch 2.13, `make test-vllm-0.33.0` the
-# Python of 0.33 over compiled parts of 0.32; 0.26 was run on GPUs.
+# Python of 0.33 over compiled parts of 0.32; on GPUs only 0.26 was run.
 OLDEST: Final = (0, 26)
 NEWEST: Final = (0, 33)
 
@@ -23,7 +23,7 @@ NEWEST: Final = (0, 33)
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 # Kinds of KV cache of an attention group, by the exact name of the class, since subclasses change what is stored. Other
-# attentions come and go: RSWASpec and ChunkedLocalAttentionSpec are in 0.27, CircularBufferSpec is in 0.32 only.
+# attentions come and go: RSWASpec and ChunkedLocalAttentionSpec are in 0.27, CircularBufferSpec is from 0.32 on.
 SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 # kv_cache_dtype -> dtype; "auto" is that of the model. fp8 caches are allocated as bytes.
