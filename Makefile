@@ -43,16 +43,16 @@ test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-i
 test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after another
 
 .PHONY: test-vllm-$(VLLM_OVERLAID)
-test-vllm-$(VLLM_OVERLAID): OVERLAID := PYTHONPATH=$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID) VLLM_TARGET_DEVICE=cpu
+test-vllm-$(VLLM_OVERLAID): ITS_PYTHON := PYTHONPATH=$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID) VLLM_TARGET_DEVICE=cpu
 test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay $(CACHE)
-	$(OVERLAID) .venv-vllm-$(VLLM_NEWEST)/bin/python -c 'import vllm; assert vllm.__version__ == "$(@:test-vllm-%=%)"'
-	$(OVERLAID) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/plugins
+	$(ITS_PYTHON) .venv-vllm-$(VLLM_NEWEST)/bin/python -c 'import vllm; assert vllm.__version__ == "$(@:test-vllm-%=%)"'
+	$(ITS_PYTHON) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/plugins
 
-OVERLAY := .venv-vllm-$(VLLM_NEWEST)/bin/python tests/plugins/vllm/overlay.py
 .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay: tests/plugins/vllm/overlay.py | .venv-vllm-$(VLLM_NEWEST)/.stamp
 	rm -rf $(@D)
 	.venv-vllm-$(VLLM_NEWEST)/bin/python -m pip download --quiet --no-deps -d $(@D)/wheel vllm==$(VLLM_OVERLAID)
-	$(OVERLAY) $(@D)/wheel/*.whl .venv-vllm-$(VLLM_NEWEST)/lib/python3*/site-packages $(@D)
+	.venv-vllm-$(VLLM_NEWEST)/bin/python tests/plugins/vllm/overlay.py $(@D)/wheel/*.whl \
+		.venv-vllm-$(VLLM_NEWEST)/lib/python3*/site-packages $(@D)
 	rm -rf $(@D)/wheel
 	touch $@
 

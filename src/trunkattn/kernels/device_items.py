@@ -75,11 +75,11 @@ def touching(first, stop, low, subtile, subtile_entries):
 
 @triton.jit
 def _item(
-    nodes, rows, begin, end, use, ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr
+    nodes, rows, begin, end, use, subtiles, ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr
 ):  # fmt: skip
     """(first and end entry, leading runs without a mask, runs listed) of the runs [begin, end) of a tile."""
     shape = use + USE_SHAPE
-    block_runs, subtiles = tl.load(shape + BLOCK_RUNS), tl.load(shape + SUBTILES)
+    block_runs = tl.load(shape + BLOCK_RUNS)
     k = tl.arange(0, NODES)
     used = k < 2 * rows
     packed = tl.load(nodes + NODE_ROWS * 2 * ENTRIES + k, mask=used, other=0)
@@ -178,7 +178,7 @@ def items_kernel(
         end = tl.minimum(begin + step, runs)
         entry = tile * height
         rows, its_nodes = tl.minimum(height, num_entries - entry), stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
-        low, high, full, size = _item(nodes + its_nodes, rows, begin, end, use, ENTRIES, NODES, MOST_SUBTILES)
+        low, high, full, size = _item(nodes + its_nodes, rows, begin, end, use, subtiles, ENTRIES, NODES, MOST_SUBTILES)
         to = items + item
         tl.store(to + ITEM_USE * max_items, way * 2 + nth)
         tl.store(to + ITEM_ENTRY * max_items, entry)
