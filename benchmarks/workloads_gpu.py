@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import FLUSH_BYTES, HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure, warm_up
+from kernels import FLUSH_BYTES, HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from numpy.typing import NDArray
 from report import short_name, write_result
 
@@ -156,7 +156,6 @@ def our_cell(case: Case, policy: str) -> dict[str, Any]:
         attention.run(plan, case.q, k_cache, v_cache, out=out)
         return out
 
-    warm_up(lambda: run(0))
     cell, stats = measure(case, run), plan.stats
     host_us = plan_us(lambda: on_host.plan(*tables), lambda: on_host.plan(*(table[:1] for table in tables)))
     if policy == "auto":

@@ -61,7 +61,7 @@ def test_a_window_leaves_out_what_no_query_sees() -> None:
 
 def stage_ns(rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0) -> int:
     ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
-    counted = np.array([[*each, sum(each) * stage.block_runs] for each in blocks], np.int64)
+    counted = np.array([[*each, sum(each) * stage.block_runs, stage.height] for each in blocks], np.int64)
     return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, price(rule).costs))
 
 

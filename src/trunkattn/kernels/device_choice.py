@@ -136,7 +136,7 @@ def _work(
         work += cost * parts
         dearest = tl.maximum(dearest, cost)
         longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // each)
-        partials += tl.where(parts > 1, parts * height, 0)
+        partials += tl.where(parts > 1, parts * rows, 0)
         tile += BLOCK
         full, masked, runs = _tile_loads(tiles, tile, num_tiles, ENTRIES)
     work, partials, pieces, dearest, longest = tl.reduce(

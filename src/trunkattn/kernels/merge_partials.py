@@ -8,7 +8,7 @@ import triton.language as tl
 def merge_query(
     task, tensors, lists, options, strides,
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM_V: tl.constexpr,
-    BLOCK_P: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    BLOCK_P: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """One query token and head; its partials are taken in the order of their tokens."""
     out, lse_out, partial, partial_lse = tensors
@@ -19,6 +19,8 @@ def merge_query(
     merged, head = task // NUM_QO_HEADS, task % NUM_QO_HEADS
     token = tl.load(merge_queries + merged)
     first, last = tl.load(merge_ranges + 2 * merged), tl.load(merge_ranges + 2 * merged + 1)
+    if FOLLOWS:
+        tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on; the plan was before them
     top, total = -1e30, 0.0
     acc = tl.zeros([PADDED_DIM_V], tl.float32)
     for start in range(first, last, BLOCK_P):
@@ -55,11 +57,9 @@ def merge_kernel(
     FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """counts[COUNT_AT] query tokens."""
-    if FOLLOWS:
-        tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on
     for task in range(tl.program_id(0), tl.load(counts + COUNT_AT) * NUM_QO_HEADS, tl.num_programs(0)):
         merge_query(
             task, (out, lse_out, partial, partial_lse), (merge_queries, merge_ranges), (v_scale, sinks),
             (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, BLOCK_P, SINKS,
-            RETURN_LSE,
+            RETURN_LSE, FOLLOWS,
         )  # fmt: skip

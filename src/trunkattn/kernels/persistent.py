@@ -82,5 +82,5 @@ def persistent_kernel(
             merge_query(
                 task, (out, lse_out, partial, partial_lse), (merge_queries, merge_ranges), (v_scale, sinks),
                 (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, 16, SINKS,
-                RETURN_LSE,
+                RETURN_LSE, False,
             )  # fmt: skip

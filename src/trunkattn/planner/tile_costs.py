@@ -45,7 +45,7 @@ class Costs(NamedTuple):
 class StageLoads(NamedTuple):
     """Of a list of stages that are not cut."""
 
-    blocks: Int64Array  # [tiles, 3] of all stages, one after the other; see `stage_blocks`
+    blocks: Int64Array  # [tiles, 4] of all stages, one after the other; see `stage_blocks`
     indptr: Int64Array  # [stages + 1] into blocks
     memory: Int64Array  # [stages] tokens that leave memory
     num_queries: int
@@ -53,9 +53,9 @@ class StageLoads(NamedTuple):
 
 @njit(cache=True)
 def stage_blocks(forest, entries, stage, window, run):
-    """[tiles that have any, 3] blocks of nodes that hold the whole tile, and of others; runs."""
+    """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; runs; entries."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
-    blocks = np.zeros((len(indptr) - 1, 3), np.int64)
+    blocks = np.zeros((len(indptr) - 1, 4), np.int64)
     height = stage.height // stage.subtiles
     private = np.zeros(stage.subtiles, np.int64)
     for tile in range(len(blocks)):
@@ -73,6 +73,7 @@ def stage_blocks(forest, entries, stage, window, run):
         left, step = whole % stage.block_runs, stage.block_runs if stage.subtiles == 1 else stage.private_runs
         blocks[tile, 1] = (private.max() + left + step - 1) // step
         blocks[tile, 2] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
+        blocks[tile, 3] = last - first
     return blocks[blocks[:, 2] > 0]
 
 
@@ -125,7 +126,7 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
     most = np.int64(0)
     for i in range(len(stages)):
         most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
-    blocks = np.empty((most, 3), np.int64)
+    blocks = np.empty((most, 4), np.int64)
     indptr = np.zeros(len(stages) + 1, np.int64)
     memory = np.zeros(len(stages), np.int64)
     for i in range(len(stages)):
@@ -159,7 +160,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
         chain = (blocks[tile, 0] * costs.chain_ns[kind, 0] + masked * costs.chain_ns[kind, 1]) // parts
         items, work = items + parts, work + cost * parts
         dearest, longest = max(dearest, cost), max(longest, chain)
-        partials += parts * stage.height if parts > 1 else 0
+        partials += parts * blocks[tile, 3] if parts > 1 else 0
     slots = costs.slots[kind]
     if items <= slots:  # each runs the faster for it, but not those that meet on a multiprocessor
         together = costs.together[kind]
