@@ -32,7 +32,7 @@ HEADS = ("32/32", "16/8", "32/8", "64/8")
 HEAD_DIM, PAGE_SIZE = 128, 16
 FLUSH_BYTES = 400_000_000
 OURS = ("trunkattn", "trunkattn_one_graph")
-# Replays before those that are timed. The check in float64 needs so much power that a card was up to 20 % slower after it
+# Replays before those that are timed: right after the check in float64 a card was up to 20 % slower
 WARM_UP_SECONDS = 0.05
 TOLERANCE = 0.02  # bf16 outputs of size 1: 8 bits of mantissa, and a sum of rounded weights
 

@@ -13,7 +13,7 @@ from trunkattn.kernels.gpu import Card, GpuPlan
 from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
 from trunkattn.planner.build import Batch, tokens_per_query
 from trunkattn.planner.check import check_tiles
-from trunkattn.planner.tile_costs import ALONE_PERCENT, FILLED_NS, HIDDEN_PARTS
+from trunkattn.planner.tile_costs import ALONE_PERCENT, FILLED_NS, HIDDEN_PARTS, IDLE_PERCENT
 from trunkattn.planner.tiling import TilingRule
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
@@ -171,6 +171,6 @@ def tile_ways(rule: TilingRule) -> TileWays:
     kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
     scalars = (
         costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
-        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS,
+        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT,
     )  # fmt: skip
     return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

@@ -59,9 +59,13 @@ def test_a_window_leaves_out_what_no_query_sees() -> None:
     assert once == [12 * 20, 12 * 20 + 2 * 10, 12 * 20 + 2 * 32 + 64]
 
 
-def stage_ns(rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0) -> int:
+def stage_ns(
+    rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0, num_entries: int | None = None
+) -> int:  # fmt: skip
+    """num_entries: of each tile; None: as many as it holds."""
     ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
-    counted = np.array([[*each, sum(each) * stage.block_runs, stage.height] for each in blocks], np.int64)
+    entries = stage.height if num_entries is None else num_entries
+    counted = np.array([[*each, sum(each) * stage.block_runs, entries] for each in blocks], np.int64)
     return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, price(rule).costs))
 
 
@@ -76,9 +80,9 @@ def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
     assert stage_ns(rule, [[8, 4], [8, 4]], 0) == launch + 8 * full + 4 * masked
     seen = 8 * chain // tile_costs.HIDDEN_PARTS  # the wait of what is left over is memory's
     assert stage_ns(rule, [[8, 0]] * 3, 0) == launch + 2 * 8 * full + seen, "two rounds"
-    tokens = 100_000
+    tokens = 200_000
     bytes_ns = tokens * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
-    assert stage_ns(rule, [[8, 0]], tokens) == launch + bytes_ns, "memory is slower than either"
+    assert stage_ns(rule, [[8, 0]] * 2, tokens) == launch + bytes_ns, "memory is slower than either"
 
 
 def test_items_that_meet_on_a_multiprocessor_wait_for_each_other() -> None:
@@ -114,6 +118,14 @@ def test_of_several_rounds_memory_does_not_hide_all_arithmetic() -> None:
     assert stage_ns(rule, [[8, 0]] * 4, tokens) == one_round + arithmetic // tile_costs.HIDDEN_PARTS
 
 
+def test_memory_is_slower_where_slots_are_idle() -> None:
+    rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
+    rule = replace(rule, kinds=(replace(rule.kinds[0], programs=4),))
+    tokens = 3_000_000
+    one, four = (stage_ns(rule, [[8, 0]] * items, tokens) - rule.launch_ns for items in (1, 4))
+    assert one == four * (100 + tile_costs.IDLE_PERCENT * 3 // 4) // 100
+
+
 def test_a_round_that_is_not_full_waits_for_memory() -> None:
     """On an H200 268 items on 528 slots, of unshared requests of 7,219 tokens two by two, took 643 µs: the chain of 226
     blocks takes 486 where few items are in flight, memory alone 425."""
@@ -141,3 +153,5 @@ def test_a_cut_costs_partial_states_and_a_merge() -> None:
     states = 2 * entries * rule.partial_bytes * 1000 // rule.bytes_per_us
     full = rule.kinds[0].block_ns[0]
     assert stage_ns(rule, [[16, 0]], 0, waves=1) == 2 * rule.launch_ns + 8 * full + states
+    fewer = stage_ns(rule, [[16, 0]], 0, waves=1, num_entries=1)
+    assert fewer == 2 * rule.launch_ns + 8 * full + states // entries, "a tile has a state for each of its queries"

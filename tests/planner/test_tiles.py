@@ -191,11 +191,12 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, Batch
         of_kind = np.array([[shape.subtiles, height, stage.private_runs]], np.int64)
         items = tiles.nest(emitted, np.zeros(len(emitted.items), np.int32), of_kind).items.tolist()
         step = stage.block_runs if shape.subtiles == 1 else stage.private_runs
-        for (whole, private, _), (start, full, end, first, last) in zip(predicted.tolist(), items, strict=True):
+        for (whole, private, _, held), (start, full, end, first, last) in zip(predicted.tolist(), items, strict=True):
             blocks = (full - start) // stage.block_runs
             masked = -(-(end - full) // (step * shape.subtiles))
             place = entries.query.tolist().index(emitted.queries[first]) // stage.height * stage.height
-            complete = last - first == min(stage.height, len(entries.query) - place)
+            assert held == min(stage.height, len(entries.query) - place)
+            complete = last - first == held
             if complete or shape.subtiles == 1:
                 assert blocks * stage.block_runs + masked * step == whole * stage.block_runs + private * step
             assert blocks <= whole or not complete
