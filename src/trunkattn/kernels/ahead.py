@@ -131,10 +131,10 @@ def compile_decode_hopper(target: Target, masked: bool = False) -> Resources:
 def compile_merge(target: Target) -> Resources:
     """`merge_kernel`."""
     constants: dict[str, object] = {
-        "COUNT_AT": 5, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": gpu.padded(target.head_dim), "BLOCK_P": 16,
+        "COUNT_AT": 5, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": gpu.padded(target.head_dim),
         "SINKS": False, "RETURN_LSE": False, "FOLLOWS": target.capability >= 90,
     }  # fmt: skip
-    return _compile(merge_kernel, target, constants, {"num_warps": 2})
+    return _compile(merge_kernel, target, constants, {"num_warps": 1})
 
 
 def _compile(

@@ -25,7 +25,7 @@ from trunkattn.kernels.prefill_plan import Chunks, Packed, PrefillPlan, aligned
 from trunkattn.kernels.tile_table import GpuTile, PrefillTile
 from trunkattn.plan_format import ITEM_COLUMNS, PrefillLimits, PrefillList, TileLimits, TileList
 
-_MERGE_PROGRAMS = 16  # of one warp or two on a multiprocessor; each reads a few kilobytes
+_MERGE_PROGRAMS = 16  # of one warp, on a multiprocessor; each reads a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -390,8 +390,8 @@ def _merge(plan: GpuPlan, t: Tensors, count_at: int, programs: int, options: dic
         t.out, t.lse, t.partial, t.partial_lse, arrays["merge_queries"], arrays["merge_ranges"], arrays["counts"],
         t.v_scale, t.sinks, t.out.stride(0), t.out.stride(1),
         COUNT_AT=count_at, NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads,
-        HEAD_DIM_V=geometry.head_dim_v, PADDED_DIM_V=padded(geometry.head_dim_v), BLOCK_P=16,
-        SINKS=geometry.sinks, num_warps=2, **options, **_after(options),
+        HEAD_DIM_V=geometry.head_dim_v, PADDED_DIM_V=padded(geometry.head_dim_v),
+        SINKS=geometry.sinks, num_warps=1, **options, **_after(options),
     )  # fmt: skip
 
 

@@ -81,6 +81,6 @@ def persistent_kernel(
         for task in range(tl.program_id(0), merges, tl.num_programs(0)):
             merge_query(
                 task, (out, lse_out, partial, partial_lse), (merge_queries, merge_ranges), (v_scale, sinks),
-                (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, 16, SINKS,
+                (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, SINKS,
                 RETURN_LSE, False,
             )  # fmt: skip
