@@ -171,6 +171,6 @@ def tile_ways(rule: TilingRule) -> TileWays:
     kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
     scalars = (
         costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
-        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT,
+        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT, costs.l2_percent,
     )  # fmt: skip
     return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

@@ -18,6 +18,7 @@ from trunkattn.attention_overlap import Overlap, make_overlap
 from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import HybridTimes
 from trunkattn.plan_format import Capacity, TileList
+from trunkattn.planner import tile_costs
 from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
@@ -205,12 +206,13 @@ def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chu
         assert found.total_ns >= together_ns(blocks[: found.items], chunk_us) + longest - 3
 
 
-def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None:
+def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = make_overlap_of_eight_heads()
     assert overlap.beside(listed([64] * 10), 10**7).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
     assert overlap.beside(listed([64] * 10), 10**3) == (10, 5000 + 80 * 1000 + 625)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
+    monkeypatch.setattr(tile_costs, "L2_BYTES_PER_US", 10**12)  # and keys come from it at once
     kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
     fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), bytes_per_us=10**9))
     assert fast.beside(listed([64] * 40), 220_000) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)

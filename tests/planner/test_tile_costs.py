@@ -60,13 +60,15 @@ def test_a_window_leaves_out_what_no_query_sees() -> None:
 
 
 def stage_ns(
-    rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0, num_entries: int | None = None
+    rule: TilingRule, blocks: list[list[int]], memory: int, waves: int = 0, num_entries: int | None = None,
+    l2_percent: int = 0,
 ) -> int:  # fmt: skip
-    """num_entries: of each tile; None: as many as it holds."""
+    """num_entries: of each tile; None: as many as it holds. l2_percent: 0: the L2 cache takes no time."""
     ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
     entries = stage.height if num_entries is None else num_entries
     counted = np.array([[*each, sum(each) * stage.block_runs, entries] for each in blocks], np.int64)
-    return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, price(rule).costs))
+    costs = price(rule).costs._replace(l2_percent=l2_percent)
+    return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, costs))
 
 
 LOW = GpuTile(16, 64, 2, 2, programs=2, block_ns=(2000, 3000), chain_ns=(1000, 1500))
@@ -124,6 +126,16 @@ def test_memory_is_slower_where_slots_are_idle() -> None:
     tokens = 3_000_000
     one, four = (stage_ns(rule, [[8, 0]] * items, tokens) - rule.launch_ns for items in (1, 4))
     assert one == four * (100 + tile_costs.IDLE_PERCENT * 3 // 4) // 100
+
+
+def test_the_l2_cache_takes_time_for_what_tiles_read_again() -> None:
+    rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(1, 1), chain_ns=(1, 1)),))  # two slots
+    tokens = 2 * 800 * LOW.block_n
+    once = stage_ns(rule, [[800, 0]] * 2, tokens, l2_percent=50)
+    assert once == stage_ns(rule, [[800, 0]] * 2, tokens), "memory is slower"
+    again = stage_ns(rule, [[800, 0]] * 2, tokens // 4, l2_percent=50)
+    assert again == stage_ns(rule, [[800, 0]] * 2, tokens // 2) > stage_ns(rule, [[800, 0]] * 2, tokens // 4)
+    assert price(rule).costs.l2_percent == 100 * rule.bytes_per_us // tile_costs.L2_BYTES_PER_US
 
 
 def test_a_round_that_is_not_full_waits_for_memory() -> None:

@@ -53,6 +53,7 @@ FILLED_NS = tl.constexpr(6)
 ALONE_PERCENT = tl.constexpr(7)
 HIDDEN_PARTS = tl.constexpr(8)
 IDLE_PERCENT = tl.constexpr(9)
+L2_PERCENT = tl.constexpr(10)
 
 # Fields of a tiling's use of a stage
 CUT_SHARE = tl.constexpr(0)  # runs of an item
@@ -152,9 +153,8 @@ def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     subtiles."""
     slots, read_percent, together = kind[4], kind[5], kind[6]
     items, total, dearest, longest, partials = work
-    launch_ns, bytes_per_us, token_bytes, partial_bytes, _run, filled_ns, alone_percent, hidden_parts, idle_percent = (
-        costs
-    )
+    launch_ns, bytes_per_us, token_bytes, partial_bytes = costs[0], costs[1], costs[2], costs[3]
+    filled_ns, alone_percent, hidden_parts, idle_percent, l2_percent = costs[5], costs[6], costs[7], costs[8], costs[9]
     mean = total // tl.maximum(items, 1)
     few, meet = slots.to(tl.int32), together.to(tl.int32)  # a division of 64 bits is a function call
     several = tl.maximum(total // slots + dearest - mean, (items + few - 1) // few * mean)
@@ -162,8 +162,9 @@ def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     one_round = tl.maximum(dearest * items // slots, dearest * most * alone_percent // (100 * together))
     busy = tl.where(items <= slots, one_round, several)
     percent = 100 + idle_percent.to(tl.int32) * tl.maximum(few - items, 0) // few
-    bytes_ns = memory * token_bytes * 1000 // bytes_per_us * percent // read_percent
     tokens = tl.maximum(tokens, 1)
+    read = tl.maximum(memory, tokens * l2_percent // 100)
+    bytes_ns = read * token_bytes * 1000 // bytes_per_us * percent // read_percent
     slower = tl.maximum(longest - filled_ns, 0) * tl.minimum(memory, tokens) // (3 * tokens)
     bytes_ns = tl.where(low & (items <= slots), tl.maximum(bytes_ns, longest + slower), bytes_ns)
     left, some = items % few, tl.maximum(items, 1)
@@ -193,6 +194,7 @@ def choice_kernel(
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
         tl.load(costs + PARTIAL_BYTES), tl.load(costs + RUN_TOKENS), tl.load(costs + FILLED_NS),
         tl.load(costs + ALONE_PERCENT), tl.load(costs + HIDDEN_PARTS), tl.load(costs + IDLE_PERCENT),
+        tl.load(costs + L2_PERCENT),
     )  # fmt: skip
     kept = tl.load(costs + L2_TOKENS)
     in_turn(FOLLOWS, LEADS)  # the tables were there before

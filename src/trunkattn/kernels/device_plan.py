@@ -46,9 +46,9 @@ class TileWays:
 
     stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
     [kinds, 8]: ns of a block and of a chained block, full and masked each; slots; percent of the bandwidth; programs of
-    a multiprocessor; entries of a subtile. costs [10]: launch_ns, bytes_per_us, token_bytes, partial_bytes,
-    l2_tokens, run, FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT. run: tokens of a run. fuse_up_to: partial
-    states an item may merge.
+    a multiprocessor; entries of a subtile. costs [11]: launch_ns, bytes_per_us, token_bytes, partial_bytes,
+    l2_tokens, run, FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT, l2_percent. run: tokens of a run. fuse_up_to:
+    partial states an item may merge.
     """
 
     stages: NDArray[np.int64]

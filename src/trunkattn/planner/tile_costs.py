@@ -26,6 +26,9 @@ HIDDEN_PARTS = 16
 # By how much longer memory takes where one item reads all of it, and in proportion where some slots are idle. With it
 # ragged batches of 256 are cut, 4 % faster on an H100, as are 256 equal requests on 128 of 264 slots (1 %; an H200: 4)
 IDLE_PERCENT = 8
+# What the L2 cache of an H100 or H200 serves: 32 x (256 shared + 128) tokens of 32/32 heads, one by one, take 50 µs on
+# an H100, of which memory needs 23, and 36 where a tile reads for several (benchmarks/relay.py)
+L2_BYTES_PER_US = 6_000_000
 Int64Array = NDArray[np.int64]
 
 
@@ -42,6 +45,7 @@ class Costs(NamedTuple):
     token_bytes: int  # keys and values of all heads
     partial_bytes: int
     l2_tokens: int  # that the L2 cache holds
+    l2_percent: int  # of the time of memory that it takes to serve as much
     run_tokens: int
 
 
@@ -173,9 +177,10 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
         mean = work // items
         busy = max(work // slots + dearest - mean, (items + slots - 1) // slots * mean)
     percent = 100 + IDLE_PERCENT * max(0, slots - items) // slots
-    bytes_ns = memory * costs.token_bytes * 1000 // costs.bytes_per_us * percent // costs.read_percent[kind]
+    tokens = max(1, total * costs.run_tokens)
+    read = max(memory, tokens * costs.l2_percent // 100)
+    bytes_ns = read * costs.token_bytes * 1000 // costs.bytes_per_us * percent // costs.read_percent[kind]
     if items <= slots and stage.subtiles == 1:
-        tokens = max(1, total * costs.run_tokens)
         slower = max(0, longest - FILLED_NS) * min(memory, tokens) // (3 * tokens)
         bytes_ns = max(bytes_ns, longest + slower)
     left = items % slots

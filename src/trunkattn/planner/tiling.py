@@ -150,7 +150,7 @@ def price(rule: TilingRule) -> PricedWays:
         np.array([kind.together for kind in rule.kinds], np.int64),
         np.array([kind.read_percent for kind in rule.kinds], np.int64),
         rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
-        rule.run,
+        100 * rule.bytes_per_us // tile_costs.L2_BYTES_PER_US, rule.run,
     )  # fmt: skip
     return PricedWays(ways, np.array(list(stages), np.int64), uses, costs)
 
