@@ -105,6 +105,15 @@ def test_every_tiling_of_a_small_tree(way: int, processors: int) -> None:
     planned.assert_equals_host(TREE_BATCH)
 
 
+@pytest.mark.parametrize("bytes_per_us", [1000, 60_000_000])
+def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
+    planned = prepare(
+        replace(make_rule(4, 16, 16, num_kv_heads=2), bytes_per_us=bytes_per_us), capacity_for(TREE_BATCH)
+    )
+    planned.fill(TREE_BATCH)
+    planned.assert_equals_host(TREE_BATCH)
+
+
 def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests and columns than one pass of any kernel takes."""
     monkeypatch.setattr(device_plan, "_PAIRS", 32)

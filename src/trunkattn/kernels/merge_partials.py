@@ -79,3 +79,5 @@ def merge_kernel(
             (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, SINKS, RETURN_LSE,
             FOLLOWS,
         )  # fmt: skip
+    if FOLLOWS and tl.program_id(0) == 0:  # with nothing to merge, too: what waits for this waits for those ahead of it
+        tl.extra.cuda.gdc_wait()

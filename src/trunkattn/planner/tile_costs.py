@@ -23,11 +23,11 @@ ALONE_PERCENT = 75
 # and end at different times. Without it an H100, of less bandwidth, is indifferent between tilings of equal bytes: 17
 # calibrated batches change, 1 to 6 % faster there, and one on an H200, 1 % slower
 HIDDEN_PARTS = 16
-# By how much longer memory takes where one item reads all of it, and in proportion where some slots are idle. With it
-# ragged batches of 256 are cut, 4 % faster on an H100, as are 256 equal requests on 128 of 264 slots (1 %; an H200: 4)
+# Percent by which memory takes longer, times the share of slots that are idle. With it three ragged batches of 256 are
+# cut, 4 % faster on an H100, and 256 equal requests on 128 of 264 slots (1 %; an H200: 4)
 IDLE_PERCENT = 8
 # What the L2 cache of an H100 or H200 serves: 32 x (256 shared + 128) tokens of 32/32 heads, one by one, take 50 µs on
-# an H100, of which memory needs 23, and 36 where a tile reads for several (benchmarks/relay.py)
+# an H100, of which memory needs 23; packed by `relay` 40 (benchmarks/relay.py)
 L2_BYTES_PER_US = 6_000_000
 Int64Array = NDArray[np.int64]
 
