@@ -154,7 +154,7 @@ def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
     slots, read_percent, together = kind[4], kind[5], kind[6]
     items, total, dearest, longest, partials = work
     launch_ns, bytes_per_us, token_bytes, partial_bytes = costs[0], costs[1], costs[2], costs[3]
-    filled_ns, alone_percent, hidden_parts, idle_percent, l2_percent = costs[5], costs[6], costs[7], costs[8], costs[9]
+    filled_ns, alone_percent, hidden_parts, idle_percent, l2_percent = costs[4], costs[5], costs[6], costs[7], costs[8]
     mean = total // tl.maximum(items, 1)
     few, meet = slots.to(tl.int32), together.to(tl.int32)  # a division of 64 bits is a function call
     several = tl.maximum(total // slots + dearest - mean, (items + few - 1) // few * mean)
@@ -192,11 +192,10 @@ def choice_kernel(
     one_stage = tl.load(uses + (way * 2 + 1) * USE_COLUMNS + USE_STAGE) < 0
     prices = (
         tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
-        tl.load(costs + PARTIAL_BYTES), tl.load(costs + RUN_TOKENS), tl.load(costs + FILLED_NS),
-        tl.load(costs + ALONE_PERCENT), tl.load(costs + HIDDEN_PARTS), tl.load(costs + IDLE_PERCENT),
-        tl.load(costs + L2_PERCENT),
+        tl.load(costs + PARTIAL_BYTES), tl.load(costs + FILLED_NS), tl.load(costs + ALONE_PERCENT),
+        tl.load(costs + HIDDEN_PARTS), tl.load(costs + IDLE_PERCENT), tl.load(costs + L2_PERCENT),
     )  # fmt: skip
-    kept = tl.load(costs + L2_TOKENS)
+    kept, run_tokens = tl.load(costs + L2_TOKENS), tl.load(costs + RUN_TOKENS)
     in_turn(FOLLOWS, LEADS)  # the tables were there before
     num_entries = tl.load(state + NUM_ENTRIES)
     height, block_runs, subtiles, private = shape
@@ -216,7 +215,7 @@ def choice_kernel(
     tl.store(cuts + use * CUT_FIELDS + CUT_SHARE, share.to(tl.int32))
     tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
     memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
-    tokens, last = runs * prices[4], one_stage | (nth == 1)
+    tokens, last = runs * run_tokens, one_stage | (nth == 1)
     time = _stage_ns(work, memory, tokens, num_entries, kind, subtiles == 1, last, prices)
     time = tl.where(runs > 0, time, 0)
     listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)
