@@ -60,11 +60,26 @@ PIECE_FIELDS = tl.constexpr(3)
 
 
 @triton.jit
-def count_items(cuts, way, max_items):
-    """(items of the first stage, items) of a tiling, as far as they are held."""
-    split = tl.load(cuts + way * 2 * CUT_FIELDS + CUT_ITEMS)
-    total = split + tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
-    return split, tl.minimum(total, max_items)
+def _cut_of(use, uses, cuts):
+    """A tiling's use of a stage: (its items, runs of one, stage, kind, height, runs of a block, subtiles, runs of a
+    private block, entries of a subtile)."""
+    cut, of = cuts + use * CUT_FIELDS, uses + use * USE_COLUMNS
+    shape = of + USE_SHAPE
+    return (
+        tl.load(cut + CUT_ITEMS), tl.load(cut + CUT_SHARE), tl.load(of + USE_STAGE), tl.load(of + USE_KIND),
+        tl.load(shape + HEIGHT), tl.load(shape + BLOCK_RUNS), tl.load(shape + SUBTILES), tl.load(shape + PRIVATE_RUNS),
+        tl.load(of + USE_SUBTILE_ENTRIES),
+    )  # fmt: skip
+
+
+@triton.jit
+def _one_of(second, tall, low):
+    """The cut that an item is of. Both are loaded before that is known, so that it need not be waited for."""
+    return (
+        tl.where(second, low[0], tall[0]), tl.where(second, low[1], tall[1]), tl.where(second, low[2], tall[2]),
+        tl.where(second, low[3], tall[3]), tl.where(second, low[4], tall[4]), tl.where(second, low[5], tall[5]),
+        tl.where(second, low[6], tall[6]), tl.where(second, low[7], tall[7]), tl.where(second, low[8], tall[8]),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,12 +89,9 @@ def touching(first, stop, low, subtile, subtile_entries):
 
 
 @triton.jit
-def _item(
-    nodes, rows, begin, end, use, subtiles, ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr
-):  # fmt: skip
+def _item(nodes, rows, begin, end, cut, ENTRIES: tl.constexpr, NODES: tl.constexpr, MOST_SUBTILES: tl.constexpr):
     """(first and end entry, leading runs without a mask, runs listed) of the runs [begin, end) of a tile."""
-    shape = use + USE_SHAPE
-    block_runs = tl.load(shape + BLOCK_RUNS)
+    _items, _share, _stage, _kind, _height, block_runs, subtiles, block, subtile_entries = cut
     k = tl.arange(0, NODES)
     used = k < 2 * rows
     packed = tl.load(nodes + NODE_ROWS * 2 * ENTRIES + k, mask=used, other=0)
@@ -97,12 +109,10 @@ def _item(
     leading = leading // block_runs * block_runs
     size = end - begin
     if subtiles > 1:
-        entries = tl.load(use + USE_SUBTILE_ENTRIES)
-        block = tl.load(shape + PRIVATE_RUNS)
         left = tl.where(here, tl.maximum(b - tl.maximum(a, begin + leading), 0), 0)
         longest = 0
         for subtile in tl.static_range(MOST_SUBTILES):
-            touches = touching(first, stop, low, subtile, entries) & (subtile < subtiles)
+            touches = touching(first, stop, low, subtile, subtile_entries) & (subtile < subtiles)
             longest = tl.maximum(longest, tl.sum(tl.where(touches, left, 0), 0))
         size = leading + tl.cdiv(longest, block) * block * subtiles
     return low, high, leading, size
@@ -110,12 +120,11 @@ def _item(
 
 @triton.jit
 def _tall_pieces(
-    at, first, end, use, share, num_entries, nodes, tiles,
+    at, first, end, cut, num_entries, nodes, tiles,
     ENTRIES: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Items of the tiling's first stage that hold each entry of [first, end), a few parts of a tile at a time."""
-    stage, shape = tl.load(use + USE_STAGE), use + USE_SHAPE
-    height, block_runs = tl.load(shape + HEIGHT), tl.load(shape + BLOCK_RUNS)
+    _items, share, stage, _kind, height, block_runs, _subtiles, _block, _subtile_entries = cut
     of = nodes + stage * NODE_FIELDS * 2 * ENTRIES
     k = tl.arange(0, NODES)
     found = tl.zeros([NODES // 2], tl.int32)
@@ -151,34 +160,37 @@ def items_kernel(
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
     num_entries = tl.load(state + NUM_ENTRIES)
-    split, num_items = count_items(cuts, way, max_items)
+    tall, low_cut = _cut_of(way * 2, uses, cuts), _cut_of(way * 2 + 1, uses, cuts)
+    split = tall[0]
+    num_items = tl.minimum(split + low_cut[0], max_items)
     if tl.program_id(0) == 0:
         tl.store(state + NUM_ITEMS, num_items)
-        wanted = split + tl.load(cuts + (way * 2 + 1) * CUT_FIELDS + CUT_ITEMS)
-        flag(errors, tl.where(wanted > max_items, MANY_ITEMS, 0))
+        flag(errors, tl.where(split + low_cut[0] > max_items, MANY_ITEMS, 0))
     if tl.program_id(0) == tl.num_programs(0) - 1:
         batch = (seq_lens, query_start_loc, num_rows, row_tokens, max_tokens, max_query_len)
         summarize(way, batch, uses, totals, summary, window, BLOCK)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= split, 1, 0)
-        use = uses + (way * 2 + nth) * USE_COLUMNS
-        stage, height = tl.load(use + USE_STAGE), tl.load(use + USE_SHAPE + HEIGHT)
-        subtiles = tl.load(use + USE_SHAPE + SUBTILES)
+        cut, skipped = _one_of(nth == 1, tall, low_cut), tl.where(nth == 1, split, 0)
+        _items, share, stage, kind, height, block_runs, subtiles, _block, _subtile_entries = cut
         starts = item_starts + (way * 2 + nth) * ENTRIES
         tile = -1  # the last one that begins no later
         for begin in range(0, tl.cdiv(num_entries, height), BLOCK):
             some = begin + tl.arange(0, BLOCK)
             start = tl.load(starts + some, mask=some < tl.cdiv(num_entries, height), other=BIG)
-            tile += tl.sum((start <= item - tl.where(nth == 1, split, 0)).to(tl.int32), 0)
-        first_item = tl.load(starts + tile) + tl.where(nth == 1, split, 0)
-        runs = tl.load(tiles + (stage * TILE_FIELDS + TILE_RUNS) * ENTRIES + tile)
-        share = tl.load(cuts + (way * 2 + nth) * CUT_FIELDS + CUT_SHARE)
-        step, count = parts_of(runs, share, tl.load(use + USE_SHAPE + BLOCK_RUNS))
-        begin = (item - first_item) * step
-        end = tl.minimum(begin + step, runs)
+            tile += tl.sum((start <= item - skipped).to(tl.int32), 0)
         entry = tile * height
         rows, its_nodes = tl.minimum(height, num_entries - entry), stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
-        low, high, full, size = _item(nodes + its_nodes, rows, begin, end, use, subtiles, ENTRIES, NODES, MOST_SUBTILES)
+        i = tl.arange(0, NODES // 2)
+        token = tl.load(entry_token + entry + i, mask=i < rows, other=0)
+        first_item = tl.load(starts + tile) + skipped
+        runs = tl.load(tiles + (stage * TILE_FIELDS + TILE_RUNS) * ENTRIES + tile)
+        step, count = parts_of(runs, share, block_runs)
+        begin = (item - first_item) * step
+        end = tl.minimum(begin + step, runs)
+        low, high, full, size = _item(nodes + its_nodes, rows, begin, end, cut, ENTRIES, NODES, MOST_SUBTILES)
+        holds = (low <= i) & (i < high)
+        tl.atomic_add(pieces + nth * ENTRIES + token, 1, mask=holds, sem="relaxed")
         to = items + item
         tl.store(to + ITEM_USE * max_items, way * 2 + nth)
         tl.store(to + ITEM_ENTRY * max_items, entry)
@@ -192,23 +204,17 @@ def items_kernel(
         tl.store(to + ITEM_NODES * max_items, its_nodes)
         tl.store(to + ITEM_ROWS * max_items, rows)
         tl.store(to + ITEM_SUBTILES * max_items, subtiles)
-        i = tl.arange(0, NODES // 2)
-        token = tl.load(entry_token + entry + low + i, mask=i < high - low, other=0)
-        tl.atomic_add(pieces + nth * ENTRIES + token, 1, mask=i < high - low, sem="relaxed")
         merges = 0
         if (nth == 1) & (count == 1):
-            at = entry + low + i
             others = _tall_pieces(
-                at, entry + low, entry + high, uses + way * 2 * USE_COLUMNS,
-                tl.load(cuts + way * 2 * CUT_FIELDS + CUT_SHARE),
-                num_entries, nodes, tiles, ENTRIES, NODES, 16,
-            )  # fmt: skip
-            others = tl.where(i < high - low, others, 0)
+                entry + i, entry + low, entry + high, tall, num_entries, nodes, tiles, ENTRIES, NODES, 16
+            )
+            others = tl.where(holds, others, 0)
             most = tl.max(others, 0)
             merges = ((most > 0) & (most <= fuse_up_to)).to(tl.int32)
             fused = tl.where(merges > 0, others, 0) > 0
             tl.store(pieces + FUSED * ENTRIES + token, tl.full([NODES // 2], 1, tl.int32), mask=fused)
-        tl.store(to + ITEM_BUCKET * max_items, tl.load(use + USE_KIND) + merges * num_kinds)
+        tl.store(to + ITEM_BUCKET * max_items, kind + merges * num_kinds)
 
 
 @triton.jit

@@ -250,7 +250,7 @@ def entries_kernel(
     table, seq_lens, query_start_loc, hangs, family,
     entry_token, entry_position, entry_row, entry_length, entry_shared, positions,
     num_rows, width, table_stride, max_tokens, max_query_len,
-    PAGE_SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its entries. entry_shared: tokens shared with the entry before; entry_length: of the sequence.
@@ -264,7 +264,7 @@ def entries_kernel(
         first, previous = place_of(hang, query_start_loc, hangs, family, num_rows, BLOCK)
         common = tl.where(hang < ROOT, ~hang >> ROW_BITS & ALL_COLUMNS, 0).to(tl.int32)
         previous_length, _, _ = lengths_of(previous, batch)
-        shared = _shared_columns(table, previous, row, common, table_stride, BLOCK)
+        shared = _shared_columns(table, previous, row, common, table_stride, COLUMNS)
         shared = tl.minimum(shared, previous_length // PAGE_SIZE) * PAGE_SIZE
         for begin in range(0, queries, BLOCK):
             i = begin + tl.arange(0, BLOCK)

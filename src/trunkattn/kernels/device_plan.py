@@ -214,7 +214,8 @@ class DevicePlanner:
             table, seq_lens, starts, b["hangs"], b["family"],
             *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
             plan.arrays["positions"], len(table), width, table.stride(0), tokens, most,
-            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK), num_warps=8, **self._turn(),
+            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK),
+            COLUMNS=min(_power(capacity.max_pages_per_request), _BLOCK), num_warps=8, **self._turn(),
         )  # fmt: skip
 
     def _tile(self, window: int) -> None:
