@@ -35,8 +35,8 @@ FLUSH_BYTES = 400_000_000
 OURS = ("trunkattn", "trunkattn_one_graph")
 # Replays before those that are timed: right after the check in float64 a card was up to 20 % slower
 WARM_UP_SECONDS = 0.05
-# The device is held so long before each replay that is timed, about 0.2 ms, while the host queues it: launched to an
-# idle device, a graph of nothing takes 16 µs on an H100's host, now and then twice as many
+# The device is held so long before each replay that is timed, about 0.2 ms, while the host queues it. Without, a host
+# that was late made a tree or two of a run up to a quarter slower, and a graph of nothing takes 16 to 20 µs
 HELD_CYCLES = 400_000
 TOLERANCE = 0.02  # bf16 outputs of size 1: 8 bits of mantissa, and a sum of rounded weights
 
