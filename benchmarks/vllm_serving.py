@@ -11,18 +11,20 @@ toolagent: Poisson arrivals of turns of agents' sessions; a turn's prompt begins
 trace: a stretch from the middle of the trace, its gaps divided by one factor so that the mean rate is the one asked
 for; inputs cut to 16 blocks of 512 tokens, outputs to 512.
 
-Each back end runs in a process of its own: one after the other or, with --parallel, side by side on a card each.
+Each back end runs in a process of its own: one after the other or, with --parallel, side by side on a card each. What
+has been answered is written at once, and beside runs that the file holds, if they were taken alike.
 """
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -48,6 +50,7 @@ LANGUAGES, COUNTRIES = 4, 8
 SEED = 0
 BUDGET = 2048  # tokens of a step
 Parts = Sequence[tuple[Hashable, int]]
+Results = dict[str, dict[str, Any]]  # figures by back end and run; "": its facts
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ async def run_all(
 
 
 def serve(backend: str, card: int | None, model: Path, runs: dict[str, list[Arrival]], answers: Connection) -> None:
-    """A process with one back end: sends (run, figures) as they come, then ("", facts)."""
+    """A process with one back end: sends ("", facts), then (run, figures) as they come."""
     from vllm_tpot import OPTIONS, counters, hide_benchmarks
 
     hide_benchmarks(sys.path)
@@ -211,39 +214,84 @@ def serve(backend: str, card: int | None, model: Path, runs: dict[str, list[Arri
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **options))
         ready = perf_counter() - start
         print(f"{backend}: ready after {ready:.0f} s", flush=True)
-        asyncio.run(run_all(engine, runs, answers, counters))
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
+        asyncio.run(run_all(engine, runs, answers, counters))
         engine.shutdown()
 
 
-def run_backends(names: Sequence[str], parallel: bool, model: Path, runs: dict[str, list[Arrival]]) -> dict[str, Any]:
-    """Figures of each back end's runs, and "" for its facts.
+def run_backends(
+    names: Sequence[str], parallel: bool, model: Path, runs: dict[str, list[Arrival]], save: Callable[[Results], object]
+) -> None:
+    """Runs back ends, and saves after each run the figures of all, and "" for their facts.
 
     Raises:
         RuntimeError: if a process ends before it has answered.
     """
     context = multiprocessing.get_context("spawn")
-    results: dict[str, Any] = {}
+    results: Results = {name: {} for name in names}
     for group in [names] if parallel else [[name] for name in names]:
-        started = {}
+        waiting, processes = dict[Any, str](), []
         for card, name in enumerate(group):
             answers, sender = context.Pipe(duplex=False)
             process = context.Process(target=serve, args=(name, card if parallel else None, model, runs, sender))
             process.start()
             sender.close()
-            started[name] = process, answers
-        for name, (process, answers) in started.items():
-            found = results.setdefault(name, {})
-            try:
-                while "" not in found:
-                    run, figures = answers.recv()
-                    found[run] = figures
-                    print(name, run, {key: figures[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
-            except EOFError as error:
-                raise RuntimeError(f"{name}: the process ended after {len(found)} of {len(runs)} runs") from error
+            waiting[answers] = name
+            processes.append(process)
+        while waiting:
+            for answers in wait(list(waiting)):
+                name = waiting[answers]
+                found = results[name]
+                try:
+                    run, found_now = answers.recv()
+                except EOFError as error:
+                    raise RuntimeError(f"{name}: the process ended after {len(found)} of {len(runs) + 1}") from error
+                found[run] = found_now
+                print(name, run, {key: found_now[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
+                save(results)
+                if len(found) == len(runs) + 1:
+                    del waiting[answers]
+        for process in processes:
             process.join()
-    return results
+
+
+class Saved:
+    """The result file: runs of this call, and those it held that were taken alike."""
+
+    def __init__(self, taken: dict[str, Any], suffix: str) -> None:
+        self._taken, self._suffix = taken, suffix
+        self._kept: dict[str, Any] | None = None  # not yet looked for
+
+    def __call__(self, results: Results) -> Path | None:
+        """Writes what all back ends have answered."""
+        from report import environment, short_name, write_result
+
+        if not all(results.values()):
+            return None
+        facts = {name: found[""] for name, found in results.items()}
+        card = next(iter(facts.values()))["card"]
+        taken = {"card": card, **self._taken}
+        name = f"vllm-serving-{short_name(card)}{self._suffix}"
+        if self._kept is None:
+            self._kept = self._held(name, taken, list(results))
+        where = {key: value for key, value in environment().items() if key in ("date", "commit")}
+        complete = [run for run in next(iter(results.values())) if run and all(run in it for it in results.values())]
+        runs = {
+            backend: {run: found for run, found in self._kept.get(backend, {}).items() if run not in complete}
+            | {run: where | results[backend][run] for run in complete}
+            for backend in results
+        }
+        return write_result(name, {**taken, "runs": runs, "facts": facts}, "vllm", "triton")
+
+    @staticmethod
+    def _held(name: str, taken: dict[str, Any], backends: list[str]) -> dict[str, Any]:
+        from report import RESULTS
+
+        path = RESULTS / f"{name}.json"
+        held = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+        alike = all(held.get(key) == value for key, value in taken.items()) and list(held["runs"]) == backends
+        return held["runs"] if alike else {}
 
 
 def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
@@ -262,7 +310,6 @@ def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
 
 
 def main() -> None:
-    from report import short_name, write_result
     from vllm_tpot import BACKENDS, OPTIONS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -277,15 +324,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if "trace" in arguments.workloads and arguments.trace is None:
         parser.error("argument --trace: expected a file for the workload trace, or --workloads without it")
-    results = run_backends(arguments.backends, arguments.parallel, arguments.model, wanted_runs(arguments))
-    facts = {name: found.pop("") for name, found in results.items()}
-    card = next(iter(facts.values()))["card"]
-    figures = {
-        "card": card, "model": arguments.model.name, "options": OPTIONS | {"max_num_batched_tokens": BUDGET},
-        "seconds": arguments.seconds, "side_by_side": arguments.parallel, "runs": results, "facts": facts,
+    taken = {
+        "model": arguments.model.name, "options": OPTIONS | {"max_num_batched_tokens": BUDGET},
+        "seconds": arguments.seconds, "side_by_side": arguments.parallel,
     }  # fmt: skip
-    name = f"vllm-serving-{short_name(card)}{arguments.suffix}"
-    print(write_result(name, figures, "vllm", "triton"))
+    saved = Saved(taken, arguments.suffix)
+    run_backends(arguments.backends, arguments.parallel, arguments.model, wanted_runs(arguments), saved)
 
 
 if __name__ == "__main__":
