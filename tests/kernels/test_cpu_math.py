@@ -1,11 +1,11 @@
-"""Scalar pieces of the CPU executor: every bit pattern of the narrow dtypes, and 2^x and tanh against float64."""
+"""Pieces of the CPU executor: every bit pattern of the narrow dtypes, and 2^x and tanh against float64."""
 
 import numpy as np
 import pytest
 import torch
 from numba import njit
 
-from trunkattn.kernels.cpu_math import KV_KINDS, as_float32, exp2, tanh, to_float
+from trunkattn.kernels.cpu_math import KV_KINDS, as_float32, exp2, tanh, to_floats
 
 NARROW = [dtype for dtype in KV_KINDS if dtype != torch.float32]
 
@@ -27,11 +27,11 @@ def tanh_all(x):
 
 
 @njit
-def to_float_all(bits, kind):
-    values = np.empty(len(bits), np.float32)
-    for i in range(len(bits)):
-        values[i] = to_float(bits[i], kind)
-    return values
+def to_floats_all(bits, kind):
+    values = np.empty(len(bits) + 2, np.float32)
+    to_floats(values, 1, bits, 0, len(bits) // 2, kind)
+    to_floats(values, 1 + len(bits) // 2, bits, len(bits) // 2, len(bits) - len(bits) // 2, kind)
+    return values[1 : len(bits) + 1]
 
 
 def exponents() -> np.ndarray:
@@ -76,7 +76,7 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: torch.dtype) -> None
     kind, bits_dtype = KV_KINDS[dtype]
     bits = np.arange(1 << 8 * dtype.itemsize).astype(np.uint16 if dtype.itemsize == 2 else np.uint8)
     expected = torch.from_numpy(bits).view(dtype).to(torch.float32).numpy()
-    found = to_float_all(bits, kind)
+    found = to_floats_all(bits, kind)
     assert bits_dtype == torch.from_numpy(bits).dtype
     assert np.array_equal(np.isnan(found), np.isnan(expected))
     numbers = ~np.isnan(expected)
@@ -85,11 +85,11 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: torch.dtype) -> None
 
 def test_float32_is_read_unchanged() -> None:
     values = np.array([0.0, -0.0, 1.5, -np.inf, 1e-45], np.float32)
-    assert np.array_equal(to_float_all(values, KV_KINDS[torch.float32][0]).view(np.int32), values.view(np.int32))
+    assert np.array_equal(to_floats_all(values, KV_KINDS[torch.float32][0]).view(np.int32), values.view(np.int32))
 
 
 def test_the_compiled_only_functions_say_so() -> None:
-    with pytest.raises(TypeError, match="to_float runs in compiled code only"):
-        to_float(1, 1)
+    with pytest.raises(TypeError, match="to_floats runs in compiled code only"):
+        to_floats(1, 1, 1, 1, 1, 1)
     with pytest.raises(TypeError, match="as_float32 runs in compiled code only"):
         as_float32(1, 1)

@@ -1,4 +1,4 @@
-"""Scalar pieces of the CPU executor that a compiler can vectorise: 2^x, tanh, KV elements to float32."""
+"""Pieces of the CPU executor that a compiler can vectorise: 2^x, tanh, KV elements to float32."""
 
 from types import MappingProxyType
 from typing import Any, Final
@@ -57,53 +57,72 @@ def tanh(y):
 
 @njit(inline="always")
 def _half_to_float(bits):
-    """float16 bits: exponent and mantissa move up 13 places; 2^112 corrects the bias, subnormals included."""
+    """float16 bits: exponent and mantissa move up 13 places. What is subnormal is converted as an integer: as a float32
+    it would be subnormal too, which a processor may take a hundred cycles for."""
     bits = np.int32(bits)
-    magnitude = (bits & np.int32(0x7FFF)) << np.int32(13)
-    sign = (bits & np.int32(0x8000)) << np.int32(16)
-    if magnitude >= np.int32(0x0F800000):  # infinity or NaN
-        return bits_to_float(sign | magnitude | np.int32(0x7F800000))
-    return bits_to_float(magnitude) * _signed(sign, np.float32(2.0**112))
-
-
-@njit(inline="always")
-def _signed(sign, value):
-    return -value if sign != np.int32(0) else value
+    magnitude = bits & np.int32(0x7FFF)
+    shifted = magnitude << np.int32(13)
+    if magnitude < np.int32(0x400):
+        value = np.float32(magnitude) * np.float32(2.0**-24)
+    elif magnitude < np.int32(0x7C00):
+        value = bits_to_float(shifted + np.int32(112 << 23))
+    else:  # infinity or NaN
+        value = bits_to_float(shifted | np.int32(0x7F800000))
+    return -value if bits & np.int32(0x8000) else value
 
 
 @njit(inline="always")
 def _e4m3_to_float(bits):
-    """float8_e4m3fn bits: no infinity, NaN is 0x7F; 2^120 corrects the bias."""
+    """float8_e4m3fn bits, likewise: no infinity, NaN is 0x7F."""
     bits = np.int32(bits)
-    sign = (bits & np.int32(0x80)) << np.int32(24)
     magnitude = bits & np.int32(0x7F)
-    if magnitude == np.int32(0x7F):
-        return bits_to_float(np.int32(0x7FC00000))
-    return bits_to_float(magnitude << np.int32(20)) * _signed(sign, np.float32(2.0**120))
+    if magnitude < np.int32(8):
+        value = np.float32(magnitude) * np.float32(2.0**-9)
+    elif magnitude < np.int32(0x7F):
+        value = bits_to_float((magnitude << np.int32(20)) + np.int32(120 << 23))
+    else:
+        value = bits_to_float(np.int32(0x7FC00000))
+    return -value if bits & np.int32(0x80) else value
 
 
-def to_float(value: Any, kind: int) -> Any:
-    """A KV element as float32; `value` holds the bits of a narrow dtype `kind`. Compiled code only."""
-    raise TypeError("to_float runs in compiled code only")
+def to_floats(out: Any, to: int, values: Any, at: int, count: int, kind: int) -> None:
+    """KV elements values[at : at + count] as float32 to out[to :]; `values` holds the bits of a narrow dtype `kind`.
+    Compiled code only.
+
+    A loop for each kind, with places that are not negative for the compiler: otherwise it does not vectorise them, and
+    bfloat16 takes 1.2 ns an element instead of 0.13.
+    """
+    raise TypeError("to_floats runs in compiled code only")
 
 
-@overload(to_float, inline="always")
-def _to_float(value, kind):
-    if value == types.float32:
-        return lambda value, kind: value
-    if value == types.uint16:
+@overload(to_floats, inline="always")
+def _to_floats(out, to, values, at, count, kind):
+    if values.dtype == types.float32:
 
-        def from_16_bits(value, kind):
+        def from_32_bits(out, to, values, at, count, kind):
+            for i in range(count):
+                out[np.uint64(to + i)] = values[np.uint64(at + i)]
+
+        return from_32_bits
+    if values.dtype == types.uint16:
+
+        def from_16_bits(out, to, values, at, count, kind):
             if kind == BFLOAT16:
-                return bits_to_float(np.int32(value) << np.int32(16))
-            return _half_to_float(value)
+                for i in range(count):
+                    out[np.uint64(to + i)] = bits_to_float(np.int32(values[np.uint64(at + i)]) << np.int32(16))
+            else:
+                for i in range(count):
+                    out[np.uint64(to + i)] = _half_to_float(values[np.uint64(at + i)])
 
         return from_16_bits
 
-    def from_8_bits(value, kind):
+    def from_8_bits(out, to, values, at, count, kind):
         if kind == FLOAT8_E4M3:
-            return _e4m3_to_float(value)
-        return _half_to_float(np.int32(value) << np.int32(8))
+            for i in range(count):
+                out[np.uint64(to + i)] = _e4m3_to_float(values[np.uint64(at + i)])
+        else:
+            for i in range(count):
+                out[np.uint64(to + i)] = _half_to_float(np.int32(values[np.uint64(at + i)]) << np.int32(8))
 
     return from_8_bits
 

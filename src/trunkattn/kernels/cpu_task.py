@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from trunkattn.kernels.cpu_math import FLOAT32, as_float32, exp2, tanh, to_float
+from trunkattn.kernels.cpu_math import FLOAT32, as_float32, exp2, tanh, to_floats
 from trunkattn.kernels.cpu_tile import ACCUMULATE, LANES, OVERWRITE, OVERWRITE_AHEAD, TILES, multiply_add_tile
 from trunkattn.kernels.tile_table import BLOCK_TOKENS
 from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
@@ -189,9 +189,7 @@ def _stage(staged, staged_rows, cache, cache_rows, tokens, width, padded, kind):
     for t in range(tokens):
         at = t * padded
         staged_rows[t] = at
-        source = cache_rows[t]
-        for d in range(width):
-            staged[at + d] = to_float(cache[source + d], kind)
+        to_floats(staged, at, cache, cache_rows[t], width, kind)
         for d in range(width, padded):
             staged[at + d] = np.float32(0.0)
 
