@@ -112,6 +112,8 @@ class BatchAttention:
         if reasons:
             raise ValueError("; ".join(reasons))
         self.config, self.device, self.capacity = config, torch.device(device), capacity
+        if self.device.type == "cpu":
+            self.device = torch.device("cpu")  # tensors there have no index
         self._executor = _executor(config, self.device, capacity)
 
     def plan(

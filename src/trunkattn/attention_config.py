@@ -1,6 +1,5 @@
 """`AttentionConfig`: the shape and options of an attention, validated on construction."""
 
-import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
@@ -20,6 +19,7 @@ _NO_OVERLAP: Final = (
 )
 _NARROW_ON_GPU: Final = 128
 _LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others
+_FLOAT32: Final = torch.finfo(torch.float32)
 _COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,6 +29,17 @@ def integer(name: str, value: Any, at_least: int) -> None:
         raise TypeError(f"{name}={value!r}: expected an int")
     if value < at_least:
         raise ValueError(f"{name}={value}: expected at least {at_least}")
+
+
+def positive(name: str, value: Any) -> None:
+    """Raises unless value is None or a number (not a bool) above 0 that float32 holds without loss of bits."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: expected None or a number")
+    if not _FLOAT32.tiny <= value <= _FLOAT32.max:
+        wanted = f"{_FLOAT32.tiny:.3g} to {_FLOAT32.max:.3g}, the range of float32"
+        raise ValueError(f"{name}={value}: expected None or a finite number above 0, from {wanted}")
 
 
 @dataclass(frozen=True)
@@ -74,11 +85,7 @@ class AttentionConfig:
         if self.kv_dtype is not None and self.kv_dtype not in tuple(KV_KINDS):
             raise ValueError(f"kv_dtype={self.kv_dtype}: expected None or one of {', '.join(map(str, KV_KINDS))}")
         for name in ("sm_scale", "logits_soft_cap"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, float)):
-                raise TypeError(f"{name}={value!r}: expected None or a number")
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value}: expected None or a finite number above 0")
+            positive(name, getattr(self, name))
         for name in ("causal", "sinks", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected a bool")

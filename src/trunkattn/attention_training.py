@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch.library import custom_op
 
+from trunkattn.attention_config import positive
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -70,12 +72,9 @@ def flash_attention(
     packed = cu_seqlens_q is not None
     _check_tensors(q, k, v, packed)
     _check_sums(q, cu_seqlens_q, cu_seqlens_k)
+    positive("sm_scale", sm_scale)
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(q.shape[-1])
-    elif isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale={sm_scale!r}: expected None or a number")
-    elif not 0 < sm_scale < math.inf:
-        raise ValueError(f"sm_scale={sm_scale}: expected None or a finite number above 0")
     ordered = deterministic or torch.are_deterministic_algorithms_enabled()
     out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, float(sm_scale), ordered)
     return (out, lse.transpose(-1, -2)) if return_lse else out

@@ -1,6 +1,5 @@
 """Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
 
-import math
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -166,6 +165,8 @@ class LayerInputs(NamedTuple):
 
 def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens: int, inputs: LayerInputs) -> None:
     """Checks everything the host can see of the arguments of `run`; nothing waits for a device."""
+    if not isinstance(inputs.return_lse, bool):
+        raise TypeError(f"return_lse={inputs.return_lse!r}: expected a bool")
     k_cache, v_cache, out, sinks = inputs.k_cache, inputs.v_cache, inputs.out, inputs.sinks
     heads, dim, width = config.num_kv_heads, config.head_dim, config.value_dim
     _tensor("q", inputs.q, (num_query_tokens, config.num_qo_heads, dim), config.dtype, device)
@@ -216,13 +217,14 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         if value.numel() not in (1, num_kv_heads):
             raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
         _tensor(name, value, tuple(value.shape), None, device)
-        finite = device.type != "cpu" or bool(value.isfinite().all())  # elsewhere looking would wait for the device
-    elif isinstance(value, Real):
-        finite = math.isfinite(float(value))
+        # elsewhere looking would wait for the device
+        finite = device.type != "cpu" or bool(value.float().isfinite().all())
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        finite = abs(value) <= torch.finfo(torch.float32).max
     else:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
     if not finite:
-        raise ValueError(f"{name}={value}: expected finite numbers")
+        raise ValueError(f"{name}={value}: expected finite numbers, in the range of float32")
 
 
 def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:

@@ -1,6 +1,9 @@
 """What plan and run promise besides the numbers: outputs given, several plans, repeated runs, memory left alone."""
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -187,3 +190,45 @@ def test_a_window_wider_than_any_sequence_changes_nothing(window: int) -> None:
     attention, step = make_attention(), one_step()
     plan = attention.plan(*step.tables, window)
     assert torch.equal(step.run(attention, plan)[0], step.run(attention)[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_with_those_that_see_it(policy: str, value: float) -> None:
+    """A request's q, a key or a value that one request alone sees: the others have the bits that they have without."""
+    attention, step = make_attention(policy=policy), one_step()
+    table, lens, starts = step.tables
+    plan = step.plan(attention)
+    clean, clean_lse = step.run(attention, plan)
+    row = 5
+    page, place = int(table[row, (int(lens[row]) - 1) // 16]), (int(lens[row]) - 1) % 16
+    own = torch.zeros(len(clean), dtype=torch.bool)
+    own[int(starts[row]) : int(starts[row + 1])] = True
+    for name, tensor, where in (
+        ("q", step.q, (int(starts[row + 1]) - 1, 2, 3)),
+        ("k", step.k_cache, (page, place, 1, 3)),
+        ("v", step.v_cache, (page, place, 1, 3)),
+    ):
+        before = tensor[where].clone()
+        tensor[where] = value
+        out, lse = step.run(attention, plan)
+        tensor[where] = before
+        assert torch.equal(out[~own], clean[~own]) and torch.equal(lse[~own], clean_lse[~own]), name
+        # a key of -inf may be one that nobody wants
+        assert not out[own].isfinite().all() or (name == "k" and math.isinf(value)), name
+
+
+def test_threads_of_torch_stay_as_they_are() -> None:
+    """Numba's threads are those of the same pool, and start with the first run."""
+    code = (
+        "import torch, trunkattn\n"
+        "torch.set_num_threads(1)\n"
+        "attention = trunkattn.BatchAttention(trunkattn.AttentionConfig(2, 1, 16, 4, torch.float32), 'cpu:0')\n"
+        "cache = torch.zeros(1, 4, 1, 16)\n"
+        "tables = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)\n"
+        "attention.run(attention.plan(*tables), torch.zeros(1, 2, 16), cache, cache)\n"
+        "print(torch.get_num_threads())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "1\n"

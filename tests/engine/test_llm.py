@@ -50,6 +50,8 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     ([[1], [2]], [SHORT], "sampling_params has 1 items: expected one for each of 2 prompts"),
     ([[1], [2]], [SHORT, {"n": 1}], "sampling_params={'n': 1}"),
     (5, SHORT, "prompts=5"),
+    (b"abc", SHORT, "prompts=b'abc': expected one prompt"),
+    ([b"abc"], SHORT, "prompts[0]=b'abc': expected a string, token ids"),
     ([[1]], 5, "sampling_params=5"),
     ([[1]], SamplingParams(stop="x"), "stop=('x',): expected none"),
     ([[1]], SamplingParams(logprobs=257), "logprobs=257"),
@@ -155,6 +157,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5: expected None on a CPU"),
     ({"max_model_len": 513}, "max_model_len=513: expected at most the model's limit, 512 tokens"),
     ({"max_model_len": 100, "num_pages": 3}, "holds 48 tokens: expected at least 100"),
+    ({"num_pages": 10**12}, "num_pages=1000000000000: expected at most the memory of cpu"),
     ({"kv_cache_bytes": 10}, "holds 0 tokens: expected at least 2"),
 ]
 

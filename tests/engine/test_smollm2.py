@@ -46,8 +46,25 @@ def test_chat_ends_by_itself(llm: LLM, smollm2: Any, smollm2_tokenizer: Any, ass
     assert smollm2_tokenizer.decode(output.prompt_token_ids).endswith("<|im_start|>assistant\n")
     both = llm.chat([conversation, conversation], SamplingParams(temperature=0, max_tokens=30))
     assert [one.outputs[0].text for one in both] == [output.outputs[0].text] * 2
-    with pytest.raises(ValueError, match="messages="):
-        llm.chat([])
+
+
+BAD_CHATS: list[tuple[Any, str]] = [
+    ([], r"messages=\[\]: expected a conversation of at least one message"),
+    ([[]], r"messages\[0\]=\[\]: expected a conversation"),
+    ("hello", "messages='hello': expected a list of messages"),
+    ({"role": "user", "content": "x"}, "messages={.*: expected a list of messages"),
+    (["hi"], r"messages\[0\]='hi': expected a list of messages"),
+    ([[{"role": "user", "content": "x"}, 5]], r"messages\[0\]\[1\]=5: expected a mapping"),
+    ([{"foo": "bar"}], r"messages\[0\]={'foo': 'bar'}: expected a role"),
+    ([{"role": "user", "content": 5}], "messages=.*: the model's chat template refuses it"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), BAD_CHATS)
+def test_bad_conversations(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.chat(messages)
+    assert not llm.engine.has_unfinished
 
 
 def test_stop_strings_and_empty_prompts(llm: LLM) -> None:

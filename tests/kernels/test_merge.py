@@ -121,3 +121,12 @@ OUT, LSE = random_state(0)
 def test_bad_input_is_named(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         merge_states(**({"out_a": OUT, "lse_a": LSE, "out_b": OUT, "lse_b": LSE} | changed))
+
+
+@pytest.mark.parametrize("broken", ["a", "b"])
+def test_what_is_not_a_number_is_not_taken_for_an_empty_state(broken: str) -> None:
+    states = {"a": random_state(1), "b": random_state(2)}
+    states[broken][1][0, 0] = math.nan
+    out, lse = merge_states(*states["a"], *states["b"])
+    assert out[0, 0].isnan().all() and lse[0, 0].isnan()
+    assert out.isnan().sum() == 8 and lse.isnan().sum() == 1

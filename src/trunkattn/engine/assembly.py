@@ -62,7 +62,7 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
     if num_pages is None:
         useful = config.max_num_seqs * -(-limit // config.page_size)
         num_pages = min(_cache_bytes(info, config, model, limit) // page_bytes, useful)
-    elif info.device.type == "cuda":
+    else:
         _check_free(info, "num_pages", num_pages, num_pages * page_bytes)
     capacity = num_pages * config.page_size
     if capacity < (config.max_model_len or 2):
@@ -119,8 +119,7 @@ def _cache_bytes(info: ModelInfo, config: EngineConfig, model: Any | None, max_m
     if info.device.type == "cpu":
         if config.gpu_memory_utilization is not None:
             raise ValueError(f"gpu_memory_utilization={config.gpu_memory_utilization}: expected None on a CPU")
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, memory // 2)
+        return min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, _free_bytes(info) // 2)
     if config.kv_cache_bytes is not None:
         _check_free(info, "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes)
         return config.kv_cache_bytes
@@ -140,6 +139,9 @@ def _step_bytes(model: Any, info: ModelInfo, config: EngineConfig, max_model_len
 
 
 def _free_bytes(info: ModelInfo) -> int:
+    """Of a GPU, what is free; of a CPU, all of its memory."""
+    if info.device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(info.device)[0]
 
@@ -147,6 +149,5 @@ def _free_bytes(info: ModelInfo) -> int:
 def _check_free(info: ModelInfo, name: str, value: int, num_bytes: int) -> None:
     free = _free_bytes(info)
     if num_bytes > free:
-        raise ValueError(
-            f"{name}={value}: expected at most the free memory of {info.device}, {num_bytes} bytes of {free}"
-        )
+        kind = "memory" if info.device.type == "cpu" else "free memory"
+        raise ValueError(f"{name}={value}: expected at most the {kind} of {info.device}, {num_bytes} bytes of {free}")

@@ -7,6 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers.utils import logging
 
 from trunkattn.cache.manager import CacheManager
@@ -119,16 +120,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the tokenizer's chat template makes the prompts. See `generate`."""
+        """Answer one conversation or several; the tokenizer's chat template makes the prompts. See `generate`.
+
+        A message is a mapping with a role and, mostly, a content: what else the template knows it may have too.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("messages: the model has no chat template; use generate")
-        if not messages:
-            raise ValueError(f"messages={messages!r}: expected a conversation of at least one message")
+        _check_list("messages", messages)
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [
-            self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
-            for conversation in conversations
-        ]
+        prompts = []
+        for position, conversation in enumerate(conversations):
+            name = "messages" if conversation is messages else f"messages[{position}]"
+            _check_conversation(name, conversation)
+            try:
+                prompts.append(
+                    self.tokenizer.apply_chat_template(
+                        list(conversation), add_generation_prompt=True, return_dict=False
+                    )
+                )
+            except (TemplateError, TypeError) as error:
+                raise ValueError(f"{name}={conversation!r}: the model's chat template refuses it: {error}") from error
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -170,7 +181,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[_Prepared]:
         """Every prompt tokenised and checked, so that a bad one stops the call before any is started."""
-        if not isinstance(prompts, str | Mapping | Sequence):
+        if not isinstance(prompts, str | Mapping | Sequence) or isinstance(prompts, bytes | bytearray):
             raise TypeError(f"prompts={prompts!r}: expected one prompt or a list of prompts")
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         each: Sequence[Any] = [prompts] if single else list(prompts)
@@ -201,6 +212,22 @@ class LLM:
             if not prompt:
                 raise ValueError(f"{name}={prompt!r}: expected a prompt that is not empty")
             return prompt, self.tokenizer(prompt)["input_ids"]
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise TypeError(f"{name}={prompt!r}: expected a string, token ids, or a mapping with one of them")
         return None, list(prompt)
+
+
+def _check_list(name: str, value: Any) -> None:
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}={value!r}: expected a list of messages, each with a role and a content")
+    if not value:
+        raise ValueError(f"{name}={value!r}: expected a conversation of at least one message")
+
+
+def _check_conversation(name: str, conversation: Any) -> None:
+    _check_list(name, conversation)
+    for position, message in enumerate(conversation):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{name}[{position}]={message!r}: expected a mapping with a role and a content")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{name}[{position}]={message!r}: expected a role that is a string")

@@ -8,7 +8,7 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-from trunkattn.kernels.cpu_tile import bits_to_float
+from trunkattn.kernels.cpu_tile import bits_to_float, float_to_bits
 
 # The KV dtypes, and the integer type through which numba reads their bits.
 FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = range(5)
@@ -28,6 +28,7 @@ _C: Final = tuple(
     for c in (1.0, 6.93147206e-1, 2.40226469e-1, 5.55032878e-2, 9.61848896e-3, 1.33999312e-3, 1.53458112e-4)
 )
 _LOWEST: Final = np.float32(-126.0)
+_TO_WHOLE: Final = np.float32(1.5 * 2**23)
 # (tanh(y) / y - 1) / y² as a polynomial of y² up to 0.36, fitted likewise: relative error of tanh 8e-8 in float32
 _T: Final = tuple(np.float32(c) for c in (-3.33332978e-1, 1.33319244e-1, -5.37838256e-2, 2.07959697e-2, -5.89515894e-3))
 _SMALL: Final = np.float32(0.6)
@@ -36,16 +37,16 @@ _MINUS_2_LOG2_E: Final = np.float32(-2.885390081777927)
 
 @njit(inline="always", fastmath={"contract", "nsz"})
 def exp2(x):
-    """2^x for x <= 0 in float32; 0 below 2^-126, so that a masked logit (-inf) has no weight at all."""
-    z = max(x, _LOWEST)
-    whole = np.floor(z + np.float32(0.5))  # rint would be a call per element
-    f = z - whole
+    """2^x for x <= 0 in float32; 0 below 2^-126, so that a masked logit (-inf) has no weight at all; NaN for NaN."""
+    z = _LOWEST if x < _LOWEST else x
+    shifted = z + _TO_WHOLE  # the whole number next to z in its last bits
+    f = z - (shifted - _TO_WHOLE)
     p = (((((_C[6] * f + _C[5]) * f + _C[4]) * f + _C[3]) * f + _C[2]) * f + _C[1]) * f + _C[0]
-    value = p * bits_to_float((np.int32(whole) + np.int32(127)) << np.int32(23))
-    return value if x >= _LOWEST else np.float32(0.0)
+    value = p * bits_to_float((float_to_bits(shifted) + np.int32(127)) << np.int32(23))
+    return np.float32(0.0) if x < _LOWEST else value
 
 
-@njit(inline="always", fastmath={"contract", "nsz", "arcp"})
+@njit(inline="always", error_model="numpy", fastmath={"contract", "nsz", "arcp"})
 def tanh(y):
     """tanh(y) in float32. Near 0 a polynomial: there 1 - e^-2|y| would cancel."""
     z = y * y

@@ -159,3 +159,13 @@ def bits_to_float(typing_context, bits):
         return builder.bitcast(args[0], _FLOAT)
 
     return types.float32(types.int32), codegen
+
+
+@intrinsic
+def float_to_bits(typing_context, value):
+    """int32 with the bit pattern of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen

@@ -1,5 +1,7 @@
 """Merge of two attention states over disjoint keys (online softmax; RelayAttention §3.3 "relay fusion")."""
 
+import math
+
 import torch
 
 
@@ -32,7 +34,8 @@ def merge_states(
     lse = torch.logaddexp(lse_a, lse_b)
     weight_a, weight_b = torch.exp(lse_a - lse).unsqueeze(-1), torch.exp(lse_b - lse).unsqueeze(-1)
     zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
-    # an empty state's output may be anything; if both are empty, the weights are NaN (-inf - -inf) and not above 0
-    part_a = torch.where(weight_a > 0, weight_a * out_a, zero)
-    part_b = torch.where(weight_b > 0, weight_b * out_b, zero)
+    # an empty state's output may be anything; if both are empty, the weights are NaN (-inf - -inf)
+    empty_a, empty_b = (lse == -math.inf for lse in (lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)))
+    part_a = torch.where(empty_a | (weight_a == 0), zero, weight_a * out_a)
+    part_b = torch.where(empty_b | (weight_b == 0), zero, weight_b * out_b)
     return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)
