@@ -220,8 +220,8 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         # elsewhere looking would wait for the device
         finite = device.type != "cpu" or bool(value.float().isfinite().all())
     elif isinstance(value, Real) and not isinstance(value, bool):
-        largest = torch.finfo(torch.float32).max
-        finite = bool(value <= largest) and bool(-value <= largest)
+        number: Any = value  # an int may be too large for a float
+        finite = bool(abs(number) <= torch.finfo(torch.float32).max)
     else:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
     if not finite:
