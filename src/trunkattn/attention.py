@@ -90,6 +90,10 @@ class BatchAttention:
     `plan` is called once per step (and window), `run` once per layer. Not for use by several threads at once: the
     workspace is shared by all plans.
 
+    A query, key or value that is not finite makes outputs of the requests that see it NaN or infinite, and no others,
+    but for one case: on a GPU a value reaches the other requests of its tile of up to 64 rows, whose weights for it
+    are 0.
+
     Args:
         config: shape and options.
         device: where q and the caches live.
