@@ -19,6 +19,7 @@ _NO_OVERLAP: Final = (
 )
 _NARROW_ON_GPU: Final = 128
 _LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others
+_MOST_TOKENS: Final = torch.iinfo(torch.int32).max  # places in a cache are int32
 _FLOAT32: Final = torch.finfo(torch.float32)
 _COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,6 +77,8 @@ class AttentionConfig:
             integer(name, getattr(self, name), at_least=1)
         if self.head_dim_v is not None:
             integer("head_dim_v", self.head_dim_v, at_least=1)
+        if self.page_size > _MOST_TOKENS:
+            raise ValueError(f"page_size={self.page_size}: expected at most {_MOST_TOKENS}")
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads={self.num_qo_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}"

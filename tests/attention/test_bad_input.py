@@ -38,6 +38,7 @@ RUN: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE}
         ({"head_dim": True}, TypeError, "head_dim=True: expected an int"),
         ({"page_size": 0}, ValueError, "page_size=0"),
         ({"page_size": None}, TypeError, "page_size=None"),
+        ({"page_size": 2**31}, ValueError, "page_size=2147483648: expected at most 2147483647"),
         (
             {"dtype": torch.float64},
             ValueError,

@@ -48,7 +48,7 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     ([[1], {"text": "a"}], SHORT, "prompts[1] has the keys ['text']"),
     ([[1], {"prompt": "a", "prompt_token_ids": [1]}], SHORT, "expected prompt or prompt_token_ids"),
     ([[1], [2]], [SHORT], "sampling_params has 1 items: expected one for each of 2 prompts"),
-    ([[1], [2]], [SHORT, {"n": 1}], "sampling_params={'n': 1}"),
+    ([[1], [2]], [SHORT, {"n": 1}], "sampling_params[1]={'n': 1}: expected SamplingParams"),
     (5, SHORT, "prompts=5"),
     (b"abc", SHORT, "prompts=b'abc': expected one prompt"),
     ([b"abc"], SHORT, "prompts[0]=b'abc': expected a string, token ids"),

@@ -82,8 +82,8 @@ class Engine:
             raise TypeError(f"sampling_params={params!r}: expected SamplingParams")
         if not 1 <= len(prompt_token_ids) <= limit:
             raise ValueError(
-                f"{name} has {len(prompt_token_ids)} tokens: expected 1 to {limit}, one less than max_model_len "
-                f"(the model's or the KV cache's limit)"
+                f"{name} has {len(prompt_token_ids)} tokens: expected 1 to {limit}, one less than max_model_len, which "
+                f"is what the model, the option and the KV cache's num_pages allow"
             )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):

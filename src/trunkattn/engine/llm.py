@@ -196,6 +196,8 @@ class LLM:
         prepared = []
         for position, (prompt, one) in enumerate(zip(each, params, strict=True)):
             name = f"prompts[{position}]"
+            if not isinstance(one, SamplingParams):
+                raise TypeError(f"sampling_params[{position}]={one!r}: expected SamplingParams")
             text, token_ids = self._tokenize(prompt, name)
             self.engine.check_request(token_ids, one, name)
             prepared.append(_Prepared(text, token_ids, one))
