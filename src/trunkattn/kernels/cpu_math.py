@@ -96,7 +96,7 @@ def to_floats(out: Any, to: int, values: Any, at: int, count: int, kind: int) ->
     raise TypeError("to_floats runs in compiled code only")
 
 
-@overload(to_floats, inline="always")
+@overload(to_floats)
 def _to_floats(out, to, values, at, count, kind):
     if values.dtype == types.float32:
 
