@@ -11,8 +11,8 @@ toolagent: Poisson arrivals of turns of agents' sessions; a turn's prompt begins
 trace: a stretch from the middle of the trace, its gaps divided by one factor so that the mean rate is the one asked
 for; inputs cut to 16 blocks of 512 tokens, outputs to 512.
 
-Each back end runs in a process of its own: one after the other or, with --parallel, side by side on a card each. What
-has been answered is written at once, and beside runs that the file holds, if they were taken alike.
+Each back end runs in a process of its own: one after the other or, with --parallel, side by side on a card each. A run
+that all have answered is written at once, beside those that the file holds, if they were taken alike.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
@@ -221,9 +222,9 @@ def serve(backend: str, card: int | None, model: Path, runs: dict[str, list[Arri
 
 
 def run_backends(
-    names: Sequence[str], parallel: bool, model: Path, runs: dict[str, list[Arrival]], save: Callable[[Results], object]
+    names: Sequence[str], parallel: bool, model: Path, runs: dict[str, list[Arrival]], keep: Callable[[Results], object]
 ) -> None:
-    """Runs back ends, and saves after each run the figures of all, and "" for their facts.
+    """Runs back ends. keep: called after each answer with what all have answered so far.
 
     Raises:
         RuntimeError: if a process ends before it has answered.
@@ -244,54 +245,39 @@ def run_backends(
                 name = waiting[answers]
                 found = results[name]
                 try:
-                    run, found_now = answers.recv()
+                    run, figures = answers.recv()
                 except EOFError as error:
-                    raise RuntimeError(f"{name}: the process ended after {len(found)} of {len(runs) + 1}") from error
-                found[run] = found_now
-                print(name, run, {key: found_now[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
-                save(results)
+                    done = len(found.keys() & runs.keys())
+                    raise RuntimeError(f"{name}: the process ended after {done} of {len(runs)} runs") from error
+                found[run] = figures
+                print(name, run, {key: figures[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
+                keep(results)
                 if len(found) == len(runs) + 1:
                     del waiting[answers]
         for process in processes:
             process.join()
 
 
-class Saved:
-    """The result file: runs of this call, and those it held that were taken alike."""
+def save(taken: dict[str, Any], suffix: str, results: Results) -> None:
+    """Writes the runs that all back ends have answered, beside those of the file that were taken alike."""
+    from report import RESULTS, environment, short_name, write_result
 
-    def __init__(self, taken: dict[str, Any], suffix: str) -> None:
-        self._taken, self._suffix = taken, suffix
-        self._kept: dict[str, Any] | None = None  # not yet looked for
-
-    def __call__(self, results: Results) -> Path | None:
-        """Writes what all back ends have answered."""
-        from report import environment, short_name, write_result
-
-        if not all(results.values()):
-            return None
-        facts = {name: found[""] for name, found in results.items()}
-        card = next(iter(facts.values()))["card"]
-        taken = {"card": card, **self._taken}
-        name = f"vllm-serving-{short_name(card)}{self._suffix}"
-        if self._kept is None:
-            self._kept = self._held(name, taken, list(results))
-        where = {key: value for key, value in environment().items() if key in ("date", "commit")}
-        complete = [run for run in next(iter(results.values())) if run and all(run in it for it in results.values())]
-        runs = {
-            backend: {run: found for run, found in self._kept.get(backend, {}).items() if run not in complete}
-            | {run: where | results[backend][run] for run in complete}
-            for backend in results
-        }
-        return write_result(name, {**taken, "runs": runs, "facts": facts}, "vllm", "triton")
-
-    @staticmethod
-    def _held(name: str, taken: dict[str, Any], backends: list[str]) -> dict[str, Any]:
-        from report import RESULTS
-
-        path = RESULTS / f"{name}.json"
-        held = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-        alike = all(held.get(key) == value for key, value in taken.items()) and list(held["runs"]) == backends
-        return held["runs"] if alike else {}
+    complete = [run for run in next(iter(results.values())) if run and all(run in found for found in results.values())]
+    if not complete:
+        return
+    facts = {name: found[""] for name, found in results.items()}
+    card = next(iter(facts.values()))["card"]
+    taken = {"card": card, **taken}
+    name = f"vllm-serving-{short_name(card)}{suffix}"
+    path = RESULTS / f"{name}.json"
+    held = json.loads(path.read_text()) if path.exists() else {}
+    alike = all(held.get(key) == value for key, value in taken.items()) and list(held["runs"]) == list(results)
+    where = {key: value for key, value in environment().items() if key in ("date", "commit")}
+    runs = {
+        backend: (held["runs"][backend] if alike else {}) | {run: {**where, **found[run]} for run in complete}
+        for backend, found in results.items()
+    }
+    print(write_result(name, {**taken, "runs": runs, "facts": facts}, "vllm", "triton"), flush=True)
 
 
 def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
@@ -328,8 +314,8 @@ def main() -> None:
         "model": arguments.model.name, "options": OPTIONS | {"max_num_batched_tokens": BUDGET},
         "seconds": arguments.seconds, "side_by_side": arguments.parallel,
     }  # fmt: skip
-    saved = Saved(taken, arguments.suffix)
-    run_backends(arguments.backends, arguments.parallel, arguments.model, wanted_runs(arguments), saved)
+    keep = partial(save, taken, arguments.suffix)
+    run_backends(arguments.backends, arguments.parallel, arguments.model, wanted_runs(arguments), keep)
 
 
 if __name__ == "__main__":

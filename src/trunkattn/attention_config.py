@@ -33,7 +33,7 @@ def integer(name: str, value: Any, at_least: int) -> None:
 
 
 def positive(name: str, value: Any) -> None:
-    """Raises unless value is None or a number (not a bool) above 0 that float32 holds without loss of bits."""
+    """Raises unless value is None or a number (not a bool) among float32's normal ones above 0."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -103,10 +103,7 @@ class CpuExecutor:
         scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
         base = 1.0 if config.logits_soft_cap else math.log2(math.e)  # a soft cap changes the base itself
         q_scale, k_scale = scale_array(inputs.q_scale, heads), scale_array(inputs.k_scale, heads)
-        logit_scale = q_scale.astype(np.float64) * k_scale * (scale * base)
-        if np.abs(logit_scale).max() > np.finfo(np.float32).max:
-            scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={scale:.3g}"
-            raise ValueError(f"{scales}: expected a product in the range of float32")
+        logit_scale = (q_scale.astype(np.float64) * k_scale * (scale * base)).astype(np.float32)
         v_scale, sinks = scale_array(inputs.v_scale, heads), inputs.sinks
         extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
-        return cpu.Options(logit_scale.astype(np.float32), v_scale, np.float32(config.logits_soft_cap or 0.0), extra)
+        return cpu.Options(logit_scale, v_scale, np.float32(config.logits_soft_cap or 0.0), extra)

@@ -1,5 +1,6 @@
 """Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
 
+import math
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -187,6 +188,7 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
         _tensor("sinks", sinks, (config.num_qo_heads,), None, device)
     for name in ("q_scale", "k_scale", "v_scale"):
         _check_scale(name, getattr(inputs, name), heads, device)
+    _check_product(config.sm_scale, inputs, device)
 
 
 def _tensor(
@@ -226,6 +228,19 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
     if not finite:
         raise ValueError(f"{name}={value}: expected finite numbers, in the range of float32")
+
+
+def _check_product(sm_scale: float | None, inputs: LayerInputs, device: torch.device) -> None:
+    """Of what logits are multiplied by, as far as the host can see it: not tensors on a GPU."""
+    product = np.array([1.0 if sm_scale is None else sm_scale]) * math.log2(math.e)
+    for value in (inputs.q_scale, inputs.k_scale):
+        if not isinstance(value, torch.Tensor):
+            product *= 1.0 if value is None else float(value)
+        elif device.type == "cpu":
+            product = product * value.detach().double().reshape(-1).numpy()
+    if np.abs(product).max() > torch.finfo(torch.float32).max:
+        scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={sm_scale}"
+        raise ValueError(f"{scales}: expected a product in the range of float32")
 
 
 def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:

@@ -28,10 +28,11 @@ def tanh_all(x):
 
 @njit
 def to_floats_all(bits, kind):
-    values = np.empty(len(bits) + 2, np.float32)
-    to_floats(values, 1, bits, 0, len(bits) // 2, kind)
-    to_floats(values, 1 + len(bits) // 2, bits, len(bits) // 2, len(bits) - len(bits) // 2, kind)
-    return values[1 : len(bits) + 1]
+    half, values = len(bits) // 2, np.full(len(bits) + 2, np.float32(7))
+    to_floats(values, 1, bits, 0, half, kind)
+    first = values.copy()
+    to_floats(values, 1 + half, bits, half, len(bits) - half, kind)
+    return values[1:-1], first[1 + half], values[0], values[-1]
 
 
 def exponents() -> np.ndarray:
@@ -76,7 +77,8 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: torch.dtype) -> None
     kind, bits_dtype = KV_KINDS[dtype]
     bits = np.arange(1 << 8 * dtype.itemsize).astype(np.uint16 if dtype.itemsize == 2 else np.uint8)
     expected = torch.from_numpy(bits).view(dtype).to(torch.float32).numpy()
-    found = to_floats_all(bits, kind)
+    found, *beside = to_floats_all(bits, kind)
+    assert beside == [7, 7, 7], "nothing is written beside"
     assert bits_dtype == torch.from_numpy(bits).dtype
     assert np.array_equal(np.isnan(found), np.isnan(expected))
     numbers = ~np.isnan(expected)
@@ -85,7 +87,7 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(dtype: torch.dtype) -> None
 
 def test_float32_is_read_unchanged() -> None:
     values = np.array([0.0, -0.0, 1.5, -np.inf, 1e-45], np.float32)
-    assert np.array_equal(to_floats_all(values, KV_KINDS[torch.float32][0]).view(np.int32), values.view(np.int32))
+    assert np.array_equal(to_floats_all(values, KV_KINDS[torch.float32][0])[0].view(np.int32), values.view(np.int32))
 
 
 def test_the_compiled_only_functions_say_so() -> None:

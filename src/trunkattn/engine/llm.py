@@ -1,8 +1,9 @@
 """`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -127,19 +128,13 @@ class LLM:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("messages: the model has no chat template; use generate")
         _check_list("messages", messages)
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for position, conversation in enumerate(conversations):
-            name = "messages" if conversation is messages else f"messages[{position}]"
-            _check_conversation(name, conversation)
-            try:
-                prompts.append(
-                    self.tokenizer.apply_chat_template(
-                        list(conversation), add_generation_prompt=True, return_dict=False
-                    )
-                )
-            except (TemplateError, TypeError) as error:
-                raise ValueError(f"{name}={conversation!r}: the model's chat template refuses it: {error}") from error
+        conversations: dict[str, Any] = {}
+        if isinstance(messages[0], Mapping):
+            conversations["messages"] = messages
+        else:
+            conversations |= {f"messages[{position}]": each for position, each in enumerate(messages)}
+        make = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+        prompts = [_fill_template(make, name, conversation) for name, conversation in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -226,10 +221,15 @@ def _check_list(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: expected a conversation of at least one message")
 
 
-def _check_conversation(name: str, conversation: Any) -> None:
+def _fill_template(make: Callable[[list[Message]], list[int]], name: str, conversation: Any) -> list[int]:
+    """A conversation as token ids."""
     _check_list(name, conversation)
     for position, message in enumerate(conversation):
         if not isinstance(message, Mapping):
             raise TypeError(f"{name}[{position}]={message!r}: expected a mapping with a role and a content")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{name}[{position}]={message!r}: expected a role that is a string")
+    try:
+        return make(list(conversation))
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"{name}={conversation!r}: the model's chat template refuses it: {error}") from error
