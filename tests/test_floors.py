@@ -31,6 +31,7 @@ FLOORS = MappingProxyType(
 SAME_FLOOR = MappingProxyType(
     {
         "attention_config": "attention",
+        "attention_captured": "attention",
         "attention_cpu": "attention",
         "attention_device": "attention",
         "attention_gpu": "attention",

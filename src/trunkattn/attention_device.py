@@ -3,11 +3,13 @@
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from trunkattn.attention_captured import capture
 from trunkattn.kernels.device_plan import MOST_COLUMNS, MOST_ROWS, DevicePlanner, TileWays, errors_of
 from trunkattn.kernels.gpu import Card, GpuPlan
 from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
@@ -130,7 +132,7 @@ class OnDevice:
         seen, graph = key in self._graphs, self._graphs.pop(key, None)
         if graph is None:
             self._planner.check(*tables)  # before anything begins
-            graph = self._capture(plan, tables, window) if seen else None
+            graph = capture(partial(self._planner.fill, plan, *tables, window)) if seen else None
         self._graphs[key] = graph
         if len(self._graphs) > self._most_graphs:
             self._graphs.popitem(last=False)
@@ -138,16 +140,6 @@ class OnDevice:
             self._planner.fill(plan, *tables, window)
         else:
             graph.replay()
-
-    def _capture(self, plan: GpuPlan, tables: Tables, window: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):  # nothing runs while it captures
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._planner.fill(plan, *tables, window)
-            finally:
-                graph.capture_end()
-        return graph
 
     @property
     def errors(self) -> torch.Tensor:

@@ -232,13 +232,13 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
 
 def _check_product(sm_scale: float | None, inputs: LayerInputs, device: torch.device) -> None:
     """Of what logits are multiplied by, as far as the host can see it: not tensors on a GPU."""
-    product = np.array([1.0 if sm_scale is None else sm_scale]) * math.log2(math.e)
+    product: Any = math.log2(math.e) * (1.0 if sm_scale is None else sm_scale)
     for value in (inputs.q_scale, inputs.k_scale):
-        if not isinstance(value, torch.Tensor):
-            product *= 1.0 if value is None else float(value)
-        elif device.type == "cpu":
-            product = product * value.detach().double().reshape(-1).numpy()
-    if np.abs(product).max() > torch.finfo(torch.float32).max:
+        if isinstance(value, torch.Tensor):
+            product = product * value.detach().double().reshape(-1).numpy() if device.type == "cpu" else product
+        elif value is not None:
+            product = product * float(value)
+    if np.max(np.abs(product)) > torch.finfo(torch.float32).max:
         scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={sm_scale}"
         raise ValueError(f"{scales}: expected a product in the range of float32")
 

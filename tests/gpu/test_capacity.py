@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.attention_captured import CapturedRun
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
 from .test_card import GOOD, Layer, check, expected, make_layer, ragged
@@ -49,6 +50,40 @@ def replay(layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor],
     graph.replay()
     assert out[len(layer.q) :].isnan().all(), "rows beyond the plan's are left as they are"
     return out[: len(layer.q)]
+
+
+def test_layers_captured_one_by_one_run_any_plan() -> None:
+    """q and out elsewhere, of another length and other strides in every step; two layers, that differ in their caches
+    and scales."""
+    layers = [make_layer(GOOD, tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0)) for tree in TREES[:4]]
+    pages = max(len(layer.k_cache) for layer in layers)
+    attention = BatchAttention(GOOD, "cuda", Capacity(320, 320, 2048, pages, max_query_len=1))
+    plan = attention.plan(*(table.cuda() for table in layers[0].step))
+    run, scales = CapturedRun(plan), {0: {}, 1: {"v_scale": 0.5}}
+    caches = [torch.zeros(2, pages, *layers[0].k_cache.shape[1:], device="cuda", dtype=GOOD.dtype) for _ in "kv"]
+    for layer in (*layers, *layers):
+        assert attention.plan(*(table.cuda() for table in layer.step), into=plan) is plan
+        for place, options in scales.items():
+            for cache, source in zip(caches, (layer.k_cache, layer.v_cache), strict=True):
+                cache[place, : len(source)] = source
+            wide = torch.full((len(layer.q), 3 * GOOD.num_qo_heads, 128), math.nan, device="cuda", dtype=GOOD.dtype)
+            q, out, _ = wide.chunk(3, 1)
+            q.copy_(layer.q)
+            run(q, *(cache[place] for cache in caches), out, **options)
+            expected_out = attention.run(plan, layer.q, *(cache[place] for cache in caches), **options)
+            assert torch.equal(out, expected_out)
+            assert not out.isnan().any()
+    graphs = list(run._graphs.values())
+    assert len(graphs) == 2
+    assert all(graphs), "captured"
+    with pytest.raises(TypeError, match="q has dtype"):
+        run(q.float(), *(cache[0] for cache in caches), out)
+    with pytest.raises(ValueError, match="q has shape"):
+        run(
+            torch.zeros(321, GOOD.num_qo_heads, 128, device="cuda", dtype=GOOD.dtype),
+            *(cache[0] for cache in caches),
+            out,
+        )
 
 
 WAYS = [("auto", "serial"), ("auto", "streams"), ("auto", "persistent"), ("pat", "serial"), ("pat", "streams")]

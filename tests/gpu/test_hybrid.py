@@ -220,7 +220,7 @@ def test_layouts_of_the_cache(launched: list[int], layout: str) -> None:
     assert_right(layer, out, lse)
 
 
-def test_for_the_memory_sanitizer() -> None:
+def test_for_the_sanitizer() -> None:
     if not refused(CONFIG):
         for window in (None, 50):
             check(CONFIG, chunks("1,3,6_64,32,130", [130, 1, 40, 1, 1]), window=window)

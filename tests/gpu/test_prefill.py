@@ -196,7 +196,7 @@ def test_tables_on_the_card_replace_a_plan_with_chunks() -> None:
     assert float((tensors[3][: len(host)] - host).abs().max()) < 0.02
 
 
-def test_for_the_memory_sanitizer() -> None:
+def test_of_roles_for_the_sanitizer() -> None:
     for window in (None, 50):
         check(GOOD, chunks("1,3,6_64,32,130", [130, 1, 40]), window=window)
 

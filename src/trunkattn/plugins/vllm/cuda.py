@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from trunkattn import BatchAttention, Capacity, Plan
+from trunkattn import BatchAttention, Capacity
+from trunkattn.attention_captured import CapturedRun
 from trunkattn.plugins.vllm import versions
 from trunkattn.plugins.vllm.backend import TrunkAttentionBackend
 from trunkattn.plugins.vllm.cuda_impl import TrunkAttentionCudaImpl
@@ -54,10 +55,11 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
 
 @dataclass
 class CudaStep(AttentionMetadata):
-    """What the layers of a group need of a step. requests: of the rows that decode, those that are no padding.
-    launched: whether a layer has run it from the host; a CUDA graph does not."""
+    """What the layers of a group need of a step. runs: of the plans of the rows that decode, the same in every step.
+    requests: of those rows, the ones that are no padding. launched: whether a layer has run it from the host; a full
+    CUDA graph does not."""
 
-    plans: dict[LayerKind, tuple[BatchAttention, Plan]]
+    runs: dict[LayerKind, CapturedRun]
     decodes: int
     requests: int
     decode_tokens: int
@@ -88,7 +90,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self.attentions: dict[LayerKind, BatchAttention] = {}
         self._prefill_attentions: dict[LayerKind, BatchAttention] = {}
         self._device_traffic: DeviceTraffic | None = None
-        self._plans: dict[LayerKind, Plan] = {}
+        self._runs: dict[LayerKind, CapturedRun] = {}
         self._widths = self.widths()
         self._reported = 0
         self._last: CudaStep | None = None
@@ -120,12 +122,13 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         if not self.attentions:
             self._allocate(batch.block_table_tensor.shape[1])
-        plans = self._plan(batch, decodes) if decodes else {}
+        if decodes:
+            self._plan(batch, decodes)
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
         requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
-        return CudaStep(plans, decodes, requests, decode_tokens, prefill)
+        return CudaStep(self._runs if decodes else {}, decodes, requests, decode_tokens, prefill)
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """For the most that a step can decode: rows of the block table are as wide as the longest request."""
@@ -146,13 +149,15 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
-    def _plan(self, batch: Any, decodes: int) -> dict[LayerKind, tuple[BatchAttention, Plan]]:
+    def _plan(self, batch: Any, decodes: int) -> None:
         rows = (
             batch.block_table_tensor[:decodes], batch.seq_lens[:decodes], batch.query_start_loc[: decodes + 1],
         )  # fmt: skip
         for kind, attention in self.attentions.items():
-            self._plans[kind] = attention.plan(*rows, sliding_window=kind.sliding_window, into=self._plans.get(kind))
-        return {kind: (attention, self._plans[kind]) for kind, attention in self.attentions.items()}
+            earlier = self._runs[kind].plan if kind in self._runs else None
+            plan = attention.plan(*rows, sliding_window=kind.sliding_window, into=earlier)
+            if earlier is None:
+                self._runs[kind] = CapturedRun(plan)
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)
@@ -171,8 +176,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         last, self._last = self._last, step
         if last is not None:
             self.ledger.step(last.path)
-        if step.plans:
-            traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
+        if step.runs:
+            traffic.note([run.plan.traffic for run in step.runs.values()], step.requests)
         else:
             self.ledger.unshared("no_decode")
         full = traffic.full

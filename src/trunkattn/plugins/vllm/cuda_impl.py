@@ -68,9 +68,8 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         """
         step.launched = True
         if step.decode_tokens:
-            attention, plan = step.plans[self.kind]
-            rows, scales = slice(0, step.decode_tokens), self._scales(layer)
-            attention.run(plan, query[rows], *caches, out=output[rows], sinks=self.sinks, **scales)
+            rows = slice(0, step.decode_tokens)
+            step.runs[self.kind](query[rows], *caches, output[rows], sinks=self.sinks, **self._scales(layer))
         if step.prefill is not None:
             self._prefill(layer, query, caches, step.prefill, output)
 
