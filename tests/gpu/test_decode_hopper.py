@@ -199,7 +199,6 @@ def test_one_graph_serves_batches_of_all_heights(launched: list[int]) -> None:
 
 @pytest.mark.parametrize("way", ["32x64", "64x64 uncut"])
 def test_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str) -> None:
-    """The race checker reports hazards at the kernel's head and end, where Triton hands roles to warps."""
     only(monkeypatch, way)
     check(GOOD, poisoned(GOOD, uneven("1,4,20_96,48,40", 16)), 0.02)
     assert bool(launched) == runs_it()
