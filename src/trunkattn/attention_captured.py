@@ -1,5 +1,6 @@
 """`BatchAttention.run` without the host's time for it: a layer's launches, captured once in a CUDA graph."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -7,16 +8,18 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from trunkattn.attention import Plan
+    from trunkattn.attention import BatchAttention, Plan
 
 _MOST_GRAPHS: Final = 1024  # models have some hundred layers; more mean that caches come and go
 
 
-def capture(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what `work` launches; nothing runs now, and other threads may use the device meanwhile. pool: of
-    memory, for graphs of which one at a time is replayed."""
+@torch.inference_mode(False)  # a graph's tensors must serve captures inside and outside of it
+@torch.no_grad()
+def capture(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what `work` launches; nothing runs now, and other threads may use the device, but not this stream.
+    pool: of memory that it shares with graphs that run before or after it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             work()
@@ -31,64 +34,78 @@ def _place(value: Any) -> Any:
 
 
 class CapturedRun:
-    """Runs a plan that every step fills anew, for layers whose q and out lie elsewhere in every step.
+    """`BatchAttention.run` for plans that every step fills anew, and layers whose q and out lie elsewhere each time.
 
     From Python a layer's launches take the host some hundred microseconds, which steps of few tokens do not hide. A
     graph repeats them on the tensors that it was captured with, so q is copied to where this object keeps it and the
-    result from there. Layers are told apart by their caches; each is captured when it comes for the second time. While
-    another graph is captured, and on a CPU, this is `BatchAttention.run`.
+    result from there. Layers are told apart by their plans and caches; each is captured when it comes for the second
+    time. While another graph is captured, and on a CPU, this is `run` itself.
 
     Args:
-        plan: with a capacity, the one that later batches are planned into (`BatchAttention.plan(..., into=plan)`).
+        attention: with a capacity, unless it is on a CPU.
     """
 
-    def __init__(self, plan: "Plan") -> None:
-        self.plan = plan
-        self._own: tuple[torch.Tensor, torch.Tensor, Any] | None = None  # q, out, pool of memory
-        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = {}
+    @torch.inference_mode(False)
+    def __init__(self, attention: "BatchAttention") -> None:
+        self._attention = attention
+        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
+        if attention.device.type != "cuda":
+            return
+        if attention.capacity is None:
+            raise ValueError("capacity=None: expected one, for plans that stay where they are")
+        config, tokens = attention.config, attention.capacity.max_query_tokens
+        self._q, self._out = (
+            torch.zeros(tokens, config.num_qo_heads, dim, dtype=config.dtype, device=attention.device)
+            for dim in (config.head_dim, config.value_dim)
+        )
+        self._stream = torch.cuda.Stream(attention.device)
 
     def __call__(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, **options: Any
-    ) -> None:
-        """Writes out [T, num_qo_heads, head_dim_v], of q [T, num_qo_heads, head_dim], T up to the capacity's
-        max_query_tokens. options: scales and sinks, as of `BatchAttention.run`; a layer's stay where they are.
+        self, plan: "Plan", q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Writes out [T, num_qo_heads, head_dim_v]; rows that are no query token's are undefined.
+
+        Args:
+            plan: one that later batches are planned into (`BatchAttention.plan(..., into=plan)`).
+            q: [T, num_qo_heads, head_dim], T up to the capacity's max_query_tokens.
+            k_cache, v_cache, options: as of `BatchAttention.run`; a layer's stay where they are.
 
         Raises:
             ValueError, TypeError: as `BatchAttention.run`.
         """
-        run = partial(self.plan.owner.run, self.plan, k_cache=k_cache, v_cache=v_cache, **options)
-        if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        run = partial(self._attention.run, plan, k_cache=k_cache, v_cache=v_cache, **options)
+        if self._attention.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             run(q=q, out=out)
             return
-        whole_q, whole_out, pool = self._own = self._own or self._tensors(q.device)
-        own_q, own_out = whole_q[: len(q)], whole_out[: len(q)]
-        if (q.shape, q.dtype, out.shape, out.dtype) != (own_q.shape, own_q.dtype, own_out.shape, own_out.dtype):
+        own_q, own_out = self._q[: len(q)], self._out[: len(q)]
+        if len(q) < plan.num_query_tokens or not (_alike(q, own_q) and _alike(out, own_out)):
             run(q=q, out=out)  # says what is wrong
             return
-        own_q.copy_(q)
+        named = sorted({"k_cache": k_cache, "v_cache": v_cache, **options}.items())
         with torch.cuda.device(q.device):
-            key = tuple(map(_place, (k_cache, v_cache, *options.values())))
-            self._repeat(key, partial(run, q=whole_q, out=whole_out), pool)
-        out.copy_(own_out)
+            own_q.copy_(q)
+            self._repeat(
+                (plan, *((name, _place(value)) for name, value in named)), partial(run, q=self._q, out=self._out)
+            )
+            out.copy_(own_out)
 
-    def _repeat(self, key: tuple[Any, ...], work: Callable[[], object], pool: Any) -> None:
+    def _repeat(self, key: tuple[Any, ...], work: Callable[[], object]) -> None:
         """Runs the work; the first time as it is, which compiles it and checks what it is given."""
         if key not in self._graphs:
             work()
-            if len(self._graphs) >= _MOST_GRAPHS:
-                self._graphs.clear()
             self._graphs[key] = None
+            if len(self._graphs) > _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
             return
-        graph = self._graphs[key] = self._graphs[key] or capture(work, pool)
+        graph = self._graphs[key]
+        if graph is None:
+            pool = next((other.pool() for other in self._graphs.values() if other is not None), None)
+            graph = self._graphs[key] = capture(work, self._stream, pool)
         graph.replay()
 
-    @torch.inference_mode(False)  # they serve steps inside and outside of it
-    def _tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        config, capacity = self.plan.owner.config, self.plan.owner.capacity
-        if capacity is None:
-            raise ValueError("plan of a BatchAttention with capacity=None: expected one that stays where it is")
-        q, out = (
-            torch.zeros(capacity.max_query_tokens, config.num_qo_heads, dim, dtype=config.dtype, device=device)
-            for dim in (config.head_dim, config.value_dim)
-        )
-        return q, out, torch.cuda.graph_pool_handle()
+
+def _alike(given: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether one can be copied to the other as it is."""
+    kinds = ((each.shape, each.dtype, each.device, each.requires_grad) for each in (given, own))
+    return next(kinds) == next(kinds)

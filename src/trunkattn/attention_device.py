@@ -108,6 +108,8 @@ class OnDevice:
         self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
         self._most_graphs = 256 + 2 * capacity.max_requests
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # to capture on
 
     def plan(
         self, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], window: int, plan: GpuPlan
@@ -132,7 +134,7 @@ class OnDevice:
         seen, graph = key in self._graphs, self._graphs.pop(key, None)
         if graph is None:
             self._planner.check(*tables)  # before anything begins
-            graph = capture(partial(self._planner.fill, plan, *tables, window)) if seen else None
+            graph = capture(partial(self._planner.fill, plan, *tables, window), self._stream) if seen else None
         self._graphs[key] = graph
         if len(self._graphs) > self._most_graphs:
             self._graphs.popitem(last=False)

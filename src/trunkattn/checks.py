@@ -188,7 +188,7 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
         _tensor("sinks", sinks, (config.num_qo_heads,), None, device)
     for name in ("q_scale", "k_scale", "v_scale"):
         _check_scale(name, getattr(inputs, name), heads, device)
-    _check_product(config.sm_scale, inputs, device)
+    _check_product(config, inputs, device)
 
 
 def _tensor(
@@ -230,17 +230,19 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         raise ValueError(f"{name}={value}: expected finite numbers, in the range of float32")
 
 
-def _check_product(sm_scale: float | None, inputs: LayerInputs, device: torch.device) -> None:
-    """Of what logits are multiplied by, as far as the host can see it: not tensors on a GPU."""
-    product: Any = math.log2(math.e) * (1.0 if sm_scale is None else sm_scale)
-    for value in (inputs.q_scale, inputs.k_scale):
+def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:
+    """Of what logits are multiplied by, one after the other, as far as the host can see it: not tensors on a GPU."""
+    if inputs.q_scale is None and inputs.k_scale is None:
+        return
+    product: Any = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+    for value in (None if config.logits_soft_cap else math.log2(math.e), inputs.q_scale, inputs.k_scale):
         if isinstance(value, torch.Tensor):
             product = product * value.detach().double().reshape(-1).numpy() if device.type == "cpu" else product
         elif value is not None:
             product = product * float(value)
-    if np.max(np.abs(product)) > torch.finfo(torch.float32).max:
-        scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={sm_scale}"
-        raise ValueError(f"{scales}: expected a product in the range of float32")
+        if np.max(np.abs(product)) > torch.finfo(torch.float32).max:
+            scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={config.sm_scale}"
+            raise ValueError(f"{scales}: expected a product in the range of float32")
 
 
 def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:

@@ -19,42 +19,61 @@ def test_on_a_cpu_it_is_run() -> None:
     attention = BatchAttention(CONFIG, "cpu")
     plan, q, cache = make_plan(attention)
     out = torch.empty_like(q)
-    CapturedRun(plan)(q, cache, cache, out, k_scale=0.5, v_scale=2.0)
+    CapturedRun(attention)(plan, q, cache, cache, out, k_scale=0.5, v_scale=2.0)
     assert torch.equal(out, attention.run(plan, q, cache, cache, k_scale=0.5, v_scale=2.0))
     with pytest.raises(TypeError, match="q has dtype"):
-        CapturedRun(plan)(q.double(), cache, cache, out)
+        CapturedRun(attention)(plan, q.double(), cache, cache, out)
+
+
+class Graph:
+    def __init__(self, events: list[str], pool: str) -> None:
+        self.events, self.memory = events, pool
+
+    def pool(self) -> str:
+        return self.memory
+
+    def replay(self) -> None:
+        self.events.append("replay")
 
 
 def test_work_runs_once_as_it_is_and_is_captured_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    class Graph:
-        def replay(self) -> None:
-            events.append("replay")
+    def capture(work: object, stream: str, pool: str | None) -> Graph:
+        events.append(f"capture in {pool}")
+        return Graph(events, pool or "a new pool")
 
-    monkeypatch.setattr(
-        attention_captured, "capture", lambda work, pool: events.append(f"capture in {pool}") or Graph()
-    )
+    monkeypatch.setattr(attention_captured, "capture", capture)
     monkeypatch.setattr(attention_captured, "_MOST_GRAPHS", 2)
-    run = CapturedRun(make_plan(BatchAttention(CONFIG, "cpu"))[0])
-    for layer in ("first", "second", "first", "first", "third", "first"):
-        run._repeat((layer,), lambda layer=layer: events.append(layer), "pool")
-    assert events == ["first", "second", "capture in pool", "replay", "replay", "third", "first"], "two are kept"
+    run = CapturedRun(BatchAttention(CONFIG, "cpu"))
+    run._stream = "stream"
+    for layer in ("first", "second", "first", "second", "first", "third", "second", "first"):
+        run._repeat((layer,), lambda layer=layer: events.append(layer))
+    captures = ["capture in None", "replay", "capture in a new pool", "replay", "replay"]
+    assert events == ["first", "second", *captures, "third", "replay", "first"], "the oldest is dropped"
 
 
 def test_what_fails_is_not_kept() -> None:
-    run = CapturedRun(make_plan(BatchAttention(CONFIG, "cpu"))[0])
+    run = CapturedRun(BatchAttention(CONFIG, "cpu"))
 
     def fails() -> None:
         raise ValueError("refused")
 
     for _ in range(2):
         with pytest.raises(ValueError, match="refused"):
-            run._repeat(("layer",), fails, None)
+            run._repeat(("layer",), fails)
 
 
-def test_layers_are_told_apart_by_where_their_tensors_are() -> None:
-    cache = torch.zeros(2, 3, 4)
-    place = attention_captured._place
-    assert place(cache[0]) == place(cache[:1].squeeze(0))
-    assert len({place(cache[0]), place(cache[1]), place(cache[0].T), place(cache[0].to(torch.float16)), 0.5, None}) == 6
+def test_layers_are_told_apart_by_where_their_tensors_are_and_how_they_lie() -> None:
+    cache = torch.zeros(2, 4, 4)
+    place, first = attention_captured._place, cache[0]
+    assert place(first) == place(cache[:1].squeeze(0))
+    others = (cache[1], first.T, first[:3], first.view(torch.int32), 0.5, None)
+    assert len({place(first), *map(place, others)}) == 1 + len(others)
+
+
+def test_tensors_are_alike_if_one_can_be_copied_to_the_other_as_it_is() -> None:
+    alike, own = attention_captured._alike, torch.zeros(2, 3)
+    assert alike(torch.zeros(3, 2).T, own)
+    others = (torch.zeros(3, 3), own.double(), own.to("meta"), torch.zeros(2, 3, requires_grad=True))
+    assert not any(alike(each, own) for each in others)

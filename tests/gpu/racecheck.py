@@ -1,10 +1,11 @@
 """compute-sanitizer's race checker over the tests named for it. Run by `make test-gpu`; ends with 1 if there is a race.
 
-The checker (of CUDA 13.0) does not follow a block whose warps meet at different barriers: it reports what one warp
-wrote before a barrier of all warps and another read behind it, also in a CUDA C++ kernel with `bar.sync 1, 256` between
-them. Triton hands roles to warps in this way: their numbers and arguments, by reads that belong to the line of the
-kernel's `def`, where nothing else is. Such reports are counted and set aside, if the checker makes them of
-`roles_kernel` too, in whose roles nothing is shared but barriers.
+The checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
+reports what one warp wrote ahead of a barrier of all warps and another read behind it, also in CUDA C++ with nothing
+but `bar.sync 1, 256` between them. Triton hands roles to warps like this, their numbers and arguments, by accesses that
+belong to lines of the kernel on which nothing of ours is shared: its `def`, where roles begin, and where they end. Such
+reports are counted and set aside if the checker makes them of `roles_kernel` too, whose roles share nothing but
+barriers.
 """
 
 import ast
@@ -17,41 +18,53 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 CONTROL = "roles_kernel"  # of test_roles.py
-HAZARD = re.compile(
-    r"(?P<kind>Potential \w+) hazard detected .*\n"
-    r"=+ +\w+ Thread .* at (?P<kernel>\w+).* in (?P<file>[\w.]+):(?P<line>\d+)\n"
-    r"=+ +(?P<access>\w+) Thread .* at (?P<other_kernel>\w+).* in (?P<other_file>[\w.]+):(?P<other_line>\d+)\n"
-)
+MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the roles come behind
+ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in ([\w.]+):(\d+)\n"
+HAZARD = re.compile(rf"(Potential \w+) hazard detected .*\n{ACCESS}{ACCESS}")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
 
 
+class Access(NamedTuple):
+    """what: "Read" or "Write"."""
+
+    what: str
+    thread: int
+    kernel: str
+    file: str
+    line: int
+
+
 class Hazard(NamedTuple):
-    """kind, such as "Potential RAW". place, read: file and line of both accesses; access: what the second is."""
+    """kind: such as "Potential RAW"."""
 
     kind: str
-    kernel: str
-    place: tuple[str, int]
-    access: str
-    read: tuple[str, int]
+    first: Access
+    second: Access
 
     @property
     def is_hand_over(self) -> bool:
-        """Whether it is a read of what Triton hands to a role, written by the kernel itself."""
-        lines = lines_with_roles(self.kernel, self.place[0])
+        """Whether a role's warp reads what Triton wrote for it."""
+        write, read = self.first, self.second
+        writes, reads = hand_over_lines(write.kernel, write.file)
         return (
-            (self.kind, self.access) == ("Potential RAW", "Read")
-            and self.read == (self.place[0], lines.start)
-            and self.place[1] in lines
+            (self.kind, write.what, read.what) == ("Potential RAW", "Write", "Read")
+            and (write.kernel, write.file) == (read.kernel, read.file)
+            and write.thread < MAIN_THREADS <= read.thread
+            and write.line in writes
+            and read.line in reads
         )
 
 
-def lines_with_roles(function: str, file: str) -> range:
-    """From the line of its `def` to its last; none if it is not one of ours that gives roles to warps."""
+def hand_over_lines(kernel: str, file: str) -> tuple[frozenset[int], frozenset[int]]:
+    """Lines to which Triton's writes and reads belong; none if it is no kernel of ours that gives roles to warps."""
     for path in (HERE / file, HERE.parents[1] / "src/trunkattn/kernels" / file):
         for node in ast.walk(ast.parse(path.read_text())) if path.exists() else ():
-            if isinstance(node, ast.FunctionDef) and node.name == function and "warp_specialize" in ast.unparse(node):
-                return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    return range(0)
+            if isinstance(node, ast.FunctionDef) and node.name == kernel and node.end_lineno:
+                begins = [each.lineno for each in node.body if "warp_specialize(" in ast.unparse(each)]
+                if begins:
+                    reads = frozenset({node.lineno})
+                    return reads | frozenset(range(begins[0], node.end_lineno + 1)), reads
+    return frozenset(), frozenset()
 
 
 def hazards_in(report: str) -> list[Hazard]:
@@ -60,13 +73,13 @@ def hazards_in(report: str) -> list[Hazard]:
     Raises:
         ValueError: if these are not as many as its summary counts, or there is none.
     """
-    found = [
-        Hazard(
-            each["kind"], each["kernel"], (each["file"], int(each["line"])), each["access"],
-            (each["other_file"], int(each["other_line"])),
+    found = []
+    for kind, *accesses in HAZARD.findall(report):
+        first, second = (
+            Access(what, int(thread), kernel, file, int(line))
+            for what, thread, kernel, file, line in (accesses[:5], accesses[5:])
         )
-        for each in HAZARD.finditer(report)
-    ]  # fmt: skip
+        found.append(Hazard(kind, first, second))
     summary = SUMMARY.search(report)
     counted = sum(map(int, summary.groups())) if summary else None
     if counted != len(found):
@@ -76,15 +89,15 @@ def hazards_in(report: str) -> list[Hazard]:
 
 def verdict(hazards: list[Hazard]) -> tuple[list[str], bool]:
     """A line for each place, and whether all are Triton's hand-over."""
-    control = any(hazard.kernel == CONTROL for hazard in hazards)
-    lines, clean = [], True
-    for hazard, count in sorted(Counter(hazards).items()):
-        aside = control and hazard.is_hand_over
-        clean &= aside
-        where = ", ".join(f"{file}:{line}" for file, line in (hazard.place, hazard.read))
+    control = any(hazard.first.kernel == CONTROL for hazard in hazards)
+    places = Counter(
+        (hazard.kind, *hazard.first[2:], hazard.second[2:], control and hazard.is_hand_over) for hazard in hazards
+    )
+    lines = []
+    for (kind, kernel, file, line, (_, other_file, other_line), aside), count in sorted(places.items()):
         what = "Triton's hand-over of roles" if aside else "a race"
-        lines.append(f"{count} x {hazard.kind} in {hazard.kernel} ({where}): {what}")
-    return lines, clean
+        lines.append(f"{count} x {kind} in {kernel} ({file}:{line}, {other_file}:{other_line}): {what}")
+    return lines, all(place[-1] for place in places)
 
 
 def main() -> int:
@@ -92,7 +105,7 @@ def main() -> int:
     checker = "compute-sanitizer --tool racecheck --racecheck-report hazard --show-backtrace no --print-limit 1000000"
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", "sanitizer", str(HERE), *sys.argv[1:]]
     done = subprocess.run([*checker.split(), *tests], capture_output=True, text=True, check=False)
-    others = [line for line in done.stdout.splitlines() if not line.startswith("=========")]
+    others = [line for line in done.stdout.splitlines() if "========= " not in line]  # pytest's
     print("\n".join(others), done.stderr, sep="\n")
     lines, clean = verdict(hazards_in(done.stdout))
     print("\n".join(lines) or "no hazard")

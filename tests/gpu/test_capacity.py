@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn import AttentionConfig, BatchAttention, Capacity, attention_captured
 from trunkattn.attention_captured import CapturedRun
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -53,37 +53,48 @@ def replay(layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor],
 
 
 def test_layers_captured_one_by_one_run_any_plan() -> None:
-    """q and out elsewhere, of another length and other strides in every step; two layers, that differ in their caches
-    and scales."""
+    """q and out elsewhere, of another length and other strides in every step; layers with other caches and scales, and
+    inside and outside of inference mode."""
     layers = [make_layer(GOOD, tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0)) for tree in TREES[:4]]
     pages = max(len(layer.k_cache) for layer in layers)
     attention = BatchAttention(GOOD, "cuda", Capacity(320, 320, 2048, pages, max_query_len=1))
     plan = attention.plan(*(table.cuda() for table in layers[0].step))
-    run, scales = CapturedRun(plan), {0: {}, 1: {"v_scale": 0.5}}
-    caches = [torch.zeros(2, pages, *layers[0].k_cache.shape[1:], device="cuda", dtype=GOOD.dtype) for _ in "kv"]
-    for layer in (*layers, *layers):
+    run, scales = CapturedRun(attention), ({}, {"k_scale": 0.5}, {"v_scale": 0.5})
+    caches = [torch.zeros(3, pages, *layers[0].k_cache.shape[1:], device="cuda", dtype=GOOD.dtype) for _ in "kv"]
+    for number, layer in enumerate((*layers, *layers)):
         assert attention.plan(*(table.cuda() for table in layer.step), into=plan) is plan
-        for place, options in scales.items():
+        for place, options in enumerate(scales):
             for cache, source in zip(caches, (layer.k_cache, layer.v_cache), strict=True):
-                cache[place, : len(source)] = source
-            wide = torch.full((len(layer.q), 3 * GOOD.num_qo_heads, 128), math.nan, device="cuda", dtype=GOOD.dtype)
-            q, out, _ = wide.chunk(3, 1)
-            q.copy_(layer.q)
-            run(q, *(cache[place] for cache in caches), out, **options)
-            expected_out = attention.run(plan, layer.q, *(cache[place] for cache in caches), **options)
-            assert torch.equal(out, expected_out)
+                cache[place, : len(source)] = source * (1 - place)
+            with torch.inference_mode(number % 2 == 1):
+                whole = torch.full(
+                    (len(layer.q), 3 * GOOD.num_qo_heads, 128), math.nan, device="cuda", dtype=GOOD.dtype
+                )
+                q, out, _ = whole.chunk(3, 1)
+                q.copy_(layer.q)
+                run(plan, q, *(cache[place] for cache in caches), out, **options)
+                wanted = attention.run(plan, layer.q, *(cache[place] for cache in caches), **options)
+            assert torch.equal(out, wanted)
             assert not out.isnan().any()
     graphs = list(run._graphs.values())
-    assert len(graphs) == 2
+    assert len(graphs) == 3
     assert all(graphs), "captured"
+    given = (*(cache[0] for cache in caches), out)
     with pytest.raises(TypeError, match="q has dtype"):
-        run(q.float(), *(cache[0] for cache in caches), out)
+        run(plan, q.float(), *given)
     with pytest.raises(ValueError, match="q has shape"):
-        run(
-            torch.zeros(321, GOOD.num_qo_heads, 128, device="cuda", dtype=GOOD.dtype),
-            *(cache[0] for cache in caches),
-            out,
-        )
+        run(plan, torch.zeros(321, GOOD.num_qo_heads, 128, device="cuda", dtype=GOOD.dtype), *given)
+
+
+def test_the_last_captured_layer_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_captured, "_MOST_GRAPHS", 1)
+    layer = make_layer(GOOD, tree_batch(parse_tree(TREES[0]), 16, row_seed=0, page_seed=0))
+    attention = BatchAttention(GOOD, "cuda", Capacity(64, 64, 64, len(layer.k_cache), max_query_len=1))
+    plan, run = attention.plan(*(table.cuda() for table in layer.step)), CapturedRun(attention)
+    for v_scale in (0.5, 0.5, 2.0, 2.0, 0.5, 0.5):
+        out = torch.empty_like(layer.q)
+        run(plan, layer.q, layer.k_cache, layer.v_cache, out, v_scale=v_scale)
+        assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache, v_scale=v_scale))
 
 
 WAYS = [("auto", "serial"), ("auto", "streams"), ("auto", "persistent"), ("pat", "serial"), ("pat", "streams")]

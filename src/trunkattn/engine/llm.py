@@ -128,11 +128,8 @@ class LLM:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("messages: the model has no chat template; use generate")
         _check_list("messages", messages)
-        conversations: dict[str, Any] = {}
-        if isinstance(messages[0], Mapping):
-            conversations["messages"] = messages
-        else:
-            conversations |= {f"messages[{position}]": each for position, each in enumerate(messages)}
+        single = isinstance(messages[0], Mapping)
+        conversations = {"messages": messages} if single else {f"messages[{i}]": it for i, it in enumerate(messages)}
         make = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
         prompts = [_fill_template(make, name, conversation) for name, conversation in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)

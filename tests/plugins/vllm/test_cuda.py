@@ -64,7 +64,7 @@ def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> N
     builder = make_builder(gpu_engine, layer)
     step, errors = run_step(builder, make_batch([7, 30], [16, 0]))
     assert max(errors) < 0.02
-    assert (step.decodes, step.runs, step.prefill.tokens) == (0, {}, slice(0, 37))
+    assert (step.decodes, step.plans, step.prefill.tokens) == (0, {}, slice(0, 37))
     assert flash_kernel.calls[0]["cu_seqlens_q"].tolist() == [0, 7, 37]
     assert builder.attentions[layer.kind].planned == []
 
@@ -109,11 +109,10 @@ def test_plans_stay_where_they_are(gpu_engine: VllmConfig, flash_kernel: FlashRe
     dummy = make_batch([1] * SEQUENCES, [0] * SEQUENCES)
     dummy.block_table_tensor.zero_()
     captured = builder.build_for_cudagraph_capture(dummy)
-    attention, plan = builder.attentions[layer.kind], captured.runs[layer.kind].plan
+    attention, (_, plan) = builder.attentions[layer.kind], captured.plans[layer.kind]
     batch = make_batch([1, 1, 1], [20, 40, 60], padding=1)
     step = builder.build(0, batch)
-    assert step.runs[layer.kind] is captured.runs[layer.kind]
-    assert step.runs[layer.kind].plan is plan
+    assert step.plans[layer.kind] == captured.plans[layer.kind]
     assert (step.decodes, step.decode_tokens, step.prefill) == (4, 4, None), "padding belongs to the graph"
     assert attention.planned[0][-1] is None
     assert attention.planned[1][-1] is plan

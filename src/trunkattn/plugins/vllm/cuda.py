@@ -2,11 +2,13 @@
 graphs which vLLM captures for decoding serve every batch, and no step waits for the device to be planned. (What was
 read is fetched without waiting too, unless 256 steps have passed and the last fetch is still under way.)
 
-A step's rows that decode, or verify drafts, are planned and run by our kernels. vLLM puts them first; the rows behind,
-prompts, run in FlashAttention. For layers that it does not serve (8-bit caches, float32) our kernels run the prompts
+A step's rows that decode, or verify drafts, are planned and run by our kernels; of steps that no full graph runs, each
+layer in a graph of its own, unless `enforce_eager` is set. vLLM puts them first; the rows behind, prompts, run in
+FlashAttention. For layers that it does not serve (8-bit caches, float32) our kernels run the prompts
 too, planned on the host: that waits for the device, in steps that have prompts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from trunkattn import BatchAttention, Capacity
+from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.attention_captured import CapturedRun
 from trunkattn.plugins.vllm import versions
 from trunkattn.plugins.vllm.backend import TrunkAttentionBackend
@@ -55,11 +57,11 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
 
 @dataclass
 class CudaStep(AttentionMetadata):
-    """What the layers of a group need of a step. runs: of the plans of the rows that decode, the same in every step.
-    requests: of those rows, the ones that are no padding. launched: whether a layer has run it from the host; a full
-    CUDA graph does not."""
+    """What the layers of a group need of a step. plans: of the rows that decode, by what they are run. requests: of
+    those rows, the ones that are no padding. launched: whether a layer has run it from the host; a full CUDA graph does
+    not."""
 
-    runs: dict[LayerKind, CapturedRun]
+    plans: dict[LayerKind, tuple[Callable[..., object], Plan]]
     decodes: int
     requests: int
     decode_tokens: int
@@ -90,7 +92,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self.attentions: dict[LayerKind, BatchAttention] = {}
         self._prefill_attentions: dict[LayerKind, BatchAttention] = {}
         self._device_traffic: DeviceTraffic | None = None
-        self._runs: dict[LayerKind, CapturedRun] = {}
+        self._plans: dict[LayerKind, Plan] = {}
+        self._runs: dict[LayerKind, Callable[..., object]] = {}
         self._widths = self.widths()
         self._reported = 0
         self._last: CudaStep | None = None
@@ -122,13 +125,12 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         if not self.attentions:
             self._allocate(batch.block_table_tensor.shape[1])
-        if decodes:
-            self._plan(batch, decodes)
+        plans = self._plan(batch, decodes) if decodes else {}
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
         requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
-        return CudaStep(self._runs if decodes else {}, decodes, requests, decode_tokens, prefill)
+        return CudaStep(plans, decodes, requests, decode_tokens, prefill)
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """For the most that a step can decode: rows of the block table are as wide as the longest request."""
@@ -143,21 +145,22 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         # one for all windows of an attention: they share the workspace
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
         self.attentions = {kind: shared[config] for kind, config in self.configs.items()}
+        eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
+        runs = {config: each.run if eager else CapturedRun(each) for config, each in shared.items()}
+        self._runs = {kind: runs[config] for kind, config in self.configs.items()}
         own = {layer.impl.kind for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[kind]: BatchAttention(self.configs[kind], self.device) for kind in own}
         self._prefill_attentions = {kind: shared[self.configs[kind]] for kind in own}
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
-    def _plan(self, batch: Any, decodes: int) -> None:
+    def _plan(self, batch: Any, decodes: int) -> dict[LayerKind, tuple[Callable[..., object], Plan]]:
         rows = (
             batch.block_table_tensor[:decodes], batch.seq_lens[:decodes], batch.query_start_loc[: decodes + 1],
         )  # fmt: skip
         for kind, attention in self.attentions.items():
-            earlier = self._runs[kind].plan if kind in self._runs else None
-            plan = attention.plan(*rows, sliding_window=kind.sliding_window, into=earlier)
-            if earlier is None:
-                self._runs[kind] = CapturedRun(plan)
+            self._plans[kind] = attention.plan(*rows, sliding_window=kind.sliding_window, into=self._plans.get(kind))
+        return {kind: (self._runs[kind], plan) for kind, plan in self._plans.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)
@@ -176,8 +179,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         last, self._last = self._last, step
         if last is not None:
             self.ledger.step(last.path)
-        if step.runs:
-            traffic.note([run.plan.traffic for run in step.runs.values()], step.requests)
+        if step.plans:
+            traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
         else:
             self.ledger.unshared("no_decode")
         full = traffic.full

@@ -68,8 +68,9 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         """
         step.launched = True
         if step.decode_tokens:
-            rows = slice(0, step.decode_tokens)
-            step.runs[self.kind](query[rows], *caches, output[rows], sinks=self.sinks, **self._scales(layer))
+            run, plan = step.plans[self.kind]
+            rows, scales = slice(0, step.decode_tokens), self._scales(layer)
+            run(plan, query[rows], *caches, out=output[rows], sinks=self.sinks, **scales)
         if step.prefill is not None:
             self._prefill(layer, query, caches, step.prefill, output)
 
