@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import fa_utils
 
 from trunkattn import AttentionConfig
+from trunkattn.attention_captured import CapturedRun
 from trunkattn.plugins.vllm import cuda, cuda_impl, flash
 
 from .fakes import (
@@ -57,6 +58,22 @@ def test_decoding_and_prompts_in_one_step(gpu_engine: VllmConfig, flash_kernel: 
     ((table, lens, starts, _),) = builder.attentions[layer.kind].planned
     assert torch.equal(table, batch.block_table_tensor[:2])
     assert (lens.tolist(), starts.tolist()) == ([21, 41], [0, 1, 2])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_run_in_graphs_of_their_own_unless_eager(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """One for all windows of an attention: they share its tensors."""
+    monkeypatch.setattr(gpu_engine, "model_config", SimpleNamespace(served_model_name="tiny", enforce_eager=eager))
+    windowed, full = make_layer(window=16), make_layer()
+    builder = make_builder(gpu_engine, windowed, full)
+    step, errors = run_step(builder, make_batch([1, 1, 20], [20, 40, 60]))
+    assert max(errors) < 0.02
+    (run, plan), (other, other_plan) = step.plans[windowed.kind], step.plans[full.kind]
+    assert plan is not other_plan
+    assert run == other == builder.attentions[full.kind].run if eager else run is other
+    assert isinstance(run, CapturedRun) is not eager
 
 
 def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:

@@ -2,10 +2,10 @@
 graphs which vLLM captures for decoding serve every batch, and no step waits for the device to be planned. (What was
 read is fetched without waiting too, unless 256 steps have passed and the last fetch is still under way.)
 
-A step's rows that decode, or verify drafts, are planned and run by our kernels; of steps that no full graph runs, each
-layer in a graph of its own, unless `enforce_eager` is set. vLLM puts them first; the rows behind, prompts, run in
-FlashAttention. For layers that it does not serve (8-bit caches, float32) our kernels run the prompts
-too, planned on the host: that waits for the device, in steps that have prompts.
+A step's rows that decode, or verify drafts, are planned and run by our kernels; in steps that no full graph runs, each
+layer by a graph of its own, unless `enforce_eager` is set. vLLM puts them first; the rows behind, prompts, run in
+FlashAttention. For layers that it does not serve (8-bit caches, float32) our kernels run the prompts too, planned on
+the host: that waits for the device, in steps that have prompts.
 """
 
 from collections.abc import Callable
