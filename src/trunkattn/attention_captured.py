@@ -69,25 +69,26 @@ class CapturedRun:
         Args:
             plan: one that later batches are planned into (`BatchAttention.plan(..., into=plan)`).
             q: [T, num_qo_heads, head_dim], T up to the capacity's max_query_tokens.
-            k_cache, v_cache, options: as of `BatchAttention.run`; a layer's stay where they are.
+            k_cache, v_cache: as of `BatchAttention.run`; a layer's stay where they are.
+            options: scales and sinks, likewise.
 
         Raises:
             ValueError, TypeError: as `BatchAttention.run`.
         """
-        run = partial(self._attention.run, plan, k_cache=k_cache, v_cache=v_cache, **options)
+        run = partial(self._attention.run, plan, k_cache=k_cache, v_cache=v_cache, return_lse=False, **options)
         if self._attention.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             run(q=q, out=out)
             return
-        own_q, own_out = self._q[: len(q)], self._out[: len(q)]
-        if len(q) < plan.num_query_tokens or not (_alike(q, own_q) and _alike(out, own_out)):
+        rows = len(q) if isinstance(q, torch.Tensor) and q.dim() else 0
+        own_q, own_out = self._q[:rows], self._out[:rows]
+        if rows < plan.num_query_tokens or not (_alike(q, own_q) and _alike(out, own_out)):
             run(q=q, out=out)  # says what is wrong
             return
-        named = sorted({"k_cache": k_cache, "v_cache": v_cache, **options}.items())
+        layer = {"k_cache": k_cache, "v_cache": v_cache, **options}
+        key = (plan, *((name, _place(value)) for name, value in sorted(layer.items())))
         with torch.cuda.device(q.device):
             own_q.copy_(q)
-            self._repeat(
-                (plan, *((name, _place(value)) for name, value in named)), partial(run, q=self._q, out=self._out)
-            )
+            self._repeat(key, partial(run, q=self._q, out=self._out))
             out.copy_(own_out)
 
     def _repeat(self, key: tuple[Any, ...], work: Callable[[], object]) -> None:
@@ -105,7 +106,7 @@ class CapturedRun:
         graph.replay()
 
 
-def _alike(given: torch.Tensor, own: torch.Tensor) -> bool:
+def _alike(given: Any, own: torch.Tensor) -> bool:
     """Whether one can be copied to the other as it is."""
-    kinds = ((each.shape, each.dtype, each.device, each.requires_grad) for each in (given, own))
-    return next(kinds) == next(kinds)
+    names = ("shape", "dtype", "device", "requires_grad")
+    return isinstance(given, torch.Tensor) and all(getattr(given, name) == getattr(own, name) for name in names)

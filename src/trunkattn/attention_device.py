@@ -122,7 +122,6 @@ class OnDevice:
             self._fill(plan, kept, window)
         return DeviceStep(kept, window, self._rule, plan, known)
 
-    @torch.inference_mode(False)  # a graph's tensors must serve captures outside of it
     def _fill(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches
         from Python take five times as long as what they launch."""

@@ -23,6 +23,8 @@ def test_on_a_cpu_it_is_run() -> None:
     assert torch.equal(out, attention.run(plan, q, cache, cache, k_scale=0.5, v_scale=2.0))
     with pytest.raises(TypeError, match="q has dtype"):
         CapturedRun(attention)(plan, q.double(), cache, cache, out)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'return_lse'"):
+        CapturedRun(attention)(plan, q, cache, cache, out, return_lse=True)
 
 
 class Graph:
@@ -75,5 +77,5 @@ def test_layers_are_told_apart_by_where_their_tensors_are_and_how_they_lie() -> 
 def test_tensors_are_alike_if_one_can_be_copied_to_the_other_as_it_is() -> None:
     alike, own = attention_captured._alike, torch.zeros(2, 3)
     assert alike(torch.zeros(3, 2).T, own)
-    others = (torch.zeros(3, 3), own.double(), own.to("meta"), torch.zeros(2, 3, requires_grad=True))
+    others = ([[0.0] * 3] * 2, torch.zeros(3, 3), own.double(), own.to("meta"), torch.zeros(2, 3, requires_grad=True))
     assert not any(alike(each, own) for each in others)

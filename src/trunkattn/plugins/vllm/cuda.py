@@ -57,9 +57,9 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
 
 @dataclass
 class CudaStep(AttentionMetadata):
-    """What the layers of a group need of a step. plans: of the rows that decode, by what they are run. requests: of
-    those rows, the ones that are no padding. launched: whether a layer has run it from the host; a full CUDA graph does
-    not."""
+    """What the layers of a group need of a step. plans: of the rows that decode, each behind what is to run it, called
+    as `BatchAttention.run`. requests: of those rows, the ones that are no padding. launched: whether a layer has run it
+    from the host; a full CUDA graph does not."""
 
     plans: dict[LayerKind, tuple[Callable[..., object], Plan]]
     decodes: int
