@@ -21,9 +21,10 @@ demo: .venv/.stamp-model $(CACHE)  ## Serve 32 customers of a shop on this machi
 test: .venv/.stamp-model $(CACHE)  ## Run all tests
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# On the machine's own Python: its torch is the one built for its GPU.
+# On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
+GPU_WORKERS ?= 8
 test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
-	$(PYTHON) -m pytest -q -m gpu tests/gpu
+	$(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/gpu
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
 	$(PYTHON) tests/gpu/racecheck.py
 

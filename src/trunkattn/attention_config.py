@@ -147,6 +147,10 @@ class AttentionConfig:
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
         if self.execution == "overlapped" and not (self.on_hopper and _is_hopper(device)):
             reasons.append(f"device cuda: execution='overlapped': {_NO_OVERLAP}")
+        if self.cache_dtype == torch.float8_e4m3fn and not _has_e4m3(device):
+            reasons.append(
+                "device cuda: torch.float8_e4m3fn needs compute capability 8.9 or newer; float8_e5m2 does not"
+            )
         if find_spec("triton") is None:
             reasons.append("device cuda: the kernels need the package triton, which is not installed")
         if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
@@ -160,6 +164,11 @@ class AttentionConfig:
                 f"head_dim {max(self.head_dim, self.value_dim)} and {self.cache_dtype} caches"
             )
         return reasons
+
+
+def _has_e4m3(device: torch.device | str) -> bool:
+    """Whether a CUDA device, if there is one, converts float8_e4m3fn."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _is_hopper(device: torch.device | str) -> bool:

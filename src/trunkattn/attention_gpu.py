@@ -21,6 +21,7 @@ from trunkattn.kernels import gpu
 from trunkattn.kernels.prefill_plan import Chunks
 from trunkattn.kernels.tile_table import (
     INVARIANT_CHUNK_TOKENS,
+    TIMED_CAPABILITY,
     GpuLimits,
     decode_tiles,
     gpu_device,
@@ -99,21 +100,22 @@ class GpuExecutor:
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
-        hopper = (properties.major, properties.minor) == (9, 0)
+        capability = 10 * properties.major + properties.minor
+        hopper = capability == TIMED_CAPABILITY
         self._card = gpu.Card(self._processors, overlaps=properties.major >= 9, hopper=hopper)
         limits = gpu_limits(properties.name)
         self._tiled = config.policy == "auto" and not config.batch_invariant
         width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
         in_turn = config.execution in ("auto", "serial", "overlapped")
         roles = hopper and in_turn and config.on_hopper and runs_hopper_tiles(properties.name)
-        tiles = decode_tiles(config.tile_itemsize, width, group, roles)
+        tiles = decode_tiles(config.tile_itemsize, width, group, roles, capability)
         self._tiles = tiles if self._tiled else without_subtiles(tiles)
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
             self._tiles = self._tiles[-1:]
         self._planner = make_planner(config, gpu_device(self._processors, self._tiles[-1].block_m))
         self._chunks = self._overlap = None
         if not config.batch_invariant:
-            tile = prefill_tile(config.tile_itemsize, width)
+            tile = prefill_tile(config.tile_itemsize, width, capability)
             self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
         self._rule = self._tiling_rule(limits, properties.L2_cache_size)
         if self._chunks and hopper:
@@ -158,7 +160,7 @@ class GpuExecutor:
     def _may_fuse(self) -> bool:
         """Whether items may merge partials: not if other executions or launches of fixed size could run them too early,
         nor if that depended on the batch."""
-        if self.config.batch_invariant or self._execution == "persistent":
+        if self.config.batch_invariant or self._execution == "persistent" or not self._tiles[0].merges:
             return False
         return self._capacity is None or (self._tiled and self._execution == "serial")
 

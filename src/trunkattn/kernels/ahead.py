@@ -26,10 +26,11 @@ from trunkattn.kernels.tile_table import GpuTile, Tile
 
 _BOX = "tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 _TYPES = MappingProxyType({
-    "q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "out": "*bf16", "lse_out": "*fp32", "partial": "*fp32",
-    "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
+    "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32",
+    "sinks": "*fp32", "soft_cap": "fp32",
     "k_desc": _BOX, "v_desc": _BOX,  # of the copy engine
 })  # fmt: skip
+_CACHES = ("k_cache", "v_cache")
 _ARRAYS = (
     "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges", "counters",
     "block_table", "beside", "chunk_items", "chunk_count", "chunk_queries", "chunk_slots",
@@ -38,12 +39,26 @@ _ARRAYS = (
 
 @dataclass(frozen=True)
 class Target:
-    """A card and an attention in bf16 with pages of 16. capability: 80, 90, 100, ..."""
+    """A card and an attention with pages of 16. capability: 80, 90, 100, ...; dtype, kv_dtype: of queries and of keys
+    and values, by Triton's names."""
 
     capability: int
     head_dim: int = 128
     num_qo_heads: int = 32
     num_kv_heads: int = 8
+    dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Of the tensors in its dtypes."""
+        of_q, of_kv = dict.fromkeys(("q", "out"), f"*{self.dtype}"), dict.fromkeys(_CACHES, f"*{self.kv_dtype}")
+        return of_q | of_kv
+
+    @property
+    def precision(self) -> str:
+        """Of products of float32."""
+        return "ieee" if self.dtype == "fp32" else "tf32"
 
 
 def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resources:
@@ -54,7 +69,7 @@ def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resou
         "PADDED_DIM": gpu.padded(dim), "PADDED_DIM_V": gpu.padded(dim),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SUBTILES": tile.subtiles,
         "PRIVATE_N": tile.private_n, "MASKED": False, "MERGE": merges,
-        "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": "tf32",
+        "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": target.precision,
         "LEADS": False, "FOLLOWS": merges and target.capability >= 90,
     }  # fmt: skip
     return _compile(decode_kernel, target, constants, {"num_warps": tile.warps})
@@ -66,7 +81,7 @@ def compile_persistent(target: Target, tiles: tuple[GpuTile, ...]) -> Resources:
     constants: dict[str, object] = {
         "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": gpu.padded(dim),
         "PADDED_DIM_V": gpu.padded(dim), "MASKED": False, "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False,
-        "PRECISION": "tf32", "HEIGHTS": len(tiles), **gpu.persistent_shapes(tiles),
+        "PRECISION": target.precision, "HEIGHTS": len(tiles), **gpu.persistent_shapes(tiles),
     }  # fmt: skip
     _, warps = gpu.persistent_launch(tiles, target.capability >= 90)
     options = {"num_warps": warps, "launch_cooperative_grid": True}
@@ -79,7 +94,7 @@ def compile_prefill(target: Target, tile: Tile) -> Resources:
     constants: dict[str, object] = {
         "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": gpu.padded(dim),
         "PADDED_DIM_V": gpu.padded(dim), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SOFT_CAP": False,
-        "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": "tf32",
+        "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": target.precision,
         "LEADS": target.capability >= 90,
     }  # fmt: skip
     return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
@@ -146,7 +161,7 @@ def _compile(
 ) -> Resources:
     """The arguments are typed and aligned as a launch on a GPU finds them."""
     constants |= {"NUM_QO_HEADS": target.num_qo_heads, "NUM_KV_HEADS": target.num_kv_heads}
-    types = _TYPES | dict.fromkeys(_ARRAYS, "*i32")
+    types = _TYPES | target.types | dict.fromkeys(_ARRAYS, "*i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (index,): [["tt.divisibility", 16]]

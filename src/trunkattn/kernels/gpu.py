@@ -137,7 +137,7 @@ def reserve(
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
     launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in alone]
-    if execution in ("serial", "overlapped"):
+    if execution in ("serial", "overlapped") and tiles[0].merges:
         launches[0] = Launch((0, heights), launches[0].programs)
     if together := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
         launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together), True))

@@ -74,17 +74,23 @@ class GpuTile(Tile):
 
     block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
     chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
-    their own side by side, private_n each at a time; such blocks are the ones with a mask. hopper: `decode_hopper`
-    computes it, in a plan of fixed size all such tiles at once, and leaves no nodes to another tile. read_percent: of
-    the bandwidth that it reaches.
+    their own side by side, private_n each at a time; such blocks are the ones with a mask. flat_n: BLOCK_N without
+    subtiles. hopper: `decode_hopper` computes it, in a plan of fixed size all such tiles at once, and leaves no nodes
+    to another tile. read_percent: of the bandwidth that it reaches.
     """
 
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
     subtiles: int = 1
     private_n: int = 32
+    flat_n: int = 64
     hopper: bool = False
     read_percent: int = 100
+
+    @property
+    def merges(self) -> bool:
+        """Whether its items may merge partials of other launches: with those of more rows it would spill."""
+        return self.block_m == 16
 
 
 # Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The best tiling of these two
@@ -94,15 +100,23 @@ _LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2130, 3470), chain_ns=
 _TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
 # 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others.
-# For 64 rows converted keys go back to shared memory; a trunk is still faster there (1,1024_2048,32: 183 µs, low 256).
+# For 64 rows converted keys go back to shared memory; a trunk is still faster there (1,1024_2048,32: 185 µs, low 255).
+# Twice the private keys spill 184 bytes, and 28 shared batches take 2.5 % longer on an H100; with half the shared keys
+# they take 3.5 % longer.
 DECODE_TILES_FP8: Final = (
     GpuTile(16, 32, 1, 3, programs=8, block_ns=(2290, 2300), chain_ns=(900, 1500)),
-    replace(_TALL, block_ns=(3240, 3900), chain_ns=(760, 3600)),
+    replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
-# head_dim over 128, or 32-bit keys: of 64 rows the accumulators alone would fill the registers
+# head_dim over 128: of 64 rows the accumulators alone would fill the registers. Low tiles in 2 warps spill where they
+# merge, and 11 batches of an H100 (head_dim 256 and 192) take 1 to 9 % longer.
 DECODE_TILES_WIDE: Final = (
-    replace(_LOW, programs=2),
-    GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16),
+    replace(_LOW, warps=4, programs=2),
+    GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
+)
+# float32 is multiplied without tensor cores: what does not spill. The times are half and a quarter of those above.
+DECODE_TILES_FP32: Final = (
+    GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
+    GpuTile(32, 16, 8, 2, 1, (620, 3550), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
 # On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
 # would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md. The times are of the
@@ -112,28 +126,37 @@ DECODE_TILES_HOPPER: Final = (
     GpuTile(32, 64, 4, 2, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
     GpuTile(64, 64, 4, 2, programs=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
 )
+TIMED_CAPABILITY: Final = 90  # of the cards on which these tiles were timed
 _WIDE: Final = 128
-_WIDEST_BYTES: Final = 512  # of a key: above this, a multiprocessor's shared memory holds one program
 
 
-def decode_tiles(kv_itemsize: int, width: int, group_size: int, hopper: bool = False) -> tuple[GpuTile, ...]:
+def decode_tiles(
+    kv_itemsize: int, width: int, group_size: int, hopper: bool = False, capability: int = TIMED_CAPABILITY
+) -> tuple[GpuTile, ...]:
     """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
-    `decode_hopper` computes it, of 16 bits and 128 wide."""
+    `decode_hopper` computes it, of 16 bits and 128 wide. capability: of the card, 80 for 8.0."""
     tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
     if kv_itemsize == 1:
         tiles = DECODE_TILES_FP8
-    if width > _WIDE or kv_itemsize > 2:
+    if width > _WIDE:
         tiles = DECODE_TILES_WIDE
-    if width * kv_itemsize > _WIDEST_BYTES:
-        tiles = tuple(replace(tile, programs=1) for tile in tiles)
+    if kv_itemsize > 2:
+        tiles = DECODE_TILES_FP32
+    elif capability != TIMED_CAPABILITY:
+        tiles = tuple(_in_eight_warps(tile) for tile in tiles)
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
     fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
     return tiles if fits else without_subtiles(tiles)
 
 
+def _in_eight_warps(tile: GpuTile) -> GpuTile:
+    """What a card that was not timed takes: tall tiles in 4 warps spill on an sm_80 or an sm_100, or both."""
+    return replace(tile, warps=8, programs=1, private_n=16, flat_n=32) if tile.subtiles > 1 else tile
+
+
 def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
     """The same tiles, all of whose rows read all keys: for items that are packs."""
-    return tuple(replace(tile, subtiles=1) for tile in tiles)
+    return tuple(replace(tile, subtiles=1, block_n=tile.flat_n) if tile.subtiles > 1 else tile for tile in tiles)
 
 
 @dataclass(frozen=True)
@@ -143,18 +166,24 @@ class PrefillTile(Tile):
     above_rows: int = 64  # about what the tallest decode tile holds: up to there one tile reads a request's KV once
 
 
-# 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (head_dim 128); sm_80 keeps the
-# queries in registers too, and spills some 230 bytes a thread. 370 to 396 TFLOP/s on long cells of an H200 (results/
-# prefill-h200.json), where 64x32 in 4 warps reached 344 to 369 (docs/performance.md); others were not timed.
-# `prefill_hopper` takes the items of 128 rows, too.
+# 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (head_dim 128). 370 to 396 TFLOP/s
+# on long cells of an H200 (results/prefill-h200.json), where 64x32 in 4 warps reached 344 to 369 (docs/performance.md);
+# others were not timed. `prefill_hopper` takes the items of 128 rows, too.
 PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
-# head_dim over 128, or 32-bit keys: half the rows and half the keys fit registers and shared memory
-PREFILL_TILE_WIDE: Final = PrefillTile(64, 32, 8, 2, programs=1)
+# An sm_80 keeps the queries in registers too, and would spill some 230 bytes a thread: half the keys do not
+_PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
+# head_dim over 128: a quarter of the rows fit registers and shared memory; float32 is as above
+PREFILL_TILE_WIDE: Final = PrefillTile(32, 64, 8, 2, programs=1)
+PREFILL_TILE_FP32: Final = PrefillTile(32, 16, 8, 2, programs=1)
 
 
-def prefill_tile(kv_itemsize: int, width: int) -> PrefillTile:
+def prefill_tile(kv_itemsize: int, width: int, capability: int = TIMED_CAPABILITY) -> PrefillTile:
     """The tile of an attention; arguments as of `decode_tiles`. Its rows hold any group that those tiles hold."""
-    return PREFILL_TILE_WIDE if width > _WIDE or kv_itemsize > 2 else PREFILL_TILE
+    if kv_itemsize > 2:
+        return PREFILL_TILE_FP32
+    if width > _WIDE:
+        return PREFILL_TILE_WIDE
+    return PREFILL_TILE if capability == TIMED_CAPABILITY else _PREFILL_TILE_UNTIMED
 
 
 @dataclass(frozen=True)

@@ -290,8 +290,8 @@ def _count(runs, item, height, lengths):
 def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     """Partial slots, merges, and items in the order of their buckets, heaviest first.
 
-    `bucket` [num_items]: tile height. An item that is `uncut` and holds the last piece of all its queries merges the
-    others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
+    `bucket` [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last piece of all its
+    queries merges the others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
     """
     items, runs, queries, uncut = emitted
     pieces = np.zeros(num_queries, np.int32)
@@ -302,7 +302,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     fused = np.zeros(num_queries, np.bool_)
     bucket = bucket.copy()
     for item in range(len(items)):
-        merges, leaf = False, uncut[item]
+        merges, leaf = False, uncut[item] and bucket[item] == 0
         for i in range(items[item, QUERY_START], items[item, QUERY_END]):
             count = pieces[queries[i]]
             merges = merges or count > 1
