@@ -15,6 +15,7 @@ from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels import gpu
 from trunkattn.kernels.prefill_plan import Chunks
 from trunkattn.kernels.tile_table import (
+    TIMED_CAPABILITY,
     GpuTile,
     PrefillTile,
     decode_tiles,
@@ -65,7 +66,7 @@ class Interpreted:
 
     way: a candidate tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
     does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks
-    if these have more rows than it says; None: none is. chunk_policy: how those are packed.
+    if these have more rows than it says; None: none is. chunk_policy: how those are packed. capability: of the card.
     """
 
     step: Step
@@ -75,11 +76,13 @@ class Interpreted:
     execution: str = "serial"
     prefill: PrefillTile | None = None
     chunk_policy: str = "auto"
+    capability: int = TIMED_CAPABILITY
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
         config = self.step.config
-        tiles = decode_tiles(*self.cache, config.num_qo_heads // config.num_kv_heads)
+        group = config.num_qo_heads // config.num_kv_heads
+        tiles = decode_tiles(*self.cache, group, capability=self.capability)
         return without_subtiles(tiles) if self.way in POLICIES else tiles
 
     @property

@@ -16,9 +16,10 @@ from trunkattn.kernels.tile_table import decode_tiles
 COMPILE = Path(__file__).with_name("compile_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
 
-# Bytes of a thread's stack of what is no listed tile, about as found with Triton 3.9: more is what this notices.
+# Bytes of a thread's stack of what is no tile for decoding, about as found with Triton 3.9: more is what this notices.
 SPILLED_AT_MOST = {
     "persistent": 32,  # one launch holds two tiles
+    "prefill": 264,  # heads over 128 and float32: those that do not spill are slower (tile_table.py)
     "prefill hopper": 392, "prefill hopper window": 400,  # outside of its inner loop
     "decode hopper masked": 8,  # of warps that bring keys and values
     "hybrid": 592, "hybrid masked": 592, "hybrid window": 600,  # outside of its two inner loops
@@ -71,8 +72,10 @@ def test_shared_memory_fits_the_device(compiled: Compiled) -> None:
 
 
 def test_no_listed_tile_spills(compiled: Compiled) -> None:
+    narrow = compiled.head_dim <= 128 and compiled.kv_dtype != "fp32"
+    allowed = SPILLED_AT_MOST | ({"prefill": 0} if narrow else {})
     for name, used in compiled.report.items():
-        assert used["spilled"] <= SPILLED_AT_MOST.get(name, 0), name
+        assert used["spilled"] <= allowed.get(name, 0), name
 
 
 def test_a_persistent_launch_fits_the_card(compiled: Compiled) -> None:

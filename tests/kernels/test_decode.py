@@ -171,6 +171,15 @@ def test_every_tiling(way: int | str, cache: str, processors: int, execution: st
     case.step.assert_accurate(*case.run())
 
 
+@pytest.mark.parametrize("way", [0, 1, "pat"])
+@pytest.mark.parametrize("cache", [*CACHES.values(), (4, 128)])
+def test_tiles_of_a_card_that_was_not_timed(way: int | str, cache: tuple[int, int]) -> None:
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
+    case = Interpreted(random_step(0, config, batch), 1, way, cache, capability=80)
+    case.step.assert_accurate(*case.run())
+
+
 @pytest.mark.parametrize(("several", "window"), [(False, None), (True, None), (True, 21)])
 @pytest.mark.parametrize("cache", CACHES)
 def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: int | None) -> None:
@@ -185,7 +194,7 @@ def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: i
     assert subtiles > 1
     if not several and subtiles == 4:
         _, full, end, _, queries = case.tile_list.items[0]
-        runs = case.tile_list.runs[full:end, 1].reshape(-1, 4, 2)
+        runs = case.tile_list.runs[full:end, 1].reshape(-1, 4, case.tiles[1].private_n // case.rule.run)
         assert (np.count_nonzero(runs, axis=(0, 2)).tolist(), queries) == ([44, 4, 12, 0], 16)
     case.step.assert_accurate(*case.run())
 

@@ -32,7 +32,8 @@ MOST_ROWS: Final = device_order.ALL_ROWS.value
 MOST_COLUMNS: Final = device_order.ALL_COLUMNS.value
 _PAIRS: Final = 1024  # other rows that a program compares its row with at once
 _RADIX: Final = 9  # parts that a round of the search over the columns tells apart
-_BLOCK: Final = 512  # elements of a program's pass over rows, columns, tiles, items or tokens
+_BLOCK: Final = 512  # elements of a program's pass over rows, tiles, items or tokens
+_HASHED: Final = 256  # columns of a row that are hashed at once
 
 
 def errors_of(bits: int) -> list[str]:
@@ -203,12 +204,12 @@ class DevicePlanner:
         device_order.hash_kernel[(rows + 1,)](
             table, seq_lens, starts, b["hashes"], b["pieces"], b["totals"], b["state"], b["errors"], len(table), width,
             table.stride(0), tokens, most, capacity.num_pages, window, **shape, ENTRIES=tokens,
-            TOTALS=b["totals"].numel(), BLOCK=_BLOCK, num_warps=8, **self._turn(follows=False),
+            TOTALS=b["totals"].numel(), BLOCK=_HASHED, num_warps=8, **self._turn(follows=False),
         )  # fmt: skip
         block = min(_power(rows), _PAIRS)
         device_order.hang_kernel[(rows,)](
             seq_lens, starts, b["hashes"], b["hangs"], b["family"], *bounds, **shape, ROUNDS=self._sizes.rounds,
-            RADIX=_RADIX, BLOCK=block, num_warps=max(1, block // 64), **self._turn(),
+            RADIX=_RADIX, BLOCK=block, num_warps=max(1, block // (32 if block <= 256 else 64)), **self._turn(),
         )  # fmt: skip
         device_order.entries_kernel[(rows,)](
             table, seq_lens, starts, b["hangs"], b["family"],

@@ -113,9 +113,19 @@ DECODE_TILES_WIDE: Final = (
     replace(_LOW, warps=4, programs=2),
     GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
 )
-# float32 is multiplied without tensor cores: what does not spill. The times are half and a quarter of those above.
+# float32 is multiplied without tensor cores: 64_1024 of 16/8 heads takes 427 µs on an H100, with 32 keys in 4 warps 668
+# and in 8 721. The times are of the tiles of other types.
 DECODE_TILES_FP32: Final = (
-    GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
+    replace(_LOW, warps=4, programs=2),
+    GpuTile(32, 64, 8, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
+)
+DECODE_TILES_FP32_WIDE: Final = (
+    replace(_LOW, warps=8, programs=1),
+    GpuTile(32, 32, 8, 2, 1, (1240, 3550), (500, 2430), subtiles=2, private_n=16, flat_n=32),
+)
+# On cards that were not timed: they spill neither on an sm_80 nor on an sm_100
+_FP32_UNTIMED: Final = (
+    GpuTile(16, 32, 8, 2, programs=1, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (620, 3550), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
 # On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
@@ -135,15 +145,16 @@ def decode_tiles(
 ) -> tuple[GpuTile, ...]:
     """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
     `decode_hopper` computes it, of 16 bits and 128 wide. capability: of the card, 80 for 8.0."""
+    timed = capability == TIMED_CAPABILITY
     tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
     if kv_itemsize == 1:
         tiles = DECODE_TILES_FP8
     if width > _WIDE:
         tiles = DECODE_TILES_WIDE
-    if kv_itemsize > 2:
-        tiles = DECODE_TILES_FP32
-    elif capability != TIMED_CAPABILITY:
+    if not timed:
         tiles = tuple(_in_eight_warps(tile) for tile in tiles)
+    if kv_itemsize > 2:
+        tiles = (DECODE_TILES_FP32_WIDE if width > _WIDE else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
     fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
     return tiles if fits else without_subtiles(tiles)
@@ -170,20 +181,23 @@ class PrefillTile(Tile):
 # on long cells of an H200 (results/prefill-h200.json), where 64x32 in 4 warps reached 344 to 369 (docs/performance.md);
 # others were not timed. `prefill_hopper` takes the items of 128 rows, too.
 PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
+# head_dim over 128: this spills 88 bytes on an sm_90 and reaches 200 TFLOP/s; 64x32, which spills 16, 146; of what
+# does not, 32x32 in 4 warps 136, 32x64 in 8 102 and 64x16 90 (2,048 tokens behind 8k, head_dim 256, an H100)
+PREFILL_TILE_WIDE: Final = PrefillTile(64, 64, 8, 2, programs=1)
+# float32 (12 TFLOP/s; 32x32: 6), and heads over 128 on cards that were not timed
+PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, programs=1)
 # An sm_80 keeps the queries in registers too, and would spill some 230 bytes a thread: half the keys do not
 _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
-# head_dim over 128: a quarter of the rows fit registers and shared memory; float32 is as above
-PREFILL_TILE_WIDE: Final = PrefillTile(32, 64, 8, 2, programs=1)
-PREFILL_TILE_FP32: Final = PrefillTile(32, 16, 8, 2, programs=1)
 
 
 def prefill_tile(kv_itemsize: int, width: int, capability: int = TIMED_CAPABILITY) -> PrefillTile:
     """The tile of an attention; arguments as of `decode_tiles`. Its rows hold any group that those tiles hold."""
+    timed = capability == TIMED_CAPABILITY
     if kv_itemsize > 2:
-        return PREFILL_TILE_FP32
+        return PREFILL_TILE_SMALL
     if width > _WIDE:
-        return PREFILL_TILE_WIDE
-    return PREFILL_TILE if capability == TIMED_CAPABILITY else _PREFILL_TILE_UNTIMED
+        return PREFILL_TILE_WIDE if timed else PREFILL_TILE_SMALL
+    return PREFILL_TILE if timed else _PREFILL_TILE_UNTIMED
 
 
 @dataclass(frozen=True)
