@@ -125,7 +125,7 @@ DECODE_TILES_FP32_WIDE: Final = (
 )
 # On cards that were not timed: they spill neither on an sm_80 nor on an sm_100
 _FP32_UNTIMED: Final = (
-    GpuTile(16, 32, 8, 2, programs=1, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
+    GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (620, 3550), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
 # On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
