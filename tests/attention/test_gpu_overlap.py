@@ -162,6 +162,18 @@ def test_another_card_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         BatchAttention(CONFIG, "cuda")
 
 
+def test_a_card_without_e4m3_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AttentionConfig(8, 2, 128, 16, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"float8_e4m3fn needs compute capability 8\.9 or newer"):
+        BatchAttention(config, "cuda")
+    assert not config.supports("cpu")
+    assert not any("e4m3" in reason for reason in replace(config, kv_dtype=torch.float8_e5m2).supports("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not any("e4m3" in reason for reason in config.supports("cuda"))
+
+
 def listed(runs: list[int]) -> TileList:
     """Items of so many runs each."""
     ends = np.cumsum(runs)

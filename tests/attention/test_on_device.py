@@ -31,6 +31,17 @@ def made(max_query_len: int = 1, num_pages: int = 200, max_requests: int = 16) -
     return OnDevice(RULE, capacity, limits, CARD, CPU), plan
 
 
+@pytest.mark.parametrize(("group", "merging"), [(4, [(0, 2)]), (16, [(0, 2)]), (32, [])])
+def test_only_tiles_of_16_rows_merge(group: int, merging: list[tuple[int, int]]) -> None:
+    tiles = decode_tiles(2, 128, group)
+    limits = tile_limits(make_rule(group, 16, 1, num_kv_heads=2), Capacity(16, 32, 16, 200, 1))
+    geometry = gpu.Geometry(2 * group, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
+    plan = gpu.reserve(limits, tiles, geometry, CARD, "serial", CPU)
+    assert [
+        launch.buckets for launch in plan.launches if launch.buckets and launch.buckets[-1] >= len(tiles)
+    ] == merging
+
+
 def test_a_step_says_what_it_reads() -> None:
     on_device, plan = made()
     step = on_device.plan((TABLE, LENS, None), UNLIMITED, plan)

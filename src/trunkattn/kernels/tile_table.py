@@ -108,13 +108,14 @@ DECODE_TILES_FP8: Final = (
     replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
 # head_dim over 128: of 64 rows the accumulators alone would fill the registers. Low tiles in 2 warps spill where they
-# merge, and 11 batches of an H100 (head_dim 256 and 192) take 1 to 9 % longer.
+# merge, and 11 batches of an H100 (head_dim 256 and 192) take 1 to 11 % longer.
 DECODE_TILES_WIDE: Final = (
     replace(_LOW, warps=4, programs=2),
     GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
 )
 # float32 is multiplied without tensor cores: 64_1024 of 16/8 heads takes 427 µs on an H100, with 32 keys in 4 warps 668
-# and in 8 721. The times are of the tiles of other types.
+# and in 8 721; with head_dim 256 950 in 4 warps, which spill, and 2,800 in 2; 8 do not spill, and were not timed. The
+# times in the rows are of the tiles of other types.
 DECODE_TILES_FP32: Final = (
     replace(_LOW, warps=4, programs=2),
     GpuTile(32, 64, 8, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),

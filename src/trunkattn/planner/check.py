@@ -72,7 +72,8 @@ def _check_order(planned: Planned) -> None:
 
 def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
     """Raises AssertionError unless every (query token, visible KV token) pair is covered exactly once, by its own page;
-    partial slots are written once and merged once; items fit their tile and each bucket's heaviest comes first."""
+    partial slots are written once and merged once, by items of the lowest tile only; items fit their tile and each
+    bucket's heaviest comes first."""
     query_lens = np.diff(batch.query_start_loc)
     row_of = np.repeat(np.arange(len(query_lens)), query_lens)
     position = batch.seq_lens[row_of] - batch.query_start_loc[row_of + 1] + np.arange(len(row_of))
@@ -106,6 +107,7 @@ def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
     merged = np.concatenate([np.arange(first, last) for first, last in ranges] or [np.empty(0, np.int64)])
     assert (np.diff(written) > 0).all(), "a partial slot is written twice"
     assert np.array_equal(np.sort(merged), written), "a partial is written and not merged, or merged and not written"
+    assert tiles.counts[-1] == tiles.counts[len(rule.kinds) + 1], "an item of a taller tile merges"
     final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(row_of))), "a query's output is not written exactly once"
     size = (tiles.items[:, RUN_END] - tiles.items[:, RUN_START]).astype(np.int64)
