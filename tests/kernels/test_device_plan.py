@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from trunkattn.kernels import device_plan, gpu
 from trunkattn.kernels.device_order import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE, place_of
 from trunkattn.kernels.device_plan import ERRORS, DevicePlanner
-from trunkattn.kernels.tile_table import decode_tiles
+from trunkattn.kernels.tile_table import GpuTile, decode_tiles
 from trunkattn.plan_format import Capacity, TileLimits
 from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
@@ -118,8 +118,29 @@ def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch
     """More requests and columns than one pass of any kernel takes."""
     monkeypatch.setattr(device_plan, "_PAIRS", 32)
     monkeypatch.setattr(device_plan, "_BLOCK", 32)
+    monkeypatch.setattr(device_plan, "_HASHED", 32)
     batch = as_batch(tree_batch(parse_tree("1,3,90_32,16,20"), 1, row_seed=1, page_seed=1))
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
+    planned.fill(batch)
+    planned.assert_equals_host(batch)
+
+
+def test_two_lowest_tiles_of_one_height() -> None:
+    """Of the first items merge what the tall tile leaves, of the second none does."""
+    shapes = tuple(GpuTile(*size, 1, 1, 2, (2000, 3000), (1500, 2500)) for size in ((2, 4), (2, 8), (8, 8)))
+    batch = as_batch(tree_batch(parse_tree("1,12_16,6"), 1, row_seed=0, page_seed=1))
+    rule = make_rule(1, 1, 1, shapes=shapes)
+    for number, way in enumerate(candidates(rule)):
+        if way.tall == 2 and way.low == 1:
+            planned = prepare(rule, capacity_for(batch), number)
+            planned.fill(batch)
+            planned.assert_equals_host(batch)
+
+
+def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_plan, "_HASHED", 4)
+    batch = make_batch([[*range(1, 11)], [20, *range(2, 11)], [*range(1, 6), 30, *range(7, 11)]])
+    planned = prepare(make_rule(4, 1, 16), capacity_for(batch), 0)
     planned.fill(batch)
     planned.assert_equals_host(batch)
 

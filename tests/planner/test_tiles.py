@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels.tile_table import DECODE_TILES, decode_tiles, without_subtiles
 from trunkattn.plan_format import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, Capacity, TileList
 from trunkattn.planner import tile_costs, tiles
@@ -139,6 +140,18 @@ def test_candidates_hold_at_least_one_query_token() -> None:
     assert [tiling.name(rule) for tiling in candidates(rule) if tiling.waves == 4] == [f"{name} fine" for name in names]
     uncut = [replace(tiling, waves=1) for tiling in candidates(rule) if tiling.waves == 0]
     assert uncut == candidates(rule)[1:4], "one query token a tile is always cut: nothing else fills the device"
+
+
+@pytest.mark.parametrize(
+    ("cache", "tree"), [((2, 128), "1,256_2048,32"), ((2, 256), "1,256_2048,32"), ((1, 128), "1,1024_2048,32")]
+)
+def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
+    kinds = tuple(tile_kind(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
+    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, bytes_per_us=2_000_000, launch_ns=5000)
+    batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
+    times = predict(rule, forest_of(batch, 16), (batch.seq_lens, batch.query_start_loc), UNLIMITED)
+    best = min(times, key=lambda way: times[way])
+    assert 1 in (best.tall, best.low), best.name(rule)
 
 
 def test_a_run_divides_the_page_and_every_block() -> None:

@@ -155,8 +155,8 @@ def items_kernel(
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """Every item of the chosen tiling: items [ITEM_FIELDS, max_items], and the pieces of each query token. Only a low
-    tile that is not cut can hold the last piece of all its queries when there are others, and merge them. The last
-    program, which often has no item, sums up the plan."""
+    tile that is not cut can hold the last piece of all its queries when there are others, and, of the lowest kind,
+    merge them. The last program, which often has no item, sums up the plan."""
     in_turn(FOLLOWS, LEADS)
     way = chosen(times, NUM_WAYS, WAYS)
     num_entries = tl.load(state + NUM_ENTRIES)
@@ -205,7 +205,7 @@ def items_kernel(
         tl.store(to + ITEM_ROWS * max_items, rows)
         tl.store(to + ITEM_SUBTILES * max_items, subtiles)
         merges = 0
-        if (nth == 1) & (count == 1):
+        if (nth == 1) & (count == 1) & (kind == 0):
             others = _tall_pieces(
                 entry + i, entry + low, entry + high, tall, num_entries, nodes, tiles, ENTRIES, NODES, 16
             )

@@ -127,7 +127,7 @@ DECODE_TILES_FP32_WIDE: Final = (
 # On cards that were not timed: they spill neither on an sm_80 nor on an sm_100
 _FP32_UNTIMED: Final = (
     GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
-    GpuTile(32, 16, 8, 2, 1, (620, 3550), (250, 2430), subtiles=2, private_n=16, flat_n=16),
+    GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
 # On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
 # would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md. The times are of the
@@ -152,7 +152,7 @@ def decode_tiles(
         tiles = DECODE_TILES_FP8
     if width > _WIDE:
         tiles = DECODE_TILES_WIDE
-    if not timed:
+    if not timed or (kv_itemsize == 1 and width > _WIDE):  # which spills in 4 warps on an sm_90, and was not timed
         tiles = tuple(_in_eight_warps(tile) for tile in tiles)
     if kv_itemsize > 2:
         tiles = (DECODE_TILES_FP32_WIDE if width > _WIDE else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
@@ -162,13 +162,24 @@ def decode_tiles(
 
 
 def _in_eight_warps(tile: GpuTile) -> GpuTile:
-    """What a card that was not timed takes: tall tiles in 4 warps spill on an sm_80 or an sm_100, or both."""
-    return replace(tile, warps=8, programs=1, private_n=16, flat_n=32) if tile.subtiles > 1 else tile
+    """What a card that was not timed takes: tall tiles in 4 warps spill on an sm_80 or an sm_100, or both. One program
+    of 8 is taken to compute what two of 4 do."""
+    if tile.subtiles == 1 or tile.warps == 8:
+        return tile
+    full, masked = tile.block_ns
+    return replace(tile, warps=8, programs=1, block_ns=(full // 2, masked // 2), private_n=16, flat_n=32)
 
 
 def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
     """The same tiles, all of whose rows read all keys: for items that are packs."""
-    return tuple(replace(tile, subtiles=1, block_n=tile.flat_n) if tile.subtiles > 1 else tile for tile in tiles)
+    return tuple(_flat(tile) if tile.subtiles > 1 else tile for tile in tiles)
+
+
+def _flat(tile: GpuTile) -> GpuTile:
+    """A block takes as much less time as it has fewer keys."""
+    less = tile.block_n // tile.flat_n
+    block_ns, chain_ns = ((full // less, masked // less) for full, masked in (tile.block_ns, tile.chain_ns))
+    return replace(tile, subtiles=1, block_n=tile.flat_n, block_ns=block_ns, chain_ns=chain_ns)
 
 
 @dataclass(frozen=True)
@@ -185,7 +196,7 @@ PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
 # head_dim over 128: this spills 88 bytes on an sm_90 and reaches 200 TFLOP/s; 64x32, which spills 16, 146; of what
 # does not, 32x32 in 4 warps 136, 32x64 in 8 102 and 64x16 90 (2,048 tokens behind 8k, head_dim 256, an H100)
 PREFILL_TILE_WIDE: Final = PrefillTile(64, 64, 8, 2, programs=1)
-# float32 (12 TFLOP/s; 32x32: 6), and heads over 128 on cards that were not timed
+# float32 (11 TFLOP/s; 32x32: 6), and heads over 128 on cards that were not timed
 PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, programs=1)
 # An sm_80 keeps the queries in registers too, and would spill some 230 bytes a thread: half the keys do not
 _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
