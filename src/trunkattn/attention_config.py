@@ -8,6 +8,7 @@ import torch
 
 from trunkattn.kernels.cpu_math import KV_KINDS
 from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_PAGE, HYBRID_WIDTH
+from trunkattn.kernels.write_kv import NO_E4M3, has_e4m3
 from trunkattn.planner.build import POLICIES
 
 _WIDEST_ON_GPU: Final = 256
@@ -147,10 +148,8 @@ class AttentionConfig:
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
         if self.execution == "overlapped" and not (self.on_hopper and _is_hopper(device)):
             reasons.append(f"device cuda: execution='overlapped': {_NO_OVERLAP}")
-        if self.cache_dtype == torch.float8_e4m3fn and not _has_e4m3(device):
-            reasons.append(
-                "device cuda: torch.float8_e4m3fn needs compute capability 8.9 or newer; float8_e5m2 does not"
-            )
+        if self.cache_dtype == torch.float8_e4m3fn and not has_e4m3(device):
+            reasons.append(f"device cuda: kv_dtype={self.cache_dtype}: expected {NO_E4M3}")
         if find_spec("triton") is None:
             reasons.append("device cuda: the kernels need the package triton, which is not installed")
         if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
@@ -164,11 +163,6 @@ class AttentionConfig:
                 f"head_dim {max(self.head_dim, self.value_dim)} and {self.cache_dtype} caches"
             )
         return reasons
-
-
-def _has_e4m3(device: torch.device | str) -> bool:
-    """Whether a CUDA device, if there is one, converts float8_e4m3fn."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _is_hopper(device: torch.device | str) -> bool:

@@ -21,7 +21,6 @@ from trunkattn.kernels import gpu
 from trunkattn.kernels.prefill_plan import Chunks
 from trunkattn.kernels.tile_table import (
     INVARIANT_CHUNK_TOKENS,
-    TIMED_CAPABILITY,
     GpuLimits,
     decode_tiles,
     gpu_device,
@@ -101,7 +100,7 @@ class GpuExecutor:
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
         capability = 10 * properties.major + properties.minor
-        hopper = capability == TIMED_CAPABILITY
+        hopper = capability == 90
         self._card = gpu.Card(self._processors, overlaps=properties.major >= 9, hopper=hopper)
         limits = gpu_limits(properties.name)
         self._tiled = config.policy == "auto" and not config.batch_invariant

@@ -22,11 +22,11 @@ SPILLED_AT_MOST = {
     "decode hopper masked": 8,  # of warps that bring keys and values
     "hybrid": 592, "hybrid masked": 592, "hybrid window": 600,  # outside of its two inner loops
 }  # fmt: skip
-PERSISTENT_SPILLS = {(90, 128): 8, (90, 256): 32}  # one launch holds two tiles
+PERSISTENT_SPILLS = {(90, 128): 8, (90, 256): 24}  # one launch holds two tiles
 PREFILL_SPILLS = {  # what does not spill is slower on an sm_90 (tile_table.py)
-    (80, 256, "bf16"): 16, (80, 256, "fp8e5"): 32, (80, 256, "fp32"): 216, (90, 256, "bf16"): 96,
-    (90, 256, "fp8e4nv"): 256, (90, 256, "fp32"): 24, (100, 256, "bf16"): 256, (100, 256, "fp8e4nv"): 80,
-    (100, 256, "fp32"): 64,
+    (80, 256, "bf16"): 8, (80, 256, "fp8e5"): 24, (80, 256, "fp32"): 208, (90, 256, "bf16"): 88,
+    (90, 256, "fp8e4nv"): 248, (90, 256, "fp32"): 16, (100, 256, "bf16"): 248, (100, 256, "fp8e4nv"): 72,
+    (100, 256, "fp32"): 56,
 }  # fmt: skip
 ON_HOPPER = frozenset({
     "prefill hopper", "prefill hopper window", "hybrid", "hybrid masked", "hybrid window", "decode hopper",

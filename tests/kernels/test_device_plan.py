@@ -130,11 +130,12 @@ def test_two_lowest_tiles_of_one_height() -> None:
     shapes = tuple(GpuTile(*size, 1, 1, 2, (2000, 3000), (1500, 2500)) for size in ((2, 4), (2, 8), (8, 8)))
     batch = as_batch(tree_batch(parse_tree("1,12_16,6"), 1, row_seed=0, page_seed=1))
     rule = make_rule(1, 1, 1, shapes=shapes)
-    for number, way in enumerate(candidates(rule)):
-        if way.tall == 2 and way.low == 1:
-            planned = prepare(rule, capacity_for(batch), number)
-            planned.fill(batch)
-            planned.assert_equals_host(batch)
+    ways = [number for number, way in enumerate(candidates(rule)) if (way.tall, way.low) == (2, 1)]
+    assert len(ways) == 3, "cut, fine, uncut"
+    for way in ways:
+        planned = prepare(rule, capacity_for(batch), way)
+        planned.fill(batch)
+        planned.assert_equals_host(batch)
 
 
 def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trunkattn import write_kv
 from trunkattn.kernels.cpu_math import KV_KINDS
@@ -123,3 +124,14 @@ def test_bad_input_is_named_and_nothing_is_written(
     # and nothing was written
     assert torch.equal(K_CACHE, torch.ones_like(K_CACHE))
     assert torch.equal(V_CACHE, torch.ones_like(V_CACHE))
+
+
+def test_a_card_that_does_not_convert_e4m3_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are said to lie on a GPU and have no memory: nothing is launched."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
+        new = torch.empty(3, 2, 8, device="cuda")
+        cache = torch.empty(4, 16, 2, 8, device="cuda", dtype=torch.float8_e4m3fn)
+        with pytest.raises(TypeError, match=r"k_cache has dtype torch\.float8_e4m3fn: expected .* capability 8\.9"):
+            write_kv(new, new, cache, cache, torch.zeros(3, dtype=torch.int64, device="cuda"))

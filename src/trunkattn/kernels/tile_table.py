@@ -146,16 +146,16 @@ def decode_tiles(
 ) -> tuple[GpuTile, ...]:
     """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
     `decode_hopper` computes it, of 16 bits and 128 wide. capability: of the card, 80 for 8.0."""
-    timed = capability == TIMED_CAPABILITY
+    timed, wide = capability == TIMED_CAPABILITY, width > _WIDE
     tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
-    if kv_itemsize == 1:
-        tiles = DECODE_TILES_FP8
-    if width > _WIDE:
-        tiles = DECODE_TILES_WIDE
-    if not timed or (kv_itemsize == 1 and width > _WIDE):  # which spills in 4 warps on an sm_90, and was not timed
-        tiles = tuple(_in_eight_warps(tile) for tile in tiles)
     if kv_itemsize > 2:
-        tiles = (DECODE_TILES_FP32_WIDE if width > _WIDE else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
+        tiles = (DECODE_TILES_FP32_WIDE if wide else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
+    elif wide:
+        tiles = DECODE_TILES_WIDE
+    elif kv_itemsize == 1:
+        tiles = DECODE_TILES_FP8
+    if not timed or (wide and kv_itemsize == 1):  # wide fp8 spills in 4 warps on an sm_90, and was not timed
+        tiles = tuple(_in_eight_warps(tile) for tile in tiles)
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
     fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
     return tiles if fits else without_subtiles(tiles)

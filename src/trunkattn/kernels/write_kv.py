@@ -6,6 +6,13 @@ from numba import njit
 from trunkattn.kernels.cpu import flat
 from trunkattn.kernels.cpu_math import KV_KINDS
 
+NO_E4M3 = "another one on a GPU before compute capability 8.9, such as torch.float8_e5m2"
+
+
+def has_e4m3(device: torch.device | str) -> bool:
+    """Whether a CUDA device, if there is one, converts float8_e4m3fn."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
 
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -20,7 +27,8 @@ def write_kv(
     Raises:
         ValueError: if a shape, stride or device does not fit or, on a CPU, a slot lies outside the cache; nothing is
             written then.
-        TypeError: if slot_mapping is not int64, a cache has no known dtype, or an argument is no tensor.
+        TypeError: if slot_mapping is not int64, a cache has no dtype that its device converts, or an argument is no
+            tensor.
     """
     named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     for name, tensor in named.items():
@@ -66,6 +74,8 @@ def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -
         )
     if cache.dtype not in KV_KINDS:
         raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
+    if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not has_e4m3(cache.device):
+        raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected {NO_E4M3}")
     expected = (num_tokens, *cache.shape[2:])
     if tuple(new.shape) != expected:
         raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
