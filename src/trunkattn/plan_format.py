@@ -132,13 +132,15 @@ class PrefillList:
     """A work list of prompt chunks as `kernels.prefill` reads it, beside the tile list of a step's other requests.
 
     items, queries, slots: as in WorkList, queries and slots numbered through the whole step; block_table [rows,
-    columns]: the pages that items name by KV_ROW. What several items compute is merged by the tile list's merges.
+    columns]: the pages that items name by KV_ROW; heads: KV heads that take turns, item by item, before the next so
+    many do. What several items compute is merged by the tile list's merges.
     """
 
     items: NDArray[np.int32]
     queries: NDArray[np.int32]
     slots: NDArray[np.int32]
     block_table: NDArray[np.int32]
+    heads: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn import AttentionConfig, BatchAttention, Capacity, attention_prefill
 from trunkattn.kernels.tile_table import HybridTimes
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
@@ -109,6 +109,19 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, w
     _, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, return_lse=True)
     assert_right(layer, out, lse, tolerance, window)
     return plan
+
+
+def test_heads_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some heads after the others, and the same bits."""
+    if refused(CONFIG):
+        return
+    layer, found = poisoned(CONFIG, mixed()), []
+    for heads in (8, 1, 4):
+        monkeypatch.setattr(attention_prefill, "heads_in_turn", lambda *_, heads=heads: heads)
+        attention = BatchAttention(CONFIG)
+        found.append(attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache))
+    assert_right(layer, found[0])
+    assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def _finish(state, begin, used, head, queries, slots, tensors, strides, v_scale,
 @gluon.jit
 def hybrid_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    chunk_items, chunk_count, block_table, chunk_queries, chunk_slots,  # prompt chunks
+    chunk_items, chunk_counts, block_table, chunk_queries, chunk_slots,  # prompt chunks
     items, beside, runs, queries, slots, positions,  # the tile list
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
@@ -220,7 +220,7 @@ def hybrid_kernel(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, SLOTS: gl.constexpr,
     CHUNK_REGISTERS: gl.constexpr, DECODE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """chunk_count[0] prompt chunks, as `PrefillList` has them, and the items [beside[0], beside[1]) of the tile list,
+    """Prompt chunks, as `prefill_hopper_kernel` has them, and the items [beside[0], beside[1]) of the tile list,
     which merge nothing."""
     if LEADS:
         launch_dependents()
@@ -232,7 +232,7 @@ def hybrid_kernel(
     p_tile = gl.allocate_shared_memory(dtype, [_KEYS, _ROWS], _WEIGHTS)
     ready, empty = make_barriers(SLOTS, 1), make_barriers(SLOTS, 1)
     tiles = tiles_of(ring, _KEYS, _HALF, SLOTS)
-    chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)
+    chunks = (chunk_items, gl.load(chunk_counts), gl.load(chunk_counts + 1))
     first_item = gl.load(beside)
     tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
     rows, plan = (chunk_queries, chunk_slots, positions), (runs, queries, slots, positions)
@@ -279,7 +279,7 @@ def launch(t: "Tensors", plan: "GpuPlan", processors: int, options: dict[str, bo
     windowed = geometry.window != UNLIMITED
     hybrid_kernel[(processors,)](
         t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
-        chunks["items"], arrays["prefill_count"], chunks["block_table"], chunks["queries"], chunks["slots"],
+        chunks["items"], arrays["prefill_counts"], chunks["block_table"], chunks["queries"], chunks["slots"],
         arrays["items"], arrays["beside"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"],
         t.logit_scale, t.v_scale, geometry.window, prefill.table_stride, *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,

@@ -139,17 +139,20 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
     RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """counts[0] items, heaviest first; see `PrefillList` for the arrays. A program takes its turn from the front in one
-    round and from the back in the next, so that all end at about the same time."""
+    """counts: items, heaviest first, and KV heads that take turns; see `PrefillList` for the arrays. A program takes
+    its turn from the front in one round and from the back in the next, so that all end at about the same time."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
-    tasks, programs = tl.load(counts) * NUM_KV_HEADS, tl.num_programs(0)
+    num_items, heads, programs = tl.load(counts), tl.load(counts + 1), tl.num_programs(0)
+    tasks = num_items * NUM_KV_HEADS
     for first in range(0, tasks, programs):
         turn = tl.program_id(0)
         task = first + tl.where(first // programs % 2 == 0, turn, programs - 1 - turn)
         if task < tasks:
+            before = task // (num_items * heads) * heads  # heads that had their turns
+            task -= before * num_items
             prefill_item(
-                items + task // NUM_KV_HEADS * ITEM, task % NUM_KV_HEADS,
+                items + task // heads * ITEM, before + task % heads,
                 (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
                 (block_table, table_stride, queries, slots, positions),
                 (logit_scale, v_scale, sinks, soft_cap, window),
