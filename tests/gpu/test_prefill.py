@@ -157,7 +157,7 @@ def test_an_sm_90_and_no_other_card_gets_its_own_kernel(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("soft_cap", [None, 20.0])  # which the portable kernel has
-@pytest.mark.parametrize("capacity", [None, Capacity(8, 2048, 256, 1 << 20)])
+@pytest.mark.parametrize("capacity", [None, Capacity(8, 2048, 256, 1)])
 def test_heads_that_take_turns(
     monkeypatch: pytest.MonkeyPatch, soft_cap: float | None, capacity: Capacity | None
 ) -> None:
@@ -165,6 +165,8 @@ def test_heads_that_take_turns(
     config = replace(GOOD, logits_soft_cap=soft_cap)
     layer = make_layer(config, chunks("1,4_1024,900", [900, 90, 1, 300]))
     found = []
+    if capacity:
+        capacity = replace(capacity, num_pages=len(layer.k_cache))
     for heads in (8, 1, 2, 4):
         monkeypatch.setattr(attention_prefill, "heads_in_turn", lambda *_, heads=heads: heads)
         attention = BatchAttention(config, capacity=capacity)

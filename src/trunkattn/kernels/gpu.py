@@ -23,7 +23,7 @@ from trunkattn.kernels.persistent import persistent_kernel
 from trunkattn.kernels.prefill import prefill_kernel
 from trunkattn.kernels.prefill_plan import Chunks, Packed, PrefillPlan, aligned
 from trunkattn.kernels.tile_table import GpuTile, PrefillTile
-from trunkattn.plan_format import ITEM_COLUMNS, PrefillLimits, PrefillList, TileLimits, TileList
+from trunkattn.plan_format import ITEM_COLUMNS, QUERY_END, QUERY_START, PrefillLimits, PrefillList, TileLimits, TileList
 
 _MERGE_PROGRAMS = 16  # of one warp, on a multiprocessor; each reads a few kilobytes
 
@@ -69,8 +69,8 @@ class Launch:
 class GpuPlan(Packed):
     """A tile list on the device, and the work items of prompt chunks, if there may be any.
 
-    Its array `beside` [2]: items [first, last), of the lowest tile and merging nothing, that are computed in one launch
-    with the chunks and are in no bucket of `counts`; only an overlapped execution has any.
+    Its array `beside` [3]: items [first, last), of the lowest tile and merging nothing, that are computed in one launch
+    with the chunks and are in no bucket of `counts`, and the most queries of one; only an overlapped execution has any.
     summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
     that was made on the device.
     """
@@ -127,7 +127,7 @@ def reserve(
     the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
-        "counts": 2 * heights + 2, "prefill_counts": 2, "beside": 2, "positions": limits.query_tokens,
+        "counts": 2 * heights + 2, "prefill_counts": 2, "beside": 3, "positions": limits.query_tokens,
         "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
         "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
         "runs": 3 * limits.runs,
@@ -163,12 +163,12 @@ def _host_arrays(
 ) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries;
     prefill_counts: items, and KV heads that take turns."""
-    chunk_counts = (len(listed.items), listed.heads) if listed else (0, 0)
     counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
+    queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
     counts[0] += beside
     return {
-        "counts": counts, "prefill_counts": np.array(chunk_counts, np.int32),
-        "beside": np.array([counts[0] - beside, counts[0]], np.int32), "positions": positions,
+        "counts": counts, "prefill_counts": np.array((len(listed.items), listed.heads) if listed else (0, 0), np.int32),
+        "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
     }  # fmt: skip

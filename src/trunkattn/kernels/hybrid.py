@@ -22,7 +22,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.kernels import prefill_hopper
 from trunkattn.kernels.decode_hopper import boxes_of
-from trunkattn.kernels.hopper import descriptor, launch_dependents, load_box, make_barriers, rolled, tiles_of
+from trunkattn.kernels.hopper import (
+    BOX,
+    DIM,
+    NOTHING,
+    TILE,
+    WIDE,
+    descriptor,
+    launch_dependents,
+    load_box,
+    make_barriers,
+    rolled,
+    tiles_of,
+)
 from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
 from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_ROWS, GpuTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
@@ -30,28 +42,26 @@ from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
 if TYPE_CHECKING:
     from trunkattn.kernels.gpu import GpuPlan, Tensors
 
-SLOTS: Final = 7  # of 8 KiB, 64 keys or values of 64 dims, in the decodes' ring: what the chunks' rings leave
+SLOTS: Final = 3  # of 16 KiB, 64 keys or values, in the decodes' ring: most of what the chunks' rings leave
 REGISTERS: Final = 128  # of each of 512 threads at launch
 CHUNK_REGISTERS: Final = 208  # of threads that compute chunks, then
 DECODE_REGISTERS: Final = 72
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _BLOCK_N, _STAGES = gl.constexpr(128), gl.constexpr(2)  # of the chunks
-_ROWS = gl.constexpr(HYBRID_ROWS)  # of a decode tile, which whole groups fill
+_NARROW, _WIDE = gl.constexpr(8), gl.constexpr(HYBRID_ROWS)  # rows of a decode tile, which whole groups fill
 _KEYS = gl.constexpr(HYBRID_KEYS)  # of a block of a decode tile
-_BOX = gl.constexpr(16)  # tokens that the copy engine brings at once
 _BOXES = gl.constexpr(4)  # of a block
-_DIM = gl.constexpr(128)
-_HALF = gl.constexpr(64)  # dims
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
-_NOTHING = gl.constexpr(-1e30)
 _LN_2 = gl.constexpr(0.6931471805599453)
-_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
-_KEY = gl.constexpr(gl.SliceLayout(1, _ACC.value))  # keys, or dims
-_ROW = gl.constexpr(gl.SliceLayout(0, _ACC.value))  # query rows
-_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
-_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_HIGHER = gl.constexpr(8.0)  # weights may grow to 2 to this power before sums are scaled anew
+_WARPS = gl.constexpr(4)
+_TOPS = gl.constexpr(gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0]))  # a thread has its columns of all warps
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_NARROW_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]))
+_WIDE_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+_NARROW_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(0, 16, 2))
+_WIDE_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 
 
 @gluon.jit
@@ -62,15 +72,15 @@ def _first_task():
 
 @gluon.jit
 def _send(desc, page, place, head, ring, ready, empty, count, SLOTS: gl.constexpr):
-    """Sends for both halves of the dims of a block of keys or values."""
+    """Sends for a block of keys or values."""
+    slot = count % SLOTS
+    bar = ready.index(slot)
+    mbarrier.wait(empty.index(slot), count // SLOTS % 2 ^ 1)
+    mbarrier.expect(bar, _KEYS * DIM * 2)
     for half in range(rolled(2)):
-        slot = (count + half) % SLOTS
-        bar = ready.index(slot)
-        mbarrier.wait(empty.index(slot), (count + half) // SLOTS % 2 ^ 1)
-        mbarrier.expect(bar, _KEYS * _HALF * 2)
         for i in gl.static_range(_BOXES):
-            load_box(desc, [page[i], place[i], head, half * _HALF], bar, ring.index(slot * _BOXES + i))
-    return count + 2
+            box = ring.index((slot * 2 + half) * _BOXES + i)
+            load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
 
 
 @gluon.jit
@@ -85,53 +95,61 @@ def _produce(tasks, runs, k_desc, v_desc, ring, ready, empty,
         page, place = boxes_of(runs, start, end, PAGE_SIZE, RUN)
         for at in range(start, end, _KEYS // RUN):
             next_page, next_place = boxes_of(runs, at + _KEYS // RUN, end, PAGE_SIZE, RUN)  # on its way meanwhile
-            count = _send(k_desc, page, place, head, ring, ready, empty, count, SLOTS)
-            count = _send(v_desc, page, place, head, ring, ready, empty, count, SLOTS)
+            _send(k_desc, page, place, head, ring, ready, empty, count, SLOTS)
+            _send(v_desc, page, place, head, ring, ready, empty, count + 1, SLOTS)
+            count += 2
             page, place = next_page, next_place
 
 
 @gluon.jit
-def _attend(state, count, scale, mask, q_tile, p_tile, tiles, ready, empty, MASK: gl.constexpr, SLOTS: gl.constexpr):
-    """One block of the online softmax. state: output of each half [64 dims, 16 rows], maximum [16] and sums
-    [64, 16], which are added up at the end."""
-    low, high, top, total = state
-    for half in gl.static_range(2):
-        mbarrier.wait(ready.index((count + half) % SLOTS), (count + half) // SLOTS % 2)
-    scores = gl.zeros([_KEYS, _ROWS], gl.float32, _ACC)
-    for half in gl.static_range(2):
-        keys = tiles.index((count + half) % SLOTS)
-        scores = warpgroup_mma(keys, q_tile.index(half).permute((1, 0)), scores, use_acc=half > 0, is_async=True)
+def _attend(state, count, scale, mask, memory, ring, MASK: gl.constexpr, ACC: gl.constexpr, SLOTS: gl.constexpr):
+    """One block of the online softmax. state: output [128 dims, rows], what exponents are from [rows] and sums [64,
+    rows], which are added up at the end.
+
+    Weights are of the maximum before the block, which all warps know, and stand if no row's is much higher in it: then
+    warps wait for each other once between both products, for weights and maxima alike."""
+    acc, top, total = state
+    q_tile, p_tile, tops = memory
+    tiles, ready, empty = ring
+    ROWS: gl.constexpr = p_tile.shape[1]
+    keys, values = count % SLOTS, (count + 1) % SLOTS
+    mbarrier.wait(ready.index(keys), count // SLOTS % 2)
+    nothing = gl.zeros([_KEYS, ROWS], gl.float32, ACC)
+    scores = warpgroup_mma(tiles.index(keys), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
-    for half in gl.static_range(2):
-        mbarrier.arrive(empty.index((count + half) % SLOTS))
+    mbarrier.arrive(empty.index(keys))
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
-    higher = gl.maximum(top, gl.max(scores, 0))
-    weights = gl.exp2(scores - higher[None, :])
-    rescale = gl.exp2(top - higher)[None, :]
+    tops.store(gl.max(gl.reshape(scores, [_WARPS, _KEYS // _WARPS, ROWS]), 1))
+    weights = gl.exp2(scores - top[None, :])
     p_tile.store(weights.to(p_tile.dtype))
     fence_async_shared()
-    count += 2
-    for half in gl.static_range(2):
-        mbarrier.wait(ready.index((count + half) % SLOTS), (count + half) // SLOTS % 2)
-    low = warpgroup_mma(tiles.index(count % SLOTS).permute((1, 0)), p_tile, low * rescale, is_async=True)
-    high = warpgroup_mma(tiles.index((count + 1) % SLOTS).permute((1, 0)), p_tile, high * rescale, is_async=True)
-    low, high = warpgroup_mma_wait(0, deps=(low, high))
-    for half in gl.static_range(2):
-        mbarrier.arrive(empty.index((count + half) % SLOTS))
-    return low, high, higher, total * rescale + weights
+    higher = gl.convert_layout(gl.max(tops.load(_TOPS), 0), gl.SliceLayout(0, ACC))
+    if gl.max(higher - top, 0) > _HIGHER:
+        higher = gl.maximum(top, higher)
+        weights = gl.exp2(scores - higher[None, :])
+        p_tile.store(weights.to(p_tile.dtype))
+        fence_async_shared()
+        rescale = gl.exp2(top - higher)[None, :]
+        acc, total, top = acc * rescale, total * rescale, higher
+    mbarrier.wait(ready.index(values), (count + 1) // SLOTS % 2)
+    acc = warpgroup_mma(tiles.index(values).permute((1, 0)), p_tile, acc, is_async=True)
+    total += weights
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(values))
+    return acc, top, total
 
 
 @gluon.jit
-def _mask(runs, at, end, local, position, window, RUN: gl.constexpr, MASKED: gl.constexpr):
-    """[64, 16] which row sees which key of the block that begins with run `at`."""
-    n = gl.arange(0, _KEYS, _KEY)
+def _mask(runs, at, end, local, position, window, ACC: gl.constexpr, RUN: gl.constexpr, MASKED: gl.constexpr):
+    """[64, rows] which row sees which key of the block that begins with run `at`."""
+    n = gl.arange(0, _KEYS, gl.SliceLayout(1, ACC))
     run = at + n // RUN
     word = runs + run * 3
     rows = gl.load(word + 1, mask=run < end, other=0)
-    first = n % RUN // _BOX * _BOX  # of the box, in the run
-    missing = _BOX - gl.minimum(gl.maximum((rows >> 16) - first, 0), _BOX)  # a box ends with its last token
-    begin, until = gl.where(n % _BOX >= missing, rows & 255, 256), rows >> 8 & 255
+    first = n % RUN // BOX * BOX  # of the box, in the run
+    missing = BOX - gl.minimum(gl.maximum((rows >> 16) - first, 0), BOX)  # a box ends with its last token
+    begin, until = gl.where(n % BOX >= missing, rows & 255, 256), rows >> 8 & 255
     seen = (local[None, :] >= begin[:, None]) & (local[None, :] < until[:, None])
     if MASKED:
         where = gl.load(word + 2, mask=run < end, other=0) + n % RUN - missing
@@ -140,17 +158,18 @@ def _mask(runs, at, end, local, position, window, RUN: gl.constexpr, MASKED: gl.
 
 
 @gluon.jit
-def _decode(tasks, plan, tensors, scales, window, strides, q_tile, p_tile, tiles, ready, empty,
-            NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
-            RUN: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Items of the tile list that merge nothing, as `decode.compute_item`."""
+def _compute(tasks, plan, tensors, scales, window, strides, memory, ring,
+             NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
+             RUN: gl.constexpr, ACC: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+    """Items of the tile list that merge nothing, as `decode.compute_item`, of as many rows as memory has."""
     items, num_tasks = tasks
     runs, queries, slots, positions = plan
-    q = tensors[0]
+    q, q_tile = tensors[0], memory[0]
     GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    m = gl.arange(0, _ROWS, _ROW)
-    wide_m = gl.arange(0, _ROWS, gl.SliceLayout(1, _WIDE))
-    wide_d = gl.arange(0, _HALF, gl.SliceLayout(0, _WIDE))[None, :]
+    ROWS: gl.constexpr = q_tile.shape[0]
+    m = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    wide_m = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for task in range(_first_task(), num_tasks, gl.num_programs(0)):
         item, head = items + task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
@@ -159,54 +178,71 @@ def _decode(tasks, plan, tensors, scales, window, strides, q_tile, p_tile, tiles
         wide_used = begin + wide_m // GROUP < last
         token = gl.load(queries + begin + wide_m // GROUP, mask=wide_used, other=0).to(gl.int64)
         at = (token * strides[0] + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
-        for half in gl.static_range(2):
-            q_tile.index(half).store(gl.load(q + at + half * _HALF, mask=wide_used[:, None], other=0.0))
+        q_tile.store(gl.load(q + at, mask=wide_used[:, None], other=0.0))
         fence_async_shared()
         used = begin + m // GROUP < last
         position = m
         if MASKED:
             token = gl.load(queries + begin + m // GROUP, mask=used, other=0)
             position = gl.load(positions + token, mask=used, other=0)
-        nothing = gl.zeros([_KEYS, _ROWS], gl.float32, _ACC)
-        state = (nothing, nothing, gl.full([_ROWS], _NOTHING, gl.float32, _ROW), nothing)
+        state = (gl.zeros([DIM, ROWS], gl.float32, ACC), gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(0, ACC)),
+                 gl.zeros([_KEYS, ROWS], gl.float32, ACC))  # fmt: skip
         scale = gl.load(scales[0] + head)
         for _ in range(start, full, _KEYS // RUN):
-            state = _attend(state, count, scale, 0, q_tile, p_tile, tiles, ready, empty, False, SLOTS)
-            count += 4
+            state = _attend(state, count, scale, 0, memory, ring, False, ACC, SLOTS)
+            count += 2
         for at_run in range(full, end, _KEYS // RUN):
-            seen = _mask(runs, at_run, end, m // GROUP, position, window, RUN, MASKED)
-            state = _attend(state, count, scale, seen, q_tile, p_tile, tiles, ready, empty, True, SLOTS)
-            count += 4
+            seen = _mask(runs, at_run, end, m // GROUP, position, window, ACC, RUN, MASKED)
+            state = _attend(state, count, scale, seen, memory, ring, True, ACC, SLOTS)
+            count += 2
         _finish(state, begin, used, head, queries, slots, tensors, strides, gl.load(scales[1] + head),
-                NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
+                NUM_QO_HEADS, GROUP, RETURN_LSE, ACC)  # fmt: skip
 
 
 @gluon.jit
 def _finish(state, begin, used, head, queries, slots, tensors, strides, v_scale,
-            NUM_QO_HEADS: gl.constexpr, GROUP: gl.constexpr, RETURN_LSE: gl.constexpr):  # fmt: skip
+            NUM_QO_HEADS: gl.constexpr, GROUP: gl.constexpr, RETURN_LSE: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
     """Writes the rows to their partial slots, or to the output."""
     _, out, lse_out, partial, partial_lse = tensors
-    low, high, top, total = state
-    m = gl.arange(0, _ROWS, _ROW)
-    d = gl.arange(0, _HALF, _KEY)[:, None]
+    acc, top, total = state
+    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    d = gl.arange(0, DIM, gl.SliceLayout(1, ACC))[:, None]
     total = gl.sum(total, 0)
     some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
-    natural = gl.where(total > 0, top * _LN_2 + gl.log(some), _NOTHING)
+    natural = gl.where(total > 0, top * _LN_2 + gl.log(some), NOTHING)
     query_head = head * GROUP + m % GROUP
     slot = gl.load(slots + begin + m // GROUP, mask=used, other=_DIRECT)
     token = gl.load(queries + begin + m // GROUP, mask=used, other=0)
     kept, direct = used & (slot != _DIRECT), used & (slot == _DIRECT)
     slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
     out_at = token.to(gl.int64) * strides[2] + query_head * strides[3]
-    for half in gl.static_range(2):
-        result = low if half == 0 else high
-        result = result * (1.0 / some)[None, :]
-        gl.store(partial + slot_at[None, :] * _DIM + d + half * _HALF, result, mask=kept[None, :])
-        result = (result * v_scale).to(out.dtype.element_ty)
-        gl.store(out + out_at[None, :] + d + half * _HALF, result, mask=direct[None, :])
+    result = acc * (1.0 / some)[None, :]
+    gl.store(partial + slot_at[None, :] * DIM + d, result, mask=kept[None, :])
+    gl.store(out + out_at[None, :] + d, (result * v_scale).to(out.dtype.element_ty), mask=direct[None, :])
     gl.store(partial_lse + slot_at, natural, mask=kept)
     if RETURN_LSE:
         gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+
+
+@gluon.jit
+def _decode(most, tasks, plan, tensors, scales, window, strides, narrow, wide, ring,
+            NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
+            RUN: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+    """The items in tiles of 8 rows if they have no more. most: queries of an item."""
+    if most * (NUM_QO_HEADS // NUM_KV_HEADS) <= _NARROW:
+        _compute(tasks, plan, tensors, scales, window, strides, narrow, ring,
+                 NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, _NARROW_ACC, SLOTS)  # fmt: skip
+    else:
+        _compute(tasks, plan, tensors, scales, window, strides, wide, ring,
+                 NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, _WIDE_ACC, SLOTS)  # fmt: skip
+
+
+@gluon.jit
+def _decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, WEIGHTS: gl.constexpr):
+    """Shared memory of a decode tile: queries, weights of a block, and its maxima in each warp."""
+    q_tile = gl.allocate_shared_memory(dtype, [ROWS, DIM], TILE)
+    p_tile = gl.allocate_shared_memory(dtype, [_KEYS, ROWS], WEIGHTS)
+    return q_tile, p_tile, gl.allocate_shared_memory(gl.float32, [_WARPS, ROWS], _FLAT)
 
 
 @gluon.jit
@@ -221,17 +257,17 @@ def hybrid_kernel(
     CHUNK_REGISTERS: gl.constexpr, DECODE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Prompt chunks, as `prefill_hopper_kernel` has them, and the items [beside[0], beside[1]) of the tile list,
-    which merge nothing."""
+    which merge nothing and have at most beside[2] queries."""
     if LEADS:
         launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
     k_ring, v_ring, chunk_q, chunk_tiles, chunk_barriers = chunk_memory(k_desc, v_desc, dtype, _BLOCK_N, _STAGES)
     k_ready, k_empty, v_ready, v_empty = chunk_barriers
-    ring = gl.allocate_shared_memory(dtype, [SLOTS * _BOXES, 1, _BOX, 1, _HALF], k_desc.layout)
-    q_tile = gl.allocate_shared_memory(dtype, [2, _ROWS, _HALF], _TILE)
-    p_tile = gl.allocate_shared_memory(dtype, [_KEYS, _ROWS], _WEIGHTS)
+    ring = gl.allocate_shared_memory(dtype, [SLOTS * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
+    narrow = _decode_memory(dtype, _NARROW, _NARROW_WEIGHTS)
+    wide = _decode_memory(dtype, _WIDE, _WIDE_WEIGHTS)
     ready, empty = make_barriers(SLOTS, 1), make_barriers(SLOTS, 1)
-    tiles = tiles_of(ring, _KEYS, _HALF, SLOTS)
+    filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready, empty)
     chunks = (chunk_items, gl.load(chunk_counts), gl.load(chunk_counts + 1))
     first_item = gl.load(beside)
     tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
@@ -245,7 +281,7 @@ def hybrid_kernel(
                               NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
             (consume_chunks, (1, chunks, rows, tensors, scales, window, strides, chunk_q, chunk_tiles, chunk_barriers,
                               NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
-            (_decode, (tasks, plan, tensors, scales, window, strides, q_tile, p_tile, tiles, ready, empty,
+            (_decode, (gl.load(beside + 2), tasks, plan, tensors, scales, window, strides, narrow, wide, filled,
                        NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, SLOTS)),
             (produce_chunks, (chunks, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
                               NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
@@ -266,7 +302,7 @@ def supports(t: "Tensors", plan: "GpuPlan", tile: GpuTile) -> bool:
         and prefill_hopper.supports(t, plan.prefill.tile, plan.geometry)
         and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
         and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HYBRID_GROUPS
-        and plan.geometry.run % _BOX.value == 0
+        and plan.geometry.run % BOX.value == 0
     )
 
 
