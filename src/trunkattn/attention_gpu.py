@@ -13,7 +13,7 @@ import torch
 
 from trunkattn.attention_config import AttentionConfig
 from trunkattn.attention_device import DeviceStep, OnDevice, tile_stats
-from trunkattn.attention_overlap import make_overlap
+from trunkattn.attention_overlap import make_overlap, ways_beside
 from trunkattn.attention_planner import make_planner, tile_kind
 from trunkattn.attention_prefill import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.checks import LayerInputs, scale_tensor
@@ -248,12 +248,9 @@ class GpuExecutor:
         if chunks is None:
             return _Tiled(tile_list, tiling.name(self._rule), reason, 0, times[tiling])
         assert self._overlap
-        low_ways = [way for way in ways if way.tall is None and way.low == 0]
-        finest = max(way.waves for way in low_ways)  # many items fill the time that chunks leave best
         lists = {
             way: tile_list if way == tiling else tile_forest(self._rule, way, forest, arrays, batch.window)
-            for some in (low_ways, [way for way in low_ways if way.waves == finest])
-            for way in (min(some, key=lambda way: times[way]),)
+            for way in ways_beside(ways, times)
         }
         chunk_ns = self._overlap.chunks_ns(chunks)
         found = {way: self._overlap.beside(each, chunk_ns) for way, each in lists.items()}

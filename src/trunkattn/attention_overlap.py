@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.attention_config import AttentionConfig
-from trunkattn.kernels.tile_table import HYBRID_KEYS, MEASURED_CARD, HybridTimes, hybrid_times
-from trunkattn.plan_format import RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.kernels.tile_table import HYBRID_KEYS, HYBRID_NARROW, MEASURED_CARD, HybridTimes, Shares, hybrid_times
+from trunkattn.plan_format import QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, TileList
 from trunkattn.planner import tile_costs
 from trunkattn.planner.build import Batch
 from trunkattn.planner.tiling import Tiling, TilingRule, stages_of
 
-# Percent of the serial time that overlapping is to take at most, by a prediction whose spread is 5 %. Of 330 batches
-# (results/hybrid-h200.json) none is more than 1.1 % slower than serial then; the mean is that of overlapping all
+# Percent of the serial time that overlapping is to take at most, by a prediction whose spread is 4 %
 _WORTH_PERCENT: Final = 96
 
 
@@ -78,13 +77,16 @@ class Overlap:
         number = int(tiles.counts[1] - tiles.counts[0])
         blocks = self._blocks(tiles.items[:number])
         until = self._until(blocks[:, :2].sum(axis=1))
-        both_ns = self._both_ns(chunk_ns)
-        most = int(np.searchsorted(until, both_ns * self.times.decode_percent // 100, side="right"))
+        queries = np.diff(tiles.items[:number, [QUERY_START, QUERY_END]]).max(initial=0)
+        narrow = queries * self.rule.group_size <= HYBRID_NARROW
+        shares = self.times.narrow if narrow else self.times.wide
+        within = _both_ns(chunk_ns, shares) * shares.decode_percent // 100
+        most = int(np.searchsorted(until, within, side="right"))
         heads = self.rule.num_kv_heads
         rounds = most * heads // self.processors
         counts = [number, *((rounds + more) * self.processors // heads for more in range(2))]
         found = [
-            Beside(count, self._together_ns(chunk_ns, int(until[count - 1])) + self._after_ns(blocks[count:]))
+            Beside(count, self._together_ns(chunk_ns, int(until[count - 1]), shares) + self._after_ns(blocks[count:]))
             for count in counts
             if 0 < count <= number
         ]
@@ -105,20 +107,16 @@ class Overlap:
         multiprocessor, or as many of the longest as some have."""
         heads, tasks = self.rule.num_kv_heads, np.arange(1, len(blocks) + 1) * self.rule.num_kv_heads
         until = np.maximum(blocks.cumsum() * heads // self.processors, -(-tasks // self.processors) * blocks)
-        return np.maximum.accumulate(until) * self.times.block_ns
+        return np.maximum.accumulate(until) * self.times.block_ns + tasks * self.times.item_ns // self.processors
 
-    def _both_ns(self, chunk_ns: int) -> int:
-        """Of the chunks, beside decodes all the time."""
-        return chunk_ns * 100 // self.times.chunk_percent
-
-    def _together_ns(self, chunk_ns: int, decode_ns: int) -> int:
+    def _together_ns(self, chunk_ns: int, decode_ns: int, shares: Shares) -> int:
         """Of chunks and decodes that take so long in the kernel without the other: while both run, each has a share of
         its speed."""
-        times, both_ns = self.times, self._both_ns(chunk_ns)
-        beside_ns = decode_ns * 100 // times.decode_percent
+        both_ns = _both_ns(chunk_ns, shares)
+        beside_ns = decode_ns * 100 // shares.decode_percent
         if beside_ns > both_ns:
-            return times.fixed_ns + both_ns + decode_ns - both_ns * times.decode_percent // 100
-        return times.fixed_ns + chunk_ns + beside_ns * (100 - times.chunk_percent) // 100
+            return self.times.fixed_ns + both_ns + decode_ns - both_ns * shares.decode_percent // 100
+        return self.times.fixed_ns + chunk_ns + beside_ns * (100 - shares.chunk_percent) // 100
 
     def _after_ns(self, blocks: NDArray[np.int64]) -> int:
         """Of items that are left for a launch of their own."""
@@ -127,6 +125,23 @@ class Overlap:
         ((kind, stage),) = stages_of(self.rule, Tiling(0, waves=0))
         tokens = int(blocks[:, 2].sum()) * self.rule.run
         return int(tile_costs.stage_ns(blocks, tokens, 0, stage, kind, True, self.rule.priced.costs))
+
+
+def ways_beside(ways: list[Tiling], times: dict[Tiling, int]) -> list[Tiling]:
+    """Of those of low tiles, the fastest: of all, of the finest, whose many items fill the time that chunks leave best,
+    and both of one query token an item, which the kernel computes faster."""
+    low = [way for way in ways if way.tall is None and way.low == 0]
+    found = list[Tiling]()
+    for some in (low, [way for way in low if way.alone]):
+        finest = max((way.waves for way in some), default=0)
+        for fast in (some, [way for way in some if way.waves == finest]):
+            found += sorted(fast, key=lambda way: times[way])[:1]
+    return list(dict.fromkeys(found))
+
+
+def _both_ns(chunk_ns: int, shares: Shares) -> int:
+    """Of the chunks, beside decodes all the time."""
+    return chunk_ns * 100 // shares.chunk_percent
 
 
 def make_overlap(

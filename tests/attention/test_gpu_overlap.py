@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention import Plan
 from trunkattn.attention_gpu import GpuExecutor
-from trunkattn.attention_overlap import Overlap, make_overlap
+from trunkattn.attention_overlap import Overlap, make_overlap, ways_beside
 from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import HybridTimes
+from trunkattn.kernels.tile_table import HybridTimes, Shares
 from trunkattn.plan_format import Capacity, TileList
 from trunkattn.planner import tile_costs
 from trunkattn.planner.build import Batch
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiling import Tiling
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from .cases import fraction
@@ -32,7 +33,14 @@ CONFIG = AttentionConfig(4, 2, 128, 16, torch.float16, execution="overlapped")
 CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)
 DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
 MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.int32))
-TIMES = HybridTimes(600_000, chunk_percent=80, decode_percent=50, block_ns=1000, fixed_ns=5000)
+
+
+def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> HybridTimes:
+    """wide: None: as narrow."""
+    return HybridTimes(flops_per_ns, narrow, wide or narrow, block_ns=1000, item_ns=item_ns, fixed_ns=5000)
+
+
+TIMES = times_of(600_000, Shares(80, 50))
 
 
 @pytest.fixture
@@ -122,7 +130,7 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
 def test_auto_where_nothing_is_gained(hopper: None) -> None:
     executor = make_executor(replace(CONFIG, execution="auto"))
     assert executor._overlap is not None
-    executor._overlap = replace(executor._overlap, times=HybridTimes(1000, 10, 1))
+    executor._overlap = replace(executor._overlap, times=times_of(1000, Shares(10, 1)))
     step = plan(executor, MIXED)
     assert beside(step) == (0, 0) and "one after the other" in step.stats().reason
     assert_right(executor, step, MIXED)
@@ -235,6 +243,29 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeyp
     ), "a merge"
 
 
+@pytest.mark.parametrize("queries, decode_percent", [(1, 50), (2, 50), (3, 25), (4, 25)])
+def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percent: int) -> None:
+    """Of 4 rows a query: 8 rows and more. 10 items of 16 blocks on 8 heads, 700 ns each besides, behind no chunk."""
+    times = times_of(600_000, Shares(80, 50), Shares(80, 25), item_ns=700)
+    overlap, tiles = replace(make_overlap_of_eight_heads(), times=times), listed([64] * 10)
+    tiles.items[:, 4] = queries
+    decode_ns = 80 * 1000 + 10 * 8 * 700 // 16
+    assert overlap.beside(tiles, 0) == (10, 5000 + decode_ns)
+    chunk_ns = 1_000_000  # longer than the decodes beside it
+    assert overlap.beside(tiles, chunk_ns) == (10, 5000 + chunk_ns + decode_ns * 100 // decode_percent * 20 // 100)
+
+
+def test_lists_that_may_run_beside_chunks() -> None:
+    """The fastest, the fastest of the finest cut, and both of those with one query an item."""
+    whole, fine, uncut = (Tiling(0, waves=waves) for waves in (1, 4, 0))
+    alone, alone_fine = Tiling(0, alone=True), Tiling(0, alone=True, waves=4)
+    others = [Tiling(1), Tiling(0, 1, 2), Tiling(0, 1, 2, waves=4)]
+    times = dict(zip([*others, whole, fine, uncut, alone, alone_fine], [1, 2, 3, 20, 30, 10, 40, 50], strict=True))
+    assert ways_beside(list(times), times) == [uncut, fine, alone, alone_fine]
+    assert ways_beside(list(times), times | {alone: 5, alone_fine: 6}) == [alone, alone_fine]
+    assert ways_beside([uncut], times) == [uncut]
+
+
 def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
     """768 tokens of 4 heads in items of 128 rows: 24 items, 192 tasks of 8 KV heads on 132 multiprocessors. One takes
     132 / 192 of the time of them all, and the last round leaves some multiprocessors idle for as long."""
@@ -271,7 +302,7 @@ def test_a_gain_within_the_error_of_the_prediction_is_not_worth_it(hopper: None)
 
 
 def test_time_of_chunks(hopper: None) -> None:
-    overlap = replace(make_overlap_of_eight_heads(), times=HybridTimes(580_000, 83, 50), processors=132)
+    overlap = replace(make_overlap_of_eight_heads(), times=times_of(580_000, Shares(83, 50)), processors=132)
     table = np.zeros((1, 1024), np.int32)
 
     def us(tokens: int, context: int, window: int = UNLIMITED) -> float:
@@ -302,7 +333,7 @@ def test_any_mix_of_decodes_and_chunks(
     batch = replace(batch, query_lens=np.minimum(query_lens, batch.seq_lens).astype(np.int32))
     executor = make_executor(replace(CONFIG, execution="auto"), CAPACITY if fixed else None)
     assert executor._overlap is not None
-    executor._overlap = replace(executor._overlap, times=HybridTimes(flops_per_ns, 99, 99), forced=True)
+    executor._overlap = replace(executor._overlap, times=times_of(flops_per_ns, Shares(99, 99)), forced=True)
     step = plan(executor, batch, window=UNLIMITED if window is None else window)
     step.check()
     if step.num_query_tokens:

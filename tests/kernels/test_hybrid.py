@@ -57,7 +57,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert programs == CARD.processors
     given = dict(zip(names, args, strict=False)) | options
     assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
-    assert given["chunk_counts"].tolist()[:2] == [1, 2] and given["beside"].tolist()[:2] == [0, 2]
+    assert given["chunk_counts"].tolist()[:2] == [1, 2] and given["beside"].tolist()[:3] == [0, 2, 1]
     assert given["chunk_items"].tolist()[:5] == [0, 0, 36, 0, 20]
     assert given["chunk_queries"].tolist() == list(range(4, 24)) and set(given["chunk_slots"].tolist()) == {-1}
     assert given["block_table"].tolist()[:3] == [0, 1, 2]
@@ -141,4 +141,4 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
 def test_a_device_planned_step_has_nothing_beside_chunks() -> None:
     plan = make_mixed(GEOMETRY)
     plan.forget_prefill()
-    assert plan.arrays["beside"].tolist()[:2] == [0, 0] and plan.arrays["prefill_counts"].tolist()[0] == 0
+    assert plan.arrays["beside"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_counts"].tolist()[0] == 0

@@ -6,7 +6,8 @@ warp groups compute prompt chunks as in `prefill_hopper`, a third one decodes, a
 keys, the chunks' values, and both for the decodes. Tensor cores are busy with the first, memory with the second.
 
 Decoding takes few of the program's registers and little of its time because operands are exchanged: keys and values,
-of which there are many, are the rows of the matrix products, and the query rows, at most 16, the columns.
+of which there are many, are the rows of the matrix products, and the query rows, 8 or 16, the columns. Each of its four
+warps has 16 of a block's 64 keys, so that they meet to know its maximum: see `_attend`.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -36,7 +37,7 @@ from trunkattn.kernels.hopper import (
     tiles_of,
 )
 from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
-from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_ROWS, GpuTile
+from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_NARROW, HYBRID_ROWS, GpuTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ CHUNK_REGISTERS: Final = 208  # of threads that compute chunks, then
 DECODE_REGISTERS: Final = 72
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _BLOCK_N, _STAGES = gl.constexpr(128), gl.constexpr(2)  # of the chunks
-_NARROW, _WIDE = gl.constexpr(8), gl.constexpr(HYBRID_ROWS)  # rows of a decode tile, which whole groups fill
+_NARROW = gl.constexpr(HYBRID_NARROW)  # rows of a decode tile, which whole groups fill
+_WIDE = gl.constexpr(HYBRID_ROWS)
 _KEYS = gl.constexpr(HYBRID_KEYS)  # of a block of a decode tile
 _BOXES = gl.constexpr(4)  # of a block
 _ITEM = gl.constexpr(ITEM_COLUMNS)

@@ -7,7 +7,7 @@ beside the `vectors` operands and one broadcast.
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from trunkattn.plan_format import DeviceModel
 
@@ -231,20 +231,29 @@ _LIMITS: Final = MappingProxyType(
 _OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assumed)")
 
 
-@dataclass(frozen=True)
-class HybridTimes:
-    """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. chunk_percent, decode_percent: speed of
-    chunks and of decodes while it computes both, of their speed there alone. block_ns: of a block of a decode item, of
-    which a multiprocessor computes one at a time. fixed_ns: of its launch, and of what follows."""
+class Shares(NamedTuple):
+    """Speed of chunks and of decodes while the hybrid kernel computes both, of their speed there alone."""
 
-    flops_per_ns: int
     chunk_percent: int
     decode_percent: int
-    block_ns: int = 1040
-    fixed_ns: int = 17_000
+
+
+@dataclass(frozen=True)
+class HybridTimes:
+    """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. narrow, wide: with decode tiles of 8 rows
+    and of 16. block_ns: of a block of a decode item; item_ns: of an item besides; a multiprocessor computes one at a
+    time. fixed_ns: of its launch, and of what follows."""
+
+    flops_per_ns: int
+    narrow: Shares
+    wide: Shares
+    block_ns: int
+    item_ns: int
+    fixed_ns: int
 
 
 HYBRID_ROWS: Final = 16  # of a decode tile of the hybrid kernel
+HYBRID_NARROW: Final = 8  # of those that it computes faster
 HYBRID_KEYS: Final = 64  # of a block of one
 HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v; this, groups and pages: of `decode_hopper`, too
 HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
@@ -252,13 +261,12 @@ HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
 MEASURED_CARD: Final = "NVIDIA H200"
 _HYBRID: Final = MappingProxyType(
     {
-        # fitted to the 330 batches of benchmarks/hybrid.py before the kernel had less code (spread of prediction over
-        # time 4.9 %); by the stamps of the roles' ends on 2048 @ 16k + 64 x 8k chunks take 754 µs alone and 972 beside
-        # decodes, decodes 528 and 961
-        "NVIDIA H200": HybridTimes(580_000, chunk_percent=83, decode_percent=50),
-        # fitted to 324 batches there (spread 8 %, 3 to 5 within a number of heads: 32/32 takes 9 % longer); a block of
-        # a decode item takes longer because all of them together read as fast as memory gives
-        "NVIDIA H100": HybridTimes(580_000, chunk_percent=82, decode_percent=62, block_ns=1400, fixed_ns=16_000),
+        # fitted to every fifth of the 330 batches of benchmarks/hybrid.py, each with four tile lists whose decodes all
+        # run beside the chunks (spread of prediction over time 3.6 %)
+        "NVIDIA H200": HybridTimes(544_000, Shares(90, 68), Shares(84, 56), 1030, 1400, 8300),
+        # of an earlier kernel, fitted to 324 batches there: 82 and 62 %; the shares of decodes are raised as they rose
+        # on the H200, to what memory leaves at most. A block takes longer because all read as fast as memory gives
+        "NVIDIA H100": HybridTimes(560_000, Shares(86, 80), Shares(83, 66), 1400, 1400, 8000),
     }
 )
 
