@@ -270,7 +270,7 @@ def hybrid_kernel(
     wide = _decode_memory(dtype, _WIDE, _WIDE_WEIGHTS)
     ready, empty = make_barriers(SLOTS, 1), make_barriers(SLOTS, 1)
     filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready, empty)
-    chunks = (chunk_items, gl.load(chunk_counts), gl.load(chunk_counts + 1))
+    chunks = (chunk_items, gl.load(chunk_counts) * NUM_KV_HEADS, chunk_counts)
     first_item = gl.load(beside)
     tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
     rows, plan = (chunk_queries, chunk_slots, positions), (runs, queries, slots, positions)

@@ -143,12 +143,12 @@ def prefill_kernel(
     its turn from the front in one round and from the back in the next, so that all end at about the same time."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
-    num_items, heads, programs = tl.load(counts), tl.load(counts + 1), tl.num_programs(0)
-    tasks = num_items * NUM_KV_HEADS
+    tasks, programs = tl.load(counts) * NUM_KV_HEADS, tl.num_programs(0)
     for first in range(0, tasks, programs):
         turn = tl.program_id(0)
         task = first + tl.where(first // programs % 2 == 0, turn, programs - 1 - turn)
         if task < tasks:
+            num_items, heads = tl.load(counts), tl.load(counts + 1)  # anew, as registers are few meanwhile
             before = task // (num_items * heads) * heads  # heads that had their turns
             task -= before * num_items
             prefill_item(

@@ -61,10 +61,11 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 
 
 @gluon.jit
-def _chunk_of(turn, plan, NUM_KV_HEADS: gl.constexpr):
+def _chunk_of(turn, plan):
     """Item and KV head of a turn of this program; see `PrefillList` for `heads`."""
-    num_items, heads = plan[1], plan[2]
-    task = task_of(turn, gl.program_id(0), gl.num_programs(0), num_items * NUM_KV_HEADS)
+    _, num_tasks, counts = plan
+    task = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks)
+    num_items, heads = gl.load(counts), gl.load(counts + 1)
     before = task // (num_items * heads) * heads  # heads that had their turns
     task -= before * num_items
     return task // heads, before + task % heads
@@ -108,10 +109,10 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
 def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
                    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
-    items, num_items = plan[0], plan[1]
+    items, num_tasks = plan[0], plan[1]
     count = 0
-    for turn in range(gl.program_id(0), num_items * NUM_KV_HEADS, gl.num_programs(0)):
-        at, head = _chunk_of(turn, plan, NUM_KV_HEADS)
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        at, head = _chunk_of(turn, plan)
         at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
@@ -192,7 +193,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
                    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
                    RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
-    items, num_items = plan[0], plan[1]
+    items, num_tasks = plan[0], plan[1]
     q, queries, positions = tensors[0], rows[0], rows[2]
     k_tiles, v_tiles = tiles
     k_ready, k_empty, v_ready, v_empty = barriers
@@ -202,8 +203,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_m = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
-    for turn in range(gl.program_id(0), num_items * NUM_KV_HEADS, gl.num_programs(0)):
-        at, head = _chunk_of(turn, plan, NUM_KV_HEADS)
+    for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
+        at, head = _chunk_of(turn, plan)
         at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
@@ -293,7 +294,7 @@ def prefill_hopper_kernel(
         launch_dependents()
     k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
     k_ready, k_empty, v_ready, v_empty = barriers
-    plan = (items, gl.load(counts), gl.load(counts + 1))
+    plan = (items, gl.load(counts) * NUM_KV_HEADS, counts)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     scales = (logit_scale, v_scale)
