@@ -148,10 +148,11 @@ def test_heads_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some heads after the others, and the same bits."""
     if refused(CONFIG):
         return
-    layer, found = poisoned(CONFIG, mixed()), []
-    for heads in (8, 1, 4):
+    config = replace(CONFIG, num_kv_heads=32)
+    layer, found = poisoned(config, mixed()), []
+    for heads in (32, 1, 4):
         monkeypatch.setattr(attention_prefill, "heads_in_turn", lambda *_, heads=heads: heads)
-        attention = BatchAttention(CONFIG)
+        attention = BatchAttention(config)
         found.append(attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache))
     assert_right(layer, found[0])
     assert all(torch.equal(each, found[0]) for each in found[1:])

@@ -162,12 +162,12 @@ def test_heads_that_take_turns(
     monkeypatch: pytest.MonkeyPatch, soft_cap: float | None, capacity: Capacity | None
 ) -> None:
     """Some heads after the others, and the same bits."""
-    config = replace(GOOD, logits_soft_cap=soft_cap)
+    config = replace(GOOD, num_kv_heads=32, logits_soft_cap=soft_cap)
     layer = make_layer(config, chunks("1,4_1024,900", [900, 90, 1, 300]))
     found = []
     if capacity:
         capacity = replace(capacity, num_pages=len(layer.k_cache))
-    for heads in (8, 1, 2, 4):
+    for heads in (32, 1, 2, 8):
         monkeypatch.setattr(attention_prefill, "heads_in_turn", lambda *_, heads=heads: heads)
         attention = BatchAttention(config, capacity=capacity)
         plan = attention.plan(*layer.step)

@@ -82,8 +82,8 @@ ITEMS = np.array([[0, 0, 128, 0, 8], [0, 0, 200, 8, 16], [0, 128, 300, 0, 8], [1
 
 @pytest.mark.parametrize(
     "heads, cached_tokens, expected",
-    [(8, 4 * 8 * 472, 8), (8, 8 * 472, 8), (8, 8 * 472 - 1, 2), (8, 4 * 472 - 1, 1), (6, 6 * 472 - 1, 2), (6, 0, 1),
-     (7, 7 * 472 - 1, 1), (1, 471, 1), (32, 16 * 472, 8)],
+    [(32, 4 * 32 * 472, 32), (32, 32 * 472, 32), (32, 32 * 472 - 1, 8), (32, 16 * 472, 8), (32, 4 * 472 - 1, 1),
+     (32, 0, 1), (18, 18 * 472 - 1, 6), (18, 17 * 472, 6), (17, 17 * 472 - 1, 1), (16, 0, 16), (1, 471, 1)],
 )  # fmt: skip
 def test_heads_take_turns_as_far_as_their_keys_fit_the_cache(heads: int, cached_tokens: int, expected: int) -> None:
     """472 tokens a head, from three places on: 200, 172 and 100."""

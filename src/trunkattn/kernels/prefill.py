@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from trunkattn.kernels.decode import ITEM, cap, empty_state, finish, load_in_halves, load_queries, load_tile
-from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, TURNS
 
 _KV_ROW, _KV_START, _KV_END = tl.constexpr(KV_ROW), tl.constexpr(KV_START), tl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
+_TURNS = tl.constexpr(TURNS)
 
 
 @triton.jit
@@ -148,11 +149,14 @@ def prefill_kernel(
         turn = tl.program_id(0)
         task = first + tl.where(first // programs % 2 == 0, turn, programs - 1 - turn)
         if task < tasks:
-            num_items, heads = tl.load(counts), tl.load(counts + 1)  # anew, as registers are few meanwhile
-            before = task // (num_items * heads) * heads  # heads that had their turns
-            task -= before * num_items
+            item, head = task // NUM_KV_HEADS, task % NUM_KV_HEADS
+            if NUM_KV_HEADS > _TURNS:
+                num_items, heads = tl.load(counts), tl.load(counts + 1)  # anew, as registers are few meanwhile
+                before = task // (num_items * heads) * heads  # heads that had their turns
+                task -= before * num_items
+                item, head = task // heads, before + task % heads
             prefill_item(
-                items + task // heads * ITEM, before + task % heads,
+                items + item * ITEM, head,
                 (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
                 (block_table, table_stride, queries, slots, positions),
                 (logit_scale, v_scale, sinks, soft_cap, window),

@@ -41,7 +41,17 @@ from trunkattn.kernels.hopper import (
 )
 from trunkattn.kernels.prefill_plan import PrefillPlan
 from trunkattn.kernels.tile_table import PrefillTile
-from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
+from trunkattn.plan_format import (
+    DIRECT,
+    ITEM_COLUMNS,
+    KV_END,
+    KV_ROW,
+    KV_START,
+    QUERY_END,
+    QUERY_START,
+    TURNS,
+    UNLIMITED,
+)
 
 if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, Tensors
@@ -54,6 +64,7 @@ _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.c
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
+_TURNS = gl.constexpr(TURNS)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
@@ -61,14 +72,17 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 
 
 @gluon.jit
-def _chunk_of(turn, plan):
+def _chunk_of(turn, plan, NUM_KV_HEADS: gl.constexpr):
     """Item and KV head of a turn of this program; see `PrefillList` for `heads`."""
     _, num_tasks, counts = plan
     task = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks)
-    num_items, heads = gl.load(counts), gl.load(counts + 1)
-    before = task // (num_items * heads) * heads  # heads that had their turns
-    task -= before * num_items
-    return task // heads, before + task % heads
+    if NUM_KV_HEADS <= _TURNS:
+        return task // NUM_KV_HEADS, task % NUM_KV_HEADS
+    else:
+        num_items, heads = gl.load(counts), gl.load(counts + 1)
+        before = task // (num_items * heads) * heads  # heads that had their turns
+        task -= before * num_items
+        return task // heads, before + task % heads
 
 
 @gluon.jit
@@ -112,7 +126,7 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
     items, num_tasks = plan[0], plan[1]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _chunk_of(turn, plan)
+        at, head = _chunk_of(turn, plan, NUM_KV_HEADS)
         at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
@@ -204,7 +218,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _chunk_of(turn, plan)
+        at, head = _chunk_of(turn, plan, NUM_KV_HEADS)
         at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)

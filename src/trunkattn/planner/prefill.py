@@ -10,6 +10,7 @@ from trunkattn.plan_format import (
     KV_END,
     KV_ROW,
     KV_START,
+    TURNS,
     Capacity,
     PrefillLimits,
     PrefillList,
@@ -58,11 +59,13 @@ def _starts(query_lens: NDArray[np.integer]) -> Int32Array:
 
 def heads_in_turn(items: Int32Array, num_kv_heads: int, cached_tokens: int) -> int:
     """KV heads whose items take turns. Several items read the same keys, most of them in different rounds of programs:
-    so all heads where the L2 cache holds the keys of all, else the most, a divisor, of which it holds twice as many, so
-    that keys come from memory once and not in every round.
+    so all heads where they are few or the L2 cache holds the keys of all, else the most, a divisor, of which it holds
+    twice as many, so that keys come from memory once and not in every round.
 
     cached_tokens: of which L2 holds keys and values of one head.
     """
+    if num_kv_heads <= TURNS:
+        return num_kv_heads
     ordered = items[np.lexsort((items[:, KV_END], items[:, KV_START], items[:, KV_ROW]))]
     follows = (np.diff(ordered[:, [KV_ROW, KV_START]], axis=0) != 0).any(axis=1)
     longest = ordered[np.append(follows, True)]  # of the items that read from one place on
