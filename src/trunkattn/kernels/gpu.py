@@ -104,10 +104,10 @@ def upload(
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
-    taller: list[tuple[int, ...]] = [(bucket,) for bucket in range(heights - 1, 0, -1)]
-    order = [*taller, (0,), (heights,)]
+    merging = range(2 * heights - 1, heights - 1, -1)
+    order: list[tuple[int, ...]] = [(bucket,) for bucket in (*range(heights - 1, -1, -1), *merging)]
     if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
-        order = [*taller, (0, heights)]  # a few long items alone would idle the card
+        order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
     merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.processors * _MERGE_PROGRAMS))
     prefill = prefill_plan.upload(chunks, geometry.num_kv_heads, device) if chunks else None
