@@ -76,10 +76,10 @@ class Ours:
             config = trunkattn.AttentionConfig(*heads, HEAD_DIM, PAGE_SIZE, torch.bfloat16, execution=execution)
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
-                executor, was = made._executor, made._executor._chunks
-                device = prefill_device(executor._processors, was.tile)
+                executor = made._executor
+                device = prefill_device(executor._processors, executor._chunks.tile)
                 device = replace(device, num_slots=max(1, cut * device.num_slots))
-                chunks = ChunkPlanner(config, was.tile, executor._processors, was.l2_bytes)
+                chunks = ChunkPlanner(config, executor._chunks.tile, executor._processors)
                 chunks._planner = chunks._alone = chunks._spare = make_planner(
                     replace(config, policy="per_query"), device
                 )

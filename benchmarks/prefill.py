@@ -88,7 +88,7 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     if tile:
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         executor = attention._executor
-        executor._chunks = ChunkPlanner(config, tile, processors, executor._chunks.l2_bytes)
+        executor._chunks = ChunkPlanner(config, tile, processors)
         executor._card = replace(executor._card, hopper=False)
     batch = case.batch
     plan = attention.plan(*(torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)))

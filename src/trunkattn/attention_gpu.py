@@ -115,7 +115,7 @@ class GpuExecutor:
         self._chunks = self._overlap = None
         if not config.batch_invariant:
             tile = prefill_tile(config.tile_itemsize, width, capability)
-            self._chunks = ChunkPlanner(config, tile, self._processors, properties.L2_cache_size, capacity)
+            self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
         self._rule = self._tiling_rule(limits, properties.L2_cache_size)
         if self._chunks and hopper:
             rows = self._chunks.tile.block_m
@@ -218,7 +218,7 @@ class GpuExecutor:
         if chunk_planner and division:
             free = self._limits.slots - tile_list.num_slots if self._limits else None
             chunks = chunk_planner.plan(division, free, whole)
-            joined, listed = join(tile_list, chunks.planned.work, division, chunks.heads)
+            joined, listed = join(tile_list, chunks.planned.work, division)
         several = bool((np.diff(starts) > 1).any())
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
         gpu_plan = self._place(joined, listed, beside, positions, self._geometry(batch.window, several), into)
@@ -250,7 +250,7 @@ class GpuExecutor:
         assert self._overlap
         lists = {
             way: tile_list if way == tiling else tile_forest(self._rule, way, forest, arrays, batch.window)
-            for way in ways_beside(ways, times)
+            for way in ways_beside(ways, times, self._rule.group_size)
         }
         chunk_ns = self._overlap.chunks_ns(chunks)
         found = {way: self._overlap.beside(each, chunk_ns) for way, each in lists.items()}

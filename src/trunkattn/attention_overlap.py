@@ -13,7 +13,7 @@ from trunkattn.planner import tile_costs
 from trunkattn.planner.build import Batch
 from trunkattn.planner.tiling import Tiling, TilingRule, stages_of
 
-# Percent of the serial time that overlapping is to take at most, by a prediction whose spread is 4 %
+# Percent of the serial time that overlapping is to take at most, by a prediction whose spread is 4 % on an H200
 _WORTH_PERCENT: Final = 96
 
 
@@ -59,8 +59,8 @@ class Overlap:
 
     def fills(self, chunks: Batch, decode_ns: int) -> bool:
         """Whether decodes of that time fill what whole chunk items leave of the card at their end, at most the time of
-        the longest one. Cutting those only costs then: of chunks of 768 tokens 1 to 5 % before decodes
-        (hybrid-h200.json), 3 to 7 % beside them (in an earlier run)."""
+        the longest one. Cutting those gains nothing then: chunks of 768 tokens take as long (within
+        1 %; hybrid-h200.json), or took 1 to 7 % longer (in earlier runs)."""
         tasks = int((-(-np.diff(chunks.query_start_loc) // self.chunk_queries)).sum()) * self.rule.num_kv_heads
         return tasks >= self.processors and decode_ns >= self._longest_ns(chunks)
 
@@ -76,19 +76,20 @@ class Overlap:
         """
         number = int(tiles.counts[1] - tiles.counts[0])
         blocks = self._blocks(tiles.items[:number])
-        until = self._until(blocks[:, :2].sum(axis=1))
-        queries = np.diff(tiles.items[:number, [QUERY_START, QUERY_END]]).max(initial=0)
-        narrow = queries * self.rule.group_size <= HYBRID_NARROW
-        shares = self.times.narrow if narrow else self.times.wide
+        until = self._until_ns(blocks[:, :2].sum(axis=1))
+        queries = np.diff(tiles.items[:number, [QUERY_START, QUERY_END]])[:, 0]
+        rows = np.maximum.accumulate(queries) * self.rule.group_size
+        shares = self._shares(rows[-1])
         within = _both_ns(chunk_ns, shares) * shares.decode_percent // 100
         most = int(np.searchsorted(until, within, side="right"))
         heads = self.rule.num_kv_heads
         rounds = most * heads // self.processors
         counts = [number, *((rounds + more) * self.processors // heads for more in range(2))]
         found = [
-            Beside(count, self._together_ns(chunk_ns, int(until[count - 1]), shares) + self._after_ns(blocks[count:]))
+            Beside(count, together_ns + self._after_ns(blocks[count:]))
             for count in counts
             if 0 < count <= number
+            for together_ns in (self._together_ns(chunk_ns, int(until[count - 1]), self._shares(rows[count - 1])),)
         ]
         best = min(found, key=lambda each: each.total_ns)
         states_ns = tiles.num_slots * self.rule.partial_bytes * 1000 // self.rule.bytes_per_us
@@ -102,12 +103,17 @@ class Overlap:
         runs = (items[:, RUN_END] - items[:, RUN_START]).astype(np.int64)
         return np.stack([full, -(-runs // block_runs) - full, runs], axis=1)
 
-    def _until(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _shares(self, rows: int) -> Shares:
+        """Beside items of at most so many rows."""
+        return self.times.narrow if rows <= HYBRID_NARROW else self.times.wide
+
+    def _until_ns(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
         multiprocessor, or as many of the longest as some have."""
         heads, tasks = self.rule.num_kv_heads, np.arange(1, len(blocks) + 1) * self.rule.num_kv_heads
-        until = np.maximum(blocks.cumsum() * heads // self.processors, -(-tasks // self.processors) * blocks)
-        return np.maximum.accumulate(until) * self.times.block_ns + tasks * self.times.item_ns // self.processors
+        each = blocks * self.times.block_ns + self.times.item_ns
+        until = np.maximum(each.cumsum() * heads // self.processors, -(-tasks // self.processors) * each)
+        return np.maximum.accumulate(until)
 
     def _together_ns(self, chunk_ns: int, decode_ns: int, shares: Shares) -> int:
         """Of chunks and decodes that take so long in the kernel without the other: while both run, each has a share of
@@ -127,12 +133,12 @@ class Overlap:
         return int(tile_costs.stage_ns(blocks, tokens, 0, stage, kind, True, self.rule.priced.costs))
 
 
-def ways_beside(ways: list[Tiling], times: dict[Tiling, int]) -> list[Tiling]:
+def ways_beside(ways: list[Tiling], times: dict[Tiling, int], group_size: int) -> list[Tiling]:
     """Of those of low tiles, the fastest: of all, of the finest, whose many items fill the time that chunks leave best,
-    and both of one query token an item, which the kernel computes faster."""
+    and both of one query token an item, if the kernel computes those faster."""
     low = [way for way in ways if way.tall is None and way.low == 0]
     found = list[Tiling]()
-    for some in (low, [way for way in low if way.alone]):
+    for some in (low, [way for way in low if way.alone and group_size <= HYBRID_NARROW]):
         finest = max((way.waves for way in some), default=0)
         for fast in (some, [way for way in some if way.waves == finest]):
             found += sorted(fast, key=lambda way: times[way])[:1]

@@ -10,7 +10,7 @@ from trunkattn.kernels.tile_table import PrefillTile, prefill_device
 from trunkattn.plan_format import Capacity, PlanStats, PrefillLimits
 from trunkattn.planner.build import Batch, Planned, Planner
 from trunkattn.planner.check import check_plan
-from trunkattn.planner.prefill import Division, divide, heads_in_turn, limits_broken, prefill_limits
+from trunkattn.planner.prefill import Division, divide, limits_broken, prefill_limits
 from trunkattn.planner.schedule import work_time
 
 
@@ -20,7 +20,6 @@ class PlannedChunks:
 
     planned: Planned
     division: Division
-    heads: int  # that take turns
 
     def check(self) -> None:
         """Raises AssertionError if the work list breaks an invariant, or a query token is in both halves or none."""
@@ -47,11 +46,9 @@ class ChunkPlanner:
     """Plans the requests with more query tokens than a decode tile holds."""
 
     def __init__(
-        self, config: AttentionConfig, tile: PrefillTile, processors: int, l2_bytes: int,
-        capacity: Capacity | None = None,
-    ) -> None:  # fmt: skip
-        self.tile, self.l2_bytes, self._config = tile, l2_bytes, config
-        self._cached_tokens = l2_bytes // ((config.head_dim + config.value_dim) * config.cache_dtype.itemsize)
+        self, config: AttentionConfig, tile: PrefillTile, processors: int, capacity: Capacity | None = None
+    ) -> None:
+        self.tile, self._config = tile, config
         device = prefill_device(processors, tile)
         self._planner = make_planner(config, device)
         alone = replace(config, policy="per_query")
@@ -82,8 +79,7 @@ class ChunkPlanner:
                 planned = self._plan(self._spare, division)
                 reason = f"the cheapest makes {', '.join(broken)} that a plan of this capacity holds"
                 planned = replace(planned, reason=reason)
-        heads = heads_in_turn(planned.work.items, self._config.num_kv_heads, self._cached_tokens)
-        return PlannedChunks(planned, division, heads)
+        return PlannedChunks(planned, division)
 
     def _cheapest(self, division: Division) -> Planned:
         """As the policy has it; `auto` shares nothing where the device would end sooner so, for sharing may leave it

@@ -127,26 +127,18 @@ class TileList:
     merges_taller: bool
 
 
-# KV heads of prompt chunks that take turns in any case. If each round of programs reads the keys of so many anew, that
-# takes a sixth of an H200's memory bandwidth: with 8 heads nothing was gained by less, with 32 the step took 2 % less
-# (benchmarks/results/hybrid-h200.json), and programs that know how many take turns are up to 8 % slower on a chunk
-TURNS: Final = 16
-
-
 @dataclass(frozen=True)
 class PrefillList:
     """A work list of prompt chunks as `kernels.prefill` reads it, beside the tile list of a step's other requests.
 
     items, queries, slots: as in WorkList, queries and slots numbered through the whole step; block_table [rows,
-    columns]: the pages that items name by KV_ROW; heads: KV heads that take turns, item by item, before the next so
-    many do; all unless there are more than TURNS. What several items compute is merged by the tile list's merges.
+    columns]: the pages that items name by KV_ROW. What several items compute is merged by the tile list's merges.
     """
 
     items: NDArray[np.int32]
     queries: NDArray[np.int32]
     slots: NDArray[np.int32]
     block_table: NDArray[np.int32]
-    heads: int
 
 
 @dataclass(frozen=True)

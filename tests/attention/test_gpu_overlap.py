@@ -202,7 +202,7 @@ def make_overlap_of_eight_heads() -> Overlap:
 def together_ns(blocks: list[int], chunk_us: int) -> float:
     """1000 ns for a block of 64 keys, twice that beside chunks, which then take 5/4 of their time."""
     rounds = [-(-8 * (number + 1) // 16) * each for number, each in enumerate(blocks)]
-    decode_ns, both_ns = max([sum(blocks) * 8 // 16, *rounds]) * 1000, chunk_us * 1250
+    decode_ns, both_ns = max([sum(blocks) * 8 / 16, *rounds]) * 1000, chunk_us * 1250
     if 2 * decode_ns <= both_ns:
         return 5000 + chunk_us * 1000 + 2 * decode_ns / 5
     return 5000 + both_ns + (2 * decode_ns - both_ns) / 2
@@ -261,9 +261,10 @@ def test_lists_that_may_run_beside_chunks() -> None:
     alone, alone_fine = Tiling(0, alone=True), Tiling(0, alone=True, waves=4)
     others = [Tiling(1), Tiling(0, 1, 2), Tiling(0, 1, 2, waves=4)]
     times = dict(zip([*others, whole, fine, uncut, alone, alone_fine], [1, 2, 3, 20, 30, 10, 40, 50], strict=True))
-    assert ways_beside(list(times), times) == [uncut, fine, alone, alone_fine]
-    assert ways_beside(list(times), times | {alone: 5, alone_fine: 6}) == [alone, alone_fine]
-    assert ways_beside([uncut], times) == [uncut]
+    assert ways_beside(list(times), times, 8) == [uncut, fine, alone, alone_fine]
+    assert ways_beside(list(times), times | {alone: 5, alone_fine: 6}, 8) == [alone, alone_fine]
+    assert ways_beside(list(times), times, 16) == [uncut, fine], "one query has as many rows as a tile"
+    assert ways_beside([uncut], times, 8) == [uncut]
 
 
 def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:

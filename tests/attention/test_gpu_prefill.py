@@ -86,7 +86,7 @@ def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, ex
         step.check()
         gpu_plan = step.gpu_plan
         places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.programs))
-        assert gpu_plan.arrays["prefill_counts"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
+        assert gpu_plan.arrays["prefill_count"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
         assert (step.chunks is None) == (batch is DECODES)
         assert_right(executor, step, batch)
     assert len(places) == 1
@@ -142,7 +142,7 @@ def test_sharing_that_leaves_the_card_idle_is_passed_over(requests: int, policy:
     """Chunks of 40 tokens fill 1.25 tiles. 16 tiles of 8 chunks, times 8 heads, are one round of 132 multiprocessors,
     and the 10 that share would be no less than one."""
     config = replace(CONFIG, num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    chunks = ChunkPlanner(config, PREFILL_TILE, processors=132, l2_bytes=1 << 20)
+    chunks = ChunkPlanner(config, PREFILL_TILE, processors=132)
     batch = tree_batch(parse_tree(f"1,{requests}_2048,40"), 16)
     starts = np.arange(requests + 1, dtype=np.int32) * 40
     division = chunks.divide(Batch(batch.block_table, batch.seq_lens, starts, UNLIMITED))
@@ -155,11 +155,11 @@ def test_plans_made_on_the_device_have_no_chunks() -> None:
     executor = GpuExecutor(CONFIG, CPU, Capacity(2, 40, 4, 10))
     batch = replace(tree_batch(parse_tree("1,2_16,35"), 16), query_lens=np.array([35, 1], np.int32))
     host = plan(executor, batch)
-    assert host.gpu_plan.arrays["prefill_counts"][0] > 0
+    assert host.gpu_plan.arrays["prefill_count"][0] > 0
     tables = tuple(torch.from_numpy(each) for each in (batch.block_table, batch.seq_lens, batch.query_start_loc))
     filled = executor.plan_on_device(tables, UNLIMITED, host)
     assert isinstance(filled, DeviceStep) and filled.gpu_plan is host.gpu_plan
-    assert filled.gpu_plan.arrays["prefill_counts"][0] == 0
+    assert filled.gpu_plan.arrays["prefill_count"][0] == 0
     filled.check()
     own = executor.plan_on_device(tables, UNLIMITED)
     assert own.gpu_plan.prefill is None
@@ -191,7 +191,7 @@ def test_a_plan_captured_on_the_device_has_no_chunks_whatever_the_host_put_there
     decodes, tables = two(1, 1)
     zeroed: list[torch.Tensor] = []
     step = executor.plan_on_device(tables, UNLIMITED, plan(executor, decodes))
-    counts = step.gpu_plan.arrays["prefill_counts"]
+    counts = step.gpu_plan.arrays["prefill_count"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "zero_", lambda tensor: zeroed.append(tensor) or tensor)
         executor.plan_on_device(tables, UNLIMITED, step)

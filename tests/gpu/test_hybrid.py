@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity, attention_prefill
+from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.kernels.tile_table import HybridTimes, Shares
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
@@ -142,20 +142,6 @@ def test_logits_that_grow_from_block_to_block(heads: tuple[int, int], growth: fl
         out = torch.full_like(layer.q, math.nan)
         attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
         assert_right(layer, out, tolerance=0.02)
-
-
-def test_heads_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some heads after the others, and the same bits."""
-    if refused(CONFIG):
-        return
-    config = replace(CONFIG, num_kv_heads=32)
-    layer, found = poisoned(config, mixed()), []
-    for heads in (32, 1, 4):
-        monkeypatch.setattr(attention_prefill, "heads_in_turn", lambda *_, heads=heads: heads)
-        attention = BatchAttention(config)
-        found.append(attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache))
-    assert_right(layer, found[0])
-    assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity, attention_prefill
+from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -154,26 +154,6 @@ def test_an_sm_90_and_no_other_card_gets_its_own_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(prefill_hopper, "launch", lambda *given: launched.append(1) or launch(*given))
     check(GOOD, chunks("1,4_1024,300", [300, 90]))
     assert bool(launched) == (torch.cuda.get_device_capability() == (9, 0))
-
-
-@pytest.mark.parametrize("soft_cap", [None, 20.0])  # which the portable kernel has
-@pytest.mark.parametrize("capacity", [None, Capacity(8, 2048, 256, 1)])
-def test_heads_that_take_turns(
-    monkeypatch: pytest.MonkeyPatch, soft_cap: float | None, capacity: Capacity | None
-) -> None:
-    """Some heads after the others, and the same bits."""
-    config = replace(GOOD, num_kv_heads=32, logits_soft_cap=soft_cap)
-    layer = make_layer(config, chunks("1,4_1024,900", [900, 90, 1, 300]))
-    found = []
-    if capacity:
-        capacity = replace(capacity, num_pages=len(layer.k_cache))
-    for heads in (32, 1, 2, 8):
-        monkeypatch.setattr(attention_prefill, "heads_in_turn", lambda *_, heads=heads: heads)
-        attention = BatchAttention(config, capacity=capacity)
-        plan = attention.plan(*layer.step)
-        assert plan.step.gpu_plan.arrays["prefill_counts"].tolist()[1] == heads
-        found.append(attention.run(plan, layer.q, layer.k_cache, layer.v_cache))
-    assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -66,8 +66,7 @@ class Interpreted:
 
     way: a candidate tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
     does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks
-    if these have more rows than it says; None: none is. chunk_policy: how those are packed. chunk_heads: KV heads of
-    those that take turns; None: all. capability: of the card.
+    if these have more rows than it says; None: none is. chunk_policy: how those are packed. capability: of the card.
     """
 
     step: Step
@@ -77,7 +76,6 @@ class Interpreted:
     execution: str = "serial"
     prefill: PrefillTile | None = None
     chunk_policy: str = "auto"
-    chunk_heads: int | None = None
     capability: int = TIMED_CAPABILITY
 
     @property
@@ -148,9 +146,7 @@ class Interpreted:
         """out and lse, from tensors that were full of NaN; so were the partials."""
         step, config, batch, tile_list, chunks = self.step, self.step.config, self.batch, self.tile_list, None
         if self.division and self.prefill:
-            tile_list, listed = join(
-                tile_list, self.chunks.work, self.division, self.chunk_heads or config.num_kv_heads
-            )
+            tile_list, listed = join(tile_list, self.chunks.work, self.division)
             chunks = Chunks(listed, self.prefill)
         tokens, card = len(step.q), gpu.Card(self.processors, overlaps=False)
         geometry = gpu.Geometry(

@@ -26,9 +26,9 @@ class OnCard(torch.Tensor):
     is_cuda = True
 
 
-def make_mixed(geometry: gpu.Geometry) -> gpu.GpuPlan:
-    """A chunk of 20 query tokens, and decodes of one run each: three low items, two of them beside it, and a tall one
-    whose query is in two pieces."""
+def make_lists() -> tuple[TileList, Chunks]:
+    """Decodes of one run each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
+    tokens."""
     ints = np.arange(4, dtype=np.int32)
     run = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
     tiles = TileList(
@@ -39,11 +39,15 @@ def make_mixed(geometry: gpu.Geometry) -> gpu.GpuPlan:
     )  # fmt: skip
     queries = np.arange(4, 24, dtype=np.int32)
     listed = PrefillList(
-        np.array([[0, 0, 36, 0, 20]], np.int32), queries, np.full(20, -1, np.int32), np.arange(3)[None].astype("i4"), 2
+        np.array([[0, 0, 36, 0, 20]], np.int32), queries, np.full(20, -1, np.int32), np.arange(3)[None].astype("i4")
     )
+    return tiles, Chunks(listed, prefill_tile(2, 128))
+
+
+def make_mixed(geometry: gpu.Geometry) -> gpu.GpuPlan:
+    """Two of the low items are beside the chunk."""
     positions = np.append(np.full(4, 15, np.int32), np.arange(16, 36, dtype=np.int32))
-    chunks = Chunks(listed, prefill_tile(2, 128))
-    return gpu.upload(tiles, positions, geometry, CARD, "overlapped", CPU, chunks, beside=2)
+    return gpu.upload(make_lists()[0], positions, geometry, CARD, "overlapped", CPU, make_lists()[1], beside=2)
 
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
@@ -57,7 +61,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert programs == CARD.processors
     given = dict(zip(names, args, strict=False)) | options
     assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
-    assert given["chunk_counts"].tolist()[:2] == [1, 2] and given["beside"].tolist()[:3] == [0, 2, 1]
+    assert given["chunk_count"].tolist()[0] == 1 and given["beside"].tolist()[:3] == [0, 2, 1]
     assert given["chunk_items"].tolist()[:5] == [0, 0, 36, 0, 20]
     assert given["chunk_queries"].tolist() == list(range(4, 24)) and set(given["chunk_slots"].tolist()) == {-1}
     assert given["block_table"].tolist()[:3] == [0, 1, 2]
@@ -70,6 +74,19 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert (given["LEADS"], given["RETURN_LSE"]) == (True, False)
     for desc, cache in (("k_desc", tensors.k_cache), ("v_desc", tensors.v_cache)):
         assert given[desc].base is cache and given[desc].block_shape == [1, 16, 1, 64]
+
+
+@pytest.mark.parametrize("beside, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
+def test_it_is_told_the_most_queries_of_an_item_beside(beside: int, most: int) -> None:
+    """By which it takes tiles of 8 rows or of 16: too few would lose queries."""
+    tiles, chunks = make_lists()
+    ends = np.array([1, 3, 6, 7], np.int32)  # items of 1, 2, 3 and 1 queries
+    tiles.items[:, 3], tiles.items[:, 4] = ends - [1, 2, 3, 1], ends
+    positions = np.arange(24, dtype=np.int32)
+    plan = gpu.upload(tiles, positions, GEOMETRY, CARD, "overlapped", CPU, chunks, beside=beside)
+    assert plan.arrays["beside"].tolist()[:3] == [0, beside, most]
+    gpu.refill(plan, tiles, positions, None, beside=1)
+    assert plan.arrays["beside"].tolist()[:3] == [0, 1, 1]
 
 
 def test_registers_suffice_for_its_warps() -> None:
@@ -141,4 +158,4 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
 def test_a_device_planned_step_has_nothing_beside_chunks() -> None:
     plan = make_mixed(GEOMETRY)
     plan.forget_prefill()
-    assert plan.arrays["beside"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_counts"].tolist()[0] == 0
+    assert plan.arrays["beside"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0

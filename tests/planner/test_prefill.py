@@ -9,7 +9,7 @@ from trunkattn.plan_format import DIRECT, Capacity, DeviceModel, TileList
 from trunkattn.planner.build import Planner, PlannerSpec
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.cost_model import cost_model
-from trunkattn.planner.prefill import divide, heads_in_turn, join, limits_broken, prefill_limits
+from trunkattn.planner.prefill import divide, join, limits_broken, prefill_limits
 from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.workloads import random_forest
 
@@ -66,7 +66,7 @@ def test_chunks_are_planned_and_joined(seed: int, policy: str) -> None:
     planned = Planner(spec_of(policy, page_size)).plan(division.chunks)
     check_plan(planned)
     work = planned.work
-    joined, listed = join(empty_tiles(), work, division, heads=1)
+    joined, listed = join(empty_tiles(), work, division)
     assert joined.num_slots == 3 + work.num_slots
     assert np.array_equal(listed.slots == DIRECT, work.slots == DIRECT)
     assert np.array_equal(np.sort(listed.slots[listed.slots != DIRECT]), 3 + np.arange(work.num_slots))
@@ -74,21 +74,6 @@ def test_chunks_are_planned_and_joined(seed: int, policy: str) -> None:
         assert np.array_equal(np.sort(listed.slots[listed.queries == query]), np.arange(first, last))
     finished = np.concatenate([listed.queries[listed.slots == DIRECT], joined.merge_queries])
     assert np.array_equal(np.sort(finished), division.chunk_tokens)
-
-
-# two requests: one of 300 tokens in two tiles, the longer one cut; 100 tokens of the other
-ITEMS = np.array([[0, 0, 128, 0, 8], [0, 0, 200, 8, 16], [0, 128, 300, 0, 8], [1, 28, 128, 16, 24]], np.int32)
-
-
-@pytest.mark.parametrize(
-    "heads, cached_tokens, expected",
-    [(32, 4 * 32 * 472, 32), (32, 32 * 472, 32), (32, 32 * 472 - 1, 8), (32, 16 * 472, 8), (32, 4 * 472 - 1, 1),
-     (32, 0, 1), (18, 18 * 472 - 1, 6), (18, 17 * 472, 6), (17, 17 * 472 - 1, 1), (16, 0, 16), (1, 471, 1)],
-)  # fmt: skip
-def test_heads_take_turns_as_far_as_their_keys_fit_the_cache(heads: int, cached_tokens: int, expected: int) -> None:
-    """472 tokens a head, from three places on: 200, 172 and 100."""
-    assert heads_in_turn(ITEMS, heads, cached_tokens) == expected
-    assert heads_in_turn(ITEMS[::-1], heads, cached_tokens) == expected
 
 
 @given(seed=st.integers(0, 2**32 - 1), above=st.sampled_from([1, 8]))

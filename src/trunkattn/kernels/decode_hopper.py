@@ -121,8 +121,7 @@ def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, 
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
     count = 0
     for turn in range(program, num_tasks, programs):
-        task = task_of(turn, program, programs, num_tasks)
-        item, head = task // NUM_KV_HEADS, task % NUM_KV_HEADS
+        item, head = task_of(turn, program, programs, num_tasks, NUM_KV_HEADS)
         start, end, number, num_full, ahead = _extent(items + item * _ITEM, program, programs, BLOCK_RUNS)
         page, place = boxes_of(runs, start + _block(0, num_full, ahead) * BLOCK_RUNS, end, PAGE_SIZE, RUN)
         for nth in range(number):
@@ -236,8 +235,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
     local = gl.arange(0, ROWS, _ROW) // GROUP
     count = 0
     for turn in range(program, num_tasks, programs):
-        task = task_of(turn, program, programs, num_tasks)
-        item, head = task // NUM_KV_HEADS, task % NUM_KV_HEADS
+        item, head = task_of(turn, program, programs, num_tasks, NUM_KV_HEADS)
         item = items + item * _ITEM
         start, end, number, num_full, ahead = _extent(item, program, programs, BLOCK_RUNS)
         if number > 0:  # an item that the device planner had no room for has no runs

@@ -90,7 +90,7 @@ class GpuPlan(Packed):
         """Takes the prompt chunks, if it may hold any, and the items beside them out of a plan that is filled on the
         device, on the current stream."""
         if self.prefill:
-            self.arrays["prefill_counts"].zero_()
+            self.arrays["prefill_count"].zero_()
             self.arrays["beside"].zero_()
 
 
@@ -100,7 +100,7 @@ def upload(
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
     beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
-    host = _host_arrays(tiles, positions, chunks.listed if chunks else None, beside)
+    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, beside)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
@@ -127,7 +127,7 @@ def reserve(
     the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
-        "counts": 2 * heights + 2, "prefill_counts": 2, "beside": 3, "positions": limits.query_tokens,
+        "counts": 2 * heights + 2, "prefill_count": 1, "beside": 3, "positions": limits.query_tokens,
         "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
         "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
         "runs": 3 * limits.runs,
@@ -155,19 +155,18 @@ def refill(
     if listed:
         assert plan.prefill
         plan.prefill.send(prefill_plan.host_arrays(listed, plan.prefill.table_stride))
-    plan.send(_host_arrays(tiles, positions, listed, beside))
+    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, beside))
 
 
 def _host_arrays(
-    tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None, beside: int
+    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
 ) -> dict[str, NDArray[np.int32]]:
-    """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries;
-    prefill_counts: items, and KV heads that take turns."""
+    """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
     queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
     counts[0] += beside
     return {
-        "counts": counts, "prefill_counts": np.array((len(listed.items), listed.heads) if listed else (0, 0), np.int32),
+        "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
         "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
@@ -308,17 +307,17 @@ def _attend(
 
 def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, options: dict[str, Any]) -> None:
     arrays, tile, geometry = prefill.arrays, prefill.tile, plan.geometry
-    counts, positions = plan.arrays["prefill_counts"], plan.arrays["positions"]
+    count, positions = plan.arrays["prefill_count"], plan.arrays["positions"]
     if card.hopper:
         from trunkattn.kernels import prefill_hopper  # Gluon, which other cards need not have
 
         if prefill_hopper.supports(t, tile, geometry):
-            return prefill_hopper.launch(t, prefill, (counts, positions), geometry, options)
+            return prefill_hopper.launch(t, prefill, (count, positions), geometry, options)
     shape = _shape(t, geometry)
     del shape["MASKED"]  # it always is where it has to be
     shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
     prefill_kernel[(prefill.programs,)](
-        *_tensors(t), arrays["items"], counts, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        *_tensors(t), arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
         *_options(t, geometry), prefill.table_stride, *_strides(t), **shape,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip

@@ -46,12 +46,13 @@ def rolled(count: gl.constexpr):
 
 
 @gluon.jit
-def task_of(turn, program, programs, num_tasks):
-    """Of a turn of one of so many programs. Tasks are heaviest first; every other round goes backwards, so that all
-    programs end at about the same time."""
+def task_of(turn, program, programs, num_tasks, NUM_KV_HEADS: gl.constexpr):
+    """Item and KV head of a turn of one of so many programs. Items are heaviest first; every other round goes
+    backwards, so that all programs end at about the same time."""
     first = turn - program
     backwards = (first // programs % 2 == 1) & (first + programs <= num_tasks)
-    return gl.where(backwards, first + programs - 1 - program, turn)
+    task = gl.where(backwards, first + programs - 1 - program, turn)
+    return task // NUM_KV_HEADS, task % NUM_KV_HEADS
 
 
 @gluon.jit

@@ -109,7 +109,7 @@ def _attend(state, count, scale, mask, memory, ring, MASK: gl.constexpr, ACC: gl
     rows], which are added up at the end.
 
     Weights are of the maximum before the block, which all warps know, and stand if no row's is much higher in it: then
-    warps wait for each other once between both products, for weights and maxima alike."""
+    warps pass on weights and maxima at one meeting."""
     acc, top, total = state
     q_tile, p_tile, tops = memory
     tiles, ready, empty = ring
@@ -250,7 +250,7 @@ def _decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, WEIGHTS: gl.constexp
 @gluon.jit
 def hybrid_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    chunk_items, chunk_counts, block_table, chunk_queries, chunk_slots,  # prompt chunks
+    chunk_items, chunk_count, block_table, chunk_queries, chunk_slots,  # prompt chunks
     items, beside, runs, queries, slots, positions,  # the tile list
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
@@ -258,7 +258,7 @@ def hybrid_kernel(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, SLOTS: gl.constexpr,
     CHUNK_REGISTERS: gl.constexpr, DECODE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Prompt chunks, as `prefill_hopper_kernel` has them, and the items [beside[0], beside[1]) of the tile list,
+    """chunk_count[0] prompt chunks, as `PrefillList` has them, and the items [beside[0], beside[1]) of the tile list,
     which merge nothing and have at most beside[2] queries."""
     if LEADS:
         launch_dependents()
@@ -270,7 +270,7 @@ def hybrid_kernel(
     wide = _decode_memory(dtype, _WIDE, _WIDE_WEIGHTS)
     ready, empty = make_barriers(SLOTS, 1), make_barriers(SLOTS, 1)
     filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready, empty)
-    chunks = (chunk_items, gl.load(chunk_counts) * NUM_KV_HEADS, chunk_counts)
+    chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)
     first_item = gl.load(beside)
     tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
     rows, plan = (chunk_queries, chunk_slots, positions), (runs, queries, slots, positions)
@@ -317,7 +317,7 @@ def launch(t: "Tensors", plan: "GpuPlan", processors: int, options: dict[str, bo
     windowed = geometry.window != UNLIMITED
     hybrid_kernel[(processors,)](
         t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
-        chunks["items"], arrays["prefill_counts"], chunks["block_table"], chunks["queries"], chunks["slots"],
+        chunks["items"], arrays["prefill_count"], chunks["block_table"], chunks["queries"], chunks["slots"],
         arrays["items"], arrays["beside"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"],
         t.logit_scale, t.v_scale, geometry.window, prefill.table_stride, *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,

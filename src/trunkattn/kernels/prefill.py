@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 
 from trunkattn.kernels.decode import ITEM, cap, empty_state, finish, load_in_halves, load_queries, load_tile
-from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, TURNS
+from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
 _KV_ROW, _KV_START, _KV_END = tl.constexpr(KV_ROW), tl.constexpr(KV_START), tl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
-_TURNS = tl.constexpr(TURNS)
 
 
 @triton.jit
@@ -140,8 +139,8 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
     RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """counts: items, heaviest first, and KV heads that take turns; see `PrefillList` for the arrays. A program takes
-    its turn from the front in one round and from the back in the next, so that all end at about the same time."""
+    """counts[0] items, heaviest first; see `PrefillList` for the arrays. A program takes its turn from the front in one
+    round and from the back in the next, so that all end at about the same time."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
     tasks, programs = tl.load(counts) * NUM_KV_HEADS, tl.num_programs(0)
@@ -149,14 +148,8 @@ def prefill_kernel(
         turn = tl.program_id(0)
         task = first + tl.where(first // programs % 2 == 0, turn, programs - 1 - turn)
         if task < tasks:
-            item, head = task // NUM_KV_HEADS, task % NUM_KV_HEADS
-            if NUM_KV_HEADS > _TURNS:
-                num_items, heads = tl.load(counts), tl.load(counts + 1)  # anew, as registers are few meanwhile
-                before = task // (num_items * heads) * heads  # heads that had their turns
-                task -= before * num_items
-                item, head = task // heads, before + task % heads
             prefill_item(
-                items + item * ITEM, head,
+                items + task // NUM_KV_HEADS * ITEM, task % NUM_KV_HEADS,
                 (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
                 (block_table, table_stride, queries, slots, positions),
                 (logit_scale, v_scale, sinks, soft_cap, window),

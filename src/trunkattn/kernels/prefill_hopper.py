@@ -41,17 +41,7 @@ from trunkattn.kernels.hopper import (
 )
 from trunkattn.kernels.prefill_plan import PrefillPlan
 from trunkattn.kernels.tile_table import PrefillTile
-from trunkattn.plan_format import (
-    DIRECT,
-    ITEM_COLUMNS,
-    KV_END,
-    KV_ROW,
-    KV_START,
-    QUERY_END,
-    QUERY_START,
-    TURNS,
-    UNLIMITED,
-)
+from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
 
 if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, Tensors
@@ -64,25 +54,10 @@ _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.c
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
-_TURNS = gl.constexpr(TURNS)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
 _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
-
-
-@gluon.jit
-def _chunk_of(turn, plan, NUM_KV_HEADS: gl.constexpr):
-    """Item and KV head of a turn of this program; see `PrefillList` for `heads`."""
-    _, num_tasks, counts = plan
-    task = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks)
-    if NUM_KV_HEADS <= _TURNS:
-        return task // NUM_KV_HEADS, task % NUM_KV_HEADS
-    else:
-        num_items, heads = gl.load(counts), gl.load(counts + 1)
-        before = task // (num_items * heads) * heads  # heads that had their turns
-        task -= before * num_items
-        return task // heads, before + task % heads
 
 
 @gluon.jit
@@ -123,10 +98,10 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
 def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
                    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
-    items, num_tasks = plan[0], plan[1]
+    items, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _chunk_of(turn, plan, NUM_KV_HEADS)
+        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
         at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
@@ -207,7 +182,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
                    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
                    RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
-    items, num_tasks = plan[0], plan[1]
+    items, num_tasks = plan
     q, queries, positions = tensors[0], rows[0], rows[2]
     k_tiles, v_tiles = tiles
     k_ready, k_empty, v_ready, v_empty = barriers
@@ -218,7 +193,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _chunk_of(turn, plan, NUM_KV_HEADS)
+        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
         at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
@@ -303,12 +278,12 @@ def prefill_hopper_kernel(
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """counts: items, heaviest first, and KV heads that take turns; see `PrefillList` for the arrays."""
+    """counts[0] items, heaviest first; see `PrefillList` for the arrays."""
     if LEADS:
         launch_dependents()
     k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
     k_ready, k_empty, v_ready, v_empty = barriers
-    plan = (items, gl.load(counts) * NUM_KV_HEADS, counts)
+    plan = (items, gl.load(counts) * NUM_KV_HEADS)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     scales = (logit_scale, v_scale)
@@ -345,7 +320,7 @@ def launch(
 ) -> None:
     """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
 
-    counted: counts [2] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
+    counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
     a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it are read with a weight of 0: they must
     be finite, as tokens of the sequence are."""
     k_desc, v_desc = (descriptor(cache) for cache in (t.k_cache, t.v_cache))

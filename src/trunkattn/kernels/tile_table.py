@@ -264,8 +264,8 @@ _HYBRID: Final = MappingProxyType(
         # fitted to every fifth of the 330 batches of benchmarks/hybrid.py, each with four tile lists whose decodes all
         # run beside the chunks (spread of prediction over time 3.6 %)
         "NVIDIA H200": HybridTimes(544_000, Shares(90, 68), Shares(84, 56), 1030, 1400, 8300),
-        # of an earlier kernel, fitted to 324 batches there: 82 and 62 %; the shares of decodes are raised as they rose
-        # on the H200, to what memory leaves at most. A block takes longer because all read as fast as memory gives
+        # estimates but for block_ns, which is what memory gives: an earlier kernel fitted to 324 batches there had
+        # 580_000, 82, 62 and 16_000 without item_ns, and the numbers move as they did on the H200
         "NVIDIA H100": HybridTimes(560_000, Shares(86, 80), Shares(83, 66), 1400, 1400, 8000),
     }
 )

@@ -5,18 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.plan_format import (
-    DIRECT,
-    KV_END,
-    KV_ROW,
-    KV_START,
-    TURNS,
-    Capacity,
-    PrefillLimits,
-    PrefillList,
-    TileList,
-    WorkList,
-)
+from trunkattn.plan_format import DIRECT, Capacity, PrefillLimits, PrefillList, TileList, WorkList
 from trunkattn.planner.build import Batch
 from trunkattn.planner.schedule import FINEST
 from trunkattn.planner.splitting import SplitRule
@@ -57,28 +46,8 @@ def _starts(query_lens: NDArray[np.integer]) -> Int32Array:
     return np.append(0, np.cumsum(query_lens)).astype(np.int32)
 
 
-def heads_in_turn(items: Int32Array, num_kv_heads: int, cached_tokens: int) -> int:
-    """KV heads whose items take turns. Several items read the same keys, most of them in different rounds of programs:
-    so all heads where they are few or the L2 cache holds the keys of all, else the most, a divisor, of which it holds
-    twice as many, so that keys come from memory once and not in every round.
-
-    cached_tokens: of which L2 holds keys and values of one head.
-    """
-    if num_kv_heads <= TURNS:
-        return num_kv_heads
-    ordered = items[np.lexsort((items[:, KV_END], items[:, KV_START], items[:, KV_ROW]))]
-    follows = (np.diff(ordered[:, [KV_ROW, KV_START]], axis=0) != 0).any(axis=1)
-    longest = ordered[np.append(follows, True)]  # of the items that read from one place on
-    tokens = int((longest[:, KV_END].astype(np.int64) - longest[:, KV_START]).sum())
-    if tokens * num_kv_heads <= cached_tokens:
-        return num_kv_heads
-    fits = [n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and 2 * n * tokens <= cached_tokens]
-    return max(fits, default=1)
-
-
-def join(tiles: TileList, work: WorkList, division: Division, heads: int) -> tuple[TileList, PrefillList]:
-    """Both halves' lists in query tokens and partial slots of the whole step; the tile list merges for both. heads: as
-    of `heads_in_turn`."""
+def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, PrefillList]:
+    """Both halves' lists in query tokens and partial slots of the whole step; the tile list merges for both."""
     ranges = np.column_stack([work.merge_indptr[:-1], work.merge_indptr[1:]]) + np.int32(tiles.num_slots)
     merges = division.rest_tokens[tiles.merge_queries], division.chunk_tokens[work.merge_queries]
     joined = replace(
@@ -90,7 +59,7 @@ def join(tiles: TileList, work: WorkList, division: Division, heads: int) -> tup
     )
     slots = np.where(work.slots == DIRECT, np.int32(DIRECT), work.slots + np.int32(tiles.num_slots))
     queries = division.chunk_tokens[work.queries]
-    return joined, PrefillList(work.items, queries, slots, division.chunks.block_table, heads)
+    return joined, PrefillList(work.items, queries, slots, division.chunks.block_table)
 
 
 def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> PrefillLimits:
