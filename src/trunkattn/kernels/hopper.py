@@ -56,6 +56,12 @@ def task_of(turn, program, programs, num_tasks, NUM_KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
+def rows_at(index, stride):
+    """index * stride, in 64 bits; neither is negative. Unsigned, the stride has no upper half to be kept."""
+    return index.to(gl.uint32).to(gl.int64) * gl.to_tensor(stride).to(gl.uint32).to(gl.int64)
+
+
+@gluon.jit
 def tiles_of(ring, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
     """The ring's boxes as blocks of BLOCK_N rows: they lie as a swizzled tile has its rows."""
     if _REINTERPRETS:

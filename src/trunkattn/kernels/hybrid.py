@@ -34,6 +34,7 @@ from trunkattn.kernels.hopper import (
     load_box,
     make_barriers,
     rolled,
+    rows_at,
     tiles_of,
 )
 from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
@@ -178,8 +179,8 @@ def _compute(tasks, plan, tensors, scales, window, strides, memory, ring,
         start, full, end = gl.load(item), gl.load(item + 1), gl.load(item + 2)
         begin, last = gl.load(item + 3), gl.load(item + 4)
         wide_used = begin + wide_m // GROUP < last
-        token = gl.load(queries + begin + wide_m // GROUP, mask=wide_used, other=0).to(gl.int64)
-        at = (token * strides[0] + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
+        token = gl.load(queries + begin + wide_m // GROUP, mask=wide_used, other=0)
+        at = (rows_at(token, strides[0]) + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
         q_tile.store(gl.load(q + at, mask=wide_used[:, None], other=0.0))
         fence_async_shared()
         used = begin + m // GROUP < last
@@ -217,7 +218,7 @@ def _finish(state, begin, used, head, queries, slots, tensors, strides, v_scale,
     token = gl.load(queries + begin + m // GROUP, mask=used, other=0)
     kept, direct = used & (slot != _DIRECT), used & (slot == _DIRECT)
     slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
-    out_at = token.to(gl.int64) * strides[2] + query_head * strides[3]
+    out_at = rows_at(token, strides[2]) + query_head * strides[3]
     result = acc * (1.0 / some)[None, :]
     gl.store(partial + slot_at[None, :] * DIM + d, result, mask=kept[None, :])
     gl.store(out + out_at[None, :] + d, (result * v_scale).to(out.dtype.element_ty), mask=direct[None, :])

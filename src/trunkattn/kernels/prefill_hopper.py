@@ -34,6 +34,7 @@ from trunkattn.kernels.hopper import (
     normalized,
     reads,
     rolled,
+    rows_at,
     softmax_block,
     task_of,
     tiles_of,
@@ -170,7 +171,7 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
     write_partials(result, natural, slot, used, query_head, partial, partial_lse, _ACC, NUM_QO_HEADS)
     q_tile.store((result * v_scale).to(q.dtype.element_ty))
     direct = wide_used & (gl.load(slots + wide_entry, mask=wide_used, other=0) == _DIRECT)
-    out_at = (wide_token * strides[2] + wide_head * strides[3])[:, None] + wide_d
+    out_at = (rows_at(wide_token, strides[2]) + wide_head * strides[3])[:, None] + wide_d
     gl.store(out + out_at, q_tile.load(WIDE), mask=direct[:, None])
     if RETURN_LSE:
         token = gl.load(queries + entry, mask=used, other=0)
@@ -200,9 +201,9 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
         scale = gl.load(scales[0] + head)
         wide_entry = query_start + wide_m // GROUP
         wide_used = wide_entry < query_end
-        wide_token = gl.load(queries + wide_entry, mask=wide_used, other=0).to(gl.int64)
+        wide_token = gl.load(queries + wide_entry, mask=wide_used, other=0)
         wide_head = head * GROUP + wide_m % GROUP
-        q_at = (wide_token * strides[0] + wide_head * strides[1])[:, None] + wide_d
+        q_at = (rows_at(wide_token, strides[0]) + wide_head * strides[1])[:, None] + wide_d
         q_values = gl.load(q + q_at, mask=wide_used[:, None], other=0.0)
         q_tile.store(gl.where(scale < 0, -q_values, q_values))
         fence_async_shared()
