@@ -20,11 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trunkattn.kernels.hopper import (
     BOX,
     DIM,
+    KEYS_BACK,
     NOTHING,
     ROWS,
     TILE,
+    VALUES_BACK,
     WIDE,
     descriptor,
+    give_back,
     last_values,
     launch_dependents,
     load_box,
@@ -33,6 +36,7 @@ from trunkattn.kernels.hopper import (
     reads,
     rolled,
     softmax_block,
+    take_back,
     task_of,
     tiles_of,
     wait_for_the_launch_ahead,
@@ -58,6 +62,7 @@ _DIRECT = gl.constexpr(DIRECT)
 _KEYS = gl.constexpr(64)
 _STAGES = gl.constexpr(2)  # blocks of a ring; three fit too, and are no faster
 _BOXES = gl.constexpr(4)  # of a block
+_THREADS = gl.constexpr(128 + 32)  # that use a ring
 _LINE = gl.constexpr(32)  # numbers in 128 bytes
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 _ROW, _KEY = gl.constexpr(gl.SliceLayout(1, _ACC.value)), gl.constexpr(gl.SliceLayout(0, _ACC.value))
@@ -114,7 +119,7 @@ def _block(nth, num_full, ahead):
 
 
 @gluon.jit
-def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+def _produce(tasks, runs, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
              RUN: gl.constexpr):  # fmt: skip
     """Fills a ring."""
     items, num_tasks, program, programs = tasks
@@ -129,7 +134,8 @@ def _produce(tasks, runs, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr, 
             next_page, next_place = boxes_of(runs, following, end, PAGE_SIZE, RUN)  # on its way meanwhile
             slot = count % _STAGES
             bar = ready.index(slot)
-            mbarrier.wait(empty.index(slot), count // _STAGES % 2 ^ 1)
+            if count >= _STAGES:
+                take_back(slot, BACK, _THREADS)
             mbarrier.expect(bar, _KEYS * DIM * 2)
             for half in range(rolled(2)):
                 for i in gl.static_range(_BOXES):
@@ -167,7 +173,7 @@ def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, b
     The wait for the keys of the next block, if there are more, stands before the wait for the sums: its branch keeps
     the assembler from moving the softmax behind the latter."""
     k_tiles, v_tiles = tiles
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, v_ready = barriers
     runs, at, end = block
     local, position, window = rows
     slot, before = count % _STAGES, (count - 1) % _STAGES
@@ -179,12 +185,12 @@ def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, b
     mbarrier.wait(v_ready.index(before), (count - 1) // _STAGES % 2)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    mbarrier.arrive(k_empty.index(slot))
+    give_back(slot, KEYS_BACK, _THREADS)
     new, rescale, state = softmax_block(state, scores, scale, seen, MASK)
     new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
     mbarrier.wait(k_ready.index((count + 1) % _STAGES), (count + 1) // _STAGES % 2, pred=more)
     acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
-    mbarrier.arrive(v_empty.index(before))
+    give_back(before, VALUES_BACK, _THREADS)
     return acc * rescale[:, None], new, state
 
 
@@ -229,7 +235,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
     runs, queries, slots, positions = plan
     q = tensors[0]
     k_tiles, v_tiles = tiles
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, v_ready = barriers
     GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     BLOCK_RUNS: gl.constexpr = _KEYS // RUN
     local = gl.arange(0, ROWS, _ROW) // GROUP
@@ -257,7 +263,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
             first = start + _block(0, num_full, ahead) * BLOCK_RUNS
             seen = _seen(runs, first, end, local, position, window, RUN, MASKED)
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.arrive(k_empty.index(ring))
+            give_back(ring, KEYS_BACK, _THREADS)
             state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
             weights, _, state = softmax_block(state, scores, scale, seen, True)
             weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
@@ -279,7 +285,7 @@ def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barri
                             acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
                             True, MASKED, RUN)  # fmt: skip
                         count += 1
-            acc = last_values(acc, weights, count, v_tiles, v_ready, v_empty, _STAGES)
+            acc = last_values(acc, weights, count, v_tiles, v_ready, _THREADS, _STAGES)
             result, natural = normalized(acc, state)
             _finish(result, natural, (token, slot, used), q_tile, tensors, strides, head,
                     gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
@@ -315,10 +321,9 @@ def decode_hopper_kernel(
     k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
     q_tile = gl.allocate_shared_memory(dtype, [ROWS, DIM], TILE)
-    k_ready, k_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
-    v_ready, v_empty = make_barriers(_STAGES, 1), make_barriers(_STAGES, 1)
+    k_ready, v_ready = make_barriers(_STAGES), make_barriers(_STAGES)
     tiles = (tiles_of(k_ring, _KEYS, DIM, _STAGES), tiles_of(v_ring, _KEYS, DIM, _STAGES))
-    barriers = (k_ready, k_empty, v_ready, v_empty)
+    barriers = (k_ready, v_ready)
     first_item = gl.load(counts + first_bucket)
     num_tasks = (gl.load(counts + last_bucket + 1) - first_item) * NUM_KV_HEADS
     tasks = (items + first_item * _ITEM, num_tasks, program, programs)
@@ -329,8 +334,8 @@ def decode_hopper_kernel(
         [
             (_consume, (tasks, plan, tensors, (logit_scale, v_scale), window, strides, q_tile, tiles, barriers,
                         NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN)),
-            (_produce, (tasks, runs, k_desc, k_ring, k_ready, k_empty, NUM_KV_HEADS, PAGE_SIZE, RUN)),
-            (_produce, (tasks, runs, v_desc, v_ring, v_ready, v_empty, NUM_KV_HEADS, PAGE_SIZE, RUN)),
+            (_produce, (tasks, runs, k_desc, k_ring, k_ready, KEYS_BACK, NUM_KV_HEADS, PAGE_SIZE, RUN)),
+            (_produce, (tasks, runs, v_desc, v_ring, v_ready, VALUES_BACK, NUM_KV_HEADS, PAGE_SIZE, RUN)),
         ],
         [1, 1],
         [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],

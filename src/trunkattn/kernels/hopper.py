@@ -20,9 +20,12 @@ ROWS = gl.constexpr(64)  # of a warp group
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
 NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+# Named barriers, the first of those by which a ring's slots are given back; Triton's roles have 0 to 6
+KEYS_BACK, VALUES_BACK, RING_BACK = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
 _LN_2 = gl.constexpr(0.6931471805599453)
 # names of Triton 3.9, and of 3.6
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -71,11 +74,27 @@ def tiles_of(ring, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexp
 
 
 @gluon.jit
-def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(NUMBER: gl.constexpr):
+    """For the copy engine, one for each slot of a ring."""
     bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
+        mbarrier.init(bars.index(i), count=1)
     return bars
+
+
+@gluon.jit
+def give_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
+    """This warp has read a slot of a ring. It does not wait, where `mbarrier.arrive` would: before each of those, and
+    behind it, Triton has all warps of a role meet. THREADS: those that give it back and those that take it."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; // $0", "=r,r,r", [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)], gl.int32, False, 1)  # fmt: skip
+
+
+@gluon.jit
+def take_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
+    """Waits until all warps have given back a slot that was filled."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; // $0", "=r,r,r", [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)], gl.int32, False, 1)  # fmt: skip
 
 
 @gluon.jit
@@ -92,13 +111,13 @@ def softmax_block(state, scores, scale, seen, MASK: gl.constexpr):
 
 
 @gluon.jit
-def last_values(acc, weights, count, v_tiles, v_ready, v_empty, STAGES: gl.constexpr):
+def last_values(acc, weights, count, v_tiles, v_ready, THREADS: gl.constexpr, STAGES: gl.constexpr):
     """Adds the values of the block before `count`, the last of an item."""
     last = (count - 1) % STAGES
     mbarrier.wait(v_ready.index(last), (count - 1) // STAGES % 2)
     acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-    mbarrier.arrive(v_empty.index(last))
+    give_back(last, VALUES_BACK, THREADS)
     return acc
 
 

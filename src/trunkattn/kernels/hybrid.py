@@ -26,15 +26,21 @@ from trunkattn.kernels.decode_hopper import boxes_of
 from trunkattn.kernels.hopper import (
     BOX,
     DIM,
+    KEYS_BACK,
     NOTHING,
+    RING_BACK,
     TILE,
+    VALUES_BACK,
     WIDE,
     descriptor,
+    give_back,
     launch_dependents,
     load_box,
     make_barriers,
+    meet,
     rolled,
     rows_at,
+    take_back,
     tiles_of,
 )
 from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
@@ -59,6 +65,7 @@ _DIRECT = gl.constexpr(DIRECT)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _HIGHER = gl.constexpr(8.0)  # weights may grow to 2 to this power before sums are scaled anew
 _WARPS = gl.constexpr(4)
+_THREADS = gl.constexpr(128 + 32)  # that use the decodes' ring
 _TOPS = gl.constexpr(gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0]))  # a thread has its columns of all warps
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _NARROW_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]))
@@ -74,11 +81,12 @@ def _first_task():
 
 
 @gluon.jit
-def _send(desc, page, place, head, ring, ready, empty, count, SLOTS: gl.constexpr):
+def _send(desc, page, place, head, ring, ready, count, SLOTS: gl.constexpr):
     """Sends for a block of keys or values."""
     slot = count % SLOTS
     bar = ready.index(slot)
-    mbarrier.wait(empty.index(slot), count // SLOTS % 2 ^ 1)
+    if count >= SLOTS:
+        take_back(slot, RING_BACK, _THREADS)
     mbarrier.expect(bar, _KEYS * DIM * 2)
     for half in range(rolled(2)):
         for i in gl.static_range(_BOXES):
@@ -87,7 +95,7 @@ def _send(desc, page, place, head, ring, ready, empty, count, SLOTS: gl.constexp
 
 
 @gluon.jit
-def _produce(tasks, runs, k_desc, v_desc, ring, ready, empty,
+def _produce(tasks, runs, k_desc, v_desc, ring, ready,
              NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """Fills the decodes' ring: of each block the keys, then the values."""
     items, num_tasks = tasks
@@ -98,10 +106,17 @@ def _produce(tasks, runs, k_desc, v_desc, ring, ready, empty,
         page, place = boxes_of(runs, start, end, PAGE_SIZE, RUN)
         for at in range(start, end, _KEYS // RUN):
             next_page, next_place = boxes_of(runs, at + _KEYS // RUN, end, PAGE_SIZE, RUN)  # on its way meanwhile
-            _send(k_desc, page, place, head, ring, ready, empty, count, SLOTS)
-            _send(v_desc, page, place, head, ring, ready, empty, count + 1, SLOTS)
+            _send(k_desc, page, place, head, ring, ready, count, SLOTS)
+            _send(v_desc, page, place, head, ring, ready, count + 1, SLOTS)
             count += 2
             page, place = next_page, next_place
+
+
+@gluon.jit
+def _any(flag):
+    """Whether it is set in a thread of the warp: the assembler then knows that the warp does not part."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }", "=r,r", [flag.to(gl.int32)], gl.int32, False, 1) != 0
 
 
 @gluon.jit
@@ -113,14 +128,14 @@ def _attend(state, count, scale, mask, memory, ring, MASK: gl.constexpr, ACC: gl
     warps pass on weights and maxima at one meeting."""
     acc, top, total = state
     q_tile, p_tile, tops = memory
-    tiles, ready, empty = ring
+    tiles, ready = ring
     ROWS: gl.constexpr = p_tile.shape[1]
     keys, values = count % SLOTS, (count + 1) % SLOTS
     mbarrier.wait(ready.index(keys), count // SLOTS % 2)
     nothing = gl.zeros([_KEYS, ROWS], gl.float32, ACC)
     scores = warpgroup_mma(tiles.index(keys), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
-    mbarrier.arrive(empty.index(keys))
+    give_back(keys, RING_BACK, _THREADS)
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
     tops.store(gl.max(gl.reshape(scores, [_WARPS, _KEYS // _WARPS, ROWS]), 1))
@@ -128,18 +143,19 @@ def _attend(state, count, scale, mask, memory, ring, MASK: gl.constexpr, ACC: gl
     p_tile.store(weights.to(p_tile.dtype))
     fence_async_shared()
     higher = gl.convert_layout(gl.max(tops.load(_TOPS), 0), gl.SliceLayout(0, ACC))
-    if gl.max(higher - top, 0) > _HIGHER:
+    if _any(gl.max(higher - top, 0) > _HIGHER):
         higher = gl.maximum(top, higher)
         weights = gl.exp2(scores - higher[None, :])
         p_tile.store(weights.to(p_tile.dtype))
         fence_async_shared()
+        meet()  # here, or Triton has warps meet behind the branch, which few blocks take
         rescale = gl.exp2(top - higher)[None, :]
         acc, total, top = acc * rescale, total * rescale, higher
     mbarrier.wait(ready.index(values), (count + 1) // SLOTS % 2)
     acc = warpgroup_mma(tiles.index(values).permute((1, 0)), p_tile, acc, is_async=True)
     total += weights
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(values))
+    give_back(values, RING_BACK, _THREADS)
     return acc, top, total
 
 
@@ -183,6 +199,7 @@ def _compute(tasks, plan, tensors, scales, window, strides, memory, ring,
         at = (rows_at(token, strides[0]) + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
         q_tile.store(gl.load(q + at, mask=wide_used[:, None], other=0.0))
         fence_async_shared()
+        meet()
         used = begin + m // GROUP < last
         position = m
         if MASKED:
@@ -265,12 +282,12 @@ def hybrid_kernel(
         launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
     k_ring, v_ring, chunk_q, chunk_tiles, chunk_barriers = chunk_memory(k_desc, v_desc, dtype, _BLOCK_N, _STAGES)
-    k_ready, k_empty, v_ready, v_empty = chunk_barriers
+    k_ready, v_ready = chunk_barriers
     ring = gl.allocate_shared_memory(dtype, [SLOTS * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     narrow = _decode_memory(dtype, _NARROW, _NARROW_WEIGHTS)
     wide = _decode_memory(dtype, _WIDE, _WIDE_WEIGHTS)
-    ready, empty = make_barriers(SLOTS, 1), make_barriers(SLOTS, 1)
-    filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready, empty)
+    ready = make_barriers(SLOTS)
+    filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready)
     chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)
     first_item = gl.load(beside)
     tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
@@ -286,11 +303,11 @@ def hybrid_kernel(
                               NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
             (_decode, (gl.load(beside + 2), tasks, plan, tensors, scales, window, strides, narrow, wide, filled,
                        NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, SLOTS)),
-            (produce_chunks, (chunks, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
+            (produce_chunks, (chunks, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
                               NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
-            (produce_chunks, (chunks, block_table, table_stride, v_desc, v_ring, v_ready, v_empty,
+            (produce_chunks, (chunks, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
                               NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
-            (_produce, (tasks, runs, k_desc, v_desc, ring, ready, empty, NUM_KV_HEADS, PAGE_SIZE, RUN, SLOTS)),
+            (_produce, (tasks, runs, k_desc, v_desc, ring, ready, NUM_KV_HEADS, PAGE_SIZE, RUN, SLOTS)),
         ],
         [4, 4, 1, 1, 1],
         [CHUNK_REGISTERS, DECODE_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],

@@ -22,11 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from trunkattn.kernels.hopper import (
     BOX,
     DIM,
+    KEYS_BACK,
     NOTHING,
     ROWS,
     TILE,
+    VALUES_BACK,
     WIDE,
     descriptor,
+    give_back,
     last_values,
     launch_dependents,
     load_box,
@@ -36,6 +39,7 @@ from trunkattn.kernels.hopper import (
     rolled,
     rows_at,
     softmax_block,
+    take_back,
     task_of,
     tiles_of,
     write_partials,
@@ -55,6 +59,7 @@ _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.c
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
+_THREADS = gl.constexpr(2 * 128 + 32)  # that use a ring
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
@@ -69,7 +74,7 @@ def _extent(item, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _send(desc, ring, ready, empty, count, pages, first, end, head,
+def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
           CUT: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Sends for the block of keys or of values at token `first`. CUT: `end` may cut it. A chunk is then read up to that
     end, from as many tokens before, and one past the end from where the cache holds nothing: what lies behind the end
@@ -87,7 +92,8 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
         place += (start,)
     slot = count % STAGES
     bar = ready.index(slot)
-    mbarrier.wait(empty.index(slot), count // STAGES % 2 ^ 1)
+    if count >= STAGES:
+        take_back(slot, BACK, _THREADS)
     mbarrier.expect(bar, BLOCK_N * DIM * 2)
     for half in range(rolled(2)):
         for i in gl.static_range(CHUNKS):
@@ -96,8 +102,8 @@ def _send(desc, ring, ready, empty, count, pages, first, end, head,
 
 
 @gluon.jit
-def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NUM_KV_HEADS: gl.constexpr,
-                   PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr,
+                   NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
     items, num_tasks = plan
     count = 0
@@ -107,11 +113,11 @@ def produce_chunks(plan, block_table, table_stride, desc, ring, ready, empty, NU
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
         first = start + (num_blocks - 1) * BLOCK_N
-        _send(desc, ring, ready, empty, count, pages, first, end, head, True, PAGE_SIZE, BLOCK_N, STAGES)
+        _send(desc, ring, ready, count, pages, first, end, head, BACK, True, PAGE_SIZE, BLOCK_N, STAGES)
         count += 1
         for _ in range(1, num_blocks):
             first -= BLOCK_N
-            _send(desc, ring, ready, empty, count, pages, first, end, head, False, PAGE_SIZE, BLOCK_N, STAGES)
+            _send(desc, ring, ready, count, pages, first, end, head, BACK, False, PAGE_SIZE, BLOCK_N, STAGES)
             count += 1
 
 
@@ -143,19 +149,19 @@ def _step(acc, weights, state, scale, count, more, first, bounds, q_tile, tiles,
     The wait for the keys of the next block, if there are more, stands before the wait for the sums: its branch keeps
     the assembler from moving the softmax behind the latter."""
     k_tiles, v_tiles = tiles
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, v_ready = barriers
     slot, before = count % STAGES, (count - 1) % STAGES
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, _ACC)
     scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(before), (count - 1) // STAGES % 2)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    mbarrier.arrive(k_empty.index(slot))
+    give_back(slot, KEYS_BACK, _THREADS)
     new, rescale, state = _softmax(state, scores, scale, first, bounds, MASK, False, WINDOW, BLOCK_N)
     new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
     mbarrier.wait(k_ready.index((count + 1) % STAGES), (count + 1) // STAGES % 2, pred=more)
     acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
-    mbarrier.arrive(v_empty.index(before))
+    give_back(before, VALUES_BACK, _THREADS)
     return acc * rescale[:, None], new, state
 
 
@@ -186,7 +192,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     items, num_tasks = plan
     q, queries, positions = tensors[0], rows[0], rows[2]
     k_tiles, v_tiles = tiles
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, v_ready = barriers
     GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     q_tile = q_tiles.index(HALF)
     m = HALF * ROWS + gl.arange(0, ROWS, _ROW)
@@ -227,7 +233,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
         nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, _ACC)
         scores = warpgroup_mma(q_tile, keys, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(k_empty.index(count % STAGES))
+        give_back(count % STAGES, KEYS_BACK, _THREADS)
         state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
         weights, _, state = _softmax(state, scores, scale, first, bounds, True, True, WINDOW, BLOCK_N)
         weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
@@ -250,7 +256,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
                     acc, weights, state, scale, count, block > 0, start + block * BLOCK_N, bounds, q_tile, tiles,
                     barriers, True, WINDOW, BLOCK_N, STAGES)  # fmt: skip
                 count += 1
-        acc = last_values(acc, weights, count, v_tiles, v_ready, v_empty, STAGES)
+        acc = last_values(acc, weights, count, v_tiles, v_ready, _THREADS, STAGES)
         result, natural = normalized(acc, state)
         wide = (m, wide_entry, wide_used, wide_token, wide_head, wide_d)
         _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, head,
@@ -264,10 +270,8 @@ def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STA
     k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, DIM], TILE)
-    k_ready, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    v_ready, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     tiles = (tiles_of(k_ring, BLOCK_N, DIM, STAGES), tiles_of(v_ring, BLOCK_N, DIM, STAGES))
-    return k_ring, v_ring, q_tiles, tiles, (k_ready, k_empty, v_ready, v_empty)
+    return k_ring, v_ring, q_tiles, tiles, (make_barriers(STAGES), make_barriers(STAGES))
 
 
 @gluon.jit
@@ -283,7 +287,7 @@ def prefill_hopper_kernel(
     if LEADS:
         launch_dependents()
     k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
-    k_ready, k_empty, v_ready, v_empty = barriers
+    k_ready, v_ready = barriers
     plan = (items, gl.load(counts) * NUM_KV_HEADS)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
@@ -295,9 +299,9 @@ def prefill_hopper_kernel(
                               NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
                               NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
-            (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, k_empty,
+            (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
                               NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
-            (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, v_empty,
+            (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
                               NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
         ],
         [4, 1, 1],
