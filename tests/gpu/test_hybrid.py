@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.kernels.tile_table import HybridTimes, Shares
+from trunkattn.kernels.tile_table import HYBRID_NARROW, HybridTimes, Shares
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -40,17 +40,6 @@ def mixed(page_size: int = 16, several: bool = False) -> PagedBatch:
     rows = np.random.default_rng(0).permutation(len(lens))
     table = np.random.default_rng(1).permutation(num_pages)[table]
     return PagedBatch(table[rows].astype(np.int32), lens[rows], query_lens[rows].astype(np.int32), page_size, num_pages)
-
-
-def alone(batch: PagedBatch) -> PagedBatch:
-    """The same without what shares trunks: no item has more than one decode."""
-    return replace(batch, query_lens=np.where(shared(batch), 0, batch.query_lens).astype(np.int32))
-
-
-def shared(batch: PagedBatch) -> np.ndarray:
-    """Which rows begin with a page of another."""
-    first = batch.block_table[:, 0]
-    return (first[:, None] == first).sum(1) > 1
 
 
 EMPTY = PagedBatch(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32), 16, 0)
@@ -122,26 +111,42 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, w
     return plan
 
 
+@pytest.fixture
+def all_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decodes are beside the chunks, as if those took so long."""
+    times = HybridTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0)
+    monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: times)
+
+
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
+@pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("growth", [0.05, -0.05, 1.0])
-def test_logits_that_grow_from_block_to_block(heads: tuple[int, int], growth: float) -> None:
-    """Decodes scale their sums anew when a maximum is much higher than the one before, and only then."""
+@pytest.mark.usefixtures("all_beside")
+def test_logits_that_grow_from_block_to_block(
+    heads: tuple[int, int], single: bool, growth: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes scale their sums anew when a maximum is much higher than the one before. single: items of one query, in
+    tiles of 8 rows; of as many as share a trunk, in tiles of 16."""
     config = replace(CONFIG, num_qo_heads=heads[0], num_kv_heads=heads[1])
     if refused(config):
         return
-    for batch in (mixed(), alone(mixed())):
-        layer = poisoned(config, batch)
-        keys = layer.k_cache.clone()
-        for row, length in enumerate(batch.seq_lens.tolist()):
-            pages = torch.from_numpy(batch.block_table[row, : -(-length // 16)]).cuda().long()
-            places = torch.arange(len(pages) * 16, device="cuda").view(-1, 16, 1, 1)
-            layer.k_cache[pages] = (keys[pages] * (1 + growth * places)).to(keys.dtype)
-        attention = BatchAttention(config)
-        plan = attention.plan(*layer.step)
-        assert num_beside(plan)
-        out = torch.full_like(layer.q, math.nan)
-        attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
-        assert_right(layer, out, tolerance=0.02)
+    monkeypatch.setattr(
+        "trunkattn.attention_gpu.ways_beside",
+        lambda ways, *_: [way for way in ways if (way.low, way.tall, way.alone) == (0, None, single)],
+    )
+    layer = poisoned(config, mixed())
+    keys = layer.k_cache.clone()
+    for row, length in enumerate(layer.batch.seq_lens.tolist()):
+        pages = torch.from_numpy(layer.batch.block_table[row, : -(-length // 16)]).cuda().long()
+        places = torch.arange(len(pages) * 16, device="cuda").view(-1, 16, 1, 1)
+        layer.k_cache[pages] = (keys[pages] * (1 + growth * places)).to(keys.dtype)
+    attention = BatchAttention(config)
+    plan = attention.plan(*layer.step)
+    most = int(plan.step.gpu_plan.arrays["beside"][2])
+    assert num_beside(plan) and (most * heads[0] // heads[1] <= HYBRID_NARROW) == single
+    out = torch.full_like(layer.q, math.nan)
+    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
+    assert_right(layer, out, tolerance=0.02)
 
 
 @pytest.mark.parametrize(
@@ -155,18 +160,13 @@ def test_logits_that_grow_from_block_to_block(heads: tuple[int, int], growth: fl
         ((16, 1), 64, torch.bfloat16, True, None),
     ],
 )
+@pytest.mark.usefixtures("all_beside")
 def test_chunks_and_decodes(
-    heads: tuple[int, int], page_size: int, dtype: torch.dtype, several: bool, window: int | None,
-    launched: list[int], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """All decodes are beside the chunks, as if those took so long."""
+    heads: tuple[int, int], page_size: int, dtype: torch.dtype, several: bool, window: int | None, launched: list[int]
+) -> None:
     config = replace(CONFIG, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, dtype=dtype)
     if refused(config):
         return
-    monkeypatch.setattr(
-        "trunkattn.attention_overlap.hybrid_times",
-        lambda name: HybridTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0),
-    )
     plan = check(config, mixed(page_size, several), 0.01 if dtype == torch.bfloat16 else 0.0015, window)
     assert launched == [1] and num_beside(plan) == len(plan.step.tile_list.items)
     programs = torch.cuda.get_device_properties().multi_processor_count

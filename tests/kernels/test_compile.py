@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 SPILLED_AT_MOST = {
     "prefill hopper": 384, "prefill hopper window": 392,  # outside of its inner loop
     "decode hopper masked": 8,  # of warps that bring keys and values
-    "hybrid": 528, "hybrid masked": 528, "hybrid window": 552,  # outside of its two inner loops
+    "hybrid": 520, "hybrid masked": 520, "hybrid window": 528,  # outside of its two inner loops
 }  # fmt: skip
 PERSISTENT_SPILLS = {(90, 128): 8, (90, 256): 24}  # one launch holds two tiles
 PREFILL_SPILLS = {  # what does not spill is slower on an sm_90 (tile_table.py)

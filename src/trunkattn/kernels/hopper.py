@@ -86,15 +86,15 @@ def make_barriers(NUMBER: gl.constexpr):
 def give_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
     """This warp has read a slot of a ring. It does not wait, where `mbarrier.arrive` would: before each of those, and
     behind it, Triton has all warps of a role meet. THREADS: those that give it back and those that take it."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; // $0", "=r,r,r", [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)], gl.int32, False, 1)  # fmt: skip
+    given = [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", given, gl.int32, False, 1)
 
 
 @gluon.jit
 def take_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
     """Waits until all warps have given back a slot that was filled."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; // $0", "=r,r,r", [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)], gl.int32, False, 1)  # fmt: skip
+    given = [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)]
+    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", given, gl.int32, False, 1)
 
 
 @gluon.jit

@@ -65,6 +65,9 @@ _DIRECT = gl.constexpr(DIRECT)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _HIGHER = gl.constexpr(8.0)  # weights may grow to 2 to this power before sums are scaled anew
 _WARPS = gl.constexpr(4)
+_VOTE = gl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+)
 _THREADS = gl.constexpr(128 + 32)  # that use the decodes' ring
 _TOPS = gl.constexpr(gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0]))  # a thread has its columns of all warps
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -114,9 +117,8 @@ def _produce(tasks, runs, k_desc, v_desc, ring, ready,
 
 @gluon.jit
 def _any(flag):
-    """Whether it is set in a thread of the warp: the assembler then knows that the warp does not part."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }", "=r,r", [flag.to(gl.int32)], gl.int32, False, 1) != 0
+    """Whether it is set, asked in a way that tells the assembler that warps do not part there."""
+    return gl.inline_asm_elementwise(_VOTE, "=r,r", [flag.to(gl.int32)], gl.int32, False, 1) != 0
 
 
 @gluon.jit

@@ -102,8 +102,8 @@ def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
 
 
 @gluon.jit
-def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr,
-                   NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+                   PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
     items, num_tasks = plan
     count = 0
