@@ -59,8 +59,8 @@ class Overlap:
 
     def fills(self, chunks: Batch, decode_ns: int) -> bool:
         """Whether decodes of that time fill what whole chunk items leave of the card at their end, at most the time of
-        the longest one. Cutting those gains nothing then: chunks of 768 tokens take as long (within
-        1 %; hybrid-h200.json), or took 1 to 7 % longer (in earlier runs)."""
+        the longest one. Cutting those gains nothing then: chunks of 768 tokens take as long (within 1 %, overlapped;
+        hybrid-h200.json), or took 1 to 7 % longer (in earlier runs)."""
         tasks = int((-(-np.diff(chunks.query_start_loc) // self.chunk_queries)).sum()) * self.rule.num_kv_heads
         return tasks >= self.processors and decode_ns >= self._longest_ns(chunks)
 
