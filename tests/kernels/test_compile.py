@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from trunkattn.kernels.gpu import persistent_launch
+from trunkattn.kernels.hopper import KEYS_BACK, RING_BACK, VALUES_BACK
 from trunkattn.kernels.tile_solver import ARCHITECTURES
 from trunkattn.kernels.tile_table import decode_tiles
 
@@ -84,6 +85,11 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     }
     for name, used in compiled.report.items():
         assert used["spilled"] <= (SPILLED_AT_MOST | allowed).get(name, 0), name
+
+
+def test_triton_leaves_the_barriers_of_rings_alone(compiled: Compiled) -> None:
+    for name in ON_HOPPER & set(compiled.report):
+        assert 0 < compiled.report[name]["barriers"] <= KEYS_BACK.value < VALUES_BACK.value < RING_BACK.value, name
 
 
 def test_a_persistent_launch_fits_the_card(compiled: Compiled) -> None:

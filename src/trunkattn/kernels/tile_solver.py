@@ -13,11 +13,13 @@ from trunkattn.kernels.tile_table import GpuTile, Tile
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a program."""
+    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a program, and how
+    many named barriers the compiler took for itself, the first ones."""
 
     registers: int
     spilled: int
     shared: int
+    barriers: int = 1
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,14 @@ _HYBRID: Final = MappingProxyType(
     {
         # fitted to every fifth of the 330 batches of benchmarks/hybrid.py, each with four tile lists whose decodes all
         # run beside the chunks (spread of prediction over time 3.6 %)
-        "NVIDIA H200": HybridTimes(544_000, Shares(90, 68), Shares(84, 56), 1030, 1400, 8300),
+        "NVIDIA H200": HybridTimes(
+            544_000, narrow=Shares(90, 68), wide=Shares(84, 56), block_ns=1030, item_ns=1400, fixed_ns=8300
+        ),
         # estimates but for block_ns, which is what memory gives: an earlier kernel fitted to 324 batches there had
         # 580_000, 82, 62 and 16_000 without item_ns, and the numbers move as they did on the H200
-        "NVIDIA H100": HybridTimes(560_000, Shares(86, 80), Shares(83, 66), 1400, 1400, 8000),
+        "NVIDIA H100": HybridTimes(
+            560_000, narrow=Shares(86, 80), wide=Shares(83, 66), block_ns=1400, item_ns=1400, fixed_ns=8000
+        ),
     }
 )
 
