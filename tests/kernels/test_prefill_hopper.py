@@ -109,6 +109,13 @@ def test_a_cache_that_the_copy_engine_cannot_read_goes_to_the_other(kernels: tup
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
+def test_tokens_far_apart_go_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
+    for stride, calls in ((2**32 - 128, [1, 0]), (2**32, [1, 1])):
+        far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
+        gpu.execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), CARD, False)
+        assert [len(kernel.calls) for kernel in kernels] == calls
+
+
 def test_other_cards_get_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     gpu.execute(make_plan(GEOMETRY), make_tensors(), (), replace(CARD, hopper=False), False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]

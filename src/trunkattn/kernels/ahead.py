@@ -177,5 +177,6 @@ def _compile(
         text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
     spilled, shared = used["STACK"] + used["LOCAL"], max(used["SHARED"], compiled.metadata.shared)
-    barriers = 1 + max(map(int, re.findall(r"bar(?:rier)?\.sync\s+(\d+)", compiled.asm["ptx"])), default=-1)
+    named = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\S*)(?:\.aligned)?\s+(\d+)", compiled.asm["ptx"])
+    barriers = 1 + max(map(int, named), default=-1)
     return Resources(used["REG"], spilled, shared, barriers)

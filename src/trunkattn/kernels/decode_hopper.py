@@ -60,7 +60,7 @@ _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
 _KEYS = gl.constexpr(64)
-_STAGES = gl.constexpr(2)  # blocks of a ring; three fit too, and are no faster
+_STAGES = gl.constexpr(2)  # blocks of a ring; three fit shared memory too, and were no faster
 _BOXES = gl.constexpr(4)  # of a block
 _THREADS = gl.constexpr(128 + 32)  # that use a ring
 _LINE = gl.constexpr(32)  # numbers in 128 bytes
@@ -321,6 +321,7 @@ def decode_hopper_kernel(
     k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
     q_tile = gl.allocate_shared_memory(dtype, [ROWS, DIM], TILE)
+    gl.static_assert(KEYS_BACK + _STAGES <= VALUES_BACK)
     k_ready, v_ready = make_barriers(_STAGES), make_barriers(_STAGES)
     tiles = (tiles_of(k_ring, _KEYS, DIM, _STAGES), tiles_of(v_ring, _KEYS, DIM, _STAGES))
     barriers = (k_ready, v_ready)

@@ -20,7 +20,8 @@ ROWS = gl.constexpr(64)  # of a warp group
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
 NOTHING = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
-# Named barriers, the first of those by which a ring's slots are given back; Triton's roles have 0 to 6
+# Named barriers: the first of those by which a ring's slots are given back. Triton takes 0, 1 and one for each further
+# role; there are 16
 KEYS_BACK, VALUES_BACK, RING_BACK = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
 _LN_2 = gl.constexpr(0.6931471805599453)
 # names of Triton 3.9, and of 3.6
@@ -60,7 +61,8 @@ def task_of(turn, program, programs, num_tasks, NUM_KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def rows_at(index, stride):
-    """index * stride, in 64 bits; neither is negative. Unsigned, the stride has no upper half to be kept."""
+    """index * stride, in 64 bits; neither is negative or has more than 32. Unsigned, the stride has no upper half to be
+    kept."""
     return index.to(gl.uint32).to(gl.int64) * gl.to_tensor(stride).to(gl.uint32).to(gl.int64)
 
 
@@ -85,7 +87,10 @@ def make_barriers(NUMBER: gl.constexpr):
 @gluon.jit
 def give_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
     """This warp has read a slot of a ring. It does not wait, where `mbarrier.arrive` would: before each of those, and
-    behind it, Triton has all warps of a role meet. THREADS: those that give it back and those that take it."""
+    with Triton 3.6 behind it too, all warps of a role meet. THREADS: those that give it back and those that take it.
+
+    None has read a slot twice before it is taken back: it is filled again only then. What was given back at the end of
+    a kernel is not taken."""
     given = [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)]
     gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", given, gl.int32, False, 1)
 

@@ -288,6 +288,7 @@ def hybrid_kernel(
     ring = gl.allocate_shared_memory(dtype, [SLOTS * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     narrow = _decode_memory(dtype, _NARROW, _NARROW_WEIGHTS)
     wide = _decode_memory(dtype, _WIDE, _WIDE_WEIGHTS)
+    gl.static_assert(RING_BACK + SLOTS <= 16)
     ready = make_barriers(SLOTS)
     filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready)
     chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)

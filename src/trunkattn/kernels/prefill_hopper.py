@@ -24,6 +24,7 @@ from trunkattn.kernels.hopper import (
     DIM,
     KEYS_BACK,
     NOTHING,
+    RING_BACK,
     ROWS,
     TILE,
     VALUES_BACK,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _BLOCK_M: Final = 128  # rows of an item at most
 BLOCK_N: Final = 128
-STAGES: Final = 2  # blocks of a ring; three fit too, and are no faster
+STAGES: Final = 2  # blocks of a ring; three fit shared memory too, and were no faster
 REGISTERS: Final = 168  # of a thread at launch; consumers then take 240 and leave the producers 24
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
@@ -266,6 +267,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
 @gluon.jit
 def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory of the roles: rings of boxes, query tiles, the rings as tiles, and barriers."""
+    gl.static_assert(KEYS_BACK + STAGES <= VALUES_BACK)
+    gl.static_assert(VALUES_BACK + STAGES <= RING_BACK)
     BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // BOX
     k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
@@ -310,10 +313,11 @@ def prefill_hopper_kernel(
 
 
 def supports(t: "Tensors", tile: PrefillTile, geometry: "Geometry") -> bool:
-    """Whether `launch` computes this: what the copy engine reads, groups that divide 128, and items of up to 128
-    rows."""
+    """Whether `launch` computes this: what the copy engine reads, groups that divide 128, items of up to 128 rows, and
+    query tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
-    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and reads(t, geometry)
+    near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
+    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and reads(t, geometry)
 
 
 def launch(
