@@ -201,7 +201,7 @@ def _compute(tasks, plan, tensors, scales, window, strides, memory, ring,
         at = (rows_at(token, strides[0]) + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
         q_tile.store(gl.load(q + at, mask=wide_used[:, None], other=0.0))
         fence_async_shared()
-        meet()
+        meet()  # here, or Triton has warps meet in every block for it
         used = begin + m // GROUP < last
         position = m
         if MASKED:
