@@ -19,9 +19,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # Bytes of a thread's stack of what is no tile for decoding, about as found with Triton 3.9: more is what this notices.
 SPILLED_AT_MOST = {
-    "prefill hopper": 384, "prefill hopper window": 392,  # outside of its inner loop
+    "prefill hopper": 384, "prefill hopper window": 392,  # but for two reloads outside of its inner loops
     "decode hopper masked": 8,  # of warps that bring keys and values
-    "hybrid": 520, "hybrid masked": 520, "hybrid window": 528,  # outside of its two inner loops
+    "hybrid": 520, "hybrid masked": 520, "hybrid window": 528,  # outside of its two loops over blocks without a mask
 }  # fmt: skip
 PERSISTENT_SPILLS = {(90, 128): 8, (90, 256): 24}  # one launch holds two tiles
 PREFILL_SPILLS = {  # what does not spill is slower on an sm_90 (tile_table.py)

@@ -134,8 +134,7 @@ def _produce(tasks, runs, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: g
             next_page, next_place = boxes_of(runs, following, end, PAGE_SIZE, RUN)  # on its way meanwhile
             slot = count % _STAGES
             bar = ready.index(slot)
-            if count >= _STAGES:
-                take_back(slot, BACK, _THREADS)
+            take_back(count, BACK, _THREADS, _STAGES)
             mbarrier.expect(bar, _KEYS * DIM * 2)
             for half in range(rolled(2)):
                 for i in gl.static_range(_BOXES):

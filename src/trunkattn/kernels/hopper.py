@@ -96,10 +96,11 @@ def give_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def take_back(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
-    """Waits until all warps have given back a slot that was filled."""
-    given = [gl.to_tensor(FIRST) + slot, gl.to_tensor(THREADS)]
-    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", given, gl.int32, False, 1)
+def take_back(count, FIRST: gl.constexpr, THREADS: gl.constexpr, STAGES: gl.constexpr):
+    """Before a ring is filled with block `count`: waits until all warps have given back what was in its slot."""
+    if count >= STAGES:
+        given = [gl.to_tensor(FIRST) + count % STAGES, gl.to_tensor(THREADS)]
+        gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", given, gl.int32, False, 1)
 
 
 @gluon.jit

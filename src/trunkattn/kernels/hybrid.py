@@ -88,8 +88,7 @@ def _send(desc, page, place, head, ring, ready, count, SLOTS: gl.constexpr):
     """Sends for a block of keys or values."""
     slot = count % SLOTS
     bar = ready.index(slot)
-    if count >= SLOTS:
-        take_back(slot, RING_BACK, _THREADS)
+    take_back(count, RING_BACK, _THREADS, SLOTS)
     mbarrier.expect(bar, _KEYS * DIM * 2)
     for half in range(rolled(2)):
         for i in gl.static_range(_BOXES):

@@ -93,8 +93,7 @@ def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
         place += (start,)
     slot = count % STAGES
     bar = ready.index(slot)
-    if count >= STAGES:
-        take_back(slot, BACK, _THREADS)
+    take_back(count, BACK, _THREADS, STAGES)
     mbarrier.expect(bar, BLOCK_N * DIM * 2)
     for half in range(rolled(2)):
         for i in gl.static_range(CHUNKS):

@@ -262,7 +262,8 @@ MEASURED_CARD: Final = "NVIDIA H200"
 _HYBRID: Final = MappingProxyType(
     {
         # fitted to every fifth of the 330 batches of benchmarks/hybrid.py, each with four tile lists whose decodes all
-        # run beside the chunks (spread of prediction over time 3.6 %)
+        # run beside the chunks (spread of prediction over time 3.6 %), with the kernel of 5273126, whose KV heads were
+        # in groups: with the one of e7b6892 32/32 takes 6 % longer than predicted
         "NVIDIA H200": HybridTimes(
             544_000, narrow=Shares(90, 68), wide=Shares(84, 56), block_ns=1030, item_ns=1400, fixed_ns=8300
         ),
