@@ -38,6 +38,7 @@ from trunkattn.kernels.tile_table import prefill_device
 from trunkattn.workloads.batch import pages_for
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from given import integer
 from gpu_hybrid import HYBRID_PEERS, HybridRun, halves, on_two_streams
 from gpu_kernels import Case
 
@@ -332,22 +333,15 @@ def splits(session: Session) -> None:
 PARTS = {"table": table, "sweep": sweep, "chunks": chunks, "splits": splits}
 
 
-def positive(text: str) -> int:
-    """An argument."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = integer(1, 1_000_000)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS), help="default: all")
     parser.add_argument("--peers", nargs="*", default=list(HYBRID_PEERS), choices=list(HYBRID_PEERS))
-    parser.add_argument("--batches", type=positive, default=330, help="of the sweep")
+    parser.add_argument("--batches", type=count, default=330, help="of the sweep")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} batches, in a result file of its own")
-    parser.add_argument("--pod-every", type=positive, default=4, help="FlashInfer's POD on every so many of a model")
-    parser.add_argument("--seconds", type=positive, default=240, help="after which the sweep begins no batch")
+    parser.add_argument("--pod-every", type=count, default=4, help="FlashInfer's POD on every so many of a model")
+    parser.add_argument("--seconds", type=count, default=240, help="after which the sweep begins no batch")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "hybrid.py: torch finds no CUDA device: expected an NVIDIA GPU\n")

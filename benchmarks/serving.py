@@ -23,7 +23,7 @@ import json
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from cpu_engine import model_file
+from given import integer, positive
 from numpy.typing import NDArray
 from plot_serving import draw, print_table
 from report import short_name, write_result
@@ -274,25 +275,6 @@ def mixes(
     return rows
 
 
-def integer(low: int, high: int) -> Callable[[str], int]:
-    """Parses an option's value; the error names the option."""
-
-    def parse(text: str) -> int:
-        if not (text.isdecimal() and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"expected an integer from {low} to {high}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def positive(text: str) -> float:
-    """Parses a finite number above 0."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
-    return number
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, budget = integer(1, 100_000), integer(1, 1_000_000)
@@ -307,12 +289,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, help="of the attention on a GPU")
     parser.add_argument("--ratios", type=integer(1, 100), nargs="+", default=[8, 16, 24], help="prompt / output tokens")
     parser.add_argument("--mix-requests", type=count, help="in each run of a ratio")
+    parser.add_argument("--mix-tokens", type=count, help="prompt and output tokens of a mix's request")
+    parser.add_argument("--mix-at-once", type=count, help="answers of a mix at once")
     parser.add_argument("--seed", type=integer(0, 2**32 - 1), default=0)
     parser.add_argument("--suffix", default="", help="of the result's name")
     options = parser.parse_args()
     scale = SCALES[options.device]
     options.requests = options.requests or (60 if options.device == "cpu" else 40)
     options.mix_requests = options.mix_requests or scale.mix_requests
+    for name, longest in (("mix_tokens", scale.max_model_len), ("mix_at_once", scale.max_num_seqs)):
+        given = getattr(options, name) or getattr(scale, name)
+        if given > longest:
+            parser.error(f"argument --{name.replace('_', '-')}: expected at most {longest}, got {given}")
+        scale = replace(scale, **{name: given})
+    options.scale = scale
     options.executions = options.executions or list(scale.executions)
     options.budgets = options.budgets or list(scale.budgets)
     for given in options.budgets:
@@ -323,7 +313,7 @@ def arguments() -> argparse.Namespace:
 
 def load(options: argparse.Namespace) -> LLM:
     """The engine with the model that was asked for, or the device's own."""
-    scale = SCALES[options.device]
+    scale: Scale = options.scale
     sizes = {"page_size": PAGE_SIZE, "max_num_seqs": scale.max_num_seqs, "max_model_len": scale.max_model_len}
     if options.device == "cpu":
         num_pages = scale.max_num_seqs * scale.max_model_len // PAGE_SIZE
@@ -360,7 +350,7 @@ def describe(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     options = arguments()
-    scale = SCALES[options.device]
+    scale: Scale = options.scale
     llm = load(options)
     llm.warm_up()
     gc.collect()

@@ -75,6 +75,9 @@ def test_each_budget_runs_with_each_execution(monkeypatch: pytest.MonkeyPatch) -
     assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", *names]
     monkeypatch.setattr(sys, "argv", ["serving.py", "--executions", "auto", "--budgets", "64"])
     assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", "hybrid 64"]
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--mix-tokens", "1000", "--mix-at-once", "9"])
+    scale = arguments().scale
+    assert (scale.mix_tokens, scale.mix_at_once, scale.mix_requests) == (1000, 9, SCALES["cpu"].mix_requests)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,8 @@ def test_each_budget_runs_with_each_execution(monkeypatch: pytest.MonkeyPatch) -
         (["--budgets", "96", "16"], "argument --budgets: expected at least 32, got 16"),
         (["--budgets", "32", "--device", "cuda"], "argument --budgets: expected at least 64, got 32"),
         (["--executions", "fused"], "argument --executions: invalid choice: 'fused'"),
+        (["--mix-tokens", "1089"], "argument --mix-tokens: expected at most 1088, got 1089"),
+        (["--mix-at-once", "33"], "argument --mix-at-once: expected at most 32, got 33"),
         (["--ratios", "x"], "argument --ratios: expected an integer from 1 to 100, got 'x'"),
     ],
 )
