@@ -5,7 +5,7 @@ batch-invariant plan all are rows of tiles: a token's bits must not depend on ho
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ from trunkattn.planner.forest import Forest
 from trunkattn.planner.prefill import join
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import (
+    Tiling,
     TilingRule,
     predict,
     query_positions,
@@ -48,12 +49,51 @@ from trunkattn.planner.tiling import (
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
 
 
-class _Tiled(NamedTuple):
-    """A step without its chunks. policy: of the tiling. beside: items that run beside them. ns: predicted, alone."""
+class _Said(NamedTuple):
+    """policy: what a step is planned by; reason: why. For `stats`."""
 
-    tile_list: TileList
     policy: str
     reason: str
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A tiling, and what it was chosen by: put into words when asked for, as that takes as long as the choice itself.
+
+    times: predicted ns of all tilings. num_fit: of them, those that fit the capacity. limits: whose they are. both_ns:
+    predicted, of the chunks and the rest one after the other, and with some beside them; None: there are no chunks.
+    overlapped: some are.
+    """
+
+    rule: TilingRule
+    tiling: Tiling
+    times: dict[Tiling, int]
+    num_fit: int
+    limits: str
+    both_ns: tuple[int, int] | None = None
+    overlapped: bool = False
+
+    @property
+    def policy(self) -> str:
+        return self.tiling.name(self.rule) + (" beside chunks" if self.overlapped else "")
+
+    @property
+    def reason(self) -> str:
+        number = len(self.times)
+        passed = "" if self.num_fit == number else f" of the {self.num_fit} of {number} that fit the capacity"
+        listed = ", ".join(f"{each.name(self.rule)} {time / 1e3:.3g} µs" for each, time in self.times.items())
+        text = f"least predicted time{passed} on {self.limits}: {listed}"
+        if self.both_ns is None:
+            return text
+        serial, beside = (time / 1e3 for time in self.both_ns)
+        return f"{text}; with chunks {serial:.3g} µs one after the other, {beside:.3g} µs with some beside them"
+
+
+class _Tiled(NamedTuple):
+    """A step without its chunks. beside: items that run beside them. ns: predicted, alone."""
+
+    tile_list: TileList
+    choice: _Choice
     beside: int
     ns: int
 
@@ -66,8 +106,7 @@ class GpuStep:
     batch: Batch
     rule: TilingRule
     gpu_plan: gpu.GpuPlan
-    policy: str
-    reason: str
+    choice: _Choice | _Said
     chunks: PlannedChunks | None
 
     @property
@@ -78,7 +117,7 @@ class GpuStep:
 
     def stats(self) -> PlanStats:
         """See PlanStats."""
-        stats = tile_stats(self.tile_list, self.batch, self.rule, self.policy, self.reason)
+        stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, self.choice.reason)
         return self.chunks.added_to(stats) if self.chunks else stats
 
     def check(self) -> None:
@@ -200,17 +239,16 @@ class GpuExecutor:
         division = chunk_planner.divide(batch) if chunk_planner else None
         rest = division.rest if division else batch
         lens, starts = rest.seq_lens, rest.query_start_loc
+        choice: _Choice | _Said
         beside, whole = 0, False
         if self._tiled:
             forest, table = self._planner.forest(rest, changed_rows)
             beside_chunks = division.chunks if division and self._overlap and starts[-1] else None
-            tile_list, policy, reason, beside, ns = self._tile(
-                forest, Batch(table, lens, starts, rest.window), beside_chunks
-            )
+            tile_list, choice, beside, ns = self._tile(forest, Batch(table, lens, starts, rest.window), beside_chunks)
             whole = bool(beside_chunks and self._overlap and self._overlap.fills(beside_chunks, ns))
         else:
             planned = self._planner.plan(rest, changed_rows)
-            table, policy, reason = planned.batch.block_table, planned.policy, planned.reason
+            table, choice = planned.batch.block_table, _Said(planned.policy, planned.reason)
             tile_list = tile_work(self._rule, planned.work, (table, lens, starts), rest.window)
         if self._limits and (broken := self._limits.broken_by(tile_list)):
             raise ValueError(no_room(self.config.policy, broken))
@@ -223,7 +261,7 @@ class GpuExecutor:
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
         gpu_plan = self._place(joined, listed, beside, positions, self._geometry(batch.window, several), into)
         kept = Batch(table, lens.copy(), starts.copy(), batch.window)
-        return GpuStep(tile_list, kept, self._rule, gpu_plan, policy, reason, chunks)
+        return GpuStep(tile_list, kept, self._rule, gpu_plan, choice, chunks)
 
     def _chunks_for(self, into: GpuStep | DeviceStep | None) -> ChunkPlanner | None:
         """What plans prompt chunks; None: they are rows of tiles too."""
@@ -242,11 +280,9 @@ class GpuExecutor:
             ways = ways_within(self._rule, self._limits, forest, arrays[1:], batch.window)
         tiling = min(ways, key=lambda way: times[way])
         tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
-        passed = "" if len(ways) == len(times) else f" of the {len(ways)} of {len(times)} that fit the capacity"
-        listed = ", ".join(f"{each.name(self._rule)} {time / 1e3:.3g} µs" for each, time in times.items())
-        reason = f"least predicted time{passed} on {self._limits_reason}: {listed}"
+        choice = _Choice(self._rule, tiling, times, len(ways), self._limits_reason)
         if chunks is None:
-            return _Tiled(tile_list, tiling.name(self._rule), reason, 0, times[tiling])
+            return _Tiled(tile_list, choice, 0, times[tiling])
         assert self._overlap
         lists = {
             way: tile_list if way == tiling else tile_forest(self._rule, way, forest, arrays, batch.window)
@@ -256,10 +292,11 @@ class GpuExecutor:
         found = {way: self._overlap.beside(each, chunk_ns) for way, each in lists.items()}
         low = min(found, key=lambda way: found[way].total_ns)
         serial, total = chunk_ns + times[tiling], found[low].total_ns
-        reason += f"; with chunks {serial / 1e3:.3g} µs one after the other, {total / 1e3:.3g} µs with some beside them"
+        choice = replace(choice, both_ns=(serial, total))
         if self._overlap.worth(total, serial):
-            return _Tiled(lists[low], f"{low.name(self._rule)} beside chunks", reason, found[low].items, times[tiling])
-        return _Tiled(tile_list, tiling.name(self._rule), reason, 0, times[tiling])
+            choice = replace(choice, tiling=low, overlapped=True)
+            return _Tiled(lists[low], choice, found[low].items, times[tiling])
+        return _Tiled(tile_list, choice, 0, times[tiling])
 
     def _place(
         self,

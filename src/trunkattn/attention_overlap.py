@@ -1,16 +1,17 @@
 """Which decodes of a step run beside its prompt chunks on a GPU (POD-Attention §4), by predicted time."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trunkattn.attention_config import AttentionConfig
-from trunkattn.kernels.tile_table import HYBRID_KEYS, HYBRID_NARROW, MEASURED_CARD, HybridTimes, Shares, hybrid_times
-from trunkattn.plan_format import QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, TileList
-from trunkattn.planner import tile_costs
+from trunkattn.kernels.tile_table import HYBRID_KEYS, HYBRID_NARROW, MEASURED_CARD, HybridTimes, hybrid_times
+from trunkattn.plan_format import TileList
+from trunkattn.planner.beside import BesideTimes, choose_beside
 from trunkattn.planner.build import Batch
+from trunkattn.planner.tiles import Stage
 from trunkattn.planner.tiling import Tiling, TilingRule, stages_of
 
 # Percent of the serial time that overlapping is to take at most, by a prediction whose spread is 4 % on an H200
@@ -68,69 +69,39 @@ class Overlap:
         """Whether to overlap, by predicted time."""
         return self.forced or together_ns * 100 < serial_ns * _WORTH_PERCENT
 
+    @cached_property
+    def _beside_times(self) -> BesideTimes:
+        narrow, wide = self.times.narrow, self.times.wide
+        return BesideTimes(
+            chunk_percent=(narrow.chunk_percent, wide.chunk_percent),
+            decode_percent=(narrow.decode_percent, wide.decode_percent),
+            narrow_rows=HYBRID_NARROW,
+            block_ns=self.times.block_ns,
+            block_runs=HYBRID_KEYS // self.rule.run,
+            item_ns=self.times.item_ns,
+            fixed_ns=self.times.fixed_ns,
+            group_size=self.rule.group_size,
+            num_kv_heads=self.rule.num_kv_heads,
+            processors=self.processors,
+        )
+
+    @cached_property
+    def _after(self) -> tuple[int, Stage]:
+        """Tile kind and stage of a launch for the items that are not beside the chunks."""
+        (launch,) = stages_of(self.rule, Tiling(0, waves=0))
+        return launch
+
     def beside(self, tiles: TileList, chunk_ns: int) -> Beside:
-        """Which items of a tile list of low tiles alone to compute while the chunks are, by predicted time: all, or as
-        many as fit whole rounds of the multiprocessors that end with the chunks, or one round more.
+        """Which items of a tile list of low tiles alone to compute while the chunks are, as `choose_beside` predicts.
 
         chunk_ns: of the chunks alone.
         """
-        number = int(tiles.counts[1] - tiles.counts[0])
-        blocks = self._blocks(tiles.items[:number])
-        until = self._until_ns(blocks[:, :2].sum(axis=1))
-        queries = np.diff(tiles.items[:number, [QUERY_START, QUERY_END]])[:, 0]
-        rows = np.maximum.accumulate(queries) * self.rule.group_size
-        shares = self._shares(rows[-1])
-        within = _both_ns(chunk_ns, shares) * shares.decode_percent // 100
-        most = int(np.searchsorted(until, within, side="right"))
-        heads = self.rule.num_kv_heads
-        rounds = most * heads // self.processors
-        counts = [number, *((rounds + more) * self.processors // heads for more in range(2))]
-        found = [
-            Beside(count, together_ns + self._after_ns(blocks[count:]))
-            for count in counts
-            if 0 < count <= number
-            for together_ns in (self._together_ns(chunk_ns, int(until[count - 1]), self._shares(rows[count - 1])),)
-        ]
-        best = min(found, key=lambda each: each.total_ns)
+        items = tiles.items[: tiles.counts[1] - tiles.counts[0]]
+        assert len(items), "of low tiles alone, and items that merge have others' partials to merge"
+        kind, stage = self._after
+        number, total_ns = choose_beside(items, chunk_ns, self._beside_times, stage, kind, self.rule.priced.costs)
         states_ns = tiles.num_slots * self.rule.partial_bytes * 1000 // self.rule.bytes_per_us
-        merge_ns = self.rule.launch_ns + states_ns if tiles.num_slots else 0
-        return best._replace(total_ns=best.total_ns + merge_ns)
-
-    def _blocks(self, items: NDArray[np.int32]) -> NDArray[np.int64]:
-        """[items, 3] blocks that all rows see, and others; runs."""
-        block_runs = HYBRID_KEYS // self.rule.run
-        full = (items[:, RUN_FULL] - items[:, RUN_START]).astype(np.int64) // block_runs
-        runs = (items[:, RUN_END] - items[:, RUN_START]).astype(np.int64)
-        return np.stack([full, -(-runs // block_runs) - full, runs], axis=1)
-
-    def _shares(self, rows: int) -> Shares:
-        """Beside items of at most so many rows."""
-        return self.times.narrow if rows <= HYBRID_NARROW else self.times.wide
-
-    def _until_ns(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """ns until the hybrid kernel, without chunks, has computed an item and those before it: their share of every
-        multiprocessor, or as many of the longest as some have."""
-        heads, tasks = self.rule.num_kv_heads, np.arange(1, len(blocks) + 1) * self.rule.num_kv_heads
-        each = blocks * self.times.block_ns + self.times.item_ns
-        until = np.maximum(each.cumsum() * heads // self.processors, -(-tasks // self.processors) * each)
-        return np.maximum.accumulate(until)
-
-    def _together_ns(self, chunk_ns: int, decode_ns: int, shares: Shares) -> int:
-        """Of chunks and decodes that take so long in the kernel without the other: while both run, each has a share of
-        its speed."""
-        both_ns = _both_ns(chunk_ns, shares)
-        beside_ns = decode_ns * 100 // shares.decode_percent
-        if beside_ns > both_ns:
-            return self.times.fixed_ns + both_ns + decode_ns - both_ns * shares.decode_percent // 100
-        return self.times.fixed_ns + chunk_ns + beside_ns * (100 - shares.chunk_percent) // 100
-
-    def _after_ns(self, blocks: NDArray[np.int64]) -> int:
-        """Of items that are left for a launch of their own."""
-        if not len(blocks):
-            return 0
-        ((kind, stage),) = stages_of(self.rule, Tiling(0, waves=0))
-        tokens = int(blocks[:, 2].sum()) * self.rule.run
-        return int(tile_costs.stage_ns(blocks, tokens, 0, stage, kind, True, self.rule.priced.costs))
+        return Beside(number, total_ns + (self.rule.launch_ns + states_ns if tiles.num_slots else 0))
 
 
 def ways_beside(ways: list[Tiling], times: dict[Tiling, int], group_size: int) -> list[Tiling]:
@@ -143,11 +114,6 @@ def ways_beside(ways: list[Tiling], times: dict[Tiling, int], group_size: int) -
         for fast in (some, [way for way in some if way.waves == finest]):
             found += sorted(fast, key=lambda way: times[way])[:1]
     return list(dict.fromkeys(found))
-
-
-def _both_ns(chunk_ns: int, shares: Shares) -> int:
-    """Of the chunks, beside decodes all the time."""
-    return chunk_ns * 100 // shares.chunk_percent
 
 
 def make_overlap(

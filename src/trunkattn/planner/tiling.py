@@ -61,7 +61,7 @@ class TilingRule:
     l2_bytes: int
     uniform: bool = False
 
-    @property
+    @cached_property
     def run(self) -> int:
         """Tokens of a run: a power of two that divides the page and every block."""
         smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
@@ -230,6 +230,9 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
 
 
 def _join(rule: TilingRule, emitted: list[tiles.Items], kinds: list[int], num_queries: int) -> TileList:
+    bucket = np.repeat(np.array(kinds, np.int32), [len(part.items) for part in emitted])
+    if len(emitted) == 1:
+        return _list(rule, emitted[0], bucket, num_queries, merges_taller=True)
     runs = np.cumsum([0] + [len(part.runs) for part in emitted])
     queries = np.cumsum([0] + [len(part.queries) for part in emitted])
     offsets = [np.array([r, r, r, q, q], np.int32) for r, q in zip(runs, queries, strict=True)]
@@ -239,7 +242,6 @@ def _join(rule: TilingRule, emitted: list[tiles.Items], kinds: list[int], num_qu
         np.concatenate([part.queries for part in emitted]),
         np.concatenate([part.uncut for part in emitted]),
     )
-    bucket = np.repeat(np.array(kinds, np.int32), [len(part.items) for part in emitted])
     return _list(rule, joined, bucket, num_queries, merges_taller=True)  # an item that is not cut has no other rest
 
 
