@@ -110,6 +110,32 @@ def test_warm_up_captures_with_chunks_and_as_far_as_decodes_go_without(monkeypat
     assert sizes == [24, 8, 8, 4, 4, 2, 2] and len(captures) == len(sizes)
 
 
+@pytest.mark.parametrize("max_num_seqs, budget", [(1, 1), (1, 24), (3, 3), (3, 24), (64, 64), (64, 2000)])
+def test_warm_up_plans_steps_of_every_kind(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, budget: int) -> None:
+    """What the planner compiles for chunks, for decodes, for both and for shared pages is not left to a user's step."""
+    kinds = set()
+    plan = BatchAttention.plan
+
+    def noted(self: BatchAttention, table: torch.Tensor, lens: torch.Tensor, starts: torch.Tensor, **given: Any) -> Any:
+        query_lens = starts.diff().tolist()
+        alike = len(table) > 1 and bool((table[0] == table[1]).all())
+        kinds.add((alike, max(query_lens, default=0) > 1, 1 in query_lens))
+        return plan(self, table, lens, starts, **given)
+
+    monkeypatch.setattr(BatchAttention, "plan", noted)
+    cache = KVCache(
+        num_layers=1, num_pages=30, page_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=CPU
+    )
+    attention = BatchAttention(
+        AttentionConfig(2, 1, 16, 4, torch.float32), "cpu", Capacity(max_num_seqs, budget, 6, 30)
+    )
+    ModelRunner(None, attention, [None, 7], cache, max_num_seqs, 24).warm_up()
+    kinds -= {(False, False, False)}  # of no requests
+    chunks = {(True, False), (True, True)} if max_num_seqs > 1 else {(True, False)}
+    want = {(False, True)} | (chunks if budget >= 2 * max_num_seqs or budget >= 8 else set())
+    assert kinds == {(alike, *kind) for kind in want for alike in ((False, True) if max_num_seqs > 1 else (False,))}
+
+
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(1)
     trunk = rng.integers(1, 256, 37).tolist()

@@ -76,8 +76,9 @@ class LLM:
         self._inbox: dict[str, RequestOutput] = {}  # newest output of each request, until its call fetches it
 
     def warm_up(self) -> None:
-        """Captures every CUDA graph, and compiles every kernel, that would otherwise wait for the first step of its
-        size; nothing on a CPU or with `enforce_eager`. To be called while nothing runs."""
+        """Compiles the planner, captures every CUDA graph, and compiles every kernel, which would otherwise wait for
+        the first step of its kind and size; on a CPU or with `enforce_eager` the planner alone. To be called while
+        nothing runs."""
         self._runner.warm_up()
 
     @property

@@ -17,6 +17,8 @@ from trunkattn.engine.hf_attention import TrunkStep
 from trunkattn.engine.request import Request
 from trunkattn.engine.scheduler import Batch, ScheduledChunk
 
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256  # of plans that compile the planner; 2 chunks and 2 decodes may share pages
+
 
 @dataclass(frozen=True)
 class StepReads:
@@ -88,8 +90,11 @@ class ModelRunner:
         return logits
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
-        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size. It is
-        captured with prompt chunks, and without them as far as `GraphedForward.decode_sizes` go."""
+        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size, behind
+        plans that compile the planner. It is captured with prompt chunks, and without them as far as
+        `GraphedForward.decode_sizes` go."""
+        if sizes is None:
+            self._plan_samples()
         nothing = np.zeros(0, dtype=np.int64)
         self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
         most = len(self._block_table)
@@ -98,6 +103,21 @@ class ModelRunner:
             padding = np.zeros(size, dtype=np.int64)
             for has_chunks in (room, False) if room and size in self._forward.decode_sizes else (room,):
                 self._forward(StepArrays(padding, padding, padding - 1, padding[:most], has_chunks))
+
+    def _plan_samples(self) -> None:
+        """Plans requests that share their pages and others that do not, of many query tokens, of one, and both."""
+        capacity, (rows, columns) = self._attention.capacity, self._block_table.shape
+        most = columns * self._page_size
+        budget = capacity.max_query_tokens if capacity else rows * most
+        rows = min(rows, _SAMPLE_ROWS, budget)
+        tokens = min(most, _SAMPLE_TOKENS, budget // rows)
+        lens = np.full(rows, min(most, 2 * self._page_size + tokens))
+        shared = np.zeros((rows, columns), np.int32)
+        own = np.arange(shared.size, dtype=np.int32).reshape(shared.shape) % self.kv_cache.num_pages
+        for table in (shared, own):
+            for chunks in range(rows + 1):
+                query_lens = np.where(np.arange(rows) < chunks, tokens, 1)
+                self._plan(table, lens, np.concatenate(([0], query_lens.cumsum())))
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
         """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
