@@ -8,7 +8,7 @@ reports are counted and set aside if the checker makes them of `roles_kernel` to
 barriers.
 
 It does not see what the copy engine writes: a kernel that fills its rings without waiting for those who read them is
-reported like one that waits. That such kernels are right, the other tests must tell.
+reported like one that waits. That they wait, `tests/kernels/test_compile.py` sees in the compiled code.
 """
 
 import argparse

@@ -92,6 +92,17 @@ def test_triton_leaves_the_barriers_of_rings_alone(compiled: Compiled) -> None:
         assert 0 < compiled.report[name]["barriers"] <= KEYS_BACK.value, name
 
 
+def test_rings_are_waited_for_and_given_back(compiled: Compiled) -> None:
+    """The race checker does not see what the copy engine writes."""
+    rings = {name: used["rings"] for name, used in compiled.report.items() if used["rings"]}
+    assert set(rings) == {
+        name for name in compiled.report if name.startswith(("prefill hopper", "decode hopper", "hybrid"))
+    }
+    for name, (fills, waits, products, returns) in rings.items():
+        assert waits == fills >= 2, f"{name}: a slot is filled without waiting for those who read it"
+        assert returns == products >= 6, f"{name}: a product does not give its slot back"
+
+
 def test_a_persistent_launch_fits_the_card(compiled: Compiled) -> None:
     """It is cooperative: it fails unless all of its programs run at once."""
     if compiled.kv_dtype == "bf16":

@@ -21,7 +21,7 @@ from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
 from trunkattn.kernels.persistent import persistent_kernel
 from trunkattn.kernels.prefill import prefill_kernel
-from trunkattn.kernels.tile_solver import Resources
+from trunkattn.kernels.tile_solver import Resources, Rings
 from trunkattn.kernels.tile_table import GpuTile, Tile
 
 _BOX = "tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
@@ -179,4 +179,11 @@ def _compile(
     spilled, shared = used["STACK"] + used["LOCAL"], max(used["SHARED"], compiled.metadata.shared)
     named = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\S*)(?:\.aligned)?\s+(\d+)", compiled.asm["ptx"])
     barriers = 1 + max(map(int, named), default=-1)
-    return Resources(used["REG"], spilled, shared, barriers)
+    return Resources(used["REG"], spilled, shared, barriers, _rings(compiled.asm["ptx"]))
+
+
+def _rings(ptx: str) -> Rings | None:
+    """Barriers of rings have numbers that are computed, others have constant ones."""
+    texts = (r"\.expect_tx\.", r"\bbar\.sync\s+%r", r"\bwgmma\.commit_group\.", r"\bbar\.arrive\s+%r")
+    rings = Rings(*(len(re.findall(text, ptx)) for text in texts))
+    return rings if rings.fills else None

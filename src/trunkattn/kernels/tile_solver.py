@@ -6,20 +6,31 @@ the keys or values in flight must cover the memory's latency times its bandwidth
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from trunkattn.kernels.tile_table import GpuTile, Tile
 
 
+class Rings(NamedTuple):
+    """Places in the code of a kernel that has rings in shared memory: where the copy engine is told to fill a slot,
+    where that waits for the slot, where slots are multiplied with, and where they are given back."""
+
+    fills: int
+    waits: int
+    products: int
+    returns: int
+
+
 @dataclass(frozen=True)
 class Resources:
-    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a program, and how
-    many named barriers the compiler took for itself, the first ones."""
+    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a program, how many
+    named barriers the compiler took for itself, the first ones, and its rings, if it has any."""
 
     registers: int
     spilled: int
     shared: int
     barriers: int = 1
+    rings: Rings | None = None
 
 
 @dataclass(frozen=True)
