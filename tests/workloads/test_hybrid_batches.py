@@ -180,7 +180,7 @@ def test_a_summary_of_nothing_is_empty() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--batches", "0"], "argument --batches: expected at least 1, got 0"),
+        (["--batches", "0"], "argument --batches: expected an integer from 1 to 1000000, got '0'"),
         (["--part", "figures"], "argument --part: invalid choice: 'figures'"),
     ],
 )
