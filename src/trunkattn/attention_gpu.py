@@ -288,8 +288,8 @@ class GpuExecutor:
             way: tile_list if way == tiling else tile_forest(self._rule, way, forest, arrays, batch.window)
             for way in ways_beside(ways, times, self._rule.group_size)
         }
-        chunk_ns = self._overlap.chunks_ns(chunks)
-        found = {way: self._overlap.beside(each, chunk_ns) for way, each in lists.items()}
+        chunk_ns, reads_ns = self._overlap.chunks_ns(chunks), self._overlap.reads_ns(chunks)
+        found = {way: self._overlap.beside(each, chunk_ns, reads_ns) for way, each in lists.items()}
         low = min(found, key=lambda way: found[way].total_ns)
         serial, total = chunk_ns + times[tiling], found[low].total_ns
         choice = replace(choice, both_ns=(serial, total))

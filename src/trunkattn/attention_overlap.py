@@ -52,6 +52,12 @@ class Overlap:
         flops = int((seen * query_lens).sum()) * self.flops_per_pair
         return max(flops // self.times.flops_per_ns, self._longest_ns(chunks))
 
+    def reads_ns(self, chunks: Batch) -> int:
+        """Time in which memory gives the keys and values that prompt chunks see, once, and no others."""
+        lens, query_lens = chunks.seq_lens.astype(np.int64), np.diff(chunks.query_start_loc).astype(np.int64)
+        tokens = int(np.minimum(lens, chunks.window + query_lens).sum())
+        return tokens * self.rule.head_bytes * self.rule.num_kv_heads * 1000 // self.rule.bytes_per_us
+
     def _longest_ns(self, chunks: Batch) -> int:
         """Time of the longest work item of prompt chunks that are not cut."""
         queries = np.minimum(np.diff(chunks.query_start_loc).astype(np.int64), self.chunk_queries)
@@ -91,15 +97,16 @@ class Overlap:
         (launch,) = stages_of(self.rule, Tiling(0, waves=0))
         return launch
 
-    def beside(self, tiles: TileList, chunk_ns: int) -> Beside:
+    def beside(self, tiles: TileList, chunk_ns: int, reads_ns: int = 0) -> Beside:
         """Which items of a tile list of low tiles alone to compute while the chunks are, as `choose_beside` predicts.
 
-        chunk_ns: of the chunks alone.
+        chunk_ns: of the chunks alone; reads_ns: of reading their keys and values.
         """
         items = tiles.items[: tiles.counts[1] - tiles.counts[0]]
         assert len(items), "of low tiles alone, and items that merge have others' partials to merge"
         kind, stage = self._after
-        number, total_ns = choose_beside(items, chunk_ns, self._beside_times, stage, kind, self.rule.priced.costs)
+        times, costs = self._beside_times, self.rule.priced.costs
+        number, total_ns = choose_beside(items, (chunk_ns, reads_ns), times, stage, kind, costs)
         states_ns = tiles.num_slots * self.rule.partial_bytes * 1000 // self.rule.bytes_per_us
         return Beside(number, total_ns + (self.rule.launch_ns + states_ns if tiles.num_slots else 0))
 

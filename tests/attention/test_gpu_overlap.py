@@ -231,6 +231,8 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeyp
     assert overlap.beside(listed([64] * 10), 10**7).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
     assert overlap.beside(listed([64] * 10), 10**3) == (10, 5000 + 80 * 1000 + 625)
+    # memory reads the chunks' keys in the meantime
+    assert overlap.beside(listed([64] * 10), 10**3, 700) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
     monkeypatch.setattr(tile_costs, "L2_BYTES_PER_US", 10**12)  # and keys come from it at once
     kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
@@ -253,6 +255,15 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
     assert overlap.beside(tiles, 0) == (10, 5000 + decode_ns)
     chunk_ns = 1_000_000  # longer than the decodes beside it
     assert overlap.beside(tiles, chunk_ns) == (10, 5000 + chunk_ns + decode_ns * 100 // decode_percent * 20 // 100)
+
+
+def test_reading_what_chunks_see(hopper: None) -> None:
+    """Each request's keys and values once, or those of its window: 8 heads of 2 × 128 × 2 bytes a token."""
+    overlap = make_overlap_of_eight_heads()
+    batch = Batch(np.zeros((2, 600), np.int32), np.array([9000, 500], np.int32), np.array([0, 64, 96]), UNLIMITED)
+    assert overlap.reads_ns(batch) == 9500 * 4096 * 1000 // overlap.rule.bytes_per_us
+    windowed = replace(batch, window=1000)
+    assert overlap.reads_ns(windowed) == (1064 + 500) * 4096 * 1000 // overlap.rule.bytes_per_us
 
 
 def test_lists_that_may_run_beside_chunks() -> None:

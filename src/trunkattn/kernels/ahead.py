@@ -33,7 +33,7 @@ _TYPES = MappingProxyType({
 _CACHES = ("k_cache", "v_cache")
 _ARRAYS = (
     "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges", "counters",
-    "block_table", "beside", "chunk_items", "chunk_count", "chunk_queries", "chunk_slots",
+    "block_table", "beside", "tasks", "count", "chunk_tasks", "chunk_count", "chunk_queries", "chunk_slots",
 )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def upload(
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
     beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
-    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, beside)
+    host = _host_arrays(tiles, positions, chunks.listed if chunks else None, beside, geometry.num_kv_heads)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
@@ -110,7 +110,8 @@ def upload(
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
     merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.processors * _MERGE_PROGRAMS))
-    prefill = prefill_plan.upload(chunks, geometry.num_kv_heads, device) if chunks else None
+    shape = (geometry.num_kv_heads, card.processors, beside > 0, device)
+    prefill = prefill_plan.upload(chunks, *shape) if chunks else None
     kept = tuple(launch for launch in (*launches, merges) if launch.programs)
     plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
     plan.send(host)
@@ -142,7 +143,7 @@ def reserve(
     launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
-    prefill = prefill_plan.reserve(*chunks, card.processors, device) if chunks else None
+    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, card.processors, device) if chunks else None
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 
@@ -154,19 +155,19 @@ def refill(
     captured read it. beside: as of `upload`."""
     if listed:
         assert plan.prefill
-        plan.prefill.send(prefill_plan.host_arrays(listed, plan.prefill.table_stride))
-    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, beside))
+        plan.prefill.fill(listed, beside > 0)
+    plan.send(_host_arrays(tiles, positions, listed, beside, plan.geometry.num_kv_heads))
 
 
 def _host_arrays(
-    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
+    tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None, beside: int, num_kv_heads: int
 ) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
     queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
     counts[0] += beside
     return {
-        "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
+        "counts": counts, "prefill_count": np.array([len(listed.items) * num_kv_heads if listed else 0], np.int32),
         "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
@@ -317,7 +318,7 @@ def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, option
     del shape["MASKED"]  # it always is where it has to be
     shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
     prefill_kernel[(prefill.programs,)](
-        *_tensors(t), arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        *_tensors(t), arrays["tasks"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
         *_options(t, geometry), prefill.table_stride, *_strides(t), **shape,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip

@@ -41,13 +41,12 @@ from trunkattn.kernels.hopper import (
     rows_at,
     softmax_block,
     take_back,
-    task_of,
     tiles_of,
     write_partials,
 )
-from trunkattn.kernels.prefill_plan import PrefillPlan
+from trunkattn.kernels.prefill_plan import TASK_COLUMNS, TASK_HEAD, PrefillPlan
 from trunkattn.kernels.tile_table import PrefillTile
-from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
+from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
 
 if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, Tensors
@@ -58,7 +57,7 @@ STAGES: Final = 2  # blocks of a ring; three fit shared memory too, and were no 
 REGISTERS: Final = 168  # of a thread at launch; consumers then take 240 and leave the producers 24
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_ITEM = gl.constexpr(ITEM_COLUMNS)
+_TASK, _HEAD = gl.constexpr(TASK_COLUMNS), gl.constexpr(TASK_HEAD)
 _DIRECT = gl.constexpr(DIRECT)
 _THREADS = gl.constexpr(2 * 128 + 32)  # that use a ring
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
@@ -102,16 +101,16 @@ def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
 
 
 @gluon.jit
-def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr,
                    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
-    items, num_tasks = plan
+    tasks, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
-        at *= _ITEM
-        pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
-        start, end, num_blocks = _extent(items + at, BLOCK_N)
+        item = tasks + turn * _TASK
+        head = gl.load(item + _HEAD)
+        pages = block_table + gl.load(item + _KV_ROW).to(gl.int64) * table_stride
+        start, end, num_blocks = _extent(item, BLOCK_N)
         first = start + (num_blocks - 1) * BLOCK_N
         _send(desc, ring, ready, count, pages, first, end, head, BACK, True, PAGE_SIZE, BLOCK_N, STAGES)
         count += 1
@@ -189,7 +188,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
                    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
                    RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
-    items, num_tasks = plan
+    tasks, num_tasks = plan
     q, queries, positions = tensors[0], rows[0], rows[2]
     k_tiles, v_tiles = tiles
     k_ready, v_ready = barriers
@@ -200,9 +199,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
-        at *= _ITEM
-        item = items + at
+        item = tasks + turn * _TASK
+        head = gl.load(item + _HEAD)
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
         scale = gl.load(scales[0] + head)
         wide_entry = query_start + wide_m // GROUP
@@ -279,18 +277,18 @@ def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STA
 @gluon.jit
 def prefill_hopper_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    items, counts, block_table, queries, slots, positions,  # the plan
+    tasks, count, block_table, queries, slots, positions,  # the plan
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
     WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """counts[0] items, heaviest first; see `PrefillList` for the arrays."""
+    """count[0] tasks, in rounds of one for each program; see `PrefillList` for the other arrays."""
     if LEADS:
         launch_dependents()
     k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
     k_ready, v_ready = barriers
-    plan = (items, gl.load(counts) * NUM_KV_HEADS)
+    plan = (tasks, gl.load(count))
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     scales = (logit_scale, v_scale)
@@ -302,9 +300,9 @@ def prefill_hopper_kernel(
             (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
                               NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
-                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+                              PAGE_SIZE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
-                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+                              PAGE_SIZE, BLOCK_N, STAGES)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -328,7 +326,7 @@ def launch(
 ) -> None:
     """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
 
-    counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
+    counted: number of tasks [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
     a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it are read with a weight of 0: they must
     be finite, as tokens of the sequence are."""
     k_desc, v_desc = (descriptor(cache) for cache in (t.k_cache, t.v_cache))
@@ -336,7 +334,7 @@ def launch(
     windowed = geometry.window != UNLIMITED
     prefill_hopper_kernel[(prefill.programs,)](
         t.q, k_desc, v_desc, t.out, t.lse, t.partial, t.partial_lse,
-        arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        arrays["tasks"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
         t.logit_scale, t.v_scale, geometry.window if windowed else 0, prefill.table_stride,
         *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,

@@ -30,15 +30,17 @@ class BesideTimes(NamedTuple):
 
 
 @njit(cache=True)
-def choose_beside(items, chunk_ns, times, stage, kind, costs):
+def choose_beside(items, chunks_ns, times, stage, kind, costs):
     """(number, ns) of the first items, which merge nothing: all, or as many as fit whole rounds of the multiprocessors
     that end with the chunks, or one round more; and predicted time of all items and the chunks.
 
-    chunk_ns: of the chunks alone; stage, kind, costs: of `tile_costs.stage_ns`, for what a launch of its own computes.
+    chunks_ns: of the chunks alone, and of reading their keys and values, for which decodes wait; stage, kind, costs: of
+    `tile_costs.stage_ns`, for what a launch of its own computes.
     """
-    number = len(items)
+    number, (chunk_ns, reads_ns) = len(items), chunks_ns
     blocks, until, wide = np.empty((number, 3), np.int64), np.empty(number, np.int64), np.empty(number, np.int64)
     _until_ns(items, times, blocks, until, wide)
+    until += reads_ns
     both_ns = chunk_ns * 100 // times.chunk_percent[wide[-1]]  # of the chunks, beside decodes all the time
     most = np.searchsorted(until, both_ns * times.decode_percent[wide[-1]] // 100, side="right")
     rounds = most * times.num_kv_heads // times.processors
