@@ -69,7 +69,7 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 @gluon.jit
 def _extent(item, BLOCK_N: gl.constexpr):
     """First token of an item's first block, its end, and its blocks."""
-    start, end = gl.load(item + _KV_START) // BOX * BOX, gl.load(item + _KV_END)
+    start, end = gl.load(item + _KV_START, volatile=True) // BOX * BOX, gl.load(item + _KV_END)
     return start, end, (end - start + BLOCK_N - 1) // BLOCK_N
 
 
@@ -221,7 +221,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
         whole = gl.minimum(whole, num_blocks - 1)
         behind, lowest = 0, position  # of them, those that begin before some row's window; the window's first token
         if WINDOW:
-            lowest = gl.maximum(position - window + 1, gl.load(item + _KV_START))
+            begin = gl.load(item + _KV_START, volatile=True)  # read again: kept in a register, it is one that spills
+            lowest = gl.maximum(position - window + 1, begin)
             latest = gl.max(gl.where(used, lowest, start), 0)
             behind = gl.minimum((latest - start + BLOCK_N - 1) // BLOCK_N, whole)
         bounds = (end, lowest, position)
