@@ -53,10 +53,11 @@ class Overlap:
         return max(flops // self.times.flops_per_ns, self._longest_ns(chunks))
 
     def reads_ns(self, chunks: Batch) -> int:
-        """Time in which memory gives the keys and values that prompt chunks see, once, and no others."""
+        """Time for which decodes wait while memory gives the keys and values that prompt chunks see."""
         lens, query_lens = chunks.seq_lens.astype(np.int64), np.diff(chunks.query_start_loc).astype(np.int64)
         tokens = int(np.minimum(lens, chunks.window + query_lens).sum())
-        return tokens * self.rule.head_bytes * self.rule.num_kv_heads * 1000 // self.rule.bytes_per_us
+        size = tokens * self.rule.head_bytes * self.rule.num_kv_heads
+        return size * 1000 // self.rule.bytes_per_us * self.times.reads_percent // 100
 
     def _longest_ns(self, chunks: Batch) -> int:
         """Time of the longest work item of prompt chunks that are not cut."""

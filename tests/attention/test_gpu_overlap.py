@@ -37,7 +37,7 @@ MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.i
 
 def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> HybridTimes:
     """wide: None: as narrow."""
-    return HybridTimes(flops_per_ns, narrow, wide or narrow, block_ns=1000, item_ns=item_ns, fixed_ns=5000)
+    return HybridTimes(flops_per_ns, narrow, wide or narrow, 1000, item_ns, fixed_ns=5000, reads_percent=50)
 
 
 TIMES = times_of(600_000, Shares(80, 50))
@@ -258,12 +258,12 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
 
 
 def test_reading_what_chunks_see(hopper: None) -> None:
-    """Each request's keys and values once, or those of its window: 8 heads of 2 × 128 × 2 bytes a token."""
+    """Half of the time of each request's keys and values, once, or of its window's: 8 heads of 512 bytes a token."""
     overlap = make_overlap_of_eight_heads()
     batch = Batch(np.zeros((2, 600), np.int32), np.array([9000, 500], np.int32), np.array([0, 64, 96]), UNLIMITED)
-    assert overlap.reads_ns(batch) == 9500 * 4096 * 1000 // overlap.rule.bytes_per_us
+    assert overlap.reads_ns(batch) == 9500 * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
     windowed = replace(batch, window=1000)
-    assert overlap.reads_ns(windowed) == (1064 + 500) * 4096 * 1000 // overlap.rule.bytes_per_us
+    assert overlap.reads_ns(windowed) == (1064 + 500) * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
 
 
 def test_lists_that_may_run_beside_chunks() -> None:

@@ -114,7 +114,7 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, w
 @pytest.fixture
 def all_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """All decodes are beside the chunks, as if those took so long."""
-    times = HybridTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0)
+    times = HybridTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0, 0)
     monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: times)
 
 
@@ -200,7 +200,7 @@ def test_every_row_is_as_in_serial(launched: list[int]) -> None:
 @pytest.mark.parametrize("gains", [True, False])
 def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
     percent = 100 if gains else 50
-    times = HybridTimes(600_000, Shares(percent, percent), Shares(percent, percent), 1000, 0, 0)
+    times = HybridTimes(600_000, Shares(percent, percent), Shares(percent, percent), 1000, 0, 0, 0)
     monkeypatch.setattr("trunkattn.attention_overlap.hybrid_times", lambda name: times)
     plan = check(GOOD, mixed())
     assert bool(launched) == (num_beside(plan) > 0) == (gains and hopper())

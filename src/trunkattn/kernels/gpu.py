@@ -167,7 +167,7 @@ def _host_arrays(
     queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
     counts[0] += beside
     return {
-        "counts": counts, "prefill_count": np.array([len(listed.items) * num_kv_heads if listed else 0], np.int32),
+        "counts": counts, "prefill_count": np.array([prefill_plan.rows(listed, num_kv_heads)], np.int32),
         "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
@@ -314,11 +314,11 @@ def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, option
 
         if prefill_hopper.supports(t, tile, geometry):
             return prefill_hopper.launch(t, prefill, (count, positions), geometry, options)
-    shape = _shape(t, geometry)
+    shape = _shape(t, geometry) | {"IN_TURN": prefill_plan.heads_in_turn(geometry.num_kv_heads)}
     del shape["MASKED"]  # it always is where it has to be
     shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
     prefill_kernel[(prefill.programs,)](
-        *_tensors(t), arrays["tasks"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        *_tensors(t), arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
         *_options(t, geometry), prefill.table_stride, *_strides(t), **shape,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip

@@ -8,13 +8,13 @@ no mask and come first; then the rest: the diagonal, the edge of a window, what 
 import triton
 import triton.language as tl
 
-from trunkattn.kernels.decode import cap, empty_state, finish, load_in_halves, load_queries, load_tile
-from trunkattn.kernels.prefill_plan import TASK_COLUMNS, TASK_HEAD
+from trunkattn.kernels.decode import ITEM, cap, empty_state, finish, load_in_halves, load_queries, load_tile
+from trunkattn.kernels.prefill_plan import FIRST_HEAD
 from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
 _KV_ROW, _KV_START, _KV_END = tl.constexpr(KV_ROW), tl.constexpr(KV_START), tl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
-_TASK, _HEAD = tl.constexpr(TASK_COLUMNS), tl.constexpr(TASK_HEAD)
+_FIRST_HEAD = tl.constexpr(FIRST_HEAD)
 
 
 @triton.jit
@@ -62,13 +62,13 @@ def _attend(state, q_tile, keys, values, seen, scale, soft_cap,
 
 @triton.jit
 def prefill_item(
-    task, tensors, plan, options, strides,
+    item, head, tensors, plan, options, strides,
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
     RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One task. tensors, plan, options, strides: as `prefill_kernel` groups its arguments."""
+    """One item for one KV head. tensors, plan, options, strides: as `prefill_kernel` groups its arguments."""
     q, k_cache, v_cache, out, lse_out, partial, partial_lse = tensors
     block_table, table_stride, queries, slots, positions = plan
     logit_scale, v_scale, sinks, soft_cap, window = options
@@ -79,9 +79,9 @@ def prefill_item(
     RUNS: tl.constexpr = BLOCK_N // RUN
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     d, dv = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM_V)
-    head, kv_start, kv_end = tl.load(task + _HEAD), tl.load(task + _KV_START), tl.load(task + _KV_END)
-    entry = tl.load(task + _QUERY_START) + m // GROUP
-    used = (entry < tl.load(task + _QUERY_END)) & (m < BLOCK_M // GROUP * GROUP)
+    kv_start, kv_end = tl.load(item + _KV_START), tl.load(item + _KV_END)
+    entry = tl.load(item + _QUERY_START) + m // GROUP
+    used = (entry < tl.load(item + _QUERY_END)) & (m < BLOCK_M // GROUP * GROUP)
     token = tl.load(queries + entry, mask=used, other=0)
     position = tl.load(positions + token, mask=used, other=0)
     query_head = head * GROUP + m % GROUP
@@ -91,7 +91,7 @@ def prefill_item(
     state = empty_state(BLOCK_M, PADDED_DIM_V)
     far = tl.cast(head, tl.int64)  # heads may lie far apart
     k_head, v_head = k_cache + far * k_stride_h, v_cache + far * v_stride_h
-    pages = block_table + tl.load(task + _KV_ROW).to(tl.int64) * table_stride
+    pages = block_table + tl.load(item + _KV_ROW).to(tl.int64) * table_stride
     columns = (kv_end + PAGE_SIZE - 1) // PAGE_SIZE
     # blocks, counted from `start`: `lead` with a mask, then `full` without one, then the rest with one
     start = kv_start // RUN * RUN
@@ -132,23 +132,32 @@ def prefill_item(
 @triton.jit
 def prefill_kernel(
     q, k_cache, v_cache, out, lse_out, partial, partial_lse,  # tensors
-    tasks, counts, block_table, queries, slots, positions,  # the plan
+    items, counts, block_table, queries, slots, positions,  # the plan
     logit_scale, v_scale, sinks, soft_cap, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr,
+    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
-    """counts[0] tasks, in rounds of one for each program; see `PrefillList` for the other arrays."""
+    """counts[0] items for IN_TURN heads each; see `prefill_plan.host_arrays` for their order, `PrefillList` for the
+    other arrays. A program takes its turn from the front in one round and from the back in the next, if that is full,
+    so that all end at about the same time."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
-    for first in range(0, tl.load(counts), tl.num_programs(0)):
-        turn = first + tl.program_id(0)
-        if turn < tl.load(counts):  # read again: kept in a register, it is one that spills
+    tasks, programs = tl.load(counts) * IN_TURN, tl.num_programs(0)
+    for first in range(0, tasks, programs):
+        turn = tl.program_id(0)
+        task = first + tl.where((first // programs % 2 == 1) & (first + programs <= tasks), programs - 1 - turn, turn)
+        if task < tasks:
+            item, head = items + task // IN_TURN * ITEM, task % IN_TURN
+            if NUM_KV_HEADS > IN_TURN:
+                item = items + task // IN_TURN * (ITEM + 1)
+                head += tl.load(item + _FIRST_HEAD)
             prefill_item(
-                tasks + turn * _TASK, (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
+                item, head,
+                (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
                 (block_table, table_stride, queries, slots, positions),
                 (logit_scale, v_scale, sinks, soft_cap, window),
                 (q_stride_t, q_stride_h, out_stride_t, out_stride_h,

@@ -41,12 +41,13 @@ from trunkattn.kernels.hopper import (
     rows_at,
     softmax_block,
     take_back,
+    task_of,
     tiles_of,
     write_partials,
 )
-from trunkattn.kernels.prefill_plan import TASK_COLUMNS, TASK_HEAD, PrefillPlan
+from trunkattn.kernels.prefill_plan import FIRST_HEAD, PrefillPlan, heads_in_turn
 from trunkattn.kernels.tile_table import PrefillTile
-from trunkattn.plan_format import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
+from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
 
 if TYPE_CHECKING:
     from trunkattn.kernels.gpu import Geometry, Tensors
@@ -57,7 +58,7 @@ STAGES: Final = 2  # blocks of a ring; three fit shared memory too, and were no 
 REGISTERS: Final = 168  # of a thread at launch; consumers then take 240 and leave the producers 24
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_TASK, _HEAD = gl.constexpr(TASK_COLUMNS), gl.constexpr(TASK_HEAD)
+_ITEM, _FIRST_HEAD = gl.constexpr(ITEM_COLUMNS), gl.constexpr(FIRST_HEAD)
 _DIRECT = gl.constexpr(DIRECT)
 _THREADS = gl.constexpr(2 * 128 + 32)  # that use a ring
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
@@ -67,9 +68,21 @@ _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
 
 
 @gluon.jit
+def _task(turn, num_tasks, items, NUM_KV_HEADS: gl.constexpr, IN_TURN: gl.constexpr):
+    """Of a turn of this program: where its item begins in `items`, and the KV head."""
+    at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, IN_TURN)
+    if NUM_KV_HEADS > IN_TURN:
+        at *= _ITEM + 1
+        head += gl.load(items + at + _FIRST_HEAD)
+    else:
+        at *= _ITEM
+    return at, head
+
+
+@gluon.jit
 def _extent(item, BLOCK_N: gl.constexpr):
     """First token of an item's first block, its end, and its blocks."""
-    start, end = gl.load(item + _KV_START, volatile=True) // BOX * BOX, gl.load(item + _KV_END)
+    start, end = gl.load(item + _KV_START) // BOX * BOX, gl.load(item + _KV_END)
     return start, end, (end - start + BLOCK_N - 1) // BLOCK_N
 
 
@@ -101,16 +114,16 @@ def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
 
 
 @gluon.jit
-def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr,
-                   PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def produce_chunks(plan, block_table, table_stride, desc, ring, ready,
+                   BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr, IN_TURN: gl.constexpr, PAGE_SIZE: gl.constexpr,
+                   BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
-    tasks, num_tasks = plan
+    items, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        item = tasks + turn * _TASK
-        head = gl.load(item + _HEAD)
-        pages = block_table + gl.load(item + _KV_ROW).to(gl.int64) * table_stride
-        start, end, num_blocks = _extent(item, BLOCK_N)
+        at, head = _task(turn, num_tasks, items, NUM_KV_HEADS, IN_TURN)
+        pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
+        start, end, num_blocks = _extent(items + at, BLOCK_N)
         first = start + (num_blocks - 1) * BLOCK_N
         _send(desc, ring, ready, count, pages, first, end, head, BACK, True, PAGE_SIZE, BLOCK_N, STAGES)
         count += 1
@@ -185,10 +198,10 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
 
 @gluon.jit
 def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                   NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
+                   NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, IN_TURN: gl.constexpr, WINDOW: gl.constexpr,
                    RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
-    tasks, num_tasks = plan
+    items, num_tasks = plan
     q, queries, positions = tensors[0], rows[0], rows[2]
     k_tiles, v_tiles = tiles
     k_ready, v_ready = barriers
@@ -199,8 +212,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        item = tasks + turn * _TASK
-        head = gl.load(item + _HEAD)
+        at, head = _task(turn, num_tasks, items, NUM_KV_HEADS, IN_TURN)
+        item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
         scale = gl.load(scales[0] + head)
         wide_entry = query_start + wide_m // GROUP
@@ -221,8 +234,7 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
         whole = gl.minimum(whole, num_blocks - 1)
         behind, lowest = 0, position  # of them, those that begin before some row's window; the window's first token
         if WINDOW:
-            begin = gl.load(item + _KV_START, volatile=True)  # read again: kept in a register, it is one that spills
-            lowest = gl.maximum(position - window + 1, begin)
+            lowest = gl.maximum(position - window + 1, gl.load(item + _KV_START))
             latest = gl.max(gl.where(used, lowest, start), 0)
             behind = gl.minimum((latest - start + BLOCK_N - 1) // BLOCK_N, whole)
         bounds = (end, lowest, position)
@@ -278,18 +290,20 @@ def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STA
 @gluon.jit
 def prefill_hopper_kernel(
     q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    tasks, count, block_table, queries, slots, positions,  # the plan
+    items, counts, block_table, queries, slots, positions,  # the plan
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, IN_TURN: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """count[0] tasks, in rounds of one for each program; see `PrefillList` for the other arrays."""
+    """counts[0] items for IN_TURN heads each; see `prefill_plan.host_arrays` for their order, `PrefillList` for the
+    other arrays."""
     if LEADS:
         launch_dependents()
     k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
     k_ready, v_ready = barriers
-    plan = (tasks, gl.load(count))
+    plan = (items, gl.load(counts) * IN_TURN)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     scales = (logit_scale, v_scale)
@@ -297,13 +311,13 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (consume_chunks, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, IN_TURN, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, IN_TURN, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
-                              PAGE_SIZE, BLOCK_N, STAGES)),
+                              NUM_KV_HEADS, IN_TURN, PAGE_SIZE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
-                              PAGE_SIZE, BLOCK_N, STAGES)),
+                              NUM_KV_HEADS, IN_TURN, PAGE_SIZE, BLOCK_N, STAGES)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -327,7 +341,7 @@ def launch(
 ) -> None:
     """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
 
-    counted: number of tasks [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
+    counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
     a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it are read with a weight of 0: they must
     be finite, as tokens of the sequence are."""
     k_desc, v_desc = (descriptor(cache) for cache in (t.k_cache, t.v_cache))
@@ -335,9 +349,10 @@ def launch(
     windowed = geometry.window != UNLIMITED
     prefill_hopper_kernel[(prefill.programs,)](
         t.q, k_desc, v_desc, t.out, t.lse, t.partial, t.partial_lse,
-        arrays["tasks"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
+        arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
         t.logit_scale, t.v_scale, geometry.window if windowed else 0, prefill.table_stride,
         *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        WINDOW=windowed, BLOCK_N=BLOCK_N, STAGES=STAGES, **options, num_warps=4, maxnreg=REGISTERS,
+        WINDOW=windowed, IN_TURN=heads_in_turn(geometry.num_kv_heads), BLOCK_N=BLOCK_N, STAGES=STAGES, **options,
+        num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Work items of prompt chunks on a GPU: their arrays, for `kernels.prefill`, and which program computes which.
+"""Work items of prompt chunks on a GPU: their arrays, for `kernels.prefill`, and the order in which programs take them.
 
-A task is an item for one KV head. Program p of P computes the tasks p, p + P, p + 2P, …: a round of tasks runs at a
-time, and the host deals each round out so that all programs end at about the same time.
+Programs take the tasks of an item, one for each KV head, then those of the next; P programs compute P tasks at a time,
+a round, forwards and backwards in turn (`hopper.task_of`). Of many KV heads an item is listed for a group of heads at a
+time, so that a round's keys are those of few heads.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,15 @@ from numpy.typing import NDArray
 from trunkattn.kernels.tile_table import PrefillTile
 from trunkattn.plan_format import ITEM_COLUMNS, KV_END, KV_ROW, KV_START, PrefillLimits, PrefillList
 
-TASK_HEAD: Final = ITEM_COLUMNS  # columns of a task: those of its item, and the KV head
-TASK_COLUMNS: Final = ITEM_COLUMNS + 1
+FIRST_HEAD: Final = ITEM_COLUMNS  # one column more, of items that are listed for groups of heads
+_MOST_IN_TURN: Final = 8  # heads of a group: of one head at a time all programs would read the same keys at once
 _ITEM_TOKENS: Final = 128  # in which a program could go on, while it ends an item and begins the next
-_IN_TURN: Final = 8  # KV heads of a group
 _UNEVEN: Final = 16  # one part in so many, which programs may end later where memory is busy too
+
+
+def heads_in_turn(num_kv_heads: int) -> int:
+    """Heads of a group, in all of which programs take an item before they take the next."""
+    return next(heads for heads in range(_MOST_IN_TURN, 0, -1) if num_kv_heads % heads == 0)
 
 
 def aligned(size: int) -> int:
@@ -54,7 +59,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class PrefillPlan(Packed):
-    """A PrefillList on the device, its items as tasks. table_stride: columns of its block table. programs: of its
+    """A PrefillList on the device. table_stride: columns of its block table. programs: of its
     launch."""
 
     tile: PrefillTile
@@ -76,7 +81,8 @@ class Chunks:
 
 
 def upload(chunks: Chunks, num_kv_heads: int, processors: int, beside: bool, device: torch.device) -> PrefillPlan:
-    """Sends prompt chunks to the device; a program for each task or, where decodes run beside them, multiprocessor."""
+    """Sends prompt chunks to the device; a program for each item and head, or for each multiprocessor, where decodes
+    run beside them."""
     columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
     programs = processors if beside else len(chunks.listed.items) * num_kv_heads
     host = host_arrays(chunks.listed, columns, num_kv_heads, programs, beside)
@@ -92,7 +98,7 @@ def reserve(
 ) -> PrefillPlan:
     """Room for any prompt chunks within the limits."""
     sizes = {
-        "tasks": limits.items * num_kv_heads * TASK_COLUMNS, "queries": limits.queries, "slots": limits.queries,
+        "items": limits.items * _columns(num_kv_heads), "queries": limits.queries, "slots": limits.queries,
         "block_table": limits.rows * limits.columns,
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
@@ -106,61 +112,64 @@ def host_arrays(
     """What the kernel reads, the block table, with rows of so many columns, last."""
     table = np.zeros((len(listed.block_table), columns), np.int32)
     table[:, : listed.block_table.shape[1]] = listed.block_table
-    tasks = deal_tasks(listed.items, num_kv_heads, programs, beside)
-    return {"tasks": tasks, "queries": listed.queries, "slots": listed.slots, "block_table": table}
+    items = order_items(listed.items, num_kv_heads, heads_in_turn(num_kv_heads), programs, beside)
+    return {"items": items, "queries": listed.queries, "slots": listed.slots, "block_table": table}
+
+
+def rows(listed: PrefillList | None, num_kv_heads: int) -> int:
+    """Items as programs take them; None: there are no prompt chunks."""
+    return len(listed.items) * (num_kv_heads // heads_in_turn(num_kv_heads)) if listed else 0
+
+
+def _columns(num_kv_heads: int) -> int:
+    """Numbers of an item, listed for all groups of heads."""
+    groups = num_kv_heads // heads_in_turn(num_kv_heads)
+    return ITEM_COLUMNS if groups == 1 else groups * (ITEM_COLUMNS + 1)
 
 
 @njit(cache=True)
-def deal_tasks(items, num_kv_heads, programs, beside):
-    """[items × KV heads, TASK_COLUMNS] int32 tasks in rounds of `programs`.
+def order_items(items, num_kv_heads, in_turn, programs, beside):
+    """[items, ITEM_COLUMNS] int32 or, of heads in groups, [items × groups, ITEM_COLUMNS + 1] with the group's first
+    head, as programs take them. items: heaviest first.
 
-    items: heaviest first. Of many heads, groups take turns, so that keys are read in one round and not in each, unless
-    programs then end later than with all of them in turn. The heads of a group keep the L2 cache's slices busy: with
-    one at a time chunks beside decodes take up to 4 % longer.
+    A group's items come after those of another, so that its keys are read in one round and not in each, unless programs
+    then end later than with the heaviest items of all groups first.
     """
-    number = len(items)
-    tasks = number * num_kv_heads
-    order = np.arange(tasks)  # task t: item t // num_kv_heads
-    if tasks > programs:
-        weights = items[:, KV_END].astype(np.int64) - items[:, KV_START] + _ITEM_TOKENS
-        order, end = _deal(order, weights, num_kv_heads, programs)
-        if num_kv_heads > _IN_TURN:
-            by_group, later = _deal(_by_group(items, num_kv_heads), weights, num_kv_heads, programs)
-            if later <= end + (end // _UNEVEN if beside else 0):
-                order = by_group
-    found = np.empty((tasks, TASK_COLUMNS), np.int32)
-    for place in range(tasks):
-        found[place, :TASK_HEAD] = items[order[place] // num_kv_heads]
-        found[place, TASK_HEAD] = order[place] % num_kv_heads
+    groups, number = num_kv_heads // in_turn, len(items)
+    weights = items[:, KV_END].astype(np.int64) - items[:, KV_START] + _ITEM_TOKENS
+    order, end = _turned(np.arange(number * groups), weights, groups, in_turn, programs)
+    if groups > 1:
+        keys = items[:, KV_ROW].astype(np.int64) << 32 | items[:, KV_START]
+        together = np.argsort(keys, kind="mergesort")
+        by_group = np.empty(number * groups, np.int64)
+        for group in range(groups):
+            by_group[group * number : (group + 1) * number] = together * groups + group
+        by_group, later = _turned(by_group, weights, groups, in_turn, programs)
+        if later <= end + (end // _UNEVEN if beside else 0):
+            order = by_group
+    found = np.empty((len(order), ITEM_COLUMNS + (groups > 1)), np.int32)
+    for place in range(len(order)):
+        found[place, :ITEM_COLUMNS] = items[order[place] // groups]
+        if groups > 1:
+            found[place, FIRST_HEAD] = order[place] % groups * in_turn
     return found
 
 
 @njit(cache=True)
-def _by_group(items, num_kv_heads):
-    """All tasks, group of heads after group, of each those of the same keys together."""
-    keys = items[:, KV_ROW].astype(np.int64) << 32 | items[:, KV_START]
-    together = np.argsort(keys, kind="mergesort")
-    order, count = np.empty(len(items) * num_kv_heads, np.int64), 0
-    for first in range(0, num_kv_heads, _IN_TURN):
-        for item in together:
-            for head in range(first, min(first + _IN_TURN, num_kv_heads)):
-                order[count] = item * num_kv_heads + head
-                count += 1
-    return order
-
-
-@njit(cache=True)
-def _deal(order, weights, num_kv_heads, programs):
-    """The same rounds of tasks, and the most that a program has: from the last round on, of each the heaviest goes to
-    the program that has the least so far. Programs without a task of the last round are the last ones."""
-    load, dealt = np.zeros(programs, np.int64), np.empty_like(order)
-    for first in range((len(order) - 1) // programs * programs, -1, -programs):
-        tasks = order[first : first + programs]
-        tasks = tasks[np.argsort(-weights[tasks // num_kv_heads], kind="mergesort")]
-        least = np.argsort(load, kind="mergesort")[: len(tasks)]
-        dealt[first + least] = tasks
-        load[least] += weights[tasks // num_kv_heads]
-    return dealt, load.max()
+def _turned(order, weights, groups, in_turn, programs):
+    """The order, with what begins in a last round that is not full turned round if the rounds before would want that:
+    programs take it forwards. And the most tokens of a program then."""
+    tasks = len(order) * in_turn
+    full = tasks // programs
+    if full % 2 == 1 and tasks % programs:
+        begin = full * programs // in_turn
+        order = np.concatenate((order[:begin], order[begin:][::-1]))
+    load = np.zeros(programs, np.int64)
+    for task in range(tasks):
+        turn, program = task // programs, task % programs
+        backwards = turn % 2 == 1 and turn < full
+        load[programs - 1 - program if backwards else program] += weights[order[task // in_turn] // groups]
+    return order, load.max()
 
 
 def run_tokens(tile: PrefillTile, page_size: int) -> int:
