@@ -62,7 +62,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     given = dict(zip(names, args, strict=False)) | options
     assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
     assert given["chunk_count"].tolist()[0] == 1 and given["beside"].tolist()[:3] == [0, 2, 1]
-    assert given["chunk_items"].tolist()[:5] == [0, 0, 36, 0, 20] and given["IN_TURN"] == 2
+    assert given["chunk_items"].tolist()[:5] == [0, 0, 36, 0, 20]
     assert given["chunk_queries"].tolist() == list(range(4, 24)) and set(given["chunk_slots"].tolist()) == {-1}
     assert given["block_table"].tolist()[:3] == [0, 1, 2]
     assert given["items"].tolist()[5:10] == [1, 1, 2, 1, 2] and given["runs"].tolist()[:3] == [16, 4 << 8 | 16 << 16, 0]

@@ -21,7 +21,6 @@ from trunkattn.kernels.decode import decode_kernel
 from trunkattn.kernels.merge_partials import merge_kernel
 from trunkattn.kernels.persistent import persistent_kernel
 from trunkattn.kernels.prefill import prefill_kernel
-from trunkattn.kernels.prefill_plan import heads_in_turn
 from trunkattn.kernels.tile_solver import Resources, Rings
 from trunkattn.kernels.tile_table import GpuTile, Tile
 
@@ -96,7 +95,7 @@ def compile_prefill(target: Target, tile: Tile) -> Resources:
         "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": gpu.padded(dim),
         "PADDED_DIM_V": gpu.padded(dim), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SOFT_CAP": False,
         "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": target.precision,
-        "LEADS": target.capability >= 90, "IN_TURN": heads_in_turn(target.num_kv_heads),
+        "LEADS": target.capability >= 90,
     }  # fmt: skip
     return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
 
@@ -110,7 +109,7 @@ def compile_prefill_hopper(target: Target, window: bool = False) -> Resources:
 
     constants: dict[str, object] = {
         "PAGE_SIZE": 16, "WINDOW": window, "RETURN_LSE": False, "LEADS": True, "BLOCK_N": prefill_hopper.BLOCK_N,
-        "STAGES": prefill_hopper.STAGES, "IN_TURN": heads_in_turn(target.num_kv_heads),
+        "STAGES": prefill_hopper.STAGES,
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": prefill_hopper.REGISTERS}
     return _compile(prefill_hopper.prefill_hopper_kernel, target, constants, options, GluonASTSource)
@@ -125,8 +124,7 @@ def compile_hybrid(target: Target, masked: bool = False, window: bool = False) -
 
     constants: dict[str, object] = {
         "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked or window, "WINDOW": window, "RETURN_LSE": False, "LEADS": True,
-        "IN_TURN": heads_in_turn(target.num_kv_heads), "SLOTS": hybrid.SLOTS,
-        "CHUNK_REGISTERS": hybrid.CHUNK_REGISTERS, "DECODE_REGISTERS": hybrid.DECODE_REGISTERS,
+        "SLOTS": hybrid.SLOTS, "CHUNK_REGISTERS": hybrid.CHUNK_REGISTERS, "DECODE_REGISTERS": hybrid.DECODE_REGISTERS,
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": hybrid.REGISTERS}
     return _compile(hybrid.hybrid_kernel, target, constants, options, GluonASTSource)

@@ -100,7 +100,7 @@ def upload(
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
     beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
-    host = _host_arrays(tiles, positions, chunks.listed if chunks else None, beside, geometry.num_kv_heads)
+    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, beside)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
@@ -155,19 +155,19 @@ def refill(
     captured read it. beside: as of `upload`."""
     if listed:
         assert plan.prefill
-        plan.prefill.fill(listed, beside > 0)
-    plan.send(_host_arrays(tiles, positions, listed, beside, plan.geometry.num_kv_heads))
+        plan.prefill.fill(listed)
+    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, beside))
 
 
 def _host_arrays(
-    tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None, beside: int, num_kv_heads: int
+    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
 ) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
     queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
     counts[0] += beside
     return {
-        "counts": counts, "prefill_count": np.array([prefill_plan.rows(listed, num_kv_heads)], np.int32),
+        "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
         "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
@@ -314,7 +314,7 @@ def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, option
 
         if prefill_hopper.supports(t, tile, geometry):
             return prefill_hopper.launch(t, prefill, (count, positions), geometry, options)
-    shape = _shape(t, geometry) | {"IN_TURN": prefill_plan.heads_in_turn(geometry.num_kv_heads)}
+    shape = _shape(t, geometry)
     del shape["MASKED"]  # it always is where it has to be
     shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
     prefill_kernel[(prefill.programs,)](

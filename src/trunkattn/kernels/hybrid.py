@@ -44,7 +44,6 @@ from trunkattn.kernels.hopper import (
     tiles_of,
 )
 from trunkattn.kernels.prefill_hopper import chunk_memory, consume_chunks, produce_chunks
-from trunkattn.kernels.prefill_plan import heads_in_turn
 from trunkattn.kernels.tile_table import HYBRID_GROUPS, HYBRID_KEYS, HYBRID_NARROW, HYBRID_ROWS, GpuTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, UNLIMITED
 
@@ -275,11 +274,11 @@ def hybrid_kernel(
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, IN_TURN: gl.constexpr,
-    SLOTS: gl.constexpr, CHUNK_REGISTERS: gl.constexpr, DECODE_REGISTERS: gl.constexpr,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, SLOTS: gl.constexpr,
+    CHUNK_REGISTERS: gl.constexpr, DECODE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """chunk_count[0] items of prompt chunks, as of `prefill_hopper_kernel`, and the items [beside[0], beside[1]) of the
-    tile list, which merge nothing and have at most beside[2] queries."""
+    """chunk_count[0] prompt chunks, as `PrefillList` has them, and the items [beside[0], beside[1]) of the tile list,
+    which merge nothing and have at most beside[2] queries."""
     if LEADS:
         launch_dependents()
     dtype: gl.constexpr = q.dtype.element_ty
@@ -291,7 +290,7 @@ def hybrid_kernel(
     gl.static_assert(RING_BACK + SLOTS <= 16)
     ready = make_barriers(SLOTS)
     filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready)
-    chunks = (chunk_items, gl.load(chunk_count) * IN_TURN)
+    chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)
     first_item = gl.load(beside)
     tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
     rows, plan = (chunk_queries, chunk_slots, positions), (runs, queries, slots, positions)
@@ -301,15 +300,15 @@ def hybrid_kernel(
     gl.warp_specialize(
         [
             (consume_chunks, (0, chunks, rows, tensors, scales, window, strides, chunk_q, chunk_tiles, chunk_barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, IN_TURN, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
             (consume_chunks, (1, chunks, rows, tensors, scales, window, strides, chunk_q, chunk_tiles, chunk_barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, IN_TURN, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
             (_decode, (gl.load(beside + 2), tasks, plan, tensors, scales, window, strides, narrow, wide, filled,
                        NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, SLOTS)),
             (produce_chunks, (chunks, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
-                              NUM_KV_HEADS, IN_TURN, PAGE_SIZE, _BLOCK_N, _STAGES)),
+                              NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
             (produce_chunks, (chunks, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
-                              NUM_KV_HEADS, IN_TURN, PAGE_SIZE, _BLOCK_N, _STAGES)),
+                              NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
             (_produce, (tasks, runs, k_desc, v_desc, ring, ready, NUM_KV_HEADS, PAGE_SIZE, RUN, SLOTS)),
         ],
         [4, 4, 1, 1, 1],
@@ -343,6 +342,5 @@ def launch(t: "Tensors", plan: "GpuPlan", processors: int, options: dict[str, bo
         t.logit_scale, t.v_scale, geometry.window, prefill.table_stride, *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
         RUN=geometry.run, MASKED=geometry.masked, WINDOW=windowed, SLOTS=SLOTS, **options,
-        IN_TURN=heads_in_turn(geometry.num_kv_heads),
         CHUNK_REGISTERS=CHUNK_REGISTERS, DECODE_REGISTERS=DECODE_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -9,12 +9,10 @@ import triton
 import triton.language as tl
 
 from trunkattn.kernels.decode import ITEM, cap, empty_state, finish, load_in_halves, load_queries, load_tile
-from trunkattn.kernels.prefill_plan import FIRST_HEAD
 from trunkattn.plan_format import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
 _KV_ROW, _KV_START, _KV_END = tl.constexpr(KV_ROW), tl.constexpr(KV_START), tl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
-_FIRST_HEAD = tl.constexpr(FIRST_HEAD)
 
 
 @triton.jit
@@ -139,24 +137,20 @@ def prefill_kernel(
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr, IN_TURN: tl.constexpr,
+    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """counts[0] items for IN_TURN heads each; see `prefill_plan.host_arrays` for their order, `PrefillList` for the
-    other arrays. A program takes its turn from the front in one round and from the back in the next, if that is full,
-    so that all end at about the same time."""
+    """counts[0] items, heaviest first; see `PrefillList` for the arrays. A program takes its turn from the front in one
+    round and from the back in the next, if that is full, so that all end at about the same time."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
-    tasks, programs = tl.load(counts) * IN_TURN, tl.num_programs(0)
+    tasks, programs = tl.load(counts) * NUM_KV_HEADS, tl.num_programs(0)
     for first in range(0, tasks, programs):
         turn = tl.program_id(0)
-        task = first + tl.where((first // programs % 2 == 1) & (first + programs <= tasks), programs - 1 - turn, turn)
+        backwards = (first // programs % 2 == 1) & (first + programs <= tasks)
+        task = first + tl.where(backwards, programs - 1 - turn, turn)
         if task < tasks:
-            item, head = items + task // IN_TURN * ITEM, task % IN_TURN
-            if NUM_KV_HEADS > IN_TURN:
-                item = items + task // IN_TURN * (ITEM + 1)
-                head += tl.load(item + _FIRST_HEAD)
             prefill_item(
-                item, head,
+                items + task // NUM_KV_HEADS * ITEM, task % NUM_KV_HEADS,
                 (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
                 (block_table, table_stride, queries, slots, positions),
                 (logit_scale, v_scale, sinks, soft_cap, window),

@@ -45,7 +45,7 @@ from trunkattn.kernels.hopper import (
     tiles_of,
     write_partials,
 )
-from trunkattn.kernels.prefill_plan import FIRST_HEAD, PrefillPlan, heads_in_turn
+from trunkattn.kernels.prefill_plan import PrefillPlan
 from trunkattn.kernels.tile_table import PrefillTile
 from trunkattn.plan_format import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED
 
@@ -58,25 +58,13 @@ STAGES: Final = 2  # blocks of a ring; three fit shared memory too, and were no 
 REGISTERS: Final = 168  # of a thread at launch; consumers then take 240 and leave the producers 24
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_ITEM, _FIRST_HEAD = gl.constexpr(ITEM_COLUMNS), gl.constexpr(FIRST_HEAD)
+_ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
 _THREADS = gl.constexpr(2 * 128 + 32)  # that use a ring
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 _ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
 _OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
-
-
-@gluon.jit
-def _task(turn, num_tasks, items, NUM_KV_HEADS: gl.constexpr, IN_TURN: gl.constexpr):
-    """Of a turn of this program: where its item begins in `items`, and the KV head."""
-    at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, IN_TURN)
-    if NUM_KV_HEADS > IN_TURN:
-        at *= _ITEM + 1
-        head += gl.load(items + at + _FIRST_HEAD)
-    else:
-        at *= _ITEM
-    return at, head
 
 
 @gluon.jit
@@ -114,14 +102,14 @@ def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
 
 
 @gluon.jit
-def produce_chunks(plan, block_table, table_stride, desc, ring, ready,
-                   BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr, IN_TURN: gl.constexpr, PAGE_SIZE: gl.constexpr,
-                   BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+                   PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills a ring."""
     items, num_tasks = plan
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _task(turn, num_tasks, items, NUM_KV_HEADS, IN_TURN)
+        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
+        at *= _ITEM
         pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
         start, end, num_blocks = _extent(items + at, BLOCK_N)
         first = start + (num_blocks - 1) * BLOCK_N
@@ -198,7 +186,7 @@ def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, 
 
 @gluon.jit
 def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                   NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, IN_TURN: gl.constexpr, WINDOW: gl.constexpr,
+                   NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
                    RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Attention of 64 rows of each item."""
     items, num_tasks = plan
@@ -212,7 +200,8 @@ def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, stri
     wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     count = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = _task(turn, num_tasks, items, NUM_KV_HEADS, IN_TURN)
+        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
+        at *= _ITEM
         item = items + at
         query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
         scale = gl.load(scales[0] + head)
@@ -294,16 +283,14 @@ def prefill_hopper_kernel(
     logit_scale, v_scale, window,  # options
     table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, IN_TURN: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """counts[0] items for IN_TURN heads each; see `prefill_plan.host_arrays` for their order, `PrefillList` for the
-    other arrays."""
+    """counts[0] items, heaviest first; see `PrefillList` for the arrays."""
     if LEADS:
         launch_dependents()
     k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
     k_ready, v_ready = barriers
-    plan = (items, gl.load(counts) * IN_TURN)
+    plan = (items, gl.load(counts) * NUM_KV_HEADS)
     rows = (queries, slots, positions)
     tensors = (q, out, lse_out, partial, partial_lse)
     scales = (logit_scale, v_scale)
@@ -311,13 +298,13 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (consume_chunks, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, IN_TURN, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, IN_TURN, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
+                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
-                              NUM_KV_HEADS, IN_TURN, PAGE_SIZE, BLOCK_N, STAGES)),
+                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
             (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
-                              NUM_KV_HEADS, IN_TURN, PAGE_SIZE, BLOCK_N, STAGES)),
+                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -353,6 +340,5 @@ def launch(
         t.logit_scale, t.v_scale, geometry.window if windowed else 0, prefill.table_stride,
         *t.q.stride()[:2], *t.out.stride()[:2],
         NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        WINDOW=windowed, IN_TURN=heads_in_turn(geometry.num_kv_heads), BLOCK_N=BLOCK_N, STAGES=STAGES, **options,
-        num_warps=4, maxnreg=REGISTERS,
+        WINDOW=windowed, BLOCK_N=BLOCK_N, STAGES=STAGES, **options, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

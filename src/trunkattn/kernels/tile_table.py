@@ -242,8 +242,8 @@ class Shares(NamedTuple):
 class HybridTimes:
     """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. narrow, wide: with decode tiles of 8 rows
     and of 16. block_ns: of a block of a decode item; item_ns: of an item besides; a multiprocessor computes one at a
-    time. fixed_ns: of its launch, and of what follows. reads_percent: of the time in which memory gives the chunks' keys
-    once; decodes wait for so much of it."""
+    time. fixed_ns: of its launch, and of what follows. reads_percent: of the time in which memory gives the chunks'
+    keys once; decodes wait for so much of it."""
 
     flops_per_ns: int
     narrow: Shares
