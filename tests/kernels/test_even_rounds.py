@@ -51,7 +51,7 @@ def test_a_last_round_gives_the_lightest_to_those_that_have_the_heaviest(
     rounds = tokens // 512
     before, after = most(items, num_kv_heads), most(even_rounds(items, num_kv_heads, PROGRAMS), num_kv_heads)
     assert after < before
-    assert after <= (1.03 if queries < 128 else 1.12) * items[:, KV_END].mean() * rounds
+    assert after <= (1.04 if queries < 128 else 1.12) * items[:, KV_END].mean() * rounds
 
 
 @pytest.mark.parametrize("tokens", [512, 1536])
