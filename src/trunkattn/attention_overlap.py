@@ -98,7 +98,7 @@ class Overlap:
         (launch,) = stages_of(self.rule, Tiling(0, waves=0))
         return launch
 
-    def beside(self, tiles: TileList, chunk_ns: int, reads_ns: int = 0) -> Beside:
+    def beside(self, tiles: TileList, chunk_ns: int, reads_ns: int) -> Beside:
         """Which items of a tile list of low tiles alone to compute while the chunks are, as `choose_beside` predicts.
 
         chunk_ns: of the chunks alone; reads_ns: of reading their keys and values.

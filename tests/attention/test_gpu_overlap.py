@@ -215,7 +215,7 @@ def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chu
     overlap = make_overlap_of_eight_heads()
     runs.sort(reverse=True)
     blocks = [-(-run // 4) for run in runs]
-    found = overlap.beside(listed(runs), chunk_us * 1000)
+    found = overlap.beside(listed(runs), chunk_us * 1000, 0)
     every = together_ns(blocks, chunk_us)
     assert found.total_ns <= every + 3
     if found.items == len(runs):
@@ -228,18 +228,18 @@ def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chu
 
 def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = make_overlap_of_eight_heads()
-    assert overlap.beside(listed([64] * 10), 10**7).items == 10
+    assert overlap.beside(listed([64] * 10), 10**7, 0).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
-    assert overlap.beside(listed([64] * 10), 10**3) == (10, 5000 + 80 * 1000 + 625)
+    assert overlap.beside(listed([64] * 10), 10**3, 0) == (10, 5000 + 80 * 1000 + 625)
     # memory reads the chunks' keys in the meantime
     assert overlap.beside(listed([64] * 10), 10**3, 700) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
     monkeypatch.setattr(tile_costs, "L2_BYTES_PER_US", 10**12)  # and keys come from it at once
     kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
     fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), bytes_per_us=10**9))
-    assert fast.beside(listed([64] * 40), 220_000) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
-    assert overlap.beside(replace(listed([64] * 10), num_slots=3), 10**3).total_ns == (
-        overlap.beside(listed([64] * 10), 10**3).total_ns
+    assert fast.beside(listed([64] * 40), 220_000, 0) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
+    assert overlap.beside(replace(listed([64] * 10), num_slots=3), 10**3, 0).total_ns == (
+        overlap.beside(listed([64] * 10), 10**3, 0).total_ns
         + overlap.rule.launch_ns
         + 3 * overlap.rule.partial_bytes * 1000 // overlap.rule.bytes_per_us
     ), "a merge"
@@ -252,9 +252,9 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
     overlap, tiles = replace(make_overlap_of_eight_heads(), times=times), listed([64] * 10)
     tiles.items[:, 4] = queries
     decode_ns = 80 * 1000 + 10 * 8 * 700 // 16
-    assert overlap.beside(tiles, 0) == (10, 5000 + decode_ns)
+    assert overlap.beside(tiles, 0, 0) == (10, 5000 + decode_ns)
     chunk_ns = 1_000_000  # longer than the decodes beside it
-    assert overlap.beside(tiles, chunk_ns) == (10, 5000 + chunk_ns + decode_ns * 100 // decode_percent * 20 // 100)
+    assert overlap.beside(tiles, chunk_ns, 0) == (10, 5000 + chunk_ns + decode_ns * 100 // decode_percent * 20 // 100)
 
 
 def test_reading_what_chunks_see(hopper: None) -> None:

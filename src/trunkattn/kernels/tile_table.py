@@ -275,7 +275,8 @@ _HYBRID: Final = MappingProxyType(
             fixed_ns=8300,
             reads_percent=0,  # as fitted: with it 24 of 110 batches at 32/32 chose lists that took 4 % longer
         ),
-        # fitted likewise, to the kernel of 9ba32d2 (spread 4.1 %; 5.8 % if decodes did not wait while keys are read)
+        # fitted likewise, to the kernel of 9ba32d2 (spread 4.1 %; 5.8 % if decodes did not wait while keys are read);
+        # with that of 1f7bec5, whose heads all take turns, 32/32 takes 8 % longer than predicted, 32/4 and 32/8 as long
         "NVIDIA H100": HybridTimes(
             585_000,
             narrow=Shares(80, 87),
