@@ -139,8 +139,8 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
     RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
-    """counts[0] items, heaviest first; see `PrefillList` for the arrays. A program takes its turn from the front in one
-    round and from the back in the next, if that is full, so that all end at about the same time."""
+    """counts[0] items, as `even_rounds` orders them; see `PrefillList` for the arrays. A program takes its turn from
+    the front in one round and from the back in the next, if that is full, so that all end at about the same time."""
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
     tasks, programs = tl.load(counts) * NUM_KV_HEADS, tl.num_programs(0)

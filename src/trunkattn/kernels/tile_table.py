@@ -265,27 +265,12 @@ _HYBRID: Final = MappingProxyType(
     {
         # fitted to every fifth of the 330 batches of benchmarks/hybrid.py, each with four tile lists whose decodes all
         # run beside the chunks (spread of prediction over time 3.6 %), with the kernel of 5273126, whose KV heads were
-        # in groups: with the one of e7b6892 32/32 takes 6 % longer than predicted
-        "NVIDIA H200": HybridTimes(
-            544_000,
-            narrow=Shares(90, 68),
-            wide=Shares(84, 56),
-            block_ns=1030,
-            item_ns=1400,
-            fixed_ns=8300,
-            reads_percent=0,  # as fitted: with it 24 of 110 batches at 32/32 chose lists that took 4 % longer
-        ),
+        # in groups: with the one of e7b6892 32/32 takes 6 % longer than predicted. Without the reading of keys, with
+        # which 24 of 110 batches at 32/32 chose lists that took 4 % longer
+        "NVIDIA H200": HybridTimes(544_000, Shares(90, 68), Shares(84, 56), 1030, 1400, 8300, reads_percent=0),
         # fitted likewise, to the kernel of 9ba32d2 (spread 4.1 %; 5.8 % if decodes did not wait while keys are read);
         # with that of 1f7bec5, whose heads all take turns, 32/32 takes 8 % longer than predicted, 32/4 and 32/8 as long
-        "NVIDIA H100": HybridTimes(
-            585_000,
-            narrow=Shares(80, 87),
-            wide=Shares(83, 78),
-            block_ns=1352,
-            item_ns=1130,
-            fixed_ns=14_400,
-            reads_percent=100,
-        ),
+        "NVIDIA H100": HybridTimes(585_000, Shares(80, 87), Shares(83, 78), 1352, 1130, 14_400, reads_percent=100),
     }
 )
 
