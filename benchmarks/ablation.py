@@ -24,12 +24,12 @@ from report import short_name, write_result
 from tiled import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 
 from trunkattn import AttentionConfig, BatchAttention
-from trunkattn.attention_planner import make_planner
-from trunkattn.kernels.tile_table import GpuTile, decode_tiles, gpu_device, without_subtiles
-from trunkattn.plan_format import TileList
-from trunkattn.planner.build import Batch
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, without_subtiles
+from trunkattn.planner.from_config import make_planner
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, tile_work
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import Tiling, TilingRule, candidates, tile_work
+from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import parse_tree, tree_batch
 
 TREES = ("1,256_256,32", "1,4,16,512_1024,256,128,32", "1,8,512_32,2048,256")
@@ -39,7 +39,7 @@ FIXED = tuple(GpuTile(64, 128, warps, 2, programs=1, block_ns=(1, 1), chain_ns=(
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 NCU_SECONDS = 240
 FLUSH_KERNEL = "reduce_kernel"  # torch.sum
-KERNELS = f"decode_(hopper_)?kernel|merge_kernel|persistent_kernel|{FLUSH_KERNEL}"
+KERNELS = f"decode_(hopper_)?kernel|merge_kernel|{FLUSH_KERNEL}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def variants(case: Case) -> list[Variant]:
     kinds = tuple(low_rows if index == both.low else kind for index, kind in enumerate(rule.kinds))
     return [
         *(through_api(setting, policy, "serial") for policy in POLICIES),
-        *(through_api(setting, policy, way) for policy in ("auto", "pat") for way in ("streams", "persistent")),
+        *(through_api(setting, policy, way) for policy in ("auto", "pat") for way in ("streams",)),
         *(packed(setting.with_tiles((tile,)), "tile", f"pat, 64x128, {tile.warps} warps") for tile in FIXED),
         packed(flat, "merge", "pat, by items"),
         packed(flat.with_fuse_up_to(0), "merge", "pat, by a kernel"),

@@ -24,9 +24,12 @@ from tiled import list_tiles, make_run, tile_rule
 from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
 
-from trunkattn.kernels.tile_table import DECODE_TILES, DECODE_TILES_HOPPER, GpuLimits, GpuTile, gpu_limits
-from trunkattn.planner import tile_costs, tiles, tiling
-from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.gpu.tuning.cards import GpuLimits, gpu_limits
+from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_HOPPER, GpuTile
+from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.row_tiles import choice as tiling
+from trunkattn.planner.row_tiles import cost as tile_costs
+from trunkattn.planner.row_tiles import layout as tiles
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch

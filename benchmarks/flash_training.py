@@ -255,7 +255,7 @@ def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
 
 def sweep(head_dim: int, passes: list[str]) -> list[dict[str, Any]]:
     """Each tile of a pass, with the table's tiles for the other passes; None ms where it does not fit the card."""
-    from trunkattn.kernels.flash_training import FlashTile, Sequences, forward
+    from trunkattn.training.forward import FlashTile, Sequences, forward
 
     rows = []
     for length, causal in ((2048, True), (8192, True), (8192, False)):
@@ -274,8 +274,8 @@ def sweep(head_dim: int, passes: list[str]) -> list[dict[str, Any]]:
 def _tile_time(name: str, tile: Any, saved: tuple[torch.Tensor, ...], sequences: Any) -> float | None:
     from triton.runtime.errors import OutOfResources
 
-    from trunkattn.kernels.flash_backward import backward
-    from trunkattn.kernels.flash_training import forward
+    from trunkattn.training.backward import backward
+    from trunkattn.training.forward import forward
 
     gradients = (torch.ones_like(saved[3]), torch.zeros_like(saved[4]))
 

@@ -32,9 +32,9 @@ from kernels import HEAD_DIM, PAGE_SIZE
 from report import RESULTS, environment, short_name, write_result
 
 import trunkattn
-from trunkattn.attention_planner import make_planner
-from trunkattn.attention_prefill import ChunkPlanner
-from trunkattn.kernels.tile_table import prefill_device
+from trunkattn.gpu.chunk_planner import ChunkPlanner
+from trunkattn.gpu.tuning.prefill import prefill_device
+from trunkattn.planner.from_config import make_planner
 from trunkattn.workloads.batch import pages_for
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -77,7 +77,7 @@ class Ours:
             config = trunkattn.AttentionConfig(*heads, HEAD_DIM, PAGE_SIZE, torch.bfloat16, execution=execution)
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
-                executor = made._executor
+                executor = made._backend
                 device = prefill_device(executor._processors, executor._chunks.tile)
                 device = replace(device, num_slots=max(1, cut * device.num_slots))
                 chunks = ChunkPlanner(config, executor._chunks.tile, executor._processors)

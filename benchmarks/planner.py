@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from report import time_ms, write_result
 
-from trunkattn.kernels.tile_table import cpu_device
-from trunkattn.planner import packing
-from trunkattn.planner.build import HEURISTICS, POLICIES, Batch, Planner, PlannerSpec
-from trunkattn.planner.cost_model import CostModel, cost_model
-from trunkattn.planner.forest import Forest, build_forest
-from trunkattn.planner.optimal import optimal
+from trunkattn.cpu.tuning import cpu_device
+from trunkattn.dtypes import POLICIES
+from trunkattn.planner.packing import policies as packing
+from trunkattn.planner.packing.cost import CostModel, cost_model
+from trunkattn.planner.packing.optimal import optimal
+from trunkattn.planner.planner import HEURISTICS, Batch, Planner, PlannerSpec
+from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import split_rule
 from trunkattn.workloads.forests import random_forest
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -49,12 +50,12 @@ def cold_ms(policy: str, batch: Batch, repeats: int = 50) -> dict[str, float]:
     return time_ms(lambda: Planner(spec(policy)).plan(batch), repeats)
 
 
-def patch_ms(policy: str, changed_rows: np.ndarray | None, steps: int = 40) -> dict[str, float]:
+def patch_ms(policy: str, steps: int = 40) -> dict[str, float]:
     """A decode step: every row is one token longer than at the plan before."""
     planner = Planner(spec(policy))
     batches = iter([tree_of(256, 256, extra) for extra in range(steps + 6)])
     planner.plan(next(batches))
-    return time_ms(lambda: planner.plan(next(batches), changed_rows), steps)
+    return time_ms(lambda: planner.plan(next(batches)), steps)
 
 
 def growth() -> list[dict[str, float]]:
@@ -144,12 +145,10 @@ def plain_python_ms() -> float:
 
 def main() -> None:
     batch = tree_of(256, 256)
-    nothing = np.empty(0, np.int32)
     table = {
         policy: {
             "cold": cold_ms(policy, batch),
-            "patch": patch_ms(policy, None),
-            "patch_changed_rows": patch_ms(policy, nothing),
+            "patch": patch_ms(policy),
         }
         for policy in POLICIES
     }

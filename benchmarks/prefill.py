@@ -24,8 +24,8 @@ from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from report import short_name, write_result
 
 import trunkattn
-from trunkattn.attention_prefill import ChunkPlanner
-from trunkattn.kernels.tile_table import PREFILL_TILE, PrefillTile
+from trunkattn.gpu.chunk_planner import ChunkPlanner
+from trunkattn.gpu.tuning.prefill import PREFILL_TILE, PrefillTile
 from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -87,7 +87,7 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     attention = trunkattn.BatchAttention(config, "cuda")
     if tile:
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        executor = attention._executor
+        executor = attention._backend
         executor._chunks = ChunkPlanner(config, tile, processors)
         executor._card = replace(executor._card, hopper=False)
     batch = case.batch

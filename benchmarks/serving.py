@@ -40,12 +40,12 @@ from plot_serving import draw, print_table
 from report import short_name, write_result
 
 from trunkattn import LLM, SamplingParams
-from trunkattn.attention_config import EXECUTIONS
-from trunkattn.cache.manager import CacheManager
+from trunkattn.config import EXECUTIONS
 from trunkattn.engine import Engine
 from trunkattn.engine.assembly import make_runner
 from trunkattn.engine.engine import Runner
 from trunkattn.engine.scheduler import Scheduler
+from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.workloads import conversation_lengths, poisson_arrivals, read_trace
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -19,15 +19,9 @@ from kernels import HEADS, Case, ceilings, make_case, measure, microseconds
 from report import short_name, write_result
 from tiled import list_tiles, make_run, planned_bytes, rule_on_card
 
-from trunkattn.kernels.tile_table import (
-    DECODE_TILES,
-    DECODE_TILES_FP8,
-    DECODE_TILES_HOPPER,
-    GpuTile,
-    without_subtiles,
-)
-from trunkattn.plan_format import RUN_END, RUN_FULL, RUN_START, TileList
-from trunkattn.planner.tiling import Tiling, TilingRule
+from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_FP8, DECODE_TILES_HOPPER, GpuTile, without_subtiles
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
+from trunkattn.planner.work_list import RUN_END, RUN_FULL, RUN_START, TileList
 
 REQUESTS = (1, 8, 32, 64, 128, 256)
 TOKENS = (1024, 4096)

@@ -8,13 +8,14 @@ import torch
 from kernels import PAGE_SIZE, Case, Run
 from numpy.typing import NDArray
 
-from trunkattn.attention_planner import tile_kind
-from trunkattn.kernels import gpu
-from trunkattn.kernels.tile_table import GpuLimits, GpuTile, gpu_limits
-from trunkattn.plan_format import TileList
-from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.gpu.launch import execute
+from trunkattn.gpu.plan import Card, Geometry, Tensors, upload
+from trunkattn.gpu.tuning.cards import GpuLimits, gpu_limits
+from trunkattn.gpu.tuning.decode import GpuTile, tile_kind
+from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions, tile_forest
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import Tiling, TilingRule, query_positions, tile_forest
+from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch
 
 
@@ -87,22 +88,20 @@ def make_run(
     hq, hkv, dim = case.heads
     device, properties = case.q.device, torch.cuda.get_device_properties(case.q.device)
     hopper = (properties.major, properties.minor) == (9, 0)
-    card = gpu.Card(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
-    geometry = gpu.Geometry(
+    card = Card(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
+    geometry = Geometry(
         hq, hkv, dim, dim, rule.page_size, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
     positions = query_positions(*arrays_of(case.batch)[1:])
-    plan = gpu.upload(listed, positions, geometry, card, execution, device)
+    plan = upload(listed, positions, geometry, card, execution, device)
     slots = max(1, listed.num_slots)
     partial, partial_lse = torch.empty(slots, hq, dim, device=device), torch.empty(slots, hq, device=device)
-    ones, counters = torch.ones(hkv, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    ones = torch.ones(hkv, device=device)
     scale, out = ones * (math.log2(math.e) / math.sqrt(dim)), torch.full_like(case.q, math.nan)
 
     def run(copy: int) -> torch.Tensor:
-        tensors = gpu.Tensors(
-            case.q, *case.kv[copy], out, partial_lse, partial, partial_lse, scale, ones, ones, counters
-        )
-        gpu.execute(plan, tensors, tiles, card, return_lse=False)
+        tensors = Tensors(case.q, *case.kv[copy], out, partial_lse, partial, partial_lse, scale, ones, ones)
+        execute(plan, tensors, tiles, card, return_lse=False)
         return out
 
     return run

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from report import write_result
 from rich.progress import track
 
-from trunkattn.kernels.ahead import Target, compile_decode
-from trunkattn.kernels.tile_solver import ARCHITECTURES, Memory, reasons_against
-from trunkattn.kernels.tile_table import DECODE_TILES, GpuTile
+from trunkattn.gpu.tuning.compile_ahead import Target, compile_decode
+from trunkattn.gpu.tuning.decode import DECODE_TILES, GpuTile
+from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES, Memory, reasons_against
 
 WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4, 8), 128: (4, 8)}
 KEYS = (16, 32, 64, 128)

@@ -29,15 +29,8 @@ from numpy.typing import NDArray
 from report import short_name, write_result
 
 import trunkattn
-from trunkattn.planner.forest import Forest, build_forest
-from trunkattn.workloads import (
-    PagedBatch,
-    TraceRequest,
-    agent_batch,
-    conversation_batch,
-    decode_batches,
-    read_trace,
-)
+from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.workloads import PagedBatch, TraceRequest, agent_batch, conversation_batch, decode_batches, read_trace
 
 LAYERS = 32
 LONGEST_PRIVATE = 4096

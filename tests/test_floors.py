@@ -12,36 +12,27 @@ from types import MappingProxyType
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
-TOP_FLOOR = 6
+TOP_FLOOR = 8
 FLOORS = MappingProxyType(
     {
-        "plan_format": 0,
+        "dtypes": 0,
         "reference": 0,
-        "kernels": 1,
+        "validate": 0,
+        "config": 1,
+        "inputs": 2,
         "planner": 2,
-        "attention": 3,
-        "cache": 4,
-        "engine": 5,
-        "server": TOP_FLOOR,
-        "plugins": TOP_FLOOR,
-        "analysis": TOP_FLOOR,
+        "cpu": 3,
+        "gpu": 3,
+        "training": 3,
+        "backend": 4,
+        "ops": 4,
+        "attention": 5,
+        "kv_cache": 6,
+        "engine": 7,
+        "integrations": TOP_FLOOR,
         "cli": TOP_FLOOR,
     }
 )
-SAME_FLOOR = MappingProxyType(
-    {
-        "attention_config": "attention",
-        "attention_captured": "attention",
-        "attention_cpu": "attention",
-        "attention_device": "attention",
-        "attention_gpu": "attention",
-        "attention_overlap": "attention",
-        "attention_planner": "attention",
-        "attention_prefill": "attention",
-        "attention_training": "attention",
-        "checks": "attention",
-    }
-)  # one module in several files
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
 WORKLOADS = "workloads"  # stands beside the floors: imports nothing of ours, and only the top floor imports it
 
@@ -49,9 +40,12 @@ NEVER_IMPORTS = (
     ("reference", "triton"),
     ("planner", "triton"),
     ("workloads", "torch"),
-    ("cache/page_pool", "torch"),
-    ("cache/prefix_index", "torch"),
-    ("cache/manager", "torch"),
+    ("config", "numba"),
+    ("dtypes", "numba"),
+    ("training", "numba"),
+    ("kv_cache/page_pool", "torch"),
+    ("kv_cache/prefix_index", "torch"),
+    ("kv_cache/manager", "torch"),
     ("engine/scheduler", "torch"),
     ("engine/request", "torch"),
 )
@@ -85,7 +79,7 @@ def absolute_name(name: str, package: str) -> str:
 def unit_of(dotted_name: str) -> str:
     """The floor table's name for a module of ours; ROOT for a name that the package's __init__ gives."""
     parts = dotted_name.split(".")
-    unit = SAME_FLOOR.get(parts[1], parts[1]) if len(parts) > 1 else ROOT
+    unit = parts[1] if len(parts) > 1 else ROOT
     return unit if unit in FLOORS or unit == WORKLOADS else ROOT
 
 
@@ -106,7 +100,7 @@ def floor_violations(path: PurePosixPath, source: str) -> list[str]:
     """What one file, `path` relative to the package, imports against the table."""
     module = path.with_suffix("")
     first = module.parts[0]
-    unit = ROOT if module.parts == ("__init__",) else SAME_FLOOR.get(first, first)
+    unit = ROOT if module.parts == ("__init__",) else first
     if unit not in FLOORS and unit not in (ROOT, WORKLOADS):
         return [f"{path}: {unit} stands on no floor; known: {', '.join(FLOORS)}"]
     package = ".".join([ROOT, *path.parts[:-1]])
@@ -138,38 +132,109 @@ def test_every_module_imports_only_from_lower_floors() -> None:
     assert not found, "\n".join(found)
 
 
+def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Which of our modules each of our modules imports. files: source by dotted name; a package by its own name."""
+    graph: dict[str, set[str]] = {}
+    for module, source in files.items():
+        is_package = any(other.startswith(f"{module}.") for other in files)
+        package = module if is_package else module.rpartition(".")[0]
+        named = [name for _, name in imported_names(ast.parse(source), package)]
+        targets = {name if name in files else name.rpartition(".")[0] for name in named}
+        graph[module] = {target for target in targets if target in files and target != module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Modules that import each other, directly or through others."""
+    reach = {module: set(targets) for module, targets in graph.items()}
+    for middle in graph:
+        for module in graph:
+            if middle in reach[module]:
+                reach[module] |= reach[middle]
+    groups = {
+        tuple(sorted({module} | {other for other in reach[module] if module in reach[other]})) for module in graph
+    }
+    return sorted(group for group in groups if len(group) > 1)
+
+
+def sources() -> dict[str, str]:
+    found = {}
+    for file in SOURCE.rglob("*.py"):
+        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text()
+    return found
+
+
+def test_no_import_circle() -> None:
+    """Not within a folder either, nor inside a function or under `TYPE_CHECKING`."""
+    found = circles(import_graph(sources()))
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "from trunkattn.gpu.plan import Plan",
+        "def f():\n    from trunkattn.gpu import plan",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .plan import Plan",
+        "import trunkattn.gpu.middle",
+    ],
+)
+def test_a_circle_is_found(late: str) -> None:
+    files = {
+        "trunkattn": "",
+        "trunkattn.gpu": "",
+        "trunkattn.gpu.plan": "from trunkattn.gpu.launch import execute",
+        "trunkattn.gpu.middle": "from . import plan",
+        "trunkattn.gpu.launch": late,
+    }
+    assert len(circles(import_graph(files))) == 1
+    assert circles(import_graph(files | {"trunkattn.gpu.launch": "import torch"})) == []
+
+
+def test_every_file_stands_in_the_house() -> None:
+    """A file at the top is named in the table; everything else is in a folder that is."""
+    files, folders = SOURCE.glob("*.py"), SOURCE.glob("*/__init__.py")
+    units = {path.stem for path in files} | {path.parent.name for path in folders}
+    assert units == {*FLOORS, WORKLOADS, "__init__"}
+    assert all((path.parent / "__init__.py").exists() for path in SOURCE.rglob("*.py"))
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("kernels/decode.py", "from trunkattn.planner import build"),
-        ("kernels/decode.py", "from trunkattn import planner"),
-        ("kernels/decode.py", "import trunkattn.planner.forest"),
-        ("kernels/decode.py", "from ..planner.forest import Forest"),
-        ("kernels/decode.py", "def f():\n    from .. import cache"),
-        ("kernels/decode.py", "if TYPE_CHECKING:\n    from trunkattn.engine.request import Request"),
-        ("kernels/__init__.py", "from ..planner import forest"),
-        ("plan_format.py", "from trunkattn.reference import paged_attention"),
-        ("plan_format.py", "from .kernels import merge"),
-        ("planner/build.py", "from trunkattn.attention_config import AttentionConfig"),
-        ("checks.py", "from trunkattn.cache import kv_cache"),
+        ("planner/planner.py", "from trunkattn.gpu import executor"),
+        ("planner/planner.py", "from trunkattn import gpu"),
+        ("planner/planner.py", "import trunkattn.cpu.parallel"),
+        ("planner/planner.py", "from ..cpu.parallel import execute"),
+        ("planner/planner.py", "def f():\n    from .. import kv_cache"),
+        ("planner/planner.py", "if TYPE_CHECKING:\n    from trunkattn.engine.request import Request"),
+        ("planner/__init__.py", "from ..cpu import executor"),
+        ("cpu/executor.py", "from trunkattn.gpu.tuning.decode import GpuTile"),
+        ("gpu/executor.py", "from trunkattn.attention import Plan"),
+        ("config.py", "from trunkattn.planner.planner import Planner"),
+        ("config.py", "from numba import njit"),
+        ("training/flash_attention.py", "import numba"),
+        ("dtypes.py", "from trunkattn.reference import paged_attention"),
+        ("inputs.py", "from trunkattn.kv_cache import tensors"),
         ("attention.py", "import importlib\nimportlib.import_module('trunkattn.engine')"),
         ("attention.py", "from importlib import import_module\nimport_module('.engine', 'trunkattn')"),
         ("engine/engine.py", "from trunkattn import BatchAttention"),
         ("engine/engine.py", "import trunkattn"),
         ("engine/engine.py", "from trunkattn.workloads import trees"),
-        ("cli/demo.py", "from trunkattn.plugins import vllm"),
-        ("server/app.py", "from ..analysis import explain"),
-        ("workloads/trees.py", "from trunkattn.plan_format import Plan"),
+        ("cli/demo.py", "from trunkattn.integrations import vllm"),
+        ("integrations/vllm/route.py", "from ...cli import doctor"),
+        ("workloads/trees.py", "from trunkattn.planner.work_list import WorkList"),
         ("workloads/trees.py", "import torch"),
         ("__init__.py", "from trunkattn.cli import main"),
         ("__init__.py", "def __getattr__(name):\n    from .workloads import trees"),
         ("__init__.py", "import transformers"),
         ("attention.py", "import transformers"),
         ("reference.py", "import triton.language as tl"),
-        ("planner/build.py", "def f():\n    from triton import jit"),
-        ("cache/page_pool.py", "import torch"),
-        ("cache/prefix_index.py", "from torch import Tensor"),
-        ("cache/manager.py", "import torch.nn"),
+        ("planner/planner.py", "def f():\n    from triton import jit"),
+        ("kv_cache/page_pool.py", "import torch"),
+        ("kv_cache/prefix_index.py", "from torch import Tensor"),
+        ("kv_cache/manager.py", "import torch.nn"),
         ("engine/scheduler.py", "import torch"),
         ("engine/request.py", "if TYPE_CHECKING:\n    import torch"),
         ("helpers.py", "import math"),
@@ -182,11 +247,11 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("kernels/decode.py", "import triton\nfrom trunkattn.plan_format import Plan\nfrom . import merge"),
-        ("kernels/decode.py", "from .tile_table import TILES"),
-        ("attention.py", "from trunkattn.checks import check_layer"),
-        ("checks.py", "from .attention_config import AttentionConfig"),
-        ("planner/build.py", "from ..kernels.tile_table import TILES\nfrom .forest import Forest\nimport numba"),
+        ("gpu/triton/decode.py", "import triton\nfrom trunkattn.planner.work_list import DIRECT\nfrom . import merge"),
+        ("gpu/tuning/decode.py", "from .cards import Card"),
+        ("attention.py", "from trunkattn.inputs import check_layer"),
+        ("inputs.py", "from .config import AttentionConfig"),
+        ("planner/planner.py", "from ..config import Capacity\nfrom .prefix_forest import Forest\nimport numba"),
         ("engine/runner.py", "import torch\nimport transformers\nfrom trunkattn.attention import BatchAttention"),
         ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.workloads import trees\nfrom . import doctor"),
         ("workloads/trees.py", "import numpy as np\nfrom trunkattn.workloads.batch import PagedBatch"),

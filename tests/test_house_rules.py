@@ -9,7 +9,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src" / "trunkattn"
-TOP_FLOOR = ("server", "plugins", "analysis", "cli")
+TOP_FLOOR = ("integrations", "cli")
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

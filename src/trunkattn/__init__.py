@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from trunkattn.attention import BatchAttention, Plan
-    from trunkattn.attention_config import AttentionConfig
-    from trunkattn.attention_training import flash_attention
+    from trunkattn.config import AttentionConfig, Capacity
     from trunkattn.engine import LLM, SamplingParams
-    from trunkattn.kernels.merge import merge_states
-    from trunkattn.kernels.write_kv import write_kv
-    from trunkattn.plan_format import Capacity, PlanStats
+    from trunkattn.ops.merge_states import merge_states
+    from trunkattn.ops.write_kv import write_kv
+    from trunkattn.planner.work_list import PlanStats
+    from trunkattn.training.flash_attention import flash_attention
 
 __version__ = "0.1.0"
 
@@ -33,15 +33,15 @@ __all__ = [
 _HOMES: Final = MappingProxyType(
     {
         "LLM": "trunkattn.engine",
-        "AttentionConfig": "trunkattn.attention_config",
+        "AttentionConfig": "trunkattn.config",
         "BatchAttention": "trunkattn.attention",
-        "Capacity": "trunkattn.plan_format",
+        "Capacity": "trunkattn.config",
         "Plan": "trunkattn.attention",
-        "PlanStats": "trunkattn.plan_format",
+        "PlanStats": "trunkattn.planner.work_list",
         "SamplingParams": "trunkattn.engine",
-        "flash_attention": "trunkattn.attention_training",
-        "merge_states": "trunkattn.kernels.merge",
-        "write_kv": "trunkattn.kernels.write_kv",
+        "flash_attention": "trunkattn.training.flash_attention",
+        "merge_states": "trunkattn.ops.merge_states",
+        "write_kv": "trunkattn.ops.write_kv",
     }
 )
 

@@ -1,24 +1,25 @@
 """`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from trunkattn.attention_config import AttentionConfig, integer
-from trunkattn.checks import LayerInputs, Scale, StepInputs, all_on_gpu, check_layer, check_on_device, check_step
-from trunkattn.plan_format import Capacity, PlanStats
-from trunkattn.planner.build import Batch
+from trunkattn.backend import Backend, PlannedStep
+from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.inputs import LayerInputs, Scale, StepInputs, all_on_gpu, check_layer, check_on_device, check_step
+from trunkattn.planner.planner import Batch
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import PlanStats
+from trunkattn.validate import check_int
 
 
-def _executor(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> Any:
-    """What plans and runs on a device; imported when asked for, so that neither side needs the other's compiler."""
+def _make_backend(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> Backend:
+    """What plans and runs on a device. Imported here, so that neither device needs the other's compiler."""
     if device.type == "cpu":
-        from trunkattn.attention_cpu import CpuExecutor
+        from trunkattn.cpu.executor import CpuExecutor
 
         return CpuExecutor(config)
-    from trunkattn.attention_gpu import GpuExecutor
+    from trunkattn.gpu.executor import GpuExecutor
 
     return GpuExecutor(config, device, capacity)
 
@@ -26,7 +27,9 @@ def _executor(config: AttentionConfig, device: torch.device, capacity: Capacity 
 class Plan:
     """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
 
-    def __init__(self, step: Any, owner: "BatchAttention", last_page: int, window: int, refills: bool = True) -> None:
+    def __init__(
+        self, step: PlannedStep, owner: "BatchAttention", last_page: int, window: int, refills: bool = True
+    ) -> None:
         """refills: whether another batch may be planned into it."""
         self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
 
@@ -44,21 +47,19 @@ class Plan:
     def traffic(self) -> torch.Tensor:
         """Of a plan made on the device, there: int64 [2], KV tokens that it reads, and those that it would read if
         every request read its own; for counters that must not wait. See `stats` for other plans."""
-        summary: torch.Tensor | None = getattr(self.step, "summary", None)
-        if summary is None:
+        if self.step.traffic is None:
             raise ValueError("traffic of a plan that was made on the host: expected one made on the device; see stats")
-        return summary[1:]
+        return self.step.traffic
 
     @property
     def has_chunks(self) -> bool:
         """Whether requests of this plan are prompt chunks to a kernel of their own, as they may be on a GPU."""
-        return getattr(self.step, "chunks", None) is not None
+        return self.step.has_chunks
 
     @property
     def may_have_chunks(self) -> bool:
         """Whether `run` launches that kernel: with a capacity it does even if there is nothing for it to compute."""
-        gpu_plan = getattr(self.step, "gpu_plan", None)
-        return gpu_plan is not None and gpu_plan.prefill is not None
+        return self.step.launches_chunks
 
     def without_chunks(self) -> "Plan":
         """The same plan, in the same arrays, but `run` does not launch the kernel for prompt chunks, which spares a
@@ -72,8 +73,7 @@ class Plan:
             raise ValueError("without_chunks: expected a plan without prompt chunks, see has_chunks")
         if not self.may_have_chunks:
             return self
-        step = replace(self.step, gpu_plan=self.step.gpu_plan.without_chunks())
-        return Plan(step, self.owner, self.last_page, self.window, refills=False)
+        return Plan(self.step.without_chunks(), self.owner, self.last_page, self.window, refills=False)
 
     def check(self) -> None:
         """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
@@ -118,7 +118,7 @@ class BatchAttention:
         self.config, self.device, self.capacity = config, torch.device(device), capacity
         if self.device.type == "cpu":
             self.device = torch.device("cpu")  # tensors there have no index
-        self._executor = _executor(config, self.device, capacity)
+        self._backend = _make_backend(config, self.device, capacity)
 
     def plan(
         self,
@@ -128,7 +128,6 @@ class BatchAttention:
         sliding_window: int | None = None,
         *,
         num_pages: int | None = None,
-        changed_rows: torch.Tensor | None = None,
         into: Plan | None = None,
     ) -> Plan:
         """The work list of one step.
@@ -146,29 +145,27 @@ class BatchAttention:
             sliding_window: tokens a query sees, itself included; None: all.
             num_pages: pages in the cache, to check page ids against; None: the capacity's; without either only `run`
                 checks. None for tables that are planned on the device.
-            changed_rows: int32 rows whose earlier pages may differ from the last plan; None: compare all rows. None for
-                tables that are planned on the device.
             into: a plan of this object, with the same window, that is to become the plan of this batch, and is
                 returned; only with a capacity. A CUDA graph that ran it runs the new batch.
 
         Raises:
             ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.
         """
-        inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages, changed_rows)
+        inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages)
         window = UNLIMITED
         if sliding_window is not None:
-            integer("sliding_window", sliding_window, at_least=1)
+            check_int("sliding_window", sliding_window, at_least=1)
             window = min(sliding_window, UNLIMITED)
         if into is not None:
             self._check_into(into, window)
         earlier = into.step if into else None
-        if self.capacity is not None and self._executor.plans_on_device and all_on_gpu(inputs):
+        if self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs):
             check_on_device(inputs)
-            step, last_page = self._executor.plan_on_device(inputs[:3], window, earlier), self.capacity.num_pages - 1
+            step, last_page = self._backend.plan_on_device(inputs[:3], window, earlier), self.capacity.num_pages - 1
         else:
             checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
-            (table, lens, starts), rows, last_page = checked
-            step = self._executor.plan(Batch(table, lens, starts, window), rows, earlier)
+            (table, lens, starts), last_page = checked
+            step = self._backend.plan(Batch(table, lens, starts, window), earlier)
         if into is None:
             return Plan(step, self, last_page, window)
         into.step, into.last_page = step, last_page
@@ -180,14 +177,13 @@ class BatchAttention:
         Raises:
             ValueError: naming what was out of bounds in a block table, lengths or query starts.
         """
-        self._executor.check()
+        self._backend.check()
 
     @property
     def errors(self) -> torch.Tensor | None:
         """[1] int32 on the device, not 0 if `check` would raise, to be copied without waiting; None: nothing is planned
         on the device. `kernels.device_plan.errors_of` says what it means."""
-        errors: torch.Tensor | None = self._executor.errors
-        return errors
+        return self._backend.errors
 
     def _check_into(self, into: Any, window: int) -> None:
         self._check_own("into", into)
@@ -255,5 +251,5 @@ class BatchAttention:
             )
         shape = (rows, config.num_qo_heads, config.value_dim)
         result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out
-        lse = self._executor.run(plan.step, inputs, result)
+        lse = self._backend.run(plan.step, inputs, result)
         return (result, lse) if return_lse else result

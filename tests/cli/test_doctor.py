@@ -82,7 +82,7 @@ def test_what_vllm_would_do(
     detail: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entries = [EntryPoint(name, "trunkattn.plugins.vllm:register", "vllm.general_plugins") for name in points]
+    entries = [EntryPoint(name, "trunkattn.integrations.vllm:register", "vllm.general_plugins") for name in points]
     stranger = EntryPoint("other", "other:register", "vllm.general_plugins")
     monkeypatch.setattr(doctor, "_version", installed.get)
     monkeypatch.setattr(doctor, "entry_points", lambda group: [stranger, *entries])

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention
-from trunkattn.cache.kv_cache import KVCache
-from trunkattn.cache.manager import CacheManager
 from trunkattn.engine import Engine, ModelLimits, SamplingParams
 from trunkattn.engine.runner import ModelRunner
 from trunkattn.engine.scheduler import Batch, Scheduler
+from trunkattn.kv_cache.manager import CacheManager
+from trunkattn.kv_cache.tensors import KVCache
 
 PAGE = 4
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from trunkattn.cache.manager import CacheManager
 from trunkattn.engine import Engine, ModelLimits, RequestOutput, SamplingParams
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.scheduler import Batch, Scheduler
+from trunkattn.kv_cache.manager import CacheManager
 
 VOCAB = 128
 EOS = 0

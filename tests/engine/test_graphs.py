@@ -12,12 +12,12 @@ import torch
 
 from trunkattn import AttentionConfig
 from trunkattn.attention import BatchAttention, Plan
-from trunkattn.cache.kv_cache import KVCache
+from trunkattn.config import Capacity
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.engine.assembly import attention_config
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays, Work, graph_sizes
 from trunkattn.engine.runner import ModelRunner
-from trunkattn.plan_format import Capacity
+from trunkattn.kv_cache.tensors import KVCache
 
 NUM_TOKENS = 12
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from itertools import count
 
 import pytest
 
-from trunkattn.cache.manager import CacheManager
 from trunkattn.engine.config import SCHEDULER_POLICIES, SamplingParams
 from trunkattn.engine.request import Request
 from trunkattn.engine.scheduler import POLICIES, Batch, Scheduler
+from trunkattn.kv_cache.manager import CacheManager
 
 PAGE_SIZE = 4
 ARRIVALS = count()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.cache.manager import CacheManager
 from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.request import Request
 from trunkattn.engine.scheduler import Batch, Sample, Scheduler
+from trunkattn.kv_cache.manager import CacheManager
 
 EOS = 5
 

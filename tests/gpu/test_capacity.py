@@ -1,154 +1,162 @@
-"""One captured CUDA graph serves every batch within its capacity."""
+"""A plan that is refilled: `plan(..., into=plan)` on a CPU, and on a GPU's executor under the interpreter."""
 
-import math
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity, attention_captured
-from trunkattn.attention_captured import CapturedRun
-from trunkattn.workloads.trees import parse_tree, tree_batch
+from trunkattn import BatchAttention, Capacity
+from trunkattn.attention import Plan
+from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
-from .test_card import GOOD, Layer, check, expected, make_layer, ragged
+from .test_executor import CONFIG, caches, card, expected, run
 
-pytestmark = pytest.mark.gpu
-TREES = ("1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300_2048,20", "256_1024", "1_30000")
-
-
-def captured(config: AttentionConfig, capacity: Capacity, layers: list[Layer]) -> tuple[BatchAttention, list, Any]:
-    """Captured with a plan of no request: attention, tensors as large as any layer's, (graph, plan)."""
-    pages = max(len(layer.k_cache) for layer in layers)
-    attention = BatchAttention(config, "cuda", replace(capacity, num_pages=pages))
-    caches = [
-        torch.full(
-            (pages, config.page_size, config.num_kv_heads, dim), math.nan, device="cuda", dtype=config.cache_dtype
-        )
-        for dim in (config.head_dim, config.value_dim)
-    ]
-    q = torch.zeros(capacity.max_query_tokens, config.num_qo_heads, config.head_dim, device="cuda", dtype=config.dtype)
-    out = torch.full((len(q), config.num_qo_heads, config.value_dim), math.nan, device="cuda", dtype=config.dtype)
-    empty = torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    plan = attention.plan(*empty)
-    attention.run(plan, q, *caches, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attention.run(plan, q, *caches, out=out)
-    return attention, [q, *caches, out], (graph, plan)
+__all__ = ["card"]  # a fixture
+CAPACITY = Capacity(max_requests=24, max_query_tokens=24, max_pages_per_request=16, num_pages=400)
+TREES = ("1,2,9_48,32,21", "20_70", "1,24_128,5", "1_200", "2,4,8,16_16,16,16,16")
 
 
-def replay(layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor], graph: Any, plan: Any) -> torch.Tensor:
-    q, k_cache, v_cache, out = tensors
-    for target, source in ((q, layer.q), (k_cache, layer.k_cache), (v_cache, layer.v_cache)):
-        target[: len(source)] = source
-    out.fill_(math.nan)
-    assert attention.plan(*layer.step, into=plan) is plan
-    plan.check()
-    graph.replay()
-    assert out[len(layer.q) :].isnan().all(), "rows beyond the plan's are left as they are"
-    return out[: len(layer.q)]
+def as_tensors(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc))
 
 
-def test_layers_captured_one_by_one_run_any_plan() -> None:
-    """q and out elsewhere, of another length and other strides in every step; layers with other caches and scales, and
-    inside and outside of inference mode."""
-    layers = [make_layer(GOOD, tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0)) for tree in TREES[:4]]
-    pages = max(len(layer.k_cache) for layer in layers)
-    attention = BatchAttention(GOOD, "cuda", Capacity(320, 320, 2048, pages, max_query_len=1))
-    plan = attention.plan(*(table.cuda() for table in layers[0].step))
-    run, scales = CapturedRun(attention), ({}, {"k_scale": 0.5}, {"v_scale": 0.5})
-    caches = [torch.zeros(3, pages, *layers[0].k_cache.shape[1:], device="cuda", dtype=GOOD.dtype) for _ in "kv"]
-    for number, layer in enumerate((*layers, *layers)):
-        assert attention.plan(*(table.cuda() for table in layer.step), into=plan) is plan
-        for place, options in enumerate(scales):
-            for cache, source in zip(caches, (layer.k_cache, layer.v_cache), strict=True):
-                cache[place, : len(source)] = source * (1 - place)
-            with torch.inference_mode(number % 2 == 1):
-                whole = torch.full(
-                    (len(layer.q), 3 * GOOD.num_qo_heads, 128), math.nan, device="cuda", dtype=GOOD.dtype
-                )
-                q, out, _ = whole.chunk(3, 1)
-                q.copy_(layer.q)
-                run(plan, q, *(cache[place] for cache in caches), out, **options)
-                wanted = attention.run(plan, layer.q, *(cache[place] for cache in caches), **options)
-            assert torch.equal(out, wanted)
-            assert not out.isnan().any()
-    graphs = list(run._graphs.values())
-    assert len(graphs) == 3
-    assert all(graphs), "captured"
-    given = (*(cache[0] for cache in caches), out)
-    with pytest.raises(TypeError, match="q has dtype"):
-        run(plan, q.float(), *given)
-    with pytest.raises(ValueError, match="q has shape"):
-        run(plan, torch.zeros(321, GOOD.num_qo_heads, 128, device="cuda", dtype=GOOD.dtype), *given)
+@pytest.mark.parametrize("execution", ["serial", "streams"])
+@pytest.mark.parametrize("policy", ["auto", "pat"])
+def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: str, execution: str) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution), torch.device("cpu"), CAPACITY)
+    step, places = None, set()
+    for tree in TREES:
+        batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+        step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
+        step.check()
+        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, executor._partial.data_ptr()))
+        q, kv = torch.randn(len(batch.seq_lens), 4, 32), caches(batch, CONFIG)
+        out, lse = run(executor, step, q, kv)
+        want, want_lse = expected(batch, q, kv)
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert len(places) == 1
 
 
-def test_the_last_captured_layer_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_captured, "_MOST_GRAPHS", 1)
-    layer = make_layer(GOOD, tree_batch(parse_tree(TREES[0]), 16, row_seed=0, page_seed=0))
-    attention = BatchAttention(GOOD, "cuda", Capacity(64, 64, 64, len(layer.k_cache), max_query_len=1))
-    plan, run = attention.plan(*(table.cuda() for table in layer.step)), CapturedRun(attention)
-    for v_scale in (0.5, 0.5, 2.0, 2.0, 0.5, 0.5):
-        out = torch.empty_like(layer.q)
-        run(plan, layer.q, layer.k_cache, layer.v_cache, out, v_scale=v_scale)
-        assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache, v_scale=v_scale))
+def test_a_capacity_for_several_query_tokens_masks_them() -> None:
+    """As many query tokens as requests may still be several of one request, unless max_query_len says otherwise."""
+    batch = tree_batch(parse_tree("1,4_48,32"), 16, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.full(4, 4, np.int32))
+    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    q, kv = torch.randn(16, 4, 32), caches(batch, CONFIG)
+    out, _ = run(executor, executor.plan(arrays), q, kv)
+    torch.testing.assert_close(out.double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
+    decoding = BatchAttention(CONFIG, "cpu", replace(CAPACITY, max_query_len=1))
+    with pytest.raises(ValueError, match="query tokens of a request in query_start_loc: 4 is over the capacity, max_q"):
+        decoding.plan(*as_tensors(batch))
 
 
-WAYS = [("auto", "serial"), ("auto", "streams"), ("auto", "persistent"), ("pat", "serial"), ("pat", "streams")]
+@pytest.mark.parametrize("tree", ["24_250", "1,24_128,60", "1,4,24_64,64,100"])
+def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> None:
+    config = replace(CONFIG, batch_invariant=True)
+    batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+    requests, pages = batch.block_table.shape
+    executor = GpuExecutor(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
+    executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)).check()
 
 
-@pytest.mark.parametrize("policy, execution", [*WAYS, ("pat", "persistent"), ("per_query", "serial")])
-def test_one_graph_for_decode_batches_of_any_shape(policy: str, execution: str) -> None:
-    config = replace(GOOD, policy=policy, execution=execution)
-    layers = [make_layer(config, tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0)) for tree in TREES]
-    capacity = Capacity(320, 320, 2048, 1 << 20, max_query_len=1)
-    attention, tensors, (graph, plan) = captured(config, capacity, layers)
-    for layer in (*layers, layers[0]):
-        found = replay(layer, attention, tensors, graph, plan)
-        rows = [0, len(layer.q) // 2, len(layer.q) - 1]
-        error = float((found[rows].double() - expected(layer, config, rows)).abs().max())
-        assert error < 0.02
-        assert not found.isnan().any()
+def test_a_refused_batch_leaves_no_trace() -> None:
+    """Its pages would else be taken for those of the batch before, whose rows are said to be unchanged."""
+    executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    batch = tree_batch(parse_tree("1,4_48,32"), 16)
+    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    first = executor.plan(arrays)
+    other = replace(arrays, block_table=arrays.block_table + 100)
+    limits, executor._limits = executor._limits, replace(executor._limits, items=1)
+    with pytest.raises(ValueError, match="of 1 that a plan"):
+        executor.plan(other)
+    executor._limits = limits
+    again = executor.plan(arrays, np.zeros(0, np.int32))
+    assert np.array_equal(again.tile_list.runs, first.tile_list.runs)
 
 
-def test_one_graph_for_several_query_tokens_and_padding_rows() -> None:
-    config = replace(GOOD, logits_soft_cap=20.0)
-    layers = [make_layer(config, ragged("1,4,40_320,160,90", 16, seed), seed) for seed in range(3)]
-    attention, tensors, (graph, plan) = captured(config, Capacity(64, 2048, 64, 1 << 20), layers)
-    for layer in layers:
-        found = replay(layer, attention, tensors, graph, plan)
-        rows = [int(row) for row in np.flatnonzero(layer.batch.query_lens)][::5]
-        starts = layer.batch.query_start_loc
-        some = torch.cat([found[starts[row] : starts[row + 1]] for row in rows]).double()
-        assert float((some - expected(layer, config, rows)).abs().max()) < 0.02
+def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    batch = tree_batch(parse_tree("1,4_48,32"), 16)
+    step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    out = torch.full((32, 4, 10), 7.0).transpose(0, 2)
+    run(executor, step, torch.randn(10, 4, 32), caches(batch, CONFIG), out=out)
+    assert (out[4:] == 7).all() and not (out[:4] == 7).any()
 
 
-def test_a_batch_invariant_graph_gives_the_bits_of_a_plan_of_its_own() -> None:
-    config = replace(GOOD, batch_invariant=True)
-    layers = [make_layer(config, tree_batch(parse_tree(tree), 16)) for tree in TREES[:3]]
-    attention, tensors, (graph, plan) = captured(config, Capacity(320, 320, 1024, 1 << 20), layers)
-    own = BatchAttention(config)
-    for layer in layers:
-        found = replay(layer, attention, tensors, graph, plan)
-        assert torch.equal(found, own.run(own.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache))
+def test_a_plan_of_no_request_computes_nothing() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    empty = Batch(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
+    out, _ = run(
+        executor, executor.plan(empty), torch.randn(5, 4, 32), caches(tree_batch(parse_tree("1_20"), 16), CONFIG)
+    )
+    assert out.isnan().all()
 
 
-def test_run_allocates_nothing_beyond_out() -> None:
-    layer = make_layer(GOOD, tree_batch(parse_tree("1,8,64_512,128,100"), 16))
-    attention = BatchAttention(GOOD, "cuda", Capacity(64, 64, 64, len(layer.k_cache)))
-    plan, out = attention.plan(*layer.step), torch.empty_like(layer.q)
-    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(10):
-        attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, k_scale=1.0)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
+    executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    executor._limits = replace(executor._limits, items=2)
+    batch = tree_batch(parse_tree(TREES[0]), 16)
+    with pytest.raises(
+        ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds: expected"
+    ):
+        executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
 
 
-@pytest.mark.parametrize("dtype, head_dim, tolerance", [(torch.float32, 256, 1e-5), (torch.bfloat16, 256, 0.02)])
-def test_a_persistent_launch_fits_the_card_with_the_widest_heads(dtype: Any, head_dim: int, tolerance: float) -> None:
-    config = replace(GOOD, dtype=dtype, head_dim=head_dim, execution="persistent")
-    check(config, tree_batch(parse_tree("1,8,64_512,128,100"), 16), tolerance)
+def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
+    """No partial may be written, so nothing may be cut."""
+    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    batch = tree_batch(parse_tree("1_200"), 16)
+    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    executor._limits = replace(executor._limits, slots=0)
+    step = executor.plan(arrays)
+    step.check()
+    assert step.tile_list.num_slots == 0
+
+
+def test_a_refilled_plan_on_a_cpu() -> None:
+    attention = BatchAttention(CONFIG, "cpu", CAPACITY)
+    plan = None
+    for tree in TREES:
+        batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+        kv = caches(batch, CONFIG)
+        q, tokens = torch.randn(24, 4, 32), len(batch.seq_lens)
+        made = attention.plan(*as_tensors(batch), into=plan)
+        assert plan is None or made is plan
+        plan = made
+        out = torch.full((24, 4, 32), 7.0)
+        attention.run(plan, q, *kv, out=out)
+        torch.testing.assert_close(out[:tokens].double(), expected(batch, q[:tokens], kv)[0], rtol=0, atol=1e-5)
+        assert (out[tokens:] == 7).all()
+
+
+def test_bad_ways_to_refill() -> None:
+    batch = as_tensors(tree_batch(parse_tree(TREES[0]), 16))
+    fixed, other, free = (BatchAttention(CONFIG, "cpu", each) for each in (CAPACITY, CAPACITY, None))
+    plan = fixed.plan(*batch)
+    with pytest.raises(ValueError, match="into belongs to another BatchAttention"):
+        other.plan(*batch, into=plan)
+    with pytest.raises(ValueError, match="into is a plan of `without_chunks`"):
+        fixed.plan(*batch, into=Plan(plan.step, fixed, plan.last_page, plan.window, refills=False))
+    with pytest.raises(TypeError, match="into is a SimpleNamespace: expected a Plan"):
+        fixed.plan(*batch, into=SimpleNamespace())
+    with pytest.raises(ValueError, match="into is given: expected a BatchAttention with a capacity"):
+        free.plan(*batch, into=free.plan(*batch))
+    with pytest.raises(ValueError, match="sliding_window=5: expected None, the window"):
+        fixed.plan(*batch, sliding_window=5, into=plan)
+    rows = torch.randn(25, 4, 32)
+    kv = caches(tree_batch(parse_tree(TREES[0]), 16), CONFIG)
+    with pytest.raises(ValueError, match=r"q has shape \(25, 4, 32\): expected \(24, 4, 32\)"):
+        fixed.run(plan, rows, *kv)
+    with pytest.raises(ValueError, match=r"q has shape \(8, 4, 32\): expected \(9, 4, 32\)"):
+        fixed.run(plan, rows[:8], *kv)
+    too_many = as_tensors(tree_batch(parse_tree("25_20"), 16))
+    with pytest.raises(ValueError, match="block_table rows: 25 is over the capacity, max_requests=24"):
+        fixed.plan(*too_many, into=plan)
+    assert plan.num_query_tokens == 9, "the plan is as it was"

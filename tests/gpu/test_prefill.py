@@ -1,206 +1,141 @@
-"""Prompt chunks on an NVIDIA GPU at real sizes: accuracy, determinism, graphs; NaN in every slot that is not read."""
+"""Prompt chunks on a GPU under Triton's interpreter against the float64 oracle: pairs of features, mixed batches."""
 
-import math
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import parse_tree, tree_batch
+from trunkattn import AttentionConfig
+from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
+from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
-from .test_capacity import captured, replay
-from .test_card import GOOD, Layer, assert_repeats, expected, make_layer
+from ..attention.cases import Step, fraction, random_step
+from .gpu_cases import Interpreted
+from .test_decode import TABLE
 
-pytestmark = pytest.mark.gpu
-
-
-def chunks(tree: str, query_lens: list[int], page_size: int = 16) -> PagedBatch:
-    """The query lengths again and again over the tree's requests."""
-    batch = tree_batch(parse_tree(tree), page_size, row_seed=0, page_seed=0)
-    return replace(batch, query_lens=np.resize(np.array(query_lens, np.int32), len(batch.seq_lens)))
-
-
-def poisoned(config: AttentionConfig, batch: PagedBatch) -> Layer:
-    """NaN behind the last token of every request's last page, too."""
-    layer = make_layer(config, batch)
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        page, offset = divmod(length, config.page_size)
-        if offset:
-            for cache in (layer.k_cache, layer.v_cache):
-                cache[int(batch.block_table[row, page]), offset:] = math.nan
-    return layer
+# All requests are prompt chunks. Small tiles have many blocks, with and without a mask, in few tokens.
+SMALL, MEDIUM, LARGE = (PrefillTile(m, n, 4, 2, programs=2, above_rows=0) for m, n in ((32, 32), (64, 32), (128, 64)))
+TILES = (SMALL, MEDIUM, LARGE)
+POLICIES = ("auto", "cascade", "per_query")
+CONFIG = AttentionConfig(4, 2, 16, 16, torch.float32)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
 
 
-def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.02, window: int | None = None) -> None:
-    layer = poisoned(config, batch)
-    attention = BatchAttention(config)
-    plan = attention.plan(*layer.step, sliding_window=window)
-    plan.check()
-    assert any(count for tile, count in plan.stats.tiles.items() if "prefill" in tile)
-    sinks = torch.randn(config.num_qo_heads, device="cuda") if config.sinks else None
-    options = {} if window is None else {"window": window}
-    if sinks is not None:
-        options["sinks"] = sinks
-    out = torch.full((len(layer.q), config.num_qo_heads, config.value_dim), math.nan, device="cuda", dtype=config.dtype)
-    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, sinks=sinks)
-    assert not out.isnan().any()
-    rows = [int(row) for row in np.flatnonzero(batch.query_lens)]
-    rows = rows[:: max(1, len(rows) // 6)]
-    starts = batch.query_start_loc
-    for row in rows:
-        error = float(
-            (out[starts[row] : starts[row + 1]].double() - expected(layer, config, [row], **options)).abs().max()
-        )
-        assert error < tolerance, f"row {row}: error {error:.3g}"
+def ragged_batch(page_size: int, several: bool) -> PagedBatch:
+    """Five requests under two branches, with chunks of several tokens or many."""
+    trunk, branch = (-(-tokens // page_size) * page_size for tokens in (16, 8))
+    batch = tree_batch(parse_tree(f"1,2,5_{trunk},{branch},23"), page_size, row_seed=3, page_seed=4)
+    query_lens = np.array([3, 1, 0, 5, 2] if several else [13, 2, 0, 9, 1], np.int32)
+    return replace(batch, seq_lens=batch.seq_lens - np.array([0, 3, 0, 18, 1], np.int32), query_lens=query_lens)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("cached", [0, 2048, 8192])
-def test_a_chunk_of_512(cached: int, dtype: torch.dtype, tolerance: float) -> None:
-    check(replace(GOOD, dtype=dtype), chunks(f"1_{cached + 507}", [507]), tolerance)
+def chunks_of(tree: str, query_lens: list[int], page_size: int = 16) -> PagedBatch:
+    batch = tree_batch(parse_tree(tree), page_size, row_seed=0, page_seed=1)
+    return replace(batch, query_lens=np.array(query_lens, np.int32))
 
 
-def test_chunks_decodes_and_padding_rows() -> None:
-    check(GOOD, chunks("1,4,40_1024,512,333", [1, 0, 300, 1, 17, 64]))
+@pytest.mark.parametrize("number", range(len(TABLE)))
+def test_each_pair_of_features(number: int) -> None:
+    """The table of the decode kernel; tiles, policies and executions take turns."""
+    row, turns = TABLE[number], list(itertools.product(POLICIES, TILES))
+    policy, tile = turns[number % len(turns)]
+    step = row.step(ragged_batch(row.page_size, row.several))
+    execution = ("serial", "streams")[number // 2 % 2]
+    case = Interpreted(step, 1 + number % 3 * 4, 0, execution=execution, prefill=tile, chunk_policy=policy)
+    out, lse = case.run(row.return_lse)
+    if not row.return_lse:
+        assert lse.isnan().all()
+        lse = step.oracle()[1].float()
+    step.assert_accurate(out, lse)
 
 
-@pytest.mark.parametrize("tokens", [24, 40, 100])
-def test_short_chunks_behind_one_prefix(tokens: int) -> None:
-    check(GOOD, chunks(f"1,32_4096,{tokens}", [tokens]))
+@pytest.mark.parametrize("group", [1, 5, 7, 12, 16])
+@pytest.mark.parametrize("cache", [(2, 128), (4, 128)])
+def test_groups_in_the_tiles_of_the_table(group: int, cache: tuple[int, int]) -> None:
+    """Rows beyond the last whole group are unused."""
+    config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)
+    step = random_step(0, config, chunks_of("1,2,3_64,32,19", [19, 1, 10]))
+    step.assert_accurate(*Interpreted(step, 1, 0, prefill=replace(prefill_tile(*cache), above_rows=0)).run())
 
 
-@pytest.mark.parametrize(
-    "head_dim, page_size",
-    [(64, 16), (80, 16), (96, 32), (192, 16), (256, 16), (128, 1), (128, 5), (128, 128), (128, 48)],
-)
-def test_shapes(head_dim: int, page_size: int) -> None:
-    config = replace(GOOD, head_dim=head_dim, page_size=page_size)
-    check(config, chunks(f"1,4_{page_size * (600 // page_size)},250", [250, 90, 1], page_size))
+@pytest.mark.parametrize("page_size", [1, 3, 16, 48, 128])
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_pages_and_windows(page_size: int, window: int | None) -> None:
+    """A page of several blocks, a block of several pages, and pages of no power of two; ranges begin inside pages."""
+    batch = chunks_of(f"1,2_{page_size * (40 // page_size + 1)},40", [40, 13], page_size)
+    step = replace(random_step(1, replace(CONFIG, page_size=page_size), batch), window=window)
+    policy = "per_query" if window else "cascade"
+    step.assert_accurate(*Interpreted(step, 4, 0, prefill=SMALL, chunk_policy=policy).run())
 
 
-@pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (10, 2), (14, 2), (24, 2), (16, 1)])
-def test_groups(heads: tuple[int, int]) -> None:
-    check(replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1]), chunks("1,4_320,250", [250, 90, 1]))
+def test_a_tile_whose_rows_see_different_ranges() -> None:
+    """Under a window of 5, rows of one item see nothing of each other's keys: blocks before, between and after."""
+    step = replace(random_step(2, CONFIG, chunks_of("1,3_48,90", [80, 90, 1])), window=5)
+    for tile in TILES:
+        step.assert_accurate(*Interpreted(step, 1, 0, prefill=tile).run())
 
 
-@pytest.mark.parametrize("window", [1, 100, 3000])
-@pytest.mark.parametrize("policy", ["auto", "cascade"])
-def test_windows_soft_cap_and_sinks(policy: str, window: int) -> None:
-    config = replace(GOOD, policy=policy, logits_soft_cap=20.0, sinks=True, head_dim_v=64)
-    check(config, chunks("1,4_2048,450", [450, 90, 1]), window=window)
+def test_a_short_chunk_behind_a_long_context_is_cut() -> None:
+    case = Interpreted(random_step(3, CONFIG, chunks_of("1_2500", [20])), 16, 0, prefill=LARGE)
+    assert len(case.chunks.work.items) > 4 and len(case.chunks.work.merge_queries) == 20
+    case.step.assert_accurate(*case.run())
 
 
-@pytest.mark.parametrize("window", [1, 100, 300, 3000])
-def test_windows(window: int) -> None:
-    check(GOOD, chunks("1,4_2048,500", [500, 90, 1, 333]), window=window)
+def test_chunks_behind_one_prefix_read_it_once() -> None:
+    """Eight chunks of 4 tokens fill two tiles together and would take eight alone."""
+    step = random_step(4, CONFIG, chunks_of("1,8_512,9", [4] * 8))
+    case = Interpreted(step, 1, 0, prefill=SMALL)
+    assert case.chunks.policy != "per_query"
+    assert case.chunks.stats().kv_tokens_read < 3 * 512
+    step.assert_accurate(*case.run())
 
 
-@pytest.mark.parametrize("q_scale", [-1.0, 0.0, 0.5])
-def test_scales(q_scale: float) -> None:
-    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
-    attention, starts = BatchAttention(GOOD), layer.batch.query_start_loc
-    plan = attention.plan(*layer.step)
-    k_scale = torch.linspace(0.5, 2, GOOD.num_kv_heads, device="cuda")
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": 3.0}
-    out, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True, **scales)
-    group = GOOD.num_qo_heads // GOOD.num_kv_heads
-    scaled = replace(layer, q=layer.q.double() * q_scale * k_scale.repeat_interleave(group)[:, None].double())
-    for row in range(4):
-        want = 3 * expected(scaled, GOOD, [row])
-        assert float((out[starts[row] : starts[row + 1]].double() - want).abs().max()) < 0.06
-    if q_scale == 0:
-        seen = torch.cat([torch.arange(1325 - count, 1325) for count in np.diff(starts).tolist()])
-        want_lse = seen.double().log()[:, None].expand(-1, GOOD.num_qo_heads)
-        assert float((lse.cpu().double() - want_lse).abs().max()) < 1e-4
+@pytest.mark.parametrize("q_scale", [-1.0, 0.0, -1e-30])
+def test_logits_of_any_sign(q_scale: float) -> None:
+    for cap in (None, 3.0):
+        config = replace(CONFIG, logits_soft_cap=cap)
+        step = random_step(5, config, chunks_of("1,2_48,40", [40, 30]), q_scale=q_scale)
+        step.assert_accurate(*Interpreted(step, 1, 0, prefill=SMALL).run())
 
 
-@pytest.mark.parametrize("layout", ["head-major", "one row", "odd"])
-def test_layouts_of_the_cache(layout: str) -> None:
-    """The first two the copy engine reads; rows that begin at odd addresses it cannot."""
-    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
-    attention = BatchAttention(GOOD)
-    plan = attention.plan(*layer.step)
-    want = attention.run(plan, layer.q, layer.k_cache, layer.v_cache)
-    if layout == "head-major":
-        caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (layer.k_cache, layer.v_cache)]
-    elif layout == "one row":
-        caches = list(torch.cat([layer.k_cache, layer.v_cache], -1).split(128, -1))
-    else:
-        caches = [torch.nn.functional.pad(cache, (1, 0))[..., 1:] for cache in (layer.k_cache, layer.v_cache)]
-    out = torch.zeros(len(layer.q), GOOD.num_qo_heads, 256, device="cuda", dtype=GOOD.dtype)[..., :128]
-    attention.run(plan, layer.q, *caches, out=out)
-    assert torch.equal(out, want) if layout != "odd" else float((out - want).abs().max()) < 0.02
+def test_logits_far_apart_do_not_overflow() -> None:
+    step = random_step(6, CONFIG, chunks_of("1,2_48,40", [40, 30]))
+    step = replace(step, q=step.q * 100)
+    out, lse = Interpreted(step, 1, 0, prefill=SMALL).run()
+    assert lse.isfinite().all()
+    step.assert_accurate(out, lse)
 
 
-def test_run_allocates_nothing_with_chunks() -> None:
-    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
-    attention = BatchAttention(GOOD)
-    plan, out = attention.plan(*layer.step), torch.empty_like(layer.q)
-    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+@settings(max_examples=fraction(4))
+@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([None, 1, 17, 60]))
+def test_mixed_batches(seed: int, window: int | None) -> None:
+    """Chunks, decodes, padding rows and shared prefixes, with any policy and execution."""
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 4, 16, 24]))
+    batch = random_forest(rng, page_size=page_size, max_requests=6, max_own_tokens=60, max_query_len=30)
+    config = AttentionConfig(4, 2, 16, page_size, torch.float32, sinks=True)
+    step = random_step(seed % 1000, config, batch, window, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
+    case = Interpreted(
+        step,
+        int(rng.choice([1, 4, 132])),
+        str(rng.choice(["16x64", "64x64+16x64", "pat"])),
+        execution=str(rng.choice(["serial", "streams"])),
+        prefill=replace(TILES[int(rng.integers(3))], above_rows=int(rng.choice([0, 2, 10]))),
+        chunk_policy=str(rng.choice(["auto", "cascade", "pat", "relay", "per_query"])),
+    )
+    step.assert_accurate(*case.run())
 
 
-def test_an_sm_90_and_no_other_card_gets_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trunkattn.kernels import prefill_hopper
-
-    launched = []
-    launch = prefill_hopper.launch
-    monkeypatch.setattr(prefill_hopper, "launch", lambda *given: launched.append(1) or launch(*given))
-    check(GOOD, chunks("1,4_1024,300", [300, 90]))
-    assert bool(launched) == (torch.cuda.get_device_capability() == (9, 0))
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_caches(kv_dtype: torch.dtype) -> None:
-    check(replace(GOOD, kv_dtype=kv_dtype), chunks("1,4_2048,450", [450, 90, 1]), 0.03)
-
-
-@pytest.mark.parametrize("execution", ["serial", "streams", "persistent"])
-def test_a_thousand_runs_are_bit_equal(execution: str) -> None:
-    assert_repeats(replace(GOOD, execution=execution), chunks("1,4,40_1024,512,333", [1, 300, 1, 64]))
-
-
-@pytest.mark.parametrize(
-    "policy, execution", [("auto", "serial"), ("auto", "streams"), ("auto", "persistent"), ("pat", "serial")]
-)
-def test_one_graph_for_decodes_and_chunks(policy: str, execution: str) -> None:
-    config = replace(GOOD, policy=policy, execution=execution)
-    batches = [
-        chunks("1_8704", [512]), chunks("1,4,40_1024,512,333", [1, 0, 300, 1, 17, 64]),
-        chunks("1,8,64_512,128,100", [1]), chunks("1_2048", [2048]), chunks("1,32_4096,40", [40]),
-    ]  # fmt: skip
-    layers = [make_layer(config, batch, seed) for seed, batch in enumerate(batches)]
-    attention, tensors, (graph, plan) = captured(config, Capacity(64, 4096, 640, 1 << 20), layers)
-    for layer in (*layers, layers[0]):
-        found = replay(layer, attention, tensors, graph, plan)
-        assert not found.isnan().any()
-        row = int(np.flatnonzero(layer.batch.query_lens)[-1])
-        first, last = layer.batch.query_start_loc[row : row + 2]
-        assert float((found[first:last].double() - expected(layer, config, [row])).abs().max()) < 0.02
-
-
-def test_tables_on_the_card_replace_a_plan_with_chunks() -> None:
-    """Planned there, chunks are rows of tiles; the captured launch for chunks then has none."""
-    layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 1]))
-    attention, tensors, (graph, plan) = captured(GOOD, Capacity(8, 1024, 128, 1 << 20), [layer])
-    host = replay(layer, attention, tensors, graph, plan).clone()
-    attention.plan(*(table.cuda() for table in layer.step), into=plan)
-    tensors[3].fill_(math.nan)
-    graph.replay()
-    assert float((tensors[3][: len(host)] - host).abs().max()) < 0.02
-
-
-def test_of_roles_for_the_sanitizer() -> None:
-    for window in (None, 50):
-        check(GOOD, chunks("1,3,6_64,32,130", [130, 1, 40]), window=window)
-
-
-def test_for_the_sanitizer() -> None:
-    """The portable kernel, which has soft caps."""
-    check(replace(GOOD, logits_soft_cap=20.0), chunks("1,3,6_64,32,130", [130, 1, 40]), window=50)
+def test_a_step_is_a_step_whatever_is_prefill() -> None:
+    """The same tensors with no chunk, some and all."""
+    step: Step = random_step(7, CONFIG, chunks_of("1,4_32,30", [30, 1, 12, 3]))
+    items = []
+    for above in (0, 40, 1000):
+        case = Interpreted(step, 2, 0, prefill=replace(SMALL, above_rows=above))
+        step.assert_accurate(*case.run())
+        items.append(len(case.chunks.work.items) if case.division else 0)
+    assert items[0] > items[1] > items[2] == 0

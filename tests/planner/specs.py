@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from trunkattn.planner.build import Batch, PlannerSpec
-from trunkattn.planner.cost_model import CostModel
-from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.planner.packing.cost import CostModel
+from trunkattn.planner.planner import Batch, PlannerSpec
+from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED, SplitRule
 from trunkattn.workloads import PagedBatch
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.plan_format import QUERY_END, RUN_END, RUN_FULL, RUN_START, TileList
-from trunkattn.planner.build import Batch
-from trunkattn.planner.check import check_tiles
-from trunkattn.planner.tiling import Tiling, TilingRule, candidates, query_positions
+from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, query_positions
+from trunkattn.planner.work_list import QUERY_END, RUN_END, RUN_FULL, RUN_START, TileList
 
 from .specs import make_batch
 from .tile_cases import TREE_BATCH, cases, make_rule, tile, tree_tiles

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.planner import build
-from trunkattn.planner.build import POLICIES, Batch, Planned, Planner
-from trunkattn.planner.check import check_plan
+from trunkattn.dtypes import POLICIES
+from trunkattn.planner import planner as build
+from trunkattn.planner.invariants import check_plan
+from trunkattn.planner.planner import Batch, Planned, Planner
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import random_forest, tree_batch
 from trunkattn.workloads.trees import parse_tree

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numba import njit
 
-from trunkattn.planner import packing
-from trunkattn.planner.build import HEURISTICS
-from trunkattn.planner.cost_model import CostModel, partial_cost, read_cost
-from trunkattn.planner.forest import Forest, build_forest
-from trunkattn.planner.optimal import optimal
+from trunkattn.planner.packing import policies as packing
+from trunkattn.planner.packing.cost import CostModel, partial_cost, read_cost
+from trunkattn.planner.packing.optimal import optimal
+from trunkattn.planner.planner import HEURISTICS
+from trunkattn.planner.prefix_forest import Forest, build_forest
 
 Shape = tuple  # a shared node: its groups; a request: ()
 MAX_REQUESTS, MAX_LEVELS = 6, 4

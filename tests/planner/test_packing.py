@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.plan_format import DeviceModel
-from trunkattn.planner import packing
-from trunkattn.planner.build import HEURISTICS, Batch, Planner
-from trunkattn.planner.cost_model import CostModel, cost_model, partial_cost, read_cost
-from trunkattn.planner.forest import ROOT, Forest
-from trunkattn.planner.optimal import count_states, optimal
+from trunkattn.planner.packing import policies as packing
+from trunkattn.planner.packing.cost import CostModel, cost_model, partial_cost, read_cost
+from trunkattn.planner.packing.optimal import count_states, optimal
+from trunkattn.planner.planner import HEURISTICS, Batch, Planner
+from trunkattn.planner.prefix_forest import ROOT, Forest
+from trunkattn.planner.work_list import DeviceModel
 from trunkattn.workloads import random_forest
 
 from .specs import MODEL, as_batch, forest_of, make_batch, make_spec

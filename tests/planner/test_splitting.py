@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.plan_format import DIRECT, DeviceModel
-from trunkattn.planner.build import Batch, Planned, Planner
-from trunkattn.planner.cost_model import cost_model
-from trunkattn.planner.packing import Packs
+from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.packing.policies import Packs
+from trunkattn.planner.planner import Batch, Planned, Planner
 from trunkattn.planner.splitting import UNLIMITED, SplitRule, part_length, row_tiles, split_rule
+from trunkattn.planner.work_list import DIRECT, DeviceModel
 
 from .specs import MODEL, UNCUT, make_batch, make_spec
 

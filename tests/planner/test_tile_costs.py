@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from trunkattn.kernels.tile_table import GpuTile
-from trunkattn.planner import tile_costs, tiles
-from trunkattn.planner.build import Batch
+from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.row_tiles import cost as tile_costs
+from trunkattn.planner.row_tiles import layout as tiles
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, price, stages_of
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import Tiling, TilingRule, price, stages_of
 
 from .specs import forest_of
 from .tile_cases import TREE_BATCH, cases, make_rule

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.attention_planner import tile_kind
-from trunkattn.kernels.tile_table import DECODE_TILES, decode_tiles, without_subtiles
-from trunkattn.plan_format import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, Capacity, TileList
-from trunkattn.planner import tile_costs, tiles
-from trunkattn.planner.build import POLICIES, Batch, Planner
-from trunkattn.planner.check import check_tiles
-from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import (
+from trunkattn.config import Capacity
+from trunkattn.dtypes import POLICIES
+from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_kind, without_subtiles
+from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.planner import Batch, Planner
+from trunkattn.planner.row_tiles import cost as tile_costs
+from trunkattn.planner.row_tiles import layout as tiles
+from trunkattn.planner.row_tiles.choice import (
     Tiling,
     TilingRule,
     candidates,
@@ -24,6 +24,8 @@ from trunkattn.planner.tiling import (
     tile_limits,
     tile_work,
 )
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, TileList
 from trunkattn.workloads import parse_tree, tree_batch
 
 from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec

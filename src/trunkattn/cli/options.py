@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from trunkattn.planner.build import POLICIES
+from trunkattn.dtypes import POLICIES
 
 Options = TypeVar("Options")
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from trunkattn.planner.forest import ROOT, Forest
+from trunkattn.planner.prefix_forest import ROOT, Forest
 
 PRIVATE_COLOUR: Final = "#f2b36b"
 PER_QUERY_COLOUR: Final = "#b5b5b5"

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from trunkattn.attention import AttentionConfig, BatchAttention
-from trunkattn.cache.kv_cache import KVCache
+from trunkattn.config import Capacity
 from trunkattn.engine.config import DEFAULT_CACHE_BYTES, DEFAULT_GPU_SHARE, EngineConfig
 from trunkattn.engine.graphs import LARGEST_GRAPH, CudaCapture, Graphs, graph_sizes
 from trunkattn.engine.model import ModelInfo
 from trunkattn.engine.runner import ModelRunner
-from trunkattn.plan_format import Capacity
+from trunkattn.kv_cache.tensors import KVCache
 
 
 def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:

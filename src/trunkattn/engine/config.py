@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
+
+from trunkattn.validate import check_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("hybrid", "prefill_first")
@@ -11,22 +13,6 @@ GREEDY_BELOW = 1e-5  # a smaller temperature is 0: its softmax is one-hot in flo
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
 DEFAULT_GPU_SHARE = 0.9  # of the memory that is free
-
-
-def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int within [low, high].
-
-    Raises:
-        TypeError: not an integer (a bool is not one).
-        ValueError: out of range.
-    """
-    expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={value!r}: expected {expected}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name}={value!r}: expected {expected}")
-    return number
 
 
 def check_real(name: str, value: object, expected: str) -> float:

@@ -7,15 +7,16 @@ from typing import Any, Protocol
 
 import torch
 
-from trunkattn.cache.manager import CacheManager, CacheUsage
 from trunkattn.engine.answers import RequestAnswers
-from trunkattn.engine.config import SamplingParams, check_int
+from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, token_logprobs
 from trunkattn.engine.scheduler import Batch, Scheduler
 from trunkattn.engine.stats import EngineStats
+from trunkattn.kv_cache.manager import CacheManager, CacheUsage
+from trunkattn.validate import check_int
 
 
 class Runner(Protocol):

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn.attention import BatchAttention, Plan
-from trunkattn.cache.kv_cache import KVCache
-from trunkattn.kernels.write_kv import write_kv
+from trunkattn.kv_cache.tensors import KVCache
+from trunkattn.ops.write_kv import write_kv
 
 ATTENTION_NAME = "trunkattn"
 # Keywords that reach the attention and change nothing in it.

@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils import logging
 
-from trunkattn.cache.manager import CacheManager
 from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
 from trunkattn.engine.config import EngineConfig, SamplingParams
 from trunkattn.engine.engine import Engine, ModelLimits
@@ -19,6 +18,7 @@ from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, loa
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
+from trunkattn.kv_cache.manager import CacheManager
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

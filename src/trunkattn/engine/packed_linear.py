@@ -8,7 +8,7 @@ tile, which fetches weights from memory while it computes; at 512 rows the two a
 import torch
 from torch import nn
 
-from trunkattn.kernels.cpu_linear import PANEL, multiply, pack_weight
+from trunkattn.cpu.linear import PANEL, multiply, pack_weight
 
 
 class PackedLinear(nn.Module):

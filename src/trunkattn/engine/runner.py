@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from trunkattn.attention import BatchAttention, Plan
-from trunkattn.cache.kv_cache import KVCache
-from trunkattn.cache.manager import CacheManager
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
 from trunkattn.engine.hf_attention import TrunkStep
 from trunkattn.engine.request import Request
 from trunkattn.engine.scheduler import Batch, ScheduledChunk
+from trunkattn.kv_cache.manager import CacheManager
+from trunkattn.kv_cache.tensors import KVCache
 
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256  # of plans that compile the planner; 2 chunks and 2 decodes may share pages
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from trunkattn.cache.manager import CacheManager
-from trunkattn.cache.page_pool import OutOfPages, PageCopy
 from trunkattn.engine.config import check_budget
 from trunkattn.engine.request import Request
+from trunkattn.kv_cache.manager import CacheManager
+from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trunkattn.cache.manager import CacheUsage
+from trunkattn.kv_cache.manager import CacheUsage
 
 
 @dataclass

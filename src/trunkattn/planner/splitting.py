@@ -5,7 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from trunkattn.plan_format import (
+from trunkattn.planner.packing.cost import CostModel
+from trunkattn.planner.split_schedule import scheduled_parts, weight_of
+from trunkattn.planner.work_list import (
     DIRECT,
     ITEM_COLUMNS,
     KV_END,
@@ -16,8 +18,6 @@ from trunkattn.plan_format import (
     UNLIMITED,
     DeviceModel,
 )
-from trunkattn.planner.cost_model import CostModel
-from trunkattn.planner.schedule import scheduled_parts, weight_of
 
 
 class SplitRule(NamedTuple):

@@ -1,0 +1,17 @@
+"""Which packages the engine needs, and which of them are missing."""
+
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Final
+
+ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate")
+
+
+def missing_packages(names: tuple[str, ...]) -> list[str]:
+    """Those of the distributions that are not installed."""
+    missing = []
+    for name in names:
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    return missing

@@ -1,0 +1,1 @@
+"""The CPU backend: tasks dealt to threads, register tiles, conversion of narrow dtypes."""

@@ -1,0 +1,43 @@
+"""What a configuration may ask for: dtypes of queries and caches, and what the Hopper kernels take.
+
+Neither Numba nor Triton is imported here, so that a configuration can be made without a compiler.
+"""
+
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+# How shared prefixes are packed (`trunkattn.planner.packing`), and how a GPU launches a step (`trunkattn.gpu.launch`).
+POLICIES: Final = ("per_query", "relay", "cascade", "pat", "fasttree", "optimal", "auto")
+EXECUTIONS: Final = ("auto", "serial", "overlapped", "streams")
+
+COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+# The KV dtypes, and the integer type through which Numba reads their bits.
+FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = range(5)
+KV_KINDS: Final = MappingProxyType(
+    {
+        torch.float32: (FLOAT32, torch.float32),
+        torch.bfloat16: (BFLOAT16, torch.uint16),
+        torch.float16: (FLOAT16, torch.uint16),
+        torch.float8_e4m3fn: (FLOAT8_E4M3, torch.uint8),
+        torch.float8_e5m2: (FLOAT8_E5M2, torch.uint8),
+    }
+)
+
+HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v; this, groups and pages: of `decode_hopper`, too
+
+
+HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
+
+
+HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
+
+
+NO_E4M3 = "another one on a GPU before compute capability 8.9, such as torch.float8_e5m2"
+
+
+def has_e4m3(device: torch.device | str) -> bool:
+    """Whether a CUDA device, if there is one, converts float8_e4m3fn."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,1 @@
+"""Kernels for Hopper cards, in Gluon, and what they share."""

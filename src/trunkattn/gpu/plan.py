@@ -1,0 +1,189 @@
+"""A GPU plan: the arrays of a tile list on the device, and the list of its launches."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trunkattn.gpu import prefill_plan
+from trunkattn.gpu.prefill_plan import Chunks, Packed, PrefillPlan, aligned
+from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tuning.prefill import PrefillTile
+from trunkattn.planner.work_list import (
+    ITEM_COLUMNS,
+    QUERY_END,
+    QUERY_START,
+    PrefillLimits,
+    PrefillList,
+    TileLimits,
+    TileList,
+)
+
+_MERGE_PROGRAMS = 16  # of one warp, on a multiprocessor; each reads a few kilobytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the launches must know of an attention and a step, besides the tensors."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    run: int  # tokens of a run
+    window: int
+    masked: bool  # queries of one sequence see different tokens
+    soft_cap: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class Card:
+    """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
+    hopper: it is an sm_90, which has kernels of its own."""
+
+    processors: int
+    overlaps: bool
+    hopper: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """buckets: whose items it computes, of one tile or of those of `decode_hopper`, ascending; none: it merges what no
+    item does. spread: for `decode_hopper` several launches side by side, of a program a multiprocessor each; of one
+    launch some multiprocessors would get two programs with work, where items are few, and others none."""
+
+    buckets: tuple[int, ...]
+    programs: int
+    spread: bool = False
+
+
+@dataclass(frozen=True)
+class GpuPlan(Packed):
+    """A tile list on the device, and the work items of prompt chunks, if there may be any.
+
+    Its array `beside` [3]: items [first, last), of the lowest tile and merging nothing, that are computed in one launch
+    with the chunks and are in no bucket of `counts`, and the most queries of one; only an overlapped execution has any.
+    summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
+    that was made on the device.
+    """
+
+    launches: tuple[Launch, ...]
+    geometry: Geometry
+    execution: str
+    summary: torch.Tensor | None = None
+    prefill: PrefillPlan | None = None
+
+    def without_chunks(self) -> "GpuPlan":
+        """The same arrays, without the launch that computes prompt chunks."""
+        execution = "serial" if self.execution == "overlapped" else self.execution
+        return replace(self, execution=execution, prefill=None)
+
+    def forget_prefill(self) -> None:
+        """Takes the prompt chunks, if it may hold any, and the items beside them out of a plan that is filled on the
+        device, on the current stream."""
+        if self.prefill:
+            self.arrays["prefill_count"].zero_()
+            self.arrays["beside"].zero_()
+
+
+def upload(
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device,
+    chunks: Chunks | None = None, beside: int = 0,
+) -> GpuPlan:  # fmt: skip
+    """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
+    beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
+    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, beside)
+    sizes = {name: aligned(array.size) for name, array in host.items()}
+    flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+    heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
+    merging = range(2 * heights - 1, heights - 1, -1)
+    order: list[tuple[int, ...]] = [(bucket,) for bucket in (*range(heights - 1, -1, -1), *merging)]
+    if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
+        order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
+    launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
+    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.processors * _MERGE_PROGRAMS))
+    shape = (geometry.num_kv_heads, card.processors, beside > 0, device)
+    prefill = prefill_plan.upload(chunks, *shape) if chunks else None
+    kept = tuple(launch for launch in (*launches, merges) if launch.programs)
+    plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
+    plan.send(host)
+    return plan
+
+
+@torch.inference_mode(False)
+def reserve(
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str,
+    device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
+) -> GpuPlan:  # fmt: skip
+    """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
+    tiles of `decode_hopper`, are launched at fixed size. Items may merge only under `serial` or `overlapped`, only of
+    the lowest tile, and only what taller tiles leave."""
+    heights = len(tiles)
+    sizes = {
+        "counts": 2 * heights + 2, "prefill_count": 1, "beside": 3, "positions": limits.query_tokens,
+        "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
+        "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
+        "runs": 3 * limits.runs,
+    }  # fmt: skip
+    sizes = {name: aligned(size) for name, size in sizes.items()}
+    alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
+    launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in alone]
+    if execution in ("serial", "overlapped") and tiles[0].merges:
+        launches[0] = Launch((0, heights), launches[0].programs)
+    if together := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
+        launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together), True))
+    launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
+    flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+    summary = torch.zeros(3, dtype=torch.int64, device=device)
+    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, card.processors, device) if chunks else None
+    return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
+
+
+def refill(
+    plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None = None,
+    beside: int = 0,
+) -> None:  # fmt: skip
+    """Puts another tile list, and other prompt chunks, within the limits, into a reserved plan; launches that were
+    captured read it. beside: as of `upload`."""
+    if listed:
+        assert plan.prefill
+        plan.prefill.fill(listed)
+    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, beside))
+
+
+def _host_arrays(
+    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
+) -> dict[str, NDArray[np.int32]]:
+    """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
+    counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
+    queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
+    counts[0] += beside
+    return {
+        "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
+        "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
+        "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
+        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """One layer. q, out [T, Hq, D / Dv]; caches [pages, page_size, Hkv, D / Dv]; the rest float32.
+
+    lse [T, Hq]; partial [slots, Hq, Dv], partial_lse [slots, Hq]; logit_scale [Hkv], log2(e) included unless there is a
+    soft cap; v_scale [Hkv]; sinks [Hq] of any floating dtype.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
+    logit_scale: torch.Tensor
+    v_scale: torch.Tensor
+    sinks: torch.Tensor

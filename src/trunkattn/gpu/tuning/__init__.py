@@ -1,0 +1,1 @@
+"""Tiles and card records: what was fitted for each card."""

@@ -1,0 +1,1 @@
+"""Packing policies: which segments of a prefix forest are read together."""

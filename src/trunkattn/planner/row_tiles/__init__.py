@@ -1,0 +1,1 @@
+"""Row tiles over the prefix forest: layout, cost, choice, overlap."""

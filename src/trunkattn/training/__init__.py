@@ -1,0 +1,1 @@
+"""Attention with gradients, for training."""

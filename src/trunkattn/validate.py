@@ -1,0 +1,35 @@
+"""Checks of single values that every part of the library shares."""
+
+from numbers import Integral
+from typing import Any, Final
+
+import torch
+
+_FLOAT32: Final = torch.finfo(torch.float32)
+
+
+def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
+    """`value` as an int within its bounds.
+
+    Raises:
+        TypeError: not an integer (a bool is not one).
+        ValueError: out of bounds.
+    """
+    accepted = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r}: expected {accepted}")
+    number = int(value)
+    if number < at_least or (at_most is not None and number > at_most):
+        raise ValueError(f"{name}={value!r}: expected {accepted}")
+    return number
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises unless value is None or a number (not a bool) among float32's normal ones above 0."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: expected None or a number")
+    if not _FLOAT32.tiny <= value <= _FLOAT32.max:
+        wanted = f"{_FLOAT32.tiny:.3g} to {_FLOAT32.max:.3g}, the range of float32"
+        raise ValueError(f"{name}={value}: expected None or a finite number above 0, from {wanted}")

@@ -1,0 +1,75 @@
+"""Run by test_compile in a process of its own, in which Triton compiles. Arguments: compute capability, head_dim,
+dtypes of queries and of keys by Triton's names.
+
+Prints JSON: kernel -> registers, spilled bytes, shared bytes, and programs that fit a multiprocessor.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from trunkattn.gpu.tuning.compile_ahead import (
+    Target,
+    compile_decode,
+    compile_decode_hopper,
+    compile_hybrid,
+    compile_merge,
+    compile_prefill,
+    compile_prefill_hopper,
+)
+from trunkattn.gpu.tuning.decode import Tile, decode_tiles, without_subtiles
+from trunkattn.gpu.tuning.prefill import prefill_tile
+from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES, Resources
+
+ITEMSIZE = {"bf16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
+
+
+def tiles_of(target: Target) -> dict[str, dict[str, Any]]:
+    """Every tile that is listed for such an attention: nested, flat, and merging if it may; and of prompt chunks."""
+    group, size = target.num_qo_heads // target.num_kv_heads, ITEMSIZE[target.kv_dtype]
+    tiles = decode_tiles(size, target.head_dim, group, capability=target.capability)
+    variants = {f"{it.block_m}x{it.block_n}": (it, False) for it in tiles}
+    variants |= {f"{it.block_m}x{it.block_n} merging": (it, True) for it in tiles if it.merges}
+    variants |= {f"{it.block_m}x{it.block_n} flat": (it, False) for it in without_subtiles(tiles) if it not in tiles}
+    report = {
+        name: described(target, tile, compile_decode(target, tile, merging))
+        for name, (tile, merging) in variants.items()
+    }
+    chunk_tile = prefill_tile(size, target.head_dim, target.capability)
+    return report | {"prefill": described(target, chunk_tile, compile_prefill(target, chunk_tile))}
+
+
+def described(target: Target, tile: Tile, used: Resources) -> dict[str, Any]:
+    """With the programs that fit a multiprocessor at once, and those that the table counts on."""
+    programs = ARCHITECTURES[target.capability].resident(tile, used)
+    return asdict(used) | {"programs": programs, "expected": tile.programs}
+
+
+def others(target: Target) -> dict[str, dict[str, Any]]:
+    """The kernels that have no tile of their own, or a fixed one."""
+    group = target.num_qo_heads // target.num_kv_heads
+    report = {"merge": asdict(compile_merge(target))}
+    if (target.capability, target.head_dim) != (90, 128):
+        return report
+    for window in (False, True):
+        used = compile_prefill_hopper(target, window)
+        report[f"prefill hopper{' window' if window else ''}"] = asdict(used) | {"programs": 1}
+    for name, masked in (("decode hopper", False), ("decode hopper masked", True)):
+        report[name] = described(target, Tile(64, 64, 8, 2, 2), compile_decode_hopper(target, masked))
+    for name, variant in (("hybrid", {}), ("hybrid masked", {"masked": True}), ("hybrid window", {"window": True})):
+        report[name] = asdict(compile_hybrid(target, **variant)) | {"programs": 1}
+    for tile in decode_tiles(2, 128, group, hopper=True)[1:]:  # where `decode_hopper` cannot compute them
+        name = f"{tile.block_m}x{tile.block_n} without roles"
+        report[name] = described(target, tile, compile_decode(target, tile))
+    return report
+
+
+def main() -> None:
+    capability, head_dim, dtype, kv_dtype = sys.argv[1:]
+    target = Target(int(capability), int(head_dim), dtype=dtype, kv_dtype=kv_dtype)
+    print(json.dumps(tiles_of(target) | (others(target) if kv_dtype == "bf16" else {})))
+
+
+if __name__ == "__main__":
+    main()

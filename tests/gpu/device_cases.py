@@ -1,0 +1,146 @@
+"""A plan filled on the device beside the one that the host fills, for one rule and batch."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from trunkattn.config import Capacity
+from trunkattn.gpu import plan as plan_arrays
+from trunkattn.gpu.device_planner.planner import DevicePlanner, TileWays, errors_of
+from trunkattn.gpu.device_planner.step import tile_ways
+from trunkattn.gpu.plan import Card, Geometry, GpuPlan
+from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.prefix_forest import Forest
+from trunkattn.planner.row_tiles import layout as tiles
+from trunkattn.planner.row_tiles.choice import (
+    TilingRule,
+    predict,
+    query_positions,
+    stages_of,
+    tile_forest,
+    ways_within,
+)
+from trunkattn.planner.row_tiles.cost import shared_tokens, stage_tokens
+from trunkattn.planner.work_list import TileLimits
+
+from ..planner.specs import forest_of
+from ..planner.tile_cases import arrays
+
+ROOMY = TileLimits(items=4096, runs=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
+GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
+
+
+def ways_of(rule: TilingRule, way: int | None = None) -> TileWays:
+    """The candidates of a rule, or one of them."""
+    ways = tile_ways(rule)
+    return ways if way is None else replace(ways, uses=ways.uses[way : way + 1])
+
+
+def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
+    """Of a batch, and a few of everything more."""
+    requests, pages = batch.block_table.shape
+    tokens = int(batch.query_start_loc[-1])
+    return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
+
+
+def reserve(rule: TilingRule, limits: TileLimits, device: str, card: Card) -> GpuPlan:
+    """An empty plan, every array of which stands between guards."""
+    shapes = tuple(
+        GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
+        for it in rule.kinds
+    )
+    heads = rule.group_size * rule.num_kv_heads
+    geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.run, 0, True, None, False)
+    plan = plan_arrays.reserve(limits, shapes, geometry, card, "serial", torch.device(device))
+    sizes = {"guard": GUARD}
+    for name, size in plan.sizes.items():
+        sizes |= {name: size, f"guard after {name}": GUARD}
+    flat = torch.full((sum(sizes.values()),), UNTOUCHED, dtype=torch.int32, device=device)
+    return GpuPlan(flat, sizes, plan.launches, geometry, "serial", plan.summary)
+
+
+@dataclass
+class Planned:
+    """A planner with guards around its buffers, and a plan that it fills."""
+
+    rule: TilingRule
+    planner: DevicePlanner
+    plan: GpuPlan
+    way: int | None
+    buffers: dict[str, torch.Tensor]
+    limits: TileLimits
+
+    @property
+    def errors(self) -> list[str]:
+        return errors_of(int(self.planner.errors))
+
+    def fill(self, batch: Batch) -> None:
+        table, lens, starts = (torch.from_numpy(array).to(self.plan.flat.device) for array in arrays(batch))
+        self.planner.fill(self.plan, table, lens, starts, batch.window)
+
+    def assert_guarded(self) -> None:
+        """Nothing was written outside an array."""
+        for name, array in self.plan.arrays.items():
+            assert not name.startswith("guard") or bool((array == UNTOUCHED).all()), name
+        for name, buffer in self.buffers.items():
+            assert bool((buffer[:GUARD] == UNTOUCHED).all() and (buffer[-GUARD:] == UNTOUCHED).all()), name
+
+    def chosen(self, batch: Batch) -> int:
+        """The way of least time of those that fit, as the host finds it. All times are the host's."""
+        step = (self.rule, forest_of(batch, self.rule.page_size), (batch.seq_lens, batch.query_start_loc), batch.window)
+        times = predict(*step)
+        within = ways_within(*step[:1], self.limits, *step[1:])
+        found = dict(zip(times, self.planner.times.tolist(), strict=True))
+        assert {way: time for way, time in found.items() if time < 1 << 61} == {way: times[way] for way in within}
+        return list(times).index(min(within, key=lambda way: times[way]))
+
+    def tokens_read(self, forest: Forest, batch: Batch, way: int) -> int:
+        """By all tiles of a way, as its prediction counts them."""
+        entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+        total = 0
+        for _, stage in stages_of(self.rule, self.rule.priced.ways[way]):
+            shared, tall = shared_tokens(forest, entries, stage.least if stage.least > 1 else stage.below)
+            once, _, again = stage_tokens(entries.position, shared, tall, stage, batch.window)
+            total += int(once + again)
+        return total
+
+    def assert_equals_host(self, batch: Batch, way: int | None = None) -> None:
+        """Bit equality with what the host writes, as far as it writes. way: by default the only one, or the best."""
+        rule, way = self.rule, self.way if way is None else way
+        way = self.chosen(batch) if way is None else way
+        tiling = rule.priced.ways[way]
+        forest = forest_of(batch, rule.page_size)
+        assert self.plan.summary is not None
+        assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
+        host = tile_forest(rule, tiling, forest, arrays(batch), batch.window)
+        expected = {
+            "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "runs": host.runs,
+            "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
+            "slots": host.slots, "parts": host.parts, "merge_queries": host.merge_queries,
+            "merge_ranges": host.merge_ranges,
+        }  # fmt: skip
+        for name, array in expected.items():
+            found = self.plan.arrays[name].cpu().numpy()[: array.size].reshape(array.shape)
+            assert np.array_equal(found, array), f"{name} of {tiling.name(rule)}"
+        self.assert_guarded()
+
+
+def prepare(
+    rule: TilingRule,
+    capacity: Capacity,
+    way: int | None = None,
+    limits: TileLimits = ROOMY,
+    device: str = "cpu",
+    card: Card | None = None,
+) -> Planned:
+    card = card or Card(processors=1, overlaps=False)
+    planner = DevicePlanner(ways_of(rule, way), capacity, limits, rule.page_size, card, torch.device(device))
+    buffers = {}
+    for name, buffer in planner._buffers.items():
+        guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)
+        planner._buffers[name] = guarded[GUARD:-GUARD].view(buffer.shape).zero_()
+        buffers[name] = guarded
+    planner.errors = planner._buffers["errors"]
+    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers, limits)

@@ -1,0 +1,117 @@
+"""Run by test_device_plan in a process of its own, in which Triton compiles. Argument: compute capability.
+
+Records the launches of a planner, which are never run, and compiles them. Prints JSON: kernel and group size ->
+registers, spilled bytes, shared bytes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from trunkattn.config import Capacity
+from trunkattn.gpu.device_planner import (
+    cost as device_choice,
+)
+from trunkattn.gpu.device_planner import (
+    items as device_items,
+)
+from trunkattn.gpu.device_planner import (
+    prefix_forest as device_order,
+)
+from trunkattn.gpu.device_planner import (
+    row_tiles as device_tiles,
+)
+from trunkattn.gpu.device_planner import (
+    work_list as device_lists,
+)
+from trunkattn.gpu.device_planner.planner import DevicePlanner
+from trunkattn.gpu.device_planner.step import tile_ways
+from trunkattn.gpu.plan import Card, Geometry, reserve
+from trunkattn.gpu.tuning.decode import decode_tiles, tile_kind
+from trunkattn.planner.row_tiles.choice import TilingRule, tile_limits
+
+KERNELS = {
+    device_order: ("hash_kernel", "hang_kernel", "entries_kernel"),
+    device_tiles: ("tiles_kernel",),
+    device_choice: ("choice_kernel",),
+    device_items: ("items_kernel",),
+    device_lists: ("lists_kernel",),
+}
+TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
+
+
+def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """(kernel, arguments, options) of each launch, for pages of 16 and the tiles of a 16-bit cache."""
+    launches: list[tuple[Any, tuple, dict[str, Any]]] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.recorded = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: launches.append((self.recorded, arguments, options))
+
+    for module, names in KERNELS.items():
+        for name in names:
+            kernel = getattr(module, name)
+            setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
+    kinds = tuple(tile_kind(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
+    rule = TilingRule(kinds, group_size, 8, 16, 5300, 3_000_000, 512, 10_000, 8, 50 << 20)
+    capacity = Capacity(256, 256, 512, 1 << 16)
+    limits = tile_limits(rule, capacity)
+    planner = DevicePlanner(tile_ways(rule), capacity, limits, 16, Card(132, capability >= 90), torch.device("cpu"))
+    geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.run, 1 << 30, True, None, False)
+    tiles = decode_tiles(2, 128, group_size)
+    plan = reserve(limits, tiles, geometry, Card(132, True), "serial", torch.device("cpu"))
+    table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((256, 512), 256, 257))
+    planner.fill(plan, table, lens, starts, 1 << 30)
+    return launches
+
+
+def compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability: int) -> dict[str, int]:
+    """A launch as a GPU would compile it; its numbers are taken as unknown."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False))
+    values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    signature = {
+        name: TYPES[values[name].dtype] if torch.is_tensor(values[name]) else "i32" for name in kernel.arg_names
+    } | dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
+    fixed = {(index,): values[name] for index, name in enumerate(kernel.arg_names) if name in constants}
+    source = ASTSource(kernel, signature, fixed, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [str(Path(nvidia.__file__).parent / "bin" / "cuobjdump"), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    shared = max(used["SHARED"], made.metadata.shared)
+    return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": shared}
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    report = {
+        f"{kernel.__name__} {group_size}": compiled(kernel, arguments, options, capability)
+        for group_size in (1, 4)
+        for kernel, arguments, options in record(group_size, capability)
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

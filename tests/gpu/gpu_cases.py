@@ -1,0 +1,166 @@
+"""The GPU kernels under Triton's interpreter: one step, tiled in any way, on CPU tensors."""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import numpy as np
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.gpu.launch import execute
+from trunkattn.gpu.plan import Card, Geometry, Tensors, upload
+from trunkattn.gpu.prefill_plan import Chunks
+from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_kind, without_subtiles
+from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
+from trunkattn.planner.invariants import check_plan, check_tiles
+from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.planner import Batch, Planned, Planner, PlannerSpec
+from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.prompt_chunks import Division, divide, join
+from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_forest, tile_work
+from trunkattn.planner.splitting import UNLIMITED, split_rule
+from trunkattn.planner.work_list import DeviceModel, TileList
+
+from ..attention.cases import Step
+
+POLICIES = ("pat", "cascade")
+NARROW = (2, 128)
+CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an element, head_dim: which tiles are taken
+
+
+def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
+    """Two programs of each tile on a multiprocessor."""
+    kinds = (tile_kind(replace(it, programs=2), processors) for it in tiles)
+    return TilingRule(
+        kinds=tuple(kinds),
+        group_size=config.num_qo_heads // config.num_kv_heads,
+        num_kv_heads=config.num_kv_heads,
+        page_size=config.page_size,
+        launch_ns=2340,
+        bytes_per_us=4_540_000,
+        head_bytes=512,
+        partial_bytes=1024 * config.num_qo_heads,
+        fuse_up_to=fuse_up_to,
+        l2_bytes=50 << 20,
+    )
+
+
+# As many as any group that fits the lowest tile has, of any cache.
+TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.float32), 1, decode_tiles(*NARROW, 1)))))
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A step on an imagined device of so many multiprocessors.
+
+    way: a candidate tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
+    does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks
+    if these have more rows than it says; None: none is. chunk_policy: how those are packed. capability: of the card.
+    """
+
+    step: Step
+    processors: int
+    way: int | str
+    cache: tuple[int, int] = NARROW
+    execution: str = "serial"
+    prefill: PrefillTile | None = None
+    chunk_policy: str = "auto"
+    capability: int = TIMED_CAPABILITY
+
+    @property
+    def tiles(self) -> tuple[GpuTile, ...]:
+        config = self.step.config
+        group = config.num_qo_heads // config.num_kv_heads
+        tiles = decode_tiles(*self.cache, group, capability=self.capability)
+        return without_subtiles(tiles) if self.way in POLICIES else tiles
+
+    @property
+    def rule(self) -> TilingRule:
+        """As the executor has it, items merge only if no other launch or program could come first."""
+        fuse_up_to = 8
+        return make_rule(self.step.config, self.processors, self.tiles, fuse_up_to)
+
+    @property
+    def batch(self) -> Batch:
+        paged, window = self.step.batch, self.step.window
+        return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window)
+
+    @cached_property
+    def division(self) -> Division | None:
+        """Into prompt chunks and others."""
+        if self.prefill is None:
+            return None
+        config = self.step.config
+        above = self.prefill.above_rows // (config.num_qo_heads // config.num_kv_heads)
+        return divide(self.batch, above, config.page_size)
+
+    @cached_property
+    def chunks(self) -> Planned:
+        """The prompt chunks' work list; checked."""
+        assert self.division and self.prefill
+        device = prefill_device(self.processors, self.prefill)
+        planned = self._planner(self.chunk_policy, device).plan(self.division.chunks)
+        check_plan(planned)
+        return planned
+
+    @cached_property
+    def tile_list(self) -> TileList:
+        """Of all that are no prompt chunks; checked."""
+        rule, batch, way = self.rule, self.division.rest if self.division else self.batch, self.way
+        query_lens = np.diff(batch.query_start_loc).astype(np.int32)
+        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+        if isinstance(way, str) and way in POLICIES:
+            tile_list = tile_work(
+                rule,
+                self._planner(way, gpu_device(self.processors, self.tiles[-1].block_m)).plan(batch).work,
+                arrays,
+                batch.window,
+            )
+        else:
+            forest = Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, rule.page_size, 1))
+            found = candidates(rule)
+            tiling = found[way] if isinstance(way, int) else next(x for x in found if x.name(rule) == way)
+            tile_list = tile_forest(rule, tiling, forest, arrays, batch.window)
+        check_tiles(tile_list, batch, rule)
+        return tile_list
+
+    def _planner(self, policy: str, device: DeviceModel) -> Planner:
+        config = self.step.config
+        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+        model = cost_model(device, *dims, config.cache_dtype.itemsize)
+        split = split_rule(device, model, config.num_kv_heads, config.head_dim + config.value_dim, 0)
+        return Planner(PlannerSpec(config.page_size, policy, model, split, tile_name=device.name))
+
+    def run(self, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse, from tensors that were full of NaN; so were the partials."""
+        step, config, batch, tile_list, chunks = self.step, self.step.config, self.batch, self.tile_list, None
+        if self.division and self.prefill:
+            tile_list, listed = join(tile_list, self.chunks.work, self.division)
+            chunks = Chunks(listed, self.prefill)
+        tokens, card = len(step.q), Card(self.processors, overlaps=False)
+        geometry = Geometry(
+            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
+            self.rule.run, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
+            config.logits_soft_cap, config.sinks,
+        )  # fmt: skip
+        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        plan = upload(tile_list, positions, geometry, card, self.execution, torch.device("cpu"), chunks)
+        heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
+        ones = torch.ones(config.num_kv_heads)
+        scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
+        for name in ("q_scale", "k_scale"):
+            scale = scale * torch.as_tensor(step.options.get(name, 1.0))
+        out = torch.full((tokens, heads, config.value_dim), math.nan, dtype=config.dtype)
+        lse = torch.full((tokens, heads), math.nan)
+        tensors = Tensors(
+            step.q, step.k_cache, step.v_cache, out, lse, torch.full((slots, heads, config.value_dim), math.nan),
+            torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
+            step.options.get("sinks", ones), torch.zeros(2, dtype=torch.int32),
+        )  # fmt: skip
+        execute(plan, tensors, self.tiles, card, return_lse)
+        return out, lse

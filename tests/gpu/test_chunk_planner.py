@@ -1,0 +1,213 @@
+"""`GpuExecutor` with prompt chunks under Triton's interpreter: mixed batches, plans of fixed size, what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn.config import Capacity
+from trunkattn.gpu.chunk_planner import ChunkPlanner
+from trunkattn.gpu.device_planner.step import DeviceStep
+from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.tuning.prefill import PREFILL_TILE
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
+
+from .test_executor import CONFIG, caches, card, expected, plan, run
+
+__all__ = ["card"]  # a fixture
+CPU = torch.device("cpu")
+CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)
+DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
+# above 32 query tokens, the group being 2, a request is a chunk
+MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 32, 1, 40, 2, 33], np.int32))
+
+
+def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+    q, kv, sinks = torch.randn(step.num_query_tokens, 4, 32), caches(batch, CONFIG), torch.randn(4)
+    out, lse = run(executor, step, q, kv, sinks=sinks)
+    want, want_lse = expected(batch, q, kv, sliding_window=window, sinks=sinks)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
+def into(executor: GpuExecutor, batch: PagedBatch, step: Any) -> Any:
+    return executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
+
+
+@pytest.mark.parametrize("policy, execution", [("auto", "serial"), ("cascade", "streams"), ("per_query", "serial")])
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_batch_of_decodes_and_chunks(policy: str, execution: str, window: int | None) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU)
+    step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
+    step.check()
+    assert step.chunks.division.chunk_tokens.tolist() == [*range(1, 71), *range(105, 145), *range(147, 180)]
+    assert_right(executor, step, MIXED, window)
+
+
+def test_chunks_alone() -> None:
+    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU)
+    batch = replace(DECODES, query_lens=np.array([0, 50, 0, 40, 0, 0, 0, 0, 0], np.int32))
+    step = plan(executor, batch)
+    step.check()
+    assert (step.gpu_plan.launches, step.num_query_tokens) == ((), 90)
+    assert step.stats().policy == f"prefill {step.chunks.planned.policy}"
+    assert_right(executor, step, batch)
+
+
+def test_decodes_beside_chunks_need_no_mask() -> None:
+    executor = GpuExecutor(CONFIG, CPU)
+    batch = replace(DECODES, query_lens=np.array([1, 50, 1, 1, 0, 1, 1, 1, 1], np.int32))
+    assert not plan(executor, batch).gpu_plan.geometry.masked
+    assert plan(executor, MIXED).gpu_plan.geometry.masked
+
+
+def test_stats_of_both_halves() -> None:
+    executor = GpuExecutor(CONFIG, CPU)
+    stats, decodes = plan(executor, MIXED).stats(), plan(executor, DECODES).stats()
+    assert stats.tiles["64x32 prefill"] > 0 and "64x32 prefill" not in decodes.tiles
+    assert sum(stats.tiles.values()) == stats.num_work_items
+    # a chunk of 70 tokens is 3 tiles, of up to 32 tokens, that read 109 - 70 + 32, ... tokens; 32 rows hold 16 tokens
+    alone = sum(109 - length + min(first + 32, length) for length in (70, 40, 33) for first in range(0, length, 32))
+    assert stats.kv_tokens_per_query == alone + 4 * 109 + (109 - 16) + 109
+    assert ", prefill " in stats.policy and "; prefill: " in stats.reason
+
+
+@pytest.mark.parametrize("policy, execution", [("auto", "serial"), ("pat", "streams")])
+def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, execution: str) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU, CAPACITY)
+    step, places = None, set()
+    chunks = replace(DECODES, query_lens=np.array([0, 109, 0, 0, 0, 0, 50, 0, 0], np.int32))
+    for batch in (MIXED, DECODES, chunks, MIXED):
+        step = into(executor, batch, step)
+        step.check()
+        gpu_plan = step.gpu_plan
+        places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.programs))
+        assert gpu_plan.arrays["prefill_count"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
+        assert (step.chunks is None) == (batch is DECODES)
+        assert_right(executor, step, batch)
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("longest", [1, 32])
+def test_a_capacity_without_chunks_has_no_launch_for_them(longest: int) -> None:
+    executor = GpuExecutor(CONFIG, CPU, replace(CAPACITY, max_query_len=longest))
+    batch = DECODES if longest == 1 else replace(MIXED, query_lens=np.minimum(MIXED.query_lens, 32))
+    step = plan(executor, batch)
+    assert (step.chunks, step.gpu_plan.prefill) == (None, None)
+
+
+def test_no_partial_slot_is_left() -> None:
+    """`auto` then reads chunks alone and whole; another policy is refused, and the plan is as it was."""
+    batch = replace(DECODES, query_lens=np.array([33] * 7 + [1, 1], np.int32))
+    for policy in ("auto", "cascade"):
+        executor = GpuExecutor(replace(CONFIG, policy=policy, sinks=True), CPU, CAPACITY)
+        step = plan(executor, MIXED)
+        before = step.gpu_plan.prefill.flat.clone()
+        executor._limits = replace(executor._limits, slots=40)
+        if policy == "auto":
+            step = into(executor, replace(batch, query_lens=np.minimum(batch.query_lens, 33)), step)
+            assert step.chunks.planned.work.num_slots <= 40
+            assert_right(executor, step, batch)
+            continue
+        with pytest.raises(
+            ValueError, match=r"policy='cascade' makes .* prefill slots of .* that a plan of this capacity"
+        ):
+            into(executor, batch, step)
+        assert torch.equal(step.gpu_plan.prefill.flat, before)
+
+
+def test_a_cheapest_packing_that_does_not_fit_is_passed_over() -> None:
+    """A single short chunk behind a long context would be cut."""
+    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU, replace(CAPACITY, max_pages_per_request=130))
+    executor._chunks._planner.spec = replace(
+        executor._chunks._planner.spec, rule=executor._chunks._planner.spec.rule._replace(num_slots=132)
+    )
+    batch = replace(tree_batch(parse_tree("1_2000"), 16), query_lens=np.array([40], np.int32))
+    cut = plan(executor, batch)
+    assert cut.chunks.planned.work.num_slots > 0
+    executor._limits = replace(executor._limits, slots=cut.chunks.planned.work.num_slots - 1)
+    whole = plan(executor, batch)
+    whole.check()
+    assert whole.chunks.planned.work.num_slots == 0
+    assert "that a plan of this capacity holds" in whole.stats().reason
+    assert_right(executor, whole, batch)
+
+
+@pytest.mark.parametrize("requests, policy", [(8, "per_query"), (64, "optimal")])
+def test_sharing_that_leaves_the_card_idle_is_passed_over(requests: int, policy: str) -> None:
+    """Chunks of 40 tokens fill 1.25 tiles. 16 tiles of 8 chunks, times 8 heads, are one round of 132 multiprocessors,
+    and the 10 that share would be no less than one."""
+    config = replace(CONFIG, num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    chunks = ChunkPlanner(config, PREFILL_TILE, processors=132)
+    batch = tree_batch(parse_tree(f"1,{requests}_2048,40"), 16)
+    starts = np.arange(requests + 1, dtype=np.int32) * 40
+    division = chunks.divide(Batch(batch.block_table, batch.seq_lens, starts, UNLIMITED))
+    planned = chunks.plan(division, None).planned
+    assert planned.policy == policy, planned.reason
+    assert ("too few items to share" in planned.reason) == (policy == "per_query")
+
+
+def test_plans_made_on_the_device_have_no_chunks() -> None:
+    executor = GpuExecutor(CONFIG, CPU, Capacity(2, 40, 4, 10))
+    batch = replace(tree_batch(parse_tree("1,2_16,35"), 16), query_lens=np.array([35, 1], np.int32))
+    host = plan(executor, batch)
+    assert host.gpu_plan.arrays["prefill_count"][0] > 0
+    tables = tuple(torch.from_numpy(each) for each in (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    filled = executor.plan_on_device(tables, UNLIMITED, host)
+    assert isinstance(filled, DeviceStep) and filled.gpu_plan is host.gpu_plan
+    assert filled.gpu_plan.arrays["prefill_count"][0] == 0
+    filled.check()
+    own = executor.plan_on_device(tables, UNLIMITED)
+    assert own.gpu_plan.prefill is None
+    rows = into(executor, batch, own)  # a launch for chunks cannot be added to it
+    rows.check()
+    assert (rows.chunks, rows.num_query_tokens) == (None, 36)
+
+
+TWO = tree_batch(parse_tree("1,2_16,35"), 16)
+
+
+def two(*query_lens: int) -> tuple[PagedBatch, tuple[torch.Tensor, ...]]:
+    batch = replace(TWO, query_lens=np.array(query_lens, np.int32))
+    return batch, tuple(map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc)))
+
+
+def test_a_refused_plan_on_the_device_leaves_the_chunks_as_they_were() -> None:
+    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU, Capacity(2, 40, 4, 10))
+    batch, tables = two(35, 1)
+    host = plan(executor, batch)
+    with pytest.raises(ValueError, match="seq_lens"):
+        executor.plan_on_device((tables[0], tables[1][:1], tables[2]), UNLIMITED, host)
+    assert_right(executor, host, batch)
+
+
+def test_a_plan_captured_on_the_device_has_no_chunks_whatever_the_host_put_there_since() -> None:
+    """A replay repeats what `plan_on_device` launched, not what it looked at."""
+    executor = GpuExecutor(CONFIG, CPU, Capacity(2, 40, 4, 10))
+    decodes, tables = two(1, 1)
+    zeroed: list[torch.Tensor] = []
+    step = executor.plan_on_device(tables, UNLIMITED, plan(executor, decodes))
+    counts = step.gpu_plan.arrays["prefill_count"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "zero_", lambda tensor: zeroed.append(tensor) or tensor)
+        executor.plan_on_device(tables, UNLIMITED, step)
+    assert any(tensor.data_ptr() == counts.data_ptr() for tensor in zeroed)
+
+
+def test_a_batch_invariant_plan_has_no_chunks() -> None:
+    executor = GpuExecutor(replace(CONFIG, batch_invariant=True), CPU)
+    assert plan(executor, MIXED).chunks is None
+
+
+def test_a_chunk_planned_after_others_is_planned_afresh() -> None:
+    """The sub-batch may have the same shape and other pages."""
+    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU)
+    for rows in ([1, 3, 4], [6, 7, 8], [1, 3, 4]):
+        some = PagedBatch(DECODES.block_table[rows], DECODES.seq_lens[rows], np.array([35, 1, 40], np.int32), 16, 200)
+        step = plan(executor, some)
+        step.check()
+        assert np.array_equal(step.chunks.planned.batch.block_table[0, :4], some.block_table[0, :4])

@@ -1,0 +1,106 @@
+"""The GPU kernels compile without a GPU, for three generations of cards, and fit them: registers and shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from trunkattn.gpu.hopper.common import KEYS_BACK
+from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES
+
+COMPILE = Path(__file__).with_name("compile_report.py")
+SOURCE = Path(__file__).parents[2] / "src"
+
+# Bytes of a thread's stack of what is no tile for decoding, about as found with Triton 3.9: more is what this notices.
+SPILLED_AT_MOST = {
+    "prefill hopper": 384, "prefill hopper window": 392,  # but for two reloads outside of its inner loops
+    "decode hopper masked": 8,  # of warps that bring keys and values
+    "hybrid": 520, "hybrid masked": 520, "hybrid window": 528,  # outside of its two loops over blocks without a mask
+}  # fmt: skip
+PREFILL_SPILLS = {  # what does not spill is slower on an sm_90 (tile_table.py)
+    (80, 256, "bf16"): 8, (80, 256, "fp8e5"): 24, (80, 256, "fp32"): 208, (90, 256, "bf16"): 88,
+    (90, 256, "fp8e4nv"): 248, (90, 256, "fp32"): 16, (100, 256, "bf16"): 248, (100, 256, "fp8e4nv"): 72,
+    (100, 256, "fp32"): 56,
+}  # fmt: skip
+ON_HOPPER = frozenset({
+    "prefill hopper", "prefill hopper window", "hybrid", "hybrid masked", "hybrid window", "decode hopper",
+    "decode hopper masked", "32x64 without roles", "64x64 without roles",
+})  # fmt: skip
+TARGETS = (
+    *((capability, 128, "bf16", "bf16") for capability in ARCHITECTURES), (90, 64, "bf16", "bf16"),
+    *((capability, 256, "bf16", "bf16") for capability in ARCHITECTURES),
+    (80, 128, "bf16", "fp8e5"), (90, 128, "bf16", "fp8e4nv"), (100, 128, "bf16", "fp8e4nv"),
+    (80, 256, "bf16", "fp8e5"), (90, 256, "bf16", "fp8e4nv"), (100, 256, "bf16", "fp8e4nv"),
+    *((capability, head_dim, "fp32", "fp32") for capability in ARCHITECTURES for head_dim in (128, 256)),
+)  # fmt: skip
+
+
+class Compiled(NamedTuple):
+    """By kernel: registers, spilled and shared bytes, programs on a multiprocessor, and how many it is to hold."""
+
+    capability: int
+    head_dim: int
+    kv_dtype: str
+    report: dict[str, dict[str, int]]
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda it: f"sm{it[0]}-{it[1]}-{it[3]}")
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    """In a process of its own: in this one Triton may be an interpreter."""
+    capability, head_dim, _, kv_dtype = request.param
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(COMPILE), *map(str, request.param)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Compiled(capability, head_dim, kv_dtype, json.loads(done.stdout))
+
+
+def test_every_kernel_compiles(compiled: Compiled) -> None:
+    tiles = {name for name in compiled.report if name[0].isdigit()}
+    assert len(tiles - ON_HOPPER) == 4, "low, merging, tall, flat"
+    others = {"prefill"} | ({"merge"} if compiled.kv_dtype == "bf16" else set())
+    if (compiled.capability, compiled.head_dim, compiled.kv_dtype) == (90, 128, "bf16"):
+        others |= ON_HOPPER
+    assert set(compiled.report) == tiles | others
+    assert all(used["registers"] > 16 for used in compiled.report.values())
+
+
+def test_shared_memory_fits_the_device(compiled: Compiled) -> None:
+    for name, used in compiled.report.items():
+        assert used["shared"] <= ARCHITECTURES[compiled.capability].shared_per_program, name
+
+
+def test_no_listed_tile_spills(compiled: Compiled) -> None:
+    target = (compiled.capability, compiled.head_dim)
+    allowed = {
+        "prefill": PREFILL_SPILLS.get((*target, compiled.kv_dtype), 0),
+    }
+    for name, used in compiled.report.items():
+        assert used["spilled"] <= (SPILLED_AT_MOST | allowed).get(name, 0), name
+
+
+def test_triton_leaves_the_barriers_of_rings_alone(compiled: Compiled) -> None:
+    for name in ON_HOPPER & set(compiled.report):
+        assert 0 < compiled.report[name]["barriers"] <= KEYS_BACK.value, name
+
+
+def test_rings_are_waited_for_and_given_back(compiled: Compiled) -> None:
+    """The race checker does not see what the copy engine writes."""
+    rings = {name: used["rings"] for name, used in compiled.report.items() if used["rings"]}
+    assert set(rings) == {
+        name for name in compiled.report if name.startswith(("prefill hopper", "decode hopper", "hybrid"))
+    }
+    for name, (fills, waits, products, returns) in rings.items():
+        assert waits == fills >= 2, f"{name}: a slot is filled without waiting for those who read it"
+        assert returns == products >= 6, f"{name}: a product does not give its slot back"
+
+
+def test_as_many_programs_share_a_multiprocessor_as_the_tile_table_says(compiled: Compiled) -> None:
+    """On the cards that it was measured on; others may hold fewer low ones."""
+    for name, used in compiled.report.items():
+        if "expected" in used and (compiled.capability == 90 or "16x" not in name):
+            assert used["programs"] >= used["expected"], name

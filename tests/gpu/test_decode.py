@@ -1,0 +1,268 @@
+"""The GPU kernels under Triton's interpreter against the float64 oracle: every tiling, and all pairs of features."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.planner.row_tiles.choice import candidates
+from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
+
+from ..attention.cases import Step, random_step
+from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
+
+WAYS = (*TILINGS, *POLICIES)
+EXECUTIONS = ("streams", "serial")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
+
+
+def ragged_batch(page_size: int, several: bool) -> PagedBatch:
+    """Five requests under two branches: a strict prefix, an equal row up to its last tokens, one without a query."""
+    trunk, branch = (-(-tokens // page_size) * page_size for tokens in (32, 18))
+    tree = parse_tree(f"1,2,5_{trunk},{branch},19")
+    batch = tree_batch(tree, page_size, row_seed=3, page_seed=4)
+    query_lens = np.array([3, 1, 0, 9, 1] if several else [1, 1, 0, 1, 1], np.int32)
+    return replace(batch, seq_lens=batch.seq_lens - np.array([0, 3, 0, 18, 1], np.int32), query_lens=query_lens)
+
+
+@dataclass(frozen=True)
+class Features:
+    """One row of the pairwise table."""
+
+    head_dim: int
+    head_dim_v: int
+    group: int
+    page_size: int
+    several: bool  # query tokens of a request
+    window: int | None
+    soft_cap: float | None
+    sinks: bool
+    return_lse: bool
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    layout: str
+    scales: bool
+
+    def step(self, batch: PagedBatch | None = None) -> Step:
+        """Of a ragged batch, unless another is given."""
+        config = AttentionConfig(
+            2 * self.group,
+            2,
+            self.head_dim,
+            self.page_size,
+            self.dtype,
+            head_dim_v=self.head_dim_v,
+            kv_dtype=self.kv_dtype,
+            logits_soft_cap=self.soft_cap,
+            sinks=self.sinks,
+        )
+        options: dict[str, object] = {}
+        if self.sinks:
+            options["sinks"] = torch.linspace(-2, 3, config.num_qo_heads)
+        if self.scales:
+            options |= {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": 0.75}
+        batch = ragged_batch(self.page_size, self.several) if batch is None else batch
+        step = random_step(5, config, batch, None, self.layout, **options)
+        return replace(step, window=self.window)
+
+
+F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# No bfloat16 q: the interpreter multiplies bit patterns of bfloat16 tiles as if they were integers.
+# Each pair of values of any two columns is in at least one row (head_dim goes with head_dim_v, dtype with kv_dtype).
+TABLE = (
+    Features(192, 192, 16, 16, True, None, None, False, False, F16, B16, "plain", False),
+    Features(96, 64, 1, 3, False, None, 5.0, True, True, F32, F16, "sliced", True),
+    Features(64, 64, 5, 1, True, 21, None, True, False, F16, E4M3, "heads_first", True),
+    Features(128, 128, 7, 128, False, 21, 5.0, False, True, F32, F32, "k_and_v_in_one_row", False),
+    Features(256, 256, 16, 16, False, 21, 5.0, True, True, F32, E5M2, "plain", True),
+    Features(80, 80, 7, 128, True, None, None, True, False, F16, F16, "k_and_v_in_one_row", True),
+    Features(192, 128, 5, 1, False, None, 5.0, False, True, F16, F16, "heads_first", False),
+    Features(256, 256, 1, 3, True, 21, None, False, False, F32, E5M2, "sliced", False),
+    Features(96, 64, 7, 1, True, 21, None, False, True, F32, F16, "plain", False),
+    Features(64, 64, 7, 16, False, None, 5.0, False, False, F16, E4M3, "sliced", False),
+    Features(128, 128, 5, 3, True, None, None, True, False, F32, F32, "plain", True),
+    Features(192, 192, 1, 1, False, 21, 5.0, True, True, F16, B16, "k_and_v_in_one_row", True),
+    Features(80, 80, 1, 128, False, 21, None, True, True, F16, E4M3, "plain", False),
+    Features(192, 128, 16, 3, True, 21, None, True, False, F16, E4M3, "k_and_v_in_one_row", True),
+    Features(80, 80, 16, 1, True, None, 5.0, False, True, F32, F32, "sliced", True),
+    Features(96, 64, 5, 16, True, None, None, True, False, F32, F16, "k_and_v_in_one_row", True),
+    Features(192, 192, 7, 3, False, None, None, False, False, F32, E5M2, "heads_first", False),
+    Features(64, 64, 16, 128, True, 21, 5.0, True, True, F32, F16, "heads_first", True),
+    Features(256, 256, 5, 128, True, None, None, False, False, F16, B16, "sliced", True),
+    Features(128, 128, 1, 16, False, 21, 5.0, False, False, F16, F16, "heads_first", True),
+    Features(192, 128, 1, 16, True, 21, None, False, True, F32, F32, "sliced", False),
+    Features(64, 64, 16, 3, False, None, None, True, False, F16, F16, "plain", False),
+    Features(80, 80, 7, 3, True, 21, 5.0, True, True, F16, B16, "heads_first", True),
+    Features(96, 64, 16, 128, False, 21, None, True, True, F32, F32, "heads_first", True),
+    Features(64, 64, 1, 128, True, 21, None, True, True, F32, E5M2, "k_and_v_in_one_row", True),
+    Features(192, 192, 5, 128, True, 21, 5.0, True, False, F16, F16, "sliced", True),
+    Features(128, 128, 5, 1, False, None, None, False, True, F32, E5M2, "sliced", False),
+    Features(192, 128, 7, 128, False, 21, None, True, True, F16, B16, "plain", False),
+    Features(256, 256, 7, 1, True, 21, None, True, True, F32, F32, "k_and_v_in_one_row", False),
+    Features(80, 80, 5, 16, True, 21, None, False, True, F32, E5M2, "plain", False),
+    Features(256, 256, 7, 3, False, None, 5.0, True, True, F16, F16, "heads_first", False),
+    Features(128, 128, 16, 16, True, 21, None, False, False, F16, B16, "k_and_v_in_one_row", True),
+    Features(256, 256, 16, 3, False, 21, 5.0, False, True, F32, F16, "heads_first", True),
+    Features(96, 64, 1, 1, False, 21, 5.0, True, True, F16, F16, "plain", False),
+    Features(192, 128, 7, 128, True, 21, 5.0, False, False, F32, F16, "sliced", True),
+    Features(80, 80, 7, 128, False, None, 5.0, True, False, F32, F16, "sliced", True),
+    Features(96, 64, 5, 16, False, None, 5.0, True, True, F16, B16, "sliced", False),
+    Features(192, 192, 5, 128, True, None, None, True, True, F32, F32, "sliced", True),
+    Features(256, 256, 16, 3, True, 21, None, False, False, F16, E4M3, "k_and_v_in_one_row", False),
+    Features(128, 128, 16, 1, False, 21, 5.0, False, True, F16, E4M3, "plain", True),
+    Features(96, 64, 7, 3, False, None, None, True, True, F16, E4M3, "heads_first", True),
+    Features(96, 64, 1, 1, False, None, 5.0, True, True, F32, E5M2, "k_and_v_in_one_row", True),
+    Features(192, 192, 7, 1, True, None, 5.0, False, True, F16, E4M3, "sliced", True),
+    Features(128, 128, 1, 128, False, 21, None, True, False, F32, F16, "heads_first", True),
+    Features(64, 64, 5, 1, True, None, None, False, False, F32, F32, "heads_first", False),
+    Features(192, 192, 5, 3, True, 21, 5.0, True, False, F32, F16, "sliced", True),
+    Features(192, 128, 5, 3, True, None, None, False, True, F32, E5M2, "heads_first", False),
+    Features(64, 64, 7, 16, True, None, None, False, True, F16, B16, "k_and_v_in_one_row", False),
+)  # fmt: skip
+
+
+def columns(row: Features) -> tuple[object, ...]:
+    """The values that are varied independently."""
+    dims, dtypes = (row.head_dim, row.head_dim_v), (row.dtype, row.kv_dtype)
+    switches = (row.several, row.window, row.soft_cap, row.sinks, row.return_lse)
+    return (dims, row.group, row.page_size, *switches, dtypes, row.layout, row.scales)
+
+
+def test_the_table_holds_every_pair() -> None:
+    rows = [columns(row) for row in TABLE]
+    for first, second in itertools.combinations(range(len(rows[0])), 2):
+        wanted = itertools.product({row[first] for row in rows}, {row[second] for row in rows})
+        assert {(row[first], row[second]) for row in rows} == set(wanted)
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)))
+def test_each_pair_of_features(number: int) -> None:
+    """The tilings and policies take turns, with the tiles of each kind of cache, whatever the caches are."""
+    row, turns = TABLE[number], list(itertools.product(WAYS, CACHES.values()))
+    way, cache = turns[number % len(turns)]
+    case = Interpreted(row.step(), 1 + number % 2, way, cache, EXECUTIONS[number // 2 % 2])
+    out, lse = case.run(row.return_lse)
+    if not row.return_lse:
+        assert lse.isnan().all()
+        lse = case.step.oracle()[1].float()
+    case.step.assert_accurate(out, lse)
+
+
+def test_the_ways_are_all_that_any_cache_has() -> None:
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    step = random_step(0, config, tree_batch(parse_tree("1,2_16,3"), 16, row_seed=0, page_seed=1))
+    for cache in CACHES.values():
+        assert len(candidates(Interpreted(step, 1, 0, cache).rule)) == len(TILINGS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("processors", "execution"), [(1, "serial"), (8, "serial")])
+def test_every_tiling(way: int | str, cache: str, processors: int, execution: str) -> None:
+    """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
+    case = Interpreted(random_step(0, config, batch), processors, way, CACHES[cache], execution)
+    case.step.assert_accurate(*case.run())
+
+
+@pytest.mark.parametrize("way", [0, 1, "pat"])
+@pytest.mark.parametrize("cache", [*CACHES.values(), (4, 128)])
+def test_tiles_of_a_card_that_was_not_timed(way: int | str, cache: tuple[int, int]) -> None:
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
+    case = Interpreted(random_step(0, config, batch), 1, way, cache, capability=80)
+    case.step.assert_accurate(*case.run())
+
+
+@pytest.mark.parametrize(("several", "window"), [(False, None), (True, None), (True, 21)])
+@pytest.mark.parametrize("cache", CACHES)
+def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: int | None) -> None:
+    """Of 20 requests after a trunk, fours have some 165 private tokens, 5, 40, none and 90."""
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,20_64,170"), 16, row_seed=0, page_seed=1)
+    own = np.maximum(np.repeat([165, 5, 40, 0, 90], 4) - np.arange(20) % 4, 0)
+    query_lens = np.array([1, 4, 1, 2] * 5 if several else [1] * 20, np.int32)
+    batch = replace(batch, seq_lens=(64 + own).astype(np.int32), query_lens=query_lens)
+    case = Interpreted(replace(random_step(0, config, batch), window=window), 1, 2, CACHES[cache])
+    subtiles = case.tiles[1].subtiles
+    assert subtiles > 1
+    if not several and subtiles == 4:
+        _, full, end, _, queries = case.tile_list.items[0]
+        runs = case.tile_list.runs[full:end, 1].reshape(-1, 4, case.tiles[1].private_n // case.rule.run)
+        assert (np.count_nonzero(runs, axis=(0, 2)).tolist(), queries) == ([44, 4, 12, 0], 16)
+    case.step.assert_accurate(*case.run())
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("group", [5, 7, 12, 16, 20, 32])
+def test_groups_in_the_tallest_tile(group: int, cache: str) -> None:
+    """Rows of a subtile beyond its whole groups are unused; groups over 16 heads have no subtiles and no low tile."""
+    config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2,9_64,32,19"), 16, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.array([1, 3, 0] * 3, np.int32))
+    case = Interpreted(random_step(0, config, batch), 1, 2 if group <= 16 else 1, CACHES[cache], EXECUTIONS[group % 2])
+    tallest = case.tiles[-1]
+    assert (tallest.subtiles > 1) == (group <= 16)
+    assert candidates(case.rule)[case.way].name(case.rule) == f"{tallest.block_m}x{tallest.block_n}"
+    case.step.assert_accurate(*case.run())
+
+
+def many_pieces() -> Interpreted:
+    """Two requests; the 72 runs of 16 tokens of their trunk are spread over a large device."""
+    config = AttentionConfig(4, 2, 16, 16, torch.float32, sinks=True)
+    batch = tree_batch(parse_tree("1,2_1152,5"), 16, row_seed=0, page_seed=1)
+    return Interpreted(random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])), 132, "16x64")
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_the_merge_of_more_partials_than_one_block_holds(return_lse: bool) -> None:
+    case = many_pieces()
+    assert (np.diff(case.tile_list.merge_ranges) > 16).all()
+    assert len(case.tile_list.merge_queries) == 2
+    out, lse = case.run(return_lse)
+    case.step.assert_accurate(out, lse if return_lse else case.step.oracle()[1].float())
+
+
+def test_an_item_merges_the_partials_of_a_taller_tile() -> None:
+    """36 requests under a trunk that tall tiles cut into parts; the leaves' items merge them."""
+    config = AttentionConfig(4, 1, 16, 16, torch.float32, sinks=True)
+    batch = tree_batch(parse_tree("1,36_128,9"), 16, row_seed=0, page_seed=1)
+    step = random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
+    case = Interpreted(step, 3, "64x64+16x64")
+    assert len(case.tile_list.merge_queries) == 0
+    assert (case.tile_list.parts[:, 1] - case.tile_list.parts[:, 0]).max() > 1
+    case.step.assert_accurate(*case.run())
+
+
+def test_an_item_that_sees_nothing_for_a_row_adds_nothing() -> None:
+    """Under a window of 5 the later of 30 queries see nothing of the first runs of their own tile."""
+    config = AttentionConfig(1, 1, 16, 4, torch.float32)
+    batch = tree_batch(parse_tree("1,2_32,40"), 4, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.array([30, 30], np.int32))
+    step = replace(random_step(0, config, batch), window=5)
+    for way in ("64x64", "16x64", "cascade"):
+        step.assert_accurate(*Interpreted(step, 8, way).run())
+
+
+def test_logits_far_apart_do_not_overflow() -> None:
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,6_32,19"), 16, row_seed=0, page_seed=1)
+    step = random_step(0, config, batch)
+    case = Interpreted(replace(step, q=step.q * 100), 8, "64x64")
+    out, lse = case.run()
+    assert math.isfinite(float(lse.abs().max()))
+    case.step.assert_accurate(out, lse)
+
+
+def test_an_empty_step_launches_nothing() -> None:
+    batch = tree_batch(parse_tree("1,2_16,3"), 16, row_seed=0, page_seed=1)
+    config = AttentionConfig(4, 1, 16, 16, torch.float32)
+    case = Interpreted(random_step(0, config, replace(batch, query_lens=np.zeros(2, np.int32))), 8, "16x64")
+    out, lse = case.run()
+    assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))

@@ -1,0 +1,133 @@
+"""Plans made on the device, under Triton's interpreter: what they say of themselves, and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention
+from trunkattn.config import Capacity
+from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
+from trunkattn.gpu.plan import Card, Geometry, GpuPlan, reserve
+from trunkattn.gpu.tuning.decode import decode_tiles
+from trunkattn.planner.row_tiles.choice import candidates, predict, tile_limits
+from trunkattn.planner.splitting import UNLIMITED
+
+from ..planner.specs import forest_of
+from ..planner.tile_cases import TREE_BATCH, make_rule
+
+RULE = make_rule(4, 16, 1, num_kv_heads=2)
+CPU, CARD = torch.device("cpu"), Card(1, overlaps=False)
+TABLE, LENS, STARTS = (
+    torch.from_numpy(array) for array in (TREE_BATCH.block_table, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
+)
+
+
+def made(max_query_len: int = 1, num_pages: int = 200, max_requests: int = 16) -> tuple[OnDevice, GpuPlan]:
+    """For 16 requests of 16 pages."""
+    capacity = Capacity(max_requests, 32, 16, num_pages, max_query_len)
+    limits = tile_limits(RULE, capacity)
+    geometry = Geometry(8, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
+    plan = reserve(limits, decode_tiles(2, 128, 4), geometry, CARD, "serial", CPU)
+    return OnDevice(RULE, capacity, limits, CARD, CPU), plan
+
+
+@pytest.mark.parametrize(("group", "merging"), [(4, [(0, 2)]), (16, [(0, 2)]), (32, [])])
+def test_only_tiles_of_16_rows_merge(group: int, merging: list[tuple[int, int]]) -> None:
+    tiles = decode_tiles(2, 128, group)
+    limits = tile_limits(make_rule(group, 16, 1, num_kv_heads=2), Capacity(16, 32, 16, 200, 1))
+    geometry = Geometry(2 * group, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
+    plan = reserve(limits, tiles, geometry, CARD, "serial", CPU)
+    assert [
+        launch.buckets for launch in plan.launches if launch.buckets and launch.buckets[-1] >= len(tiles)
+    ] == merging
+
+
+def test_a_step_says_what_it_reads() -> None:
+    on_device, plan = made()
+    step = on_device.plan((TABLE, LENS, None), UNLIMITED, plan)
+    times = predict(RULE, forest_of(TREE_BATCH, 16), (TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc), UNLIMITED)
+    stats = step.stats()
+    assert stats.policy == min(candidates(RULE), key=lambda way: times[way]).name(RULE)
+    assert stats.kv_tokens_per_query == 12 * 116
+    assert step.gpu_plan.summary is not None
+    assert step.gpu_plan.summary[1:].tolist() == [64 + 2 * 32 + 12 * 20, 12 * 116]
+    assert (step.num_query_tokens, stats.num_work_items) == (12, 1)
+    step.check()
+    on_device.check()
+
+
+def test_a_step_with_query_starts_knows_its_tokens_on_the_device_only() -> None:
+    on_device, plan = made()
+    assert on_device.plan((TABLE, LENS, STARTS), UNLIMITED, plan).num_query_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("table", (3, 2), 200, "a page outside the cache"),
+        ("lens", 4, 17 * 16, "longer than its row"),
+        ("starts", 0, 1, "ascending from 0"),
+        ("starts", slice(6, None), 9, "more tokens than the sequence or the capacity"),
+    ],
+)
+def test_check_reports_what_was_out_of_bounds_once(name: str, place: object, value: int, message: str) -> None:
+    on_device, plan = made()
+    tables = {"table": TABLE.clone(), "lens": LENS.clone(), "starts": STARTS.clone()}
+    tables[name][place] = value
+    step = on_device.plan(tuple(tables.values()), UNLIMITED, plan)  # type: ignore[arg-type]
+    assert int(on_device.errors) != 0
+    with pytest.raises(ValueError, match=message):
+        on_device.check()
+    on_device.check()
+    listed = step.tile_list()
+    assert (listed.runs[:, 0] < 200 * 16).all()
+    assert len(np.unique(listed.queries)) <= 32
+
+
+def test_a_request_has_no_more_query_tokens_than_the_capacity_says() -> None:
+    """Without causal masks, which such a capacity leaves out, the first would see the second."""
+    table, lens, starts = TABLE[:1], LENS[:1], torch.tensor([0, 2], dtype=torch.int32)
+    on_device, plan = made(max_query_len=2)
+    assert on_device.plan((table, lens, starts), UNLIMITED, plan).tile_list().queries.tolist() == [0, 1]
+    on_device.check()
+    on_device, plan = made(max_query_len=1)
+    assert len(on_device.plan((table, lens, starts), UNLIMITED, plan).tile_list().items) == 0
+    with pytest.raises(ValueError, match="more tokens"):
+        on_device.check()
+
+
+def test_what_a_row_would_read_alone_is_counted_within_its_bounds() -> None:
+    lens = LENS.clone()
+    lens[2] = 10_000
+    on_device, plan = made()
+    step = on_device.plan((TABLE, lens, None), UNLIMITED, plan)
+    assert isinstance(step, DeviceStep) and step.gpu_plan.summary is not None
+    assert int(step.gpu_plan.summary[2]) == 11 * 116 + TABLE.shape[1] * 16
+
+
+def test_a_cache_has_no_more_places_than_int32_counts() -> None:
+    with pytest.raises(ValueError, match=r"num_pages=134217728: expected at most 134217727"):
+        made(num_pages=1 << 27)
+    with pytest.raises(ValueError, match=r"max_requests=524288: expected at most 524287"):
+        made(max_requests=1 << 19)
+
+
+def test_plans_of_the_host_have_no_traffic() -> None:
+    attention = BatchAttention(AttentionConfig(8, 2, 64, 16, torch.float32), "cpu")
+    with pytest.raises(ValueError, match="made on the host: expected one made on the device"):
+        _ = attention.plan(TABLE, LENS).traffic
+    assert attention.errors is None
+    attention.check()
+
+
+def test_plans_may_be_made_and_checked_in_and_out_of_inference_mode() -> None:
+    with torch.inference_mode():
+        on_device, plan = made()
+        on_device.plan((TABLE, LENS, None), UNLIMITED, plan)
+    assert not plan.flat.is_inference()
+    table = TABLE.clone()
+    table[0, 0] = -1
+    on_device.plan((table, LENS, None), UNLIMITED, plan)
+    with pytest.raises(ValueError, match="outside the cache"):
+        on_device.check()
+    on_device.check()

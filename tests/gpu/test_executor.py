@@ -1,0 +1,153 @@
+"""`GpuExecutor` as a whole without a GPU: Triton's interpreter runs its kernels on CPU tensors, on a made-up card."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.inputs import LayerInputs
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.reference import paged_attention
+from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
+
+CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
+TREE = tree_batch(parse_tree("1,2,9_48,32,21"), 16, row_seed=0, page_seed=1)
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=8, minor=0, L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def caches(batch: PagedBatch, config: AttentionConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch.num_pages + 2, config.page_size, config.num_kv_heads)
+    k, v = (torch.randn(*shape, dim, generator=generator) for dim in (config.head_dim, config.value_dim))
+    k[batch.num_pages :], v[batch.num_pages :] = math.nan, math.nan
+    return k, v
+
+
+def plan(executor: GpuExecutor, batch: PagedBatch, rows: list[int] | None = None, window: int = UNLIMITED) -> Any:
+    rows = list(range(len(batch.seq_lens))) if rows is None else rows
+    starts = np.append(0, np.cumsum(batch.query_lens[rows])).astype(np.int32)
+    return executor.plan(Batch(batch.block_table[rows], batch.seq_lens[rows], starts, window))
+
+
+def run(
+    executor: GpuExecutor, step: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (len(q), executor.config.num_qo_heads, executor.config.value_dim)
+    out = options.pop("out", torch.full(shape, math.nan))
+    inputs = dict.fromkeys(("q_scale", "k_scale", "v_scale", "sinks")) | options
+    lse = executor.run(step, LayerInputs(q=q, k_cache=kv[0], v_cache=kv[1], out=out, return_lse=True, **inputs), out)
+    return out, lse
+
+
+def expected(batch: PagedBatch, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any) -> Any:
+    arrays = (torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    return paged_attention(q, *kv, *arrays, **options)
+
+
+@pytest.mark.parametrize("policy", ["auto", "pat", "per_query"])
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_batch_of_decodes_and_chunks(policy: str, window: int | None) -> None:
+    batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 7, 1, 1, 2, 1], np.int32))
+    executor = GpuExecutor(replace(CONFIG, policy=policy, sinks=True), torch.device("cpu"))
+    step = plan(executor, batch, window=UNLIMITED if window is None else window)
+    step.check()
+    q, kv, sinks = torch.randn(step.num_query_tokens, 4, 32), caches(batch, CONFIG), torch.randn(4)
+    out, lse = run(executor, step, q, kv, sinks=sinks)
+    want, want_lse = expected(batch, q, kv, sliding_window=window, sinks=sinks)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["auto", "pat"])
+@pytest.mark.parametrize("execution", ["streams"])
+def test_every_execution(policy: str, execution: str) -> None:
+    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
+    for tree in ("1,2,9_48,32,21", "1_300"):  # the second is cut into parts, which are merged
+        batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
+        step, kv, sinks = plan(executor, batch), caches(batch, CONFIG), torch.randn(4)
+        step.check()
+        q = torch.randn(len(batch.seq_lens), 4, 32)
+        for _ in range(2):  # the second run finds the counters as the first found them
+            out, lse = run(executor, step, q, kv, sinks=sinks)
+            want, want_lse = expected(batch, q, kv, sinks=sinks)
+            torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+            torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
+def test_scales() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    step, q, (k, v) = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
+    k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor(3.0)
+    out, _ = run(executor, step, q, (k, v), q_scale=0.25, k_scale=k_scale, v_scale=v_scale)
+    want, _ = expected(TREE, q * 0.25, (k * k_scale[:, None], v * 3))
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
+def test_q_and_out_of_any_strides() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    step, q, kv = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
+    strided = q.transpose(0, 2).contiguous().transpose(0, 2)
+    out = torch.full_like(strided, math.nan)
+    assert strided.stride(2) != 1 and out.stride(2) != 1
+    run(executor, step, strided, kv, out=out)
+    torch.testing.assert_close(out.double(), expected(TREE, q, kv)[0], rtol=0, atol=1e-5)
+
+
+def pieces(step: Any, query: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(slot after the query's first, positions of the runs) of each of a query's pieces, in order."""
+    tiles, found = step.tile_list, []
+    for start, full, end, begin, stop in tiles.items:
+        assert full == start, "a run that is marked full takes another loop"
+        for entry in range(begin, stop):
+            if tiles.queries[entry] == query:
+                found.append((int(tiles.slots[entry]), tuple(tiles.runs[start:end, 2].tolist())))
+    first = min(slot for slot, _ in found)
+    return sorted((slot - first, runs) for slot, runs in found)
+
+
+def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
+    """The same pieces, blocks and order of merging in one kind of tile; tests/on_gpu compares the bits, on a card."""
+    config = replace(CONFIG, batch_invariant=True)
+    batch = tree_batch(parse_tree("1,2,6_512,32,21"), 16, row_seed=0)
+    executor = GpuExecutor(config, torch.device("cpu"))
+    together = plan(executor, batch)
+    q, kv = torch.randn(6, 4, 32), caches(batch, config)
+    torch.testing.assert_close(run(executor, together, q, kv)[0].double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
+    for rows in ([2], [0, 5], [1, 3, 4]):
+        some = plan(executor, batch, rows)
+        assert len(some.tile_list.counts) == len(together.tile_list.counts) == 3
+        for query, row in enumerate(rows):
+            assert pieces(some, query) == pieces(together, row)
+            assert len(pieces(some, query)) > 1
+
+
+def test_stats_tell_what_is_read_and_why() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    stats = plan(executor, TREE).stats()
+    assert stats.kv_tokens_per_query == int(TREE.seq_lens.sum())
+    assert 48 + 2 * 32 + 9 * 21 <= stats.kv_tokens_read <= stats.kv_tokens_per_query
+    assert sum(stats.tiles.values()) == stats.num_work_items
+    assert stats.policy in stats.reason and "NVIDIA H200" in stats.reason
+
+
+def test_a_growing_batch_gives_the_plan_of_a_fresh_executor() -> None:
+    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    for grown in range(4):
+        batch = replace(TREE, seq_lens=TREE.seq_lens + np.int32(grown))
+        lists = [plan(each, batch).tile_list for each in (executor, GpuExecutor(CONFIG, torch.device("cpu")))]
+        for name in ("items", "runs", "queries", "slots", "parts", "counts", "merge_queries", "merge_ranges"):
+            assert np.array_equal(*(getattr(each, name) for each in lists)), name

@@ -1,0 +1,124 @@
+"""Which prompt chunks the kernel for Hopper gets, and its launch arguments; on a card: tests/on_gpu/test_prefill.py."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn.gpu import launch
+from trunkattn.gpu.hopper import prefill as prefill_hopper
+from trunkattn.gpu.launch import execute
+from trunkattn.gpu.plan import Card, Geometry, GpuPlan, Tensors, upload
+from trunkattn.gpu.prefill_plan import Chunks
+from trunkattn.gpu.tuning.prefill import prefill_tile
+from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
+
+CARD = Card(132, overlaps=True, hopper=True)
+UNSUPPORTED = pytest.mark.parametrize(
+    ("geometry", "tensors"),
+    [
+        ({"soft_cap": 30.0}, {}),
+        ({"sinks": True}, {}),
+        ({"head_dim_v": 64}, {}),
+        ({"page_size": 8, "run": 8}, {}),
+        ({"num_qo_heads": 6}, {}),
+        ({}, {"dtype": torch.float32}),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}),
+    ],
+)
+GEOMETRY = Geometry(8, 2, 128, 128, 16, 16, UNLIMITED, False, None, False)
+
+
+@dataclass
+class Recorder:
+    """Stands in for a kernel. calls: (programs, positional arguments, others)."""
+
+    calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *args, **kwargs: self.calls.append((grid[0], args, kwargs))
+
+
+def make_plan(geometry: Geometry) -> GpuPlan:
+    """Two items of 32 query tokens behind 32 others, and nothing else."""
+    ints = {name: np.zeros(0, np.int32) for name in ("queries", "slots", "merge_queries")}
+    pairs = {"parts": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
+    empty = TileList(
+        items=np.zeros((0, 5), np.int32), runs=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
+        num_slots=0, merges_taller=False, **ints, **pairs,
+    )  # fmt: skip
+    items = np.array([[0, 0, 96, 32, 64], [0, 0, 64, 0, 32]], np.int32)
+    listed = PrefillList(
+        items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4")
+    )
+    positions = np.arange(32, 96, dtype=np.int32)
+    chunks = Chunks(listed, prefill_tile(2, 128))
+    return upload(empty, positions, geometry, CARD, "serial", torch.device("cpu"), chunks)
+
+
+def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Tensors:
+    k_cache, v_cache = (torch.zeros(8, 16, 2, 128, dtype=kv_dtype or dtype) for _ in range(2))
+    q = torch.zeros(64, 8, 128, dtype=dtype)
+    floats = {name: torch.zeros(2) for name in ("lse", "partial", "partial_lse", "logit_scale", "v_scale", "sinks")}
+    return Tensors(q, k_cache, v_cache, torch.empty_like(q), **floats)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
+    """The one for Hopper and the one for any card."""
+    hopper, portable = Recorder(), Recorder()
+    hopper.arg_names = prefill_hopper.prefill_hopper_kernel.arg_names  # type: ignore[attr-defined]
+    monkeypatch.setattr(prefill_hopper, "prefill_hopper_kernel", hopper)
+    monkeypatch.setattr(launch, "prefill_kernel", portable)
+    return hopper, portable
+
+
+@pytest.mark.parametrize("window", [UNLIMITED, 40])
+def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], window: int) -> None:
+    geometry, tensors = replace(GEOMETRY, window=window), make_tensors()
+    plan = make_plan(geometry)
+    execute(plan, tensors, (), CARD, True)
+    hopper, portable = kernels
+    ((programs, args, options),) = hopper.calls
+    assert not portable.calls
+    assert programs == 2 * 2
+    given = dict(zip(hopper.arg_names, args, strict=False)) | options  # type: ignore[attr-defined]
+    assert set(given) == {*hopper.arg_names, "num_warps", "maxnreg"}  # type: ignore[attr-defined]
+    assert given["counts"].tolist()[0] == 2
+    assert given["items"].tolist()[:5] == [0, 0, 96, 32, 64]
+    assert given["positions"].tolist()[:2] == [32, 33]
+    assert (given["table_stride"], given["q_stride_t"], given["q_stride_h"]) == (16, 8 * 128, 128)
+    assert (given["WINDOW"], given["window"]) == ((False, 0) if window == UNLIMITED else (True, 40))
+    assert given["k_desc"].block_shape == [1, 16, 1, 64]
+    assert given["RETURN_LSE"]
+
+
+@UNSUPPORTED
+def test_what_it_cannot_do_goes_to_the_other(
+    kernels: tuple[Recorder, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    shape = replace(GEOMETRY, **geometry)
+    execute(make_plan(shape), make_tensors(**tensors), (), CARD, False)
+    assert [len(kernel.calls) for kernel in kernels] == [0, 1]
+
+
+def test_a_cache_that_the_copy_engine_cannot_read_goes_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
+    tensors = make_tensors()
+    odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
+    execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), CARD, False)
+    assert [len(kernel.calls) for kernel in kernels] == [0, 1]
+
+
+def test_tokens_far_apart_go_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
+    for stride, calls in ((2**32 - 128, [1, 0]), (2**32, [1, 1])):
+        far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
+        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), CARD, False)
+        assert [len(kernel.calls) for kernel in kernels] == calls
+
+
+def test_other_cards_get_the_other(kernels: tuple[Recorder, Recorder]) -> None:
+    execute(make_plan(GEOMETRY), make_tensors(), (), replace(CARD, hopper=False), False)
+    assert [len(kernel.calls) for kernel in kernels] == [0, 1]

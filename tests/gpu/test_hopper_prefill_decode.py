@@ -1,0 +1,165 @@
+"""Which plans the kernel for chunks and decodes at once gets, and with what it is launched. The kernel itself:
+tests/on_gpu/test_hybrid.py."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn.gpu import launch
+from trunkattn.gpu.hopper import prefill_decode as hybrid
+from trunkattn.gpu.launch import execute
+from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
+from trunkattn.gpu.prefill_plan import Chunks
+from trunkattn.gpu.tuning.decode import decode_tiles
+from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_ROWS, prefill_tile
+from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
+
+from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_plan, make_tensors
+
+CPU = torch.device("cpu")
+TILES = decode_tiles(2, 128, 4)
+
+
+class OnCard(torch.Tensor):
+    """Says so of itself."""
+
+    is_cuda = True
+
+
+def make_lists() -> tuple[TileList, Chunks]:
+    """Decodes of one run each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
+    tokens."""
+    ints = np.arange(4, dtype=np.int32)
+    run = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
+    tiles = TileList(
+        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), runs=np.tile(run, (4, 1)), queries=ints,
+        slots=np.array([-1, -1, 0, 1], np.int32), parts=np.zeros((4, 2), np.int32),
+        counts=np.array([0, 3, 4, 4, 4], np.int32), merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32),
+        num_slots=2, merges_taller=False,
+    )  # fmt: skip
+    queries = np.arange(4, 24, dtype=np.int32)
+    listed = PrefillList(
+        np.array([[0, 0, 36, 0, 20]], np.int32), queries, np.full(20, -1, np.int32), np.arange(3)[None].astype("i4")
+    )
+    return tiles, Chunks(listed, prefill_tile(2, 128))
+
+
+def make_mixed(geometry: Geometry) -> GpuPlan:
+    """Two of the low items are beside the chunk."""
+    positions = np.append(np.full(4, 15, np.int32), np.arange(16, 36, dtype=np.int32))
+    return upload(make_lists()[0], positions, geometry, CARD, "overlapped", CPU, make_lists()[1], beside=2)
+
+
+@pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
+def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, window: int, masked: bool) -> None:
+    names, kernel = hybrid.hybrid_kernel.arg_names, Recorder()
+    monkeypatch.setattr(hybrid, "hybrid_kernel", kernel)
+    plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
+    assert hybrid.supports(tensors, plan, TILES[0])
+    hybrid.launch(tensors, plan, CARD.processors, {"LEADS": True, "RETURN_LSE": False})
+    ((programs, args, options),) = kernel.calls
+    assert programs == CARD.processors
+    given = dict(zip(names, args, strict=False)) | options
+    assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
+    assert given["chunk_count"].tolist()[0] == 1 and given["beside"].tolist()[:3] == [0, 2, 1]
+    assert given["chunk_items"].tolist()[:5] == [0, 0, 36, 0, 20]
+    assert given["chunk_queries"].tolist() == list(range(4, 24)) and set(given["chunk_slots"].tolist()) == {-1}
+    assert given["block_table"].tolist()[:3] == [0, 1, 2]
+    assert given["items"].tolist()[5:10] == [1, 1, 2, 1, 2] and given["runs"].tolist()[:3] == [16, 4 << 8 | 16 << 16, 0]
+    assert given["queries"].tolist() == [0, 1, 2, 3] and given["slots"].tolist() == [-1, -1, 0, 1]
+    assert given["positions"].tolist()[3:6] == [15, 16, 17]
+    assert (given["table_stride"], given["q_stride_t"], given["out_stride_h"]) == (16, 8 * 128, 128)
+    assert (given["window"], given["WINDOW"], given["MASKED"]) == (window, window != UNLIMITED, masked)
+    assert (given["NUM_QO_HEADS"], given["NUM_KV_HEADS"], given["PAGE_SIZE"], given["RUN"]) == (8, 2, 16, 16)
+    assert (given["LEADS"], given["RETURN_LSE"]) == (True, False)
+    for desc, cache in (("k_desc", tensors.k_cache), ("v_desc", tensors.v_cache)):
+        assert given[desc].base is cache and given[desc].block_shape == [1, 16, 1, 64]
+
+
+@pytest.mark.parametrize("beside, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
+def test_it_is_told_the_most_queries_of_an_item_beside(beside: int, most: int) -> None:
+    """By which it takes tiles of 8 rows or of 16: too few would lose queries."""
+    tiles, chunks = make_lists()
+    ends = np.array([1, 3, 6, 7], np.int32)  # items of 1, 2, 3 and 1 queries
+    tiles.items[:, 3], tiles.items[:, 4] = ends - [1, 2, 3, 1], ends
+    positions = np.arange(24, dtype=np.int32)
+    plan = upload(tiles, positions, GEOMETRY, CARD, "overlapped", CPU, chunks, beside=beside)
+    assert plan.arrays["beside"].tolist()[:3] == [0, beside, most]
+    refill(plan, tiles, positions, None, beside=1)
+    assert plan.arrays["beside"].tolist()[:3] == [0, 1, 1]
+
+
+def test_registers_suffice_for_its_warps() -> None:
+    """Two groups of 4 warps for chunks, one for decodes; three producers are given out as the 4 warps that they start.
+    Registers go to a group by 8 a thread."""
+    groups = (hybrid.CHUNK_REGISTERS, hybrid.CHUNK_REGISTERS, hybrid.DECODE_REGISTERS, 24)
+    assert all(registers % 8 == 0 for registers in groups)
+    assert sum(groups) * 128 <= hybrid.REGISTERS * 512 <= 65536
+
+
+@pytest.mark.parametrize(
+    "geometry", [{"soft_cap": 30.0}, {"sinks": True}, {"head_dim_v": 64}, {"page_size": 8, "run": 8}, {"run": 8},
+                 {"num_qo_heads": 6}],
+)  # fmt: skip
+def test_shapes_that_it_does_not_support(geometry: dict[str, Any]) -> None:
+    assert hybrid.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
+    assert not hybrid.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])
+
+
+@pytest.mark.parametrize(
+    "tile", [TILES[1], *(replace(TILES[0], **change) for change in ({"block_n": 32}, {"subtiles": 2}))]
+)
+def test_tiles_that_it_does_not_compute(tile: Any) -> None:
+    assert not hybrid.supports(make_tensors(), make_plan(GEOMETRY), tile)
+
+
+def test_tensors_that_it_does_not_read() -> None:
+    plan, tensors = make_plan(GEOMETRY), make_tensors()
+    odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
+    padded = torch.nn.functional.pad(tensors.k_cache, (1, 0))[..., 1:]
+    for each in (
+        make_tensors(torch.float32), make_tensors(kv_dtype=torch.float8_e4m3fn), replace(tensors, v_cache=odd),
+        replace(tensors, k_cache=padded),
+    ):  # fmt: skip
+        assert not hybrid.supports(each, plan, TILES[0])
+    assert hybrid.supports(make_tensors(torch.float16), plan, TILES[0])
+
+
+def test_a_plan_without_room_for_chunks_is_not_its() -> None:
+    assert not hybrid.supports(make_tensors(), replace(make_plan(GEOMETRY), prefill=None), TILES[0])
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> None:
+    low = decode_tiles(2, 128, group)[0]
+    assert (low.block_m, low.block_n, low.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
+    """The copy engine cannot read every cache: then chunks, and the items beside them, are launches of their own."""
+    places = {"hybrid_kernel": hybrid, "prefill_kernel": launch, "decode_kernel": launch, "merge_kernel": launch}
+    kernels = {name: Recorder() for name in places}
+    for name, module in places.items():
+        monkeypatch.setattr(module, name, kernels[name])
+    plan, tensors = make_mixed(GEOMETRY), make_tensors()
+    if not readable:
+        tensors = replace(tensors, v_cache=torch.nn.functional.pad(tensors.v_cache, (1, 0))[..., 1:])
+    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), TILES, CARD, False)
+    assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 2, 1] if readable else [0, 1, 3, 1])
+    decodes = kernels["decode_kernel"].calls
+    if not readable:
+        _, args, options = decodes.pop(0)
+        assert args[8].tolist()[:2] == [0, 2] and options["BUCKET"] == 0 and not options["FOLLOWS"]  # args[8]: counts
+    assert all(args[8].tolist()[:5] == [2, 3, 4, 4, 4] and options["FOLLOWS"] for _, args, options in decodes)
+    assert [options["BUCKET"] for _, _, options in decodes] == [1, 0]
+
+
+def test_a_device_planned_step_has_nothing_beside_chunks() -> None:
+    plan = make_mixed(GEOMETRY)
+    plan.forget_prefill()
+    assert plan.arrays["beside"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0

@@ -1,0 +1,71 @@
+"""Models and stock outputs that the tests share, and what one process needs to start vLLM many times."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llvmlite.binding import ffi
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.plugins import load_general_plugins
+
+from .engine import Run, generate
+from .fakes import SEQUENCES, DeviceAttention, FlashRecorder
+from .models import write_model
+
+
+def pytest_configure() -> None:
+    # A worker of vLLM 0.32 looks into the `__dict__` of everything in every module and takes it for a dictionary; the
+    # library object of Numba's compiler answers that name, as any, with a function. In a process that starts one
+    # engine Numba is imported later than that.
+    ffi.lib._fntab["__dict__"] = {}
+    load_general_plugins()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model."""
+
+    @cache
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        write_model(name, path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock(model: Callable[[str], Path]) -> Callable[..., Run]:
+    """What vLLM's own back end for CPUs generates, with blocks of 32 tokens: from 0.31 on it has no others."""
+
+    @cache
+    def run(name: str, **options: Any) -> Run:
+        found = generate(model(name), block_size=32, **options)
+        assert found.impls == {"CPUAttentionBackendImpl"}
+        return found
+
+    return run
+
+
+@pytest.fixture
+def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
+    """The configuration of an engine whose back end is that for GPUs, with plans and kernels of the CPU."""
+    config = VllmConfig()
+    config.scheduler_config.max_num_seqs = SEQUENCES
+    monkeypatch.setattr("trunkattn.integrations.vllm.cuda.BatchAttention", DeviceAttention)
+    monkeypatch.setattr("trunkattn.AttentionConfig.supports", lambda self, device: [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with set_current_vllm_config(config):
+        yield config
+
+
+@pytest.fixture
+def flash_kernel(monkeypatch: pytest.MonkeyPatch) -> FlashRecorder:
+    """vLLM's FlashAttention 3; its packages for CPUs have none."""
+    kernel, module = FlashRecorder(), "vllm.v1.attention.backends.fa_utils"
+    monkeypatch.setattr(f"{module}.flash_attn_varlen_func", kernel, raising=False)
+    monkeypatch.setattr(f"{module}.get_flash_attn_version", lambda head_size: 3)
+    return kernel

@@ -1,0 +1,271 @@
+"""The back end for GPUs without one: what is planned where, what the kernels are given, what is refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import fa_utils
+
+from trunkattn import AttentionConfig
+from trunkattn.integrations.captured_run import CapturedRun
+from trunkattn.integrations.vllm import cuda, cuda_impl, flash
+
+from .fakes import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    ONE,
+    PAGE,
+    PAGES,
+    SCALE,
+    SEQUENCES,
+    WIDTH,
+    FlashRecorder,
+    make_batch,
+    make_builder,
+    make_layer,
+    run_step,
+)
+
+pytestmark = pytest.mark.usefixtures("gpu_engine")
+
+
+def test_decoding_runs_on_our_kernels_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    builder = make_builder(gpu_engine, make_layer())
+    step, errors = run_step(builder, make_batch([1, 1, 1], [20, 40, 60]))
+    assert max(errors) < 0.02
+    assert (step.decodes, step.decode_tokens, step.prefill) == (3, 3, None)
+    assert flash_kernel.calls == []
+
+
+def test_decoding_and_prompts_in_one_step(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    batch = make_batch([1, 1, 5, 30], [20, 40, 60, 0])
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02
+    assert (step.decodes, step.decode_tokens, step.prefill.tokens) == (2, 2, slice(2, 37))
+    (call,) = flash_kernel.calls
+    assert call["cu_seqlens_q"].tolist() == [0, 5, 35]
+    assert call["seqused_k"].tolist() == [65, 30]
+    assert torch.equal(call["block_table"], batch.block_table_tensor[2:])
+    assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (30, WIDTH * PAGE)
+    assert (call["softmax_scale"], call["causal"], call["window_size"]) == (SCALE, True, [-1, -1])
+    assert (call["softcap"], call["s_aux"], call["fa_version"]) == (0.0, None, 3)
+    ((table, lens, starts, _),) = builder.attentions[layer.kind].planned
+    assert torch.equal(table, batch.block_table_tensor[:2])
+    assert (lens.tolist(), starts.tolist()) == ([21, 41], [0, 1, 2])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_run_in_graphs_of_their_own_unless_eager(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """One for all windows of an attention: they share its tensors."""
+    monkeypatch.setattr(gpu_engine, "model_config", SimpleNamespace(served_model_name="tiny", enforce_eager=eager))
+    windowed, full = make_layer(window=16), make_layer()
+    builder = make_builder(gpu_engine, windowed, full)
+    step, errors = run_step(builder, make_batch([1, 1, 20], [20, 40, 60]))
+    assert max(errors) < 0.02
+    (run, plan), (other, other_plan) = step.plans[windowed.kind], step.plans[full.kind]
+    assert plan is not other_plan
+    assert run == other == builder.attentions[full.kind].run if eager else run is other
+    assert isinstance(run, CapturedRun) is not eager
+
+
+def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    step, errors = run_step(builder, make_batch([7, 30], [16, 0]))
+    assert max(errors) < 0.02
+    assert (step.decodes, step.plans, step.prefill.tokens) == (0, {}, slice(0, 37))
+    assert flash_kernel.calls[0]["cu_seqlens_q"].tolist() == [0, 7, 37]
+    assert builder.attentions[layer.kind].planned == []
+
+
+def test_windows_soft_caps_and_sinks_reach_both_kernels(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    sinks = torch.nn.Parameter(torch.randn(HEADS, dtype=torch.bfloat16), requires_grad=False)
+    layer = make_layer(window=16, soft_cap=4.0, extra={"sinks": sinks})
+    layer.process_weights_after_loading(torch.bfloat16)
+    full = make_layer()
+    builder = make_builder(gpu_engine, layer, full)
+    _, errors = run_step(builder, make_batch([1, 1, 20], [20, 40, 60]))
+    assert max(errors) < 0.02
+    windowed, plain = flash_kernel.calls
+    assert (windowed["window_size"], windowed["softcap"]) == ([15, 0], 4.0)
+    assert windowed["s_aux"] is sinks, "as the model has them"
+    assert (plain["window_size"], plain["softcap"], plain["s_aux"]) == ([-1, -1], 0.0, None)
+    assert layer.sinks.dtype == torch.float32
+    place = layer.sinks.data_ptr()
+    sinks.fill_(2.0)
+    layer.process_weights_after_loading(torch.bfloat16)
+    assert layer.sinks.tolist() == [2.0] * HEADS
+    assert layer.sinks.data_ptr() == place, "graphs read them there"
+
+
+def test_drafts_are_verified_by_our_kernels(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    gpu_engine.speculative_config = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)  # type: ignore[assignment]
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    assert builder.reorder_batch_threshold == 4
+    step, errors = run_step(builder, make_batch([4, 4, 2, 9], [20, 40, 60, 3]))
+    assert max(errors) < 0.02
+    assert (step.decodes, step.decode_tokens, step.prefill.tokens) == (3, 10, slice(10, 19))
+    limits = builder.attentions[layer.kind].limits
+    assert (limits.max_requests, limits.max_query_tokens, limits.max_query_len) == (SEQUENCES, 4 * SEQUENCES, 4)
+    assert (limits.max_pages_per_request, limits.num_pages) == (WIDTH, PAGES)
+
+
+def test_plans_stay_where_they_are(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """A graph that was captured with a step reads the plan of any later one."""
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    dummy = make_batch([1] * SEQUENCES, [0] * SEQUENCES)
+    dummy.block_table_tensor.zero_()
+    captured = builder.build_for_cudagraph_capture(dummy)
+    attention, (_, plan) = builder.attentions[layer.kind], captured.plans[layer.kind]
+    batch = make_batch([1, 1, 1], [20, 40, 60], padding=1)
+    step = builder.build(0, batch)
+    assert step.plans[layer.kind] == captured.plans[layer.kind]
+    assert (step.decodes, step.decode_tokens, step.prefill) == (4, 4, None), "padding belongs to the graph"
+    assert attention.planned[0][-1] is None
+    assert attention.planned[1][-1] is plan
+    assert plan.num_query_tokens == 3
+    _, errors = run_step(builder, batch, spare=0)
+    assert max(errors) < 0.02
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_prompts_in_a_captured_graph_are_refused(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = make_builder(gpu_engine, make_layer())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run_step(builder, make_batch([1, 1], [20, 40]))
+    with pytest.raises(ValueError, match="FULL_AND_PIECEWISE"):
+        run_step(builder, make_batch([1, 9], [20, 40]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache", "note"), [(torch.float32, "auto", "float32"), (torch.bfloat16, "fp8", "float8_e4m3fn")]
+)
+def test_what_flash_attention_cannot_do(
+    dtype: torch.dtype, cache: str, note: str, gpu_engine: VllmConfig, flash_kernel: FlashRecorder
+) -> None:
+    layer = make_layer(dtype, cache=cache)
+    assert layer.flash is None
+    assert note in layer.flash_note
+    builder = make_builder(gpu_engine, layer)
+    step, errors = run_step(builder, make_batch([1, 5, 30], [20, 60, 0]))
+    assert max(errors) < (1e-5 if cache == "auto" else 0.02)
+    attention, _ = step.prefill.plans[layer.kind]
+    assert (attention.host_planned, attention.limits) == (1, None)
+    assert flash_kernel.calls == []
+
+
+@pytest.mark.parametrize(
+    ("version", "extra", "found"),
+    [
+        (2, {}, "FlashAttention 2"),
+        (2, {"sinks": torch.zeros(HEADS)}, "no sinks"),
+        (4, {"sinks": torch.zeros(HEADS)}, "FlashAttention 4"),
+        (None, {}, "no FlashAttention for this GPU"),
+    ],
+)
+def test_versions_of_flash_attention(
+    version: int | None, extra: dict[str, Any], found: str, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size, has_sinks: version)
+    layer = make_layer(extra=extra)
+    assert found in layer.flash_note
+    assert (layer.flash is not None) == found.startswith("FlashAttention") == (found[-1] in "24")
+
+
+def test_without_flash_attention(gpu_engine: VllmConfig) -> None:
+    """vLLM for CPUs has none to import."""
+    layer = make_layer()
+    assert "cannot be imported" in layer.flash_note
+    _, errors = run_step(make_builder(gpu_engine, layer), make_batch([1, 30], [20, 0]))
+    assert max(errors) < 0.02
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_keys_and_values_are_written_by_vllm(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda_impl._custom_ops, "reshape_and_cache_flash", lambda *arguments: calls.append(arguments))
+    layer, slots = make_layer(cache=cache), torch.arange(5)
+    kv_cache = torch.zeros(PAGES, KV_HEADS, PAGE, 2 * DIM, dtype=torch.uint8 if cache == "fp8" else torch.bfloat16)
+    key, value = torch.randn(2, 8, KV_HEADS, DIM)
+    layer.do_kv_cache_update(ONE, key, value, kv_cache, slots)
+    ((*tensors, dtype, k_scale, v_scale),) = calls
+    assert tensors[0] is key
+    assert tensors[1] is value
+    assert tensors[4] is slots
+    assert (dtype, k_scale, v_scale) == (cache, ONE._k_scale, ONE._v_scale)
+    assert tensors[2].dtype == kv_cache.dtype
+    assert tensors[2].shape == tensors[3].shape == (PAGES, PAGE, KV_HEADS, DIM)
+    assert tensors[3].data_ptr() == tensors[2].data_ptr() + DIM * kv_cache.itemsize
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache", "words"),
+    [
+        ((7, 5), "auto", ["compute capability 7.5", "8.0"]),
+        ((9, 0), "float16", ["float16 KV cache", "bfloat16 model"]),
+        ((9, 0), "fp8", ["calculate_kv_scales=True"]),
+    ],
+)
+def test_refusals(
+    capability: tuple[int, int], cache: str, words: list[str], gpu_engine: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = SimpleNamespace(get_device_capability=lambda: capability)
+    monkeypatch.setattr(cuda_impl, "current_platform", platform)
+    gpu_engine.cache_config.__dict__["calculate_kv_scales"] = True
+    with pytest.raises(ValueError) as error:
+        make_layer(cache=cache)
+    for word in ["does not support", "leave attention_backend out", *words]:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_library_cannot_do_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AttentionConfig, "supports", lambda self, device: [f"heads of {self.head_dim} on {device}"])
+    with pytest.raises(ValueError, match="does not support heads of 32 on cuda; turn it off"):
+        make_layer()
+
+
+@pytest.mark.parametrize("shape", [(5, 16, 1, 32), (1, 16, 1, 32), (5, 16, 2, 32)])
+def test_strides_of_axes_of_one(shape: tuple[int, ...]) -> None:
+    stored = torch.randn(5, 16, 2, 32)[: shape[0], :, : shape[2]]
+    odd = stored.as_strided(
+        shape, [3 if size == 1 else stride for size, stride in zip(shape, stored.stride(), strict=True)]
+    )
+    regular = flash.with_regular_strides(odd)
+    assert torch.equal(regular, odd)
+    assert regular.data_ptr() == odd.data_ptr()
+    assert all(stride % 8 == 0 for stride in regular.stride()[:-1])
+    assert flash.with_regular_strides(regular) is regular
+
+
+def test_a_refusal_of_vllm_says_what_to_do() -> None:
+    options = {
+        "head_size": DIM, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": None, "attn_type": "decoder",
+    }  # fmt: skip
+    validate = cuda.TrunkAttentionCudaBackend.validate_configuration
+    assert validate(**options) == []
+    assert validate(**options, use_batch_invariant=True) == [
+        "batch invariance not supported", "turn this off, or leave attention_backend out"
+    ]  # fmt: skip
+
+
+def test_what_the_back_end_says_of_itself() -> None:
+    backend = cuda.TrunkAttentionCudaBackend
+    assert backend.get_name() == "CUSTOM"
+    assert backend.get_impl_cls() is cuda.TrunkAttentionCudaImpl
+    assert backend.get_builder_cls() is cuda.TrunkAttentionCudaBuilder
+    assert not backend.forward_includes_kv_cache_update

@@ -1,0 +1,75 @@
+"""As a user runs it: the installed plug-in, found by its entry point, in the processes that vLLM starts."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_offline.py"
+
+
+def run_example(*arguments: str) -> tuple[list[str], str]:
+    """(the answers, everything that was said)"""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments, "--eager", "--max-tokens", "12"],
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
+        timeout=300,
+    )
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said
+    return [line for line in result.stdout.splitlines() if "?" in line], said
+
+
+def test_the_entry_point_is_installed() -> None:
+    (found,) = entry_points(group="vllm.general_plugins", name="trunkattn")
+    assert found.value == "trunkattn.integrations.vllm:register"
+
+
+def test_the_example_in_separate_processes(model: Callable[[str], Path]) -> None:
+    folder = str(model("llama"))
+    ours, said = run_example(folder)
+    assert "CUSTOM is used on this CPU" in said
+    assert "TrunkAttention runs prefill chunks, decoding and mixed batches of 4 layers" in said
+    stock, said = run_example(folder, "--stock")
+    assert "TrunkAttention" not in said
+    assert len(stock) == 4
+    assert ours == stock
+
+
+THREADS = """
+import sys
+
+def look(worker):
+    import numba
+    import torch
+
+    attentions = [a for groups in worker.model_runner.attn_groups for group in groups
+                  for a in group.get_metadata_builder().attentions.values()]
+    return torch.get_num_threads(), numba.get_num_threads(), len(attentions)
+
+if __name__ == "__main__":
+    from vllm import LLM
+
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 24, enforce_eager=True,
+              attention_backend="CUSTOM")
+    llm.generate("three words here", use_tqdm=False)
+    print("threads", *llm.collective_rpc(look))
+"""
+
+
+def test_threads_that_vllm_binds_to_cores(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Numba is imported by a thread that may use one core, and must use as many as torch all the same."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS)
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | settings
+    command = [sys.executable, str(script), str(model("llama"))]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert f"threads ({len(cores)}, {len(cores)}, 1)" in result.stdout, result.stdout + result.stderr

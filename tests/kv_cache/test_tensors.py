@@ -1,0 +1,101 @@
+"""The tensors: shapes, strides, bytes, and page copies over all layers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from trunkattn.kv_cache import PageCopy
+from trunkattn.kv_cache.tensors import KVCache
+
+SIZES: dict[str, Any] = dict(num_layers=2, num_pages=5, page_size=4, num_kv_heads=3, head_dim=8, dtype=torch.float32)
+
+
+def make(**changes: object) -> KVCache:
+    return KVCache(**{**SIZES, "device": "cpu", **changes})
+
+
+def fill(cache: KVCache) -> torch.Tensor:
+    """Give every element its own value; returns them as [layers, 2, pages, page_size, heads, head_dim]."""
+    values = torch.arange(2 * 2 * 5 * 4 * 3 * 8, dtype=torch.float32).reshape(2, 2, 5, 4, 3, 8)
+    for layer in range(2):
+        for part in range(2):
+            cache.layer(layer)[part].copy_(values[layer, part])
+    return values
+
+
+def contents(cache: KVCache) -> torch.Tensor:
+    return torch.stack([torch.stack(cache.layer(layer)) for layer in range(2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_layers_are_zeroed_views_of_one_allocation(dtype: torch.dtype) -> None:
+    cache = make(dtype=dtype)
+    views = [view for layer in range(2) for view in cache.layer(layer)]
+    for view in views:
+        assert view.shape == (5, 4, 3, 8)
+        assert view.stride(-1) == 1
+        assert view.dtype == dtype
+        assert torch.equal(view.float(), torch.zeros(5, 4, 3, 8))
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    assert sum(view.nbytes for view in views) == cache.num_bytes
+
+
+def test_no_two_views_overlap() -> None:
+    cache = make()
+    assert torch.equal(fill(cache), contents(cache))
+
+
+def test_bytes_per_page_times_pages_is_the_allocation() -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "num_pages"}
+    assert KVCache.bytes_per_page(**sizes) == 2 * 2 * 4 * 3 * 8 * 4
+    assert make().num_bytes == 5 * KVCache.bytes_per_page(**sizes)
+    assert KVCache.bytes_per_page(**{**sizes, "dtype": torch.bfloat16}) == KVCache.bytes_per_page(**sizes) // 2
+
+
+def test_copy_pages_copies_keys_and_values_of_every_layer() -> None:
+    cache = make()
+    expected = fill(cache)
+    cache.copy_pages([PageCopy(1, 3), PageCopy(0, 4)])
+    expected[:, :, 3] = expected[:, :, 1]
+    expected[:, :, 4] = expected[:, :, 0]
+    assert torch.equal(contents(cache), expected)
+
+
+def test_copy_pages_keeps_the_order_of_the_copies() -> None:
+    cache = make()
+    original = fill(cache).clone()
+    cache.copy_pages([PageCopy(0, 1), PageCopy(1, 2), PageCopy(3, 0)])
+    after = contents(cache)
+    for page, source in enumerate([3, 0, 0, 3, 4]):
+        assert torch.equal(after[:, :, page], original[:, :, source])
+
+
+@pytest.mark.parametrize("copy", [PageCopy(0, 5), PageCopy(5, 0), PageCopy(-1, 0), PageCopy(0, -1), PageCopy(2, 2)])
+def test_a_wrong_copy_raises_before_any_copy(copy: PageCopy) -> None:
+    cache = make()
+    expected = fill(cache)
+    with pytest.raises(ValueError, match="copies"):
+        cache.copy_pages([PageCopy(0, 1), copy])
+    assert torch.equal(contents(cache), expected)
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_layer_index_is_checked(index: int) -> None:
+    with pytest.raises(ValueError, match="index must be"):
+        make().layer(index)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"])
+def test_sizes_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make(**{name: 0})
+    with pytest.raises(TypeError, match=rf"{name} must be an int, got 2\.5"):
+        make(**{name: 2.5})
+
+
+def test_dtype_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"dtype must be a floating-point type, got torch\.int8"):
+        make(dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got 'float16'"):
+        make(dtype="float16")

@@ -1,0 +1,140 @@
+"""compute-sanitizer's race checker over the tests named for it. Run by `make test-gpu`; ends with 1 if there is a race.
+
+The checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
+reports what one warp wrote ahead of a barrier of all warps and another read behind it, also in CUDA C++ with nothing
+but `bar.sync 1, 256` between them. Triton hands roles to warps like this, their numbers and arguments, by accesses that
+belong to lines of the kernel on which nothing of ours is shared: its `def`, where roles begin, and where they end. Such
+reports are counted and set aside if the checker makes them of `roles_kernel` too, whose roles share nothing but
+barriers.
+
+It does not see what the copy engine writes: a kernel that fills its rings without waiting for those who read them is
+reported like one that waits. That they wait, `tests/gpu/test_compile.py` sees in the compiled code.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+CHECKER = ["compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "hazard", "--show-backtrace", "no"]
+ALL = ["--print-limit", "1000000"]
+CONTROL = "roles_kernel"  # of test_roles.py
+MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the roles come behind
+ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in ([\w.]+):(\d+)\n"
+HAZARD = re.compile(rf"(Potential \w+) hazard detected .*\n{ACCESS}{ACCESS}")
+SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
+
+
+class Access(NamedTuple):
+    """what: "Read" or "Write"."""
+
+    what: str
+    thread: int
+    kernel: str
+    file: str
+    line: int
+
+
+class Hazard(NamedTuple):
+    """kind: such as "Potential RAW"."""
+
+    kind: str
+    first: Access
+    second: Access
+
+    @property
+    def is_hand_over(self) -> bool:
+        """Whether a role's warp reads what Triton wrote for it."""
+        write, read = self.first, self.second
+        writes, reads = hand_over_lines(write.kernel, write.file)
+        return (
+            (self.kind, write.what, read.what) == ("Potential RAW", "Write", "Read")
+            and (write.kernel, write.file) == (read.kernel, read.file)
+            and write.thread < MAIN_THREADS <= read.thread
+            and write.line in writes
+            and read.line in reads
+        )
+
+
+def hand_over_lines(kernel: str, file: str) -> tuple[frozenset[int], frozenset[int]]:
+    """Lines to which Triton's writes and reads belong; none if it is no kernel of ours that gives roles to warps."""
+    for path in (HERE / file, ROOT / "src/trunkattn/gpu/hopper" / file):
+        for node in ast.walk(ast.parse(path.read_text())) if path.exists() else ():
+            if isinstance(node, ast.FunctionDef) and node.name == kernel and node.end_lineno:
+                begins = [each.lineno for each in node.body if "warp_specialize(" in ast.unparse(each)]
+                if begins:
+                    reads = frozenset({node.lineno})
+                    return reads | frozenset(range(begins[0], node.end_lineno + 1)), reads
+    return frozenset(), frozenset()
+
+
+def hazards_in(report: str) -> list[Hazard]:
+    """All that the checker found.
+
+    Raises:
+        ValueError: if these are not as many as its summary counts, or there is none.
+    """
+    found = []
+    for kind, *accesses in HAZARD.findall(report):
+        first, second = (
+            Access(what, int(thread), kernel, file, int(line))
+            for what, thread, kernel, file, line in (accesses[:5], accesses[5:])
+        )
+        found.append(Hazard(kind, first, second))
+    summary = SUMMARY.search(report)
+    counted = sum(map(int, summary.groups())) if summary else None
+    if counted != len(found):
+        raise ValueError(f"the race checker counts {counted} hazards, {len(found)} were read from its report")
+    return found
+
+
+def verdict(hazards: list[Hazard]) -> tuple[list[str], bool]:
+    """A line for each place, and whether all are Triton's hand-over."""
+    control = any(hazard.first.kernel == CONTROL for hazard in hazards)
+    places = Counter(
+        (hazard.kind, *hazard.first[2:], hazard.second[2:], control and hazard.is_hand_over) for hazard in hazards
+    )
+    lines = []
+    for (kind, kernel, file, line, (_, other_file, other_line), aside), count in sorted(places.items()):
+        what = "Triton's hand-over of roles" if aside else "a race"
+        lines.append(f"{count} x {kind} in {kernel} ({file}:{line}, {other_file}:{other_line}): {what}")
+    return lines, all(place[-1] for place in places)
+
+
+def named(options: list[str]) -> list[str]:
+    """The tests for it. options: further ones of pytest, which collects them."""
+    command = [*PYTEST, "--collect-only", "-k", "sanitizer", str(HERE), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def check(test: str) -> tuple[bool, list[Hazard]]:
+    """Whether a test passed under the checker, and what was found in it. Prints what pytest does."""
+    done = subprocess.run([*CHECKER, *ALL, *PYTEST, test], cwd=ROOT, capture_output=True, text=True, check=False)
+    others = [line for line in done.stdout.splitlines() if "========= " not in line]  # pytest's
+    print(test, *others, done.stderr, sep="\n", flush=True)
+    return done.returncode == 0, hazards_in(done.stdout)
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description="further options are pytest's")
+    parser.add_argument("-n", type=int, default=8, help="tests at once, each in a process of its own")
+    arguments, options = parser.parse_known_args()
+    with ThreadPoolExecutor(arguments.n) as pool:
+        passed, found = zip(*pool.map(check, named(options)), strict=True)
+    lines, clean = verdict([hazard for hazards in found for hazard in hazards])
+    print("\n".join(lines) or "no hazard")
+    return int(not all(passed) or not clean)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

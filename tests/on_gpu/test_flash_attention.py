@@ -1,0 +1,142 @@
+"""`flash_attention` on an NVIDIA GPU at real sizes: gradients, determinism, memory, torch.compile, graphs."""
+
+import pytest
+import torch
+
+from trunkattn import flash_attention
+
+from ..training.training_cases import TABLE, Results, TrainingCase, longer, run
+
+pytestmark = pytest.mark.gpu
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def check(case: TrainingCase, deterministic: bool) -> None:
+    results = run(case, deterministic)
+    case.assert_accurate(results)
+    if case.packed:
+        case.assert_padding_is_zero(results)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("number", range(len(TABLE)))
+def test_small_sequences_and_packed_ones(number: int, dtype: torch.dtype, deterministic: bool) -> None:
+    check(longer(TABLE[number], 1, "cuda", dtype), deterministic)
+    check(longer(TABLE[number], 11, "cuda", dtype), deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim: int, dtype: torch.dtype, deterministic: bool) -> None:
+    for lengths, causal in (((512, 512), True), ((512, 1024), False), ((333, 777), True)):
+        check(TrainingCase((lengths,), False, causal, (4, 2), head_dim, dtype, device="cuda"), deterministic)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (12, 4), (7, 7)])
+def test_groups(heads: tuple[int, int]) -> None:
+    for deterministic in (True, False):
+        check(TrainingCase(((700, 700), (700, 700)), False, True, heads, 128, BF16, device="cuda"), deterministic)
+
+
+def test_4096_tokens() -> None:
+    for deterministic in (True, False):
+        check(TrainingCase(((4096, 4096),), False, True, (2, 1), 128, BF16, device="cuda"), deterministic)
+
+
+def test_gradients_are_bit_equal_where_that_is_asked() -> None:
+    case = TrainingCase(((1500, 1500), (100, 2000), (0, 7), (900, 300)), True, True, (8, 2), 128, BF16, device="cuda")
+    first = run(case, True)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(case, True), strict=True))
+
+
+def test_outputs_are_bit_equal_either_way() -> None:
+    case = TrainingCase(((1500, 1500),), False, True, (8, 2), 128, BF16, device="cuda")
+    first, second = run(case, True), run(case, False)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_memory_grows_with_the_length_and_not_its_square(deterministic: bool) -> None:
+    def peak(length: int) -> int:
+        leaves = [torch.randn(1, length, 8, 128, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = flash_attention(*leaves, True, deterministic=deterministic)
+        assert isinstance(out, torch.Tensor)
+        out.backward(torch.ones_like(out))
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(1024)
+    assert peak(16384) <= 8.1 * peak(2048)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_torch_compile_takes_it_whole(packed: bool) -> None:
+    case = TrainingCase(((300, 300), (300, 300)), packed, True, (4, 2), 64, BF16, device="cuda")
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attention(q, k, v, True, **sums, deterministic=True)
+        assert isinstance(out, torch.Tensor)
+        return out.float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    leaves = [tensor.clone().requires_grad_() for tensor in case.inputs[:3]]
+    expected, found = (torch.autograd.grad(call(*leaves), leaves) for call in (loss, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_step_is_captured_in_a_graph(deterministic: bool) -> None:
+    """Sequences may change between replays; nothing waits for the device."""
+    case = TrainingCase(((200, 200), (312, 312)), True, True, (4, 2), 128, BF16, device="cuda")
+    sums, _ = case.cu_seqlens
+    assert sums is not None
+    q, k, v, dout, dlse = (tensor.clone() for tensor in case.inputs)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+
+    def step() -> Results:
+        out, lse = flash_attention(
+            *leaves, True, cu_seqlens_q=sums, cu_seqlens_k=sums, deterministic=deterministic, return_lse=True
+        )
+        return out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for middle in (200, 17, 512):
+        sums.copy_(torch.tensor([0, middle, 512], dtype=torch.int32))
+        graph.replay()
+        lengths = ((middle, middle), (512 - middle, 512 - middle))
+        now = TrainingCase(lengths, True, True, (4, 2), 128, BF16, device="cuda")
+        now.assert_accurate(tuple(tensor.detach() for tensor in results))
+
+
+def test_what_a_gpu_does_not_take_is_refused() -> None:
+    q = torch.zeros(1, 8, 2, 64, device="cuda")
+    with pytest.raises(TypeError, match=r"q has dtype torch.float64: expected one of torch.float16"):
+        flash_attention(q.double(), q.double(), q.double())
+    with pytest.raises(ValueError, match="q has head_dim 320: expected 1 to 256"):
+        flash_attention(*(torch.zeros(1, 8, 2, 320, device="cuda") for _ in range(3)))
+    with pytest.raises(ValueError, match="k is on cpu: expected cuda:0, like q"):
+        flash_attention(q, q.cpu(), q)
+
+
+def test_for_the_sanitizer() -> None:
+    for deterministic in (True, False):
+        for number in (2, 5, 8, 10):
+            check(longer(TABLE[number], 3, "cuda", F16), deterministic)
+        wrong = torch.tensor([-5, 900, 30], dtype=torch.int32, device="cuda")
+        leaves = [torch.randn(100, 2, 64, device="cuda", dtype=F16, requires_grad=True) for _ in range(3)]
+        out = flash_attention(*leaves, True, cu_seqlens_q=wrong, cu_seqlens_k=wrong, deterministic=deterministic)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()

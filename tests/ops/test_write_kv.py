@@ -1,0 +1,137 @@
+"""Writing keys and values into a paged cache of any strides and dtype."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trunkattn import write_kv
+from trunkattn.dtypes import KV_KINDS
+
+NUM_PAGES, PAGE_SIZE, NUM_HEADS, HEAD_DIM, HEAD_DIM_V = 6, 4, 2, 8, 5
+CACHE_DTYPES = list(KV_KINDS)
+LAYOUTS = ("plain", "heads_first", "sliced", "one_tensor")
+
+
+def empty_caches(layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_pages, page_size, num_kv_heads, head_dim or head_dim_v] of ones, in storage of several layouts."""
+    if layout == "one_tensor":
+        both = torch.ones(NUM_PAGES, PAGE_SIZE, NUM_HEADS, HEAD_DIM + HEAD_DIM_V).to(dtype)
+        return both[..., :HEAD_DIM], both[..., HEAD_DIM:]
+    caches = []
+    for width in (HEAD_DIM, HEAD_DIM_V):
+        if layout == "heads_first":
+            cache = torch.ones(NUM_PAGES, NUM_HEADS, PAGE_SIZE, width).to(dtype).transpose(1, 2)
+        elif layout == "sliced":
+            cache = torch.ones(2 * NUM_PAGES, PAGE_SIZE + 1, NUM_HEADS + 2, width + 3).to(dtype)
+            cache = cache[1::2, 1:, 1:-1, 2:-1]
+        else:
+            cache = torch.ones(NUM_PAGES, PAGE_SIZE, NUM_HEADS, width).to(dtype)
+        caches.append(cache)
+    return caches[0], caches[1]
+
+
+def random_kv(num_tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    k = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM, generator=generator)
+    return k.to(dtype), torch.randn(num_tokens, NUM_HEADS, HEAD_DIM_V, generator=generator).to(dtype)
+
+
+def storage_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """All memory that the cache is a view of."""
+    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+
+
+@pytest.mark.property
+@given(
+    slots=st.lists(st.integers(0, NUM_PAGES * PAGE_SIZE - 1), unique=True),
+    skipped=st.sets(st.integers(0, 23)),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(CACHE_DTYPES),
+    new_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_every_token_goes_into_its_slot_and_nowhere_else(
+    slots: list[int], skipped: set[int], layout: str, dtype: torch.dtype, new_dtype: torch.dtype
+) -> None:
+    mapping = [-1 if i in skipped else slot for i, slot in enumerate(slots)]
+    found, expected = empty_caches(layout, dtype), empty_caches(layout, dtype)
+    new = random_kv(len(mapping), new_dtype)
+    for token, slot in enumerate(mapping):
+        if slot >= 0:
+            for cache, values in zip(expected, new, strict=True):
+                cache[slot // PAGE_SIZE, slot % PAGE_SIZE] = values[token].to(dtype)
+    write_kv(*new, *found, torch.tensor(mapping, dtype=torch.int64))
+    for cache, wanted in zip(found, expected, strict=True):
+        assert torch.equal(storage_bytes(cache), storage_bytes(wanted))
+
+
+def test_new_values_may_have_any_strides() -> None:
+    k, v = random_kv(5)
+    expected, found = empty_caches("plain", torch.float32), empty_caches("plain", torch.float32)
+    slots = torch.tensor([9, -1, 3, 0, 23])
+    write_kv(k, v, *expected, slots)
+    wide = torch.stack([slots, slots + 100], dim=1)
+    write_kv(k.transpose(0, 2).contiguous().transpose(0, 2), torch.cat([v, v], 2)[..., :HEAD_DIM_V], *found, wide[:, 0])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("num_pages", [0, NUM_PAGES])
+def test_no_token_writes_nothing(num_pages: int) -> None:
+    k_cache, v_cache = (cache[:num_pages].clone() for cache in empty_caches("plain", torch.float32))
+    write_kv(*random_kv(0), k_cache, v_cache, torch.empty(0, dtype=torch.int64))
+    assert torch.equal(k_cache, torch.ones_like(k_cache))
+
+
+K, V = random_kv(3)
+K_CACHE, V_CACHE = empty_caches("plain", torch.float32)
+SLOTS = torch.tensor([0, -1, 23])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"k": None}, TypeError, "k is a NoneType: expected a torch.Tensor"),
+        ({"v_cache": [1]}, TypeError, "v_cache is a list"),
+        ({"slot_mapping": [0, 1, 2]}, TypeError, "slot_mapping is a list"),
+        ({"slot_mapping": SLOTS.int()}, TypeError, r"slot_mapping has dtype torch\.int32: expected torch\.int64"),
+        ({"slot_mapping": SLOTS[:, None]}, ValueError, r"slot_mapping has shape \(3, 1\)"),
+        ({"slot_mapping": SLOTS.to("meta")}, ValueError, "slot_mapping is on meta"),
+        ({"slot_mapping": SLOTS + 1}, ValueError, r"slot_mapping\[2\]=24: expected -1 to 23"),
+        ({"slot_mapping": SLOTS - 1}, ValueError, r"slot_mapping\[1\]=-2: expected -1 to 23"),
+        ({"slot_mapping": SLOTS[:2]}, ValueError, r"k has shape \(3, 2, 8\): expected \(2, 2, 8\)"),
+        ({"k": K[:, :1]}, ValueError, r"k has shape \(3, 1, 8\): expected \(3, 2, 8\)"),
+        ({"v": K}, ValueError, r"v has shape \(3, 2, 8\): expected \(3, 2, 5\)"),
+        ({"k": K.to("meta")}, ValueError, "k is on meta"),
+        ({"v": V.to("meta")}, ValueError, "v is on meta"),
+        ({"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache is on meta"),
+        ({"k_cache": K_CACHE[0]}, ValueError, r"k_cache has shape \(4, 2, 8\)"),
+        ({"k_cache": K_CACHE.int()}, TypeError, r"k_cache has dtype torch\.int32: expected one of torch\.float32"),
+        ({"v_cache": V_CACHE.double()}, TypeError, r"v_cache has dtype torch\.float64"),
+        ({"v_cache": V_CACHE[:5]}, ValueError, r"v_cache has shape \(5, 4, 2, 5\): expected the pages of k_cache"),
+        ({"v_cache": V_CACHE.view(12, 2, 2, 5)}, ValueError, r"v_cache has shape \(12, 2, 2, 5\)"),
+        ({"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, r"v_cache has .*strides .*: expected .*last contiguous"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"k": K, "v": V, "k_cache": K_CACHE, "v_cache": V_CACHE, "slot_mapping": SLOTS} | changed
+    with pytest.raises(error, match=message):
+        write_kv(**arguments)
+    # and nothing was written
+    assert torch.equal(K_CACHE, torch.ones_like(K_CACHE))
+    assert torch.equal(V_CACHE, torch.ones_like(V_CACHE))
+
+
+def test_a_card_that_does_not_convert_e4m3_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are said to lie on a GPU and have no memory: nothing is launched."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
+        new = torch.empty(3, 2, 8, device="cuda")
+        cache = torch.empty(4, 16, 2, 8, device="cuda", dtype=torch.float8_e4m3fn)
+        with pytest.raises(TypeError, match=r"k_cache has dtype torch\.float8_e4m3fn: expected .* capability 8\.9"):
+            write_kv(new, new, cache, cache, torch.zeros(3, dtype=torch.int64, device="cuda"))

@@ -1,0 +1,111 @@
+"""A step divided into prompt chunks and the rest, and put together again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkattn.config import Capacity
+from trunkattn.planner.invariants import check_plan
+from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.planner import Planner, PlannerSpec
+from trunkattn.planner.prompt_chunks import divide, join, limits_broken, prefill_limits
+from trunkattn.planner.splitting import UNLIMITED, split_rule
+from trunkattn.planner.work_list import DIRECT, DeviceModel, TileList
+from trunkattn.workloads import random_forest
+
+from .specs import as_batch, make_batch
+
+DEVICE = DeviceModel("test", 32, 32, 6, 2000, 25, False, 16, by_schedule=True)
+
+
+def spec_of(policy: str, page_size: int, device: DeviceModel = DEVICE) -> PlannerSpec:
+    """8 query heads, 2 KV heads."""
+    model = cost_model(device, 8, 2, 64, 64, 2)
+    return PlannerSpec(page_size, policy, model, split_rule(device, model, 2, 128, 0))
+
+
+def empty_tiles() -> TileList:
+    none, pairs = np.empty(0, np.int32), np.empty((0, 2), np.int32)
+    items, runs = np.empty((0, 5), np.int32), np.empty((0, 3), np.int32)
+    return TileList(items, runs, none, none, pairs, np.zeros(5, np.int32), none, pairs, 3, True)
+
+
+@given(seed=st.integers(0, 2**32 - 1), above=st.sampled_from([0, 1, 8, 30]))
+def test_every_query_token_is_in_one_half(seed: int, above: int) -> None:
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 16]))
+    batch = as_batch(random_forest(rng, page_size=page_size), int(rng.choice([5, UNLIMITED])))
+    query_lens = np.diff(batch.query_start_loc)
+    division = divide(batch, above, page_size)
+    if division is None:
+        assert not (query_lens > above).any()
+        return
+    rows = np.flatnonzero(query_lens > above)
+    chunks, rest = division.chunks, division.rest
+    assert np.array_equal(np.diff(rest.query_start_loc), np.where(query_lens > above, 0, query_lens))
+    assert np.array_equal(np.diff(chunks.query_start_loc), query_lens[rows])
+    assert np.array_equal(chunks.seq_lens, batch.seq_lens[rows])
+    row_of = np.repeat(np.arange(len(query_lens)), query_lens)
+    assert (query_lens[row_of[division.chunk_tokens]] > above).all()
+    assert (query_lens[row_of[division.rest_tokens]] <= above).all()
+    tokens = np.concatenate([division.rest_tokens, division.chunk_tokens])
+    assert np.array_equal(np.sort(tokens), np.arange(len(row_of)))
+    for row, length in enumerate(chunks.seq_lens):
+        pages = -(-length // page_size)
+        assert np.array_equal(chunks.block_table[row, :pages], batch.block_table[rows[row], :pages])
+
+
+@given(seed=st.integers(0, 2**32 - 1), policy=st.sampled_from(["auto", "cascade", "pat", "relay", "per_query"]))
+def test_chunks_are_planned_and_joined(seed: int, policy: str) -> None:
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 16]))
+    batch = as_batch(random_forest(rng, page_size=page_size, max_own_tokens=400), int(rng.choice([5, 90, UNLIMITED])))
+    division = divide(batch, 4, page_size)
+    if division is None:
+        return
+    planned = Planner(spec_of(policy, page_size)).plan(division.chunks)
+    check_plan(planned)
+    work = planned.work
+    joined, listed = join(empty_tiles(), work, division)
+    assert joined.num_slots == 3 + work.num_slots
+    assert np.array_equal(listed.slots == DIRECT, work.slots == DIRECT)
+    assert np.array_equal(np.sort(listed.slots[listed.slots != DIRECT]), 3 + np.arange(work.num_slots))
+    for query, (first, last) in zip(joined.merge_queries, joined.merge_ranges, strict=True):
+        assert np.array_equal(np.sort(listed.slots[listed.queries == query]), np.arange(first, last))
+    finished = np.concatenate([listed.queries[listed.slots == DIRECT], joined.merge_queries])
+    assert np.array_equal(np.sort(finished), division.chunk_tokens)
+
+
+@given(seed=st.integers(0, 2**32 - 1), above=st.sampled_from([1, 8]))
+def test_what_shares_nothing_and_is_not_cut_fits_every_capacity(seed: int, above: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = as_batch(random_forest(rng, page_size=4))
+    division = divide(batch, above, 4)
+    if division is None:
+        return
+    one_slot = DeviceModel("test", 32, 32, 1, 2000, 25, False, 16, by_schedule=True)
+    spec = spec_of("per_query", 4, one_slot)
+    requests, pages = batch.block_table.shape
+    capacity = Capacity(requests, int(batch.query_start_loc[-1]), pages, 10_000)
+    limits = prefill_limits(spec.rule, spec.model.queries_per_tile, above, capacity)
+    assert limits_broken(Planner(spec).plan(division.chunks).work, limits, free_slots=0) == []
+    assert len(division.chunks.seq_lens) <= limits.rows
+    assert division.chunks.block_table.shape[1] <= limits.columns
+
+
+@pytest.mark.parametrize("lens, above", [([], 0), ([3, 3, 3], 3), ([0, 0, 0], 0)])
+def test_no_chunk(lens: list[int], above: int) -> None:
+    assert divide(make_batch([[0, 1, 2, 3]] * len(lens), query_lens=lens), above, 1) is None
+
+
+def test_what_is_over_its_limit_is_named() -> None:
+    batch = make_batch([list(range(100))], query_lens=[8])
+    division = divide(batch, 0, 1)
+    assert division is not None
+    spec = spec_of("per_query", 1)
+    work = Planner(spec).plan(division.chunks).work
+    limits = prefill_limits(spec.rule, 8, 0, Capacity(1, 20, 100, 100))
+    assert work.num_slots > 0
+    broken = limits_broken(work, limits, free_slots=work.num_slots - 1)
+    assert broken == [f"{work.num_slots} prefill slots of {work.num_slots - 1}"]

@@ -1,0 +1,90 @@
+"""Cuts by a simulated schedule: against the same schedule in plain Python, and what they are for."""
+
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from trunkattn.planner.split_schedule import FINEST, _time, scheduled_parts, weight_of, work_time
+from trunkattn.planner.splitting import SplitRule
+
+RULE = SplitRule(
+    num_slots=132, num_kv_heads=8, grid=128, above_mean=False, fixed_chunk=0, head_bytes=512, row_bytes=3,
+    row_unit=128, group_size=4, by_schedule=True, item_bytes=120_000, partial_bytes=1032,
+)  # fmt: skip
+LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
+
+
+def tiles_of(lengths: list[int], queries: int = 32) -> NDArray[np.int32]:
+    return np.array([(0, 7, 7 + length, 0, queries) for length in lengths], np.int32).reshape(-1, 5)
+
+
+def end_of_schedule(rule: SplitRule, items: list[int]) -> int:
+    """Heaviest first, each to the slot that ends first."""
+    slots = [0] * rule.num_slots
+    for item in sorted(items, reverse=True):
+        for _ in range(rule.num_kv_heads):
+            heapq.heappush(slots, heapq.heappop(slots) + item)
+    return max(slots)
+
+
+@given(lengths=LENGTHS, slots=st.sampled_from([1, 2, 3, 7, 132]), heads=st.sampled_from([1, 8]))
+def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> None:
+    rule, tiles = RULE._replace(num_slots=slots, num_kv_heads=heads, partial_bytes=0), tiles_of(lengths)
+    weights = np.array([weight_of(rule, length, 32) for length in lengths])
+    items = [int(weight) + rule.item_bytes for weight in weights]
+    assert _time(rule, tiles, weights, np.array(lengths, np.int32)) == end_of_schedule(rule, items)
+
+
+@given(lengths=LENGTHS, slots=st.sampled_from([1, 7, 132, 264]))
+def test_parts_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) -> None:
+    rule, tiles = RULE._replace(num_slots=slots), tiles_of(lengths)
+    parts = scheduled_parts(rule, tiles)
+    cut = parts < np.array(lengths)
+    assert (parts[~cut] == np.array(lengths)[~cut]).all()
+    assert (parts[cut] % rule.grid == 0).all() and (parts > 0).all()
+    whole = [int(weight_of(rule, length, 32)) + rule.item_bytes for length in lengths]
+    pieces = [
+        int(weight_of(rule, min(part, length - begin), 32)) + rule.item_bytes
+        for length, part in zip(lengths, parts.tolist(), strict=True)
+        for begin in range(0, length, part)
+    ]
+    assert len(pieces) <= len(lengths) + FINEST * slots // rule.num_kv_heads + 1
+    if cut.any():
+        assert end_of_schedule(rule, pieces) < end_of_schedule(rule, whole)
+
+
+@pytest.mark.parametrize(
+    "lengths, pieces",
+    [
+        ([8192 + 32 * i for i in range(16)], 1),  # 128 programs of 132
+        ([32 * i for i in range(1, 513)], 1),  # a long chunk: heaviest first leaves little at the end
+        ([32_768], 16),  # 8 programs
+        ([32_768] * 4, 4),
+        ([100] * 3, 1),  # not worth a part of the grid
+    ],
+)
+def test_how_many_parts_the_longest_is_cut_into(lengths: list[int], pieces: int) -> None:
+    assert -(-lengths[0] // scheduled_parts(RULE, tiles_of(lengths))[0]) == pieces
+
+
+def test_partials_that_cost_more_than_they_save_are_not_made() -> None:
+    tiles = tiles_of([4096] * 4)
+    assert (scheduled_parts(RULE, tiles) < 4096).all()
+    assert (scheduled_parts(RULE._replace(partial_bytes=10**6), tiles) == 4096).all()
+
+
+@given(lengths=LENGTHS, partials=st.sampled_from([0, 64]))
+def test_the_time_of_a_work_list(lengths: list[int], partials: int) -> None:
+    items = np.array([(0, 7, 7 + length, 32 * i, 32 * i + 32) for i, length in enumerate(lengths)], np.int32)
+    whole = end_of_schedule(RULE, [int(weight_of(RULE, length, 32)) + RULE.item_bytes for length in lengths])
+    merge = 2 * RULE.item_bytes + partials * 4 * RULE.partial_bytes * 8 // 132 if partials else 0
+    assert work_time(RULE, items, partials) == whole + merge
+
+
+def test_one_slot_or_no_tile() -> None:
+    assert scheduled_parts(RULE._replace(num_slots=1), tiles_of([50_000, 3])).tolist() == [50_000, 3]
+    assert scheduled_parts(RULE, tiles_of([])).tolist() == []

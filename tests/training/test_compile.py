@@ -1,0 +1,38 @@
+"""FlashAttention's training kernels compile without a GPU, for three generations of cards, and fit them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES
+
+COMPILE = Path(__file__).with_name("compile_report.py")
+SOURCE = Path(__file__).parents[2] / "src"
+
+# Bytes of a thread's stack, about as found with Triton 3.9: more is what this notices. Gradients of keys and values
+# hold two accumulators of 128 × 128 in registers, and one pass also a part of dq.
+SPILLED_AT_MOST = {
+    (80, 128): {"forward": 48, "keys": 24, "queries": 80, "one_pass": 64},
+    (90, 128): {"keys": 104, "one_pass": 288, "keys packed": 240},
+    (100, 128): {"forward": 72, "keys": 400},
+}
+
+
+@pytest.mark.parametrize(("capability", "head_dim"), [(80, 128), (90, 64), (90, 128), (100, 128)])
+def test_every_pass_compiles_and_fits_the_card(capability: int, head_dim: int) -> None:
+    """In a process of its own: in this one Triton may be an interpreter."""
+    limit = ARCHITECTURES[capability].shared_per_program
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(COMPILE), str(capability), str(head_dim), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert set(report) >= {"forward", "keys", "queries", "one_pass"}
+    allowed = SPILLED_AT_MOST.get((capability, head_dim), {})
+    for name, used in report.items():
+        assert used["registers"] > 16 and used["shared"] <= limit, name  # what does not fit compiles to a trap
+        assert used["spilled"] <= allowed.get(name, 0), name

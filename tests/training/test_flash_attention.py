@@ -1,0 +1,229 @@
+"""`flash_attention` on a CPU: gradients, torch.compile, memory, bad input."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn import flash_attention
+
+from ..attention.cases import fraction
+from .training_cases import BF16, F16, F32, TABLE, TrainingCase, longer, run
+
+DENSE = TrainingCase(((5, 7), (5, 7)), False, True, (4, 2), 8)
+PACKED = TrainingCase(((3, 4), (0, 2), (4, 4), (2, 0)), True, True, (4, 2), 8)
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_outputs_and_gradients(case: TrainingCase) -> None:
+    results = run(case)
+    case.assert_accurate(results)
+    if case.packed:
+        case.assert_padding_is_zero(results)
+
+
+@pytest.mark.parametrize("number", [2, 4, 9])
+def test_sequences_of_several_blocks(number: int) -> None:
+    case = longer(TABLE[number], 8, "cpu", F32)
+    case.assert_accurate(run(case))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_half_precision_has_float32_sums(dtype: torch.dtype) -> None:
+    case = replace(TABLE[0], dtype=dtype)
+    case.assert_accurate(run(case))
+
+
+@settings(max_examples=fraction(4))
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=5),
+    causal=st.booleans(),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    padding=st.integers(0, 5),
+)
+@pytest.mark.property
+def test_packed_sequences_of_any_length(
+    lengths: list[tuple[int, int]], causal: bool, heads: tuple[int, int], padding: int
+) -> None:
+    case = TrainingCase(tuple(lengths), True, causal, heads, 8, padding=padding)
+    results = run(case)
+    case.assert_accurate(results)
+    case.assert_padding_is_zero(results)
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED])
+def test_gradients_are_those_of_finite_differences(case: TrainingCase) -> None:
+    leaves = [tensor.double().contiguous().requires_grad_() for tensor in case.inputs[:3]]
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+
+    def results(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = flash_attention(*leaves, case.causal, **sums, return_lse=True)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(results, leaves, fast_mode=True)
+
+
+def test_a_query_that_sees_nothing_has_gradient_0() -> None:
+    case = TrainingCase(((40, 7),), False, True, (2, 1), 16)
+    out, lse, dq, dk, dv = run(case)
+    assert torch.equal(out[0, :33], torch.zeros(33, 2, 16)) and torch.equal(dq[0, :33], torch.zeros(33, 2, 16))
+    assert (lse[0, :33] == -math.inf).all() and lse[0, 33:].isfinite().all()
+    assert dk.isfinite().all() and dv.isfinite().all()
+
+
+def test_lse_is_optional_and_of_the_shape_of_q() -> None:
+    q, k, v = DENSE.inputs[:3]
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    assert torch.equal(flash_attention(q, k, v), out)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED])
+def test_the_operators_keep_what_torch_asks_of_them(case: TrainingCase) -> None:
+    """Schema, fake tensors, autograd and tracing with dynamic shapes."""
+    q, k, v = (tensor.clone().requires_grad_() for tensor in case.inputs[:3])
+    arguments = (q, k, v, *case.cu_seqlens, case.causal, 0.3, True)
+    torch.library.opcheck(torch.ops.trunkattn.flash_attention, arguments)
+    out, lse = torch.ops.trunkattn.flash_attention(*arguments)
+    saved = [tensor.detach() for tensor in (q, k, v, out, lse)]
+    sums = [tensor for tensor in case.cu_seqlens if tensor is not None]
+    gradients = (torch.ones_like(saved[3]), torch.ones_like(saved[4]))
+    torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (*gradients, saved, sums, True, 0.3, True))
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED])
+def test_torch_compile_takes_it_whole(case: TrainingCase) -> None:
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attention(q.sin(), k, v, case.causal, **sums)
+        assert isinstance(out, torch.Tensor)
+        return out.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    leaves = [tensor.clone().requires_grad_() for tensor in case.inputs[:3]]
+    expected, found = loss(*leaves), compiled(*leaves)
+    assert torch.equal(expected, found)
+    for a, b in zip(torch.autograd.grad(expected, leaves), torch.autograd.grad(found, leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_tensor_is_quadratic_in_the_length() -> None:
+    """2,000 tokens: the scores would be 16 MB, a tile of them is 256 KiB; outputs and gradients are 64 KB each."""
+    q, k, v = (torch.randn(1, 2000, 1, 8, requires_grad=True) for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = flash_attention(q, k, v)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 200_000 < largest < 500_000
+
+
+def test_a_second_derivative_is_refused() -> None:
+    leaves = [tensor.clone().requires_grad_() for tensor in DENSE.inputs[:3]]
+    out = flash_attention(*leaves)
+    assert isinstance(out, torch.Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_attention_backward"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(packed: bool) -> None:
+    """As of lse², with lse -inf."""
+    case = TrainingCase(((5, 2),), packed, True, (2, 1), 8)
+    leaves = [tensor.detach().requires_grad_() for tensor in case.inputs[:3]]
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+    out, lse = flash_attention(*leaves, True, **sums, return_lse=True)
+    loss = lse.square().masked_fill(~lse.isfinite(), 0).sum() + out.sum()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
+
+
+def test_autocast_chooses_the_dtype() -> None:
+    """Rotary embeddings leave float32 queries and keys beside 16-bit values."""
+    q, k, v = DENSE.inputs[:3]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attention(q, k, v.bfloat16())
+        assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
+        doubles = flash_attention(q.double(), k.double(), v.double())
+        assert isinstance(doubles, torch.Tensor) and doubles.dtype == torch.float64
+    assert torch.equal(out, flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_a_scale_that_varies_compiles_without_a_break() -> None:
+    q, k, v = DENSE.inputs[:3]
+    compiled = torch.compile(
+        lambda scale: flash_attention(q, k, v, sm_scale=scale), backend="aot_eager", fullgraph=True
+    )
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(scale), flash_attention(q, k, v, sm_scale=scale))
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
+ROWS, KEYS = torch.zeros(9, 4, 8), torch.zeros(11, 2, 8)
+SUMS = {"cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_k": int32(0, 5, 11)}
+BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
+    (TypeError, "q is a list: expected a torch.Tensor", {"q": [0.0]}),
+    (TypeError, "v is a NoneType: expected a torch.Tensor", {"v": None}),
+    (ValueError, "q is on meta: expected cpu or cuda", {"q": Q.to("meta")}),
+    (ValueError, "k is on meta: expected cpu or cuda", {"k": K.to("meta")}),
+    (TypeError, "q has dtype torch.int64: expected one of torch.float16, torch.bfloat16", {"q": Q.long()}),
+    (TypeError, "k has dtype torch.float16: expected torch.float32, like q", {"k": K.half()}),
+    (ValueError, "q has shape (5, 4, 8): expected 4 dimensions", {"q": Q[0]}),
+    (ValueError, "k has shape (2, 7, 2, 9): expected q's head_dim, 8, and batch, 2", {"k": torch.zeros(2, 7, 2, 9)}),
+    (ValueError, "k has shape (3, 7, 2, 8): expected q's head_dim, 8, and batch, 2", {"k": torch.zeros(3, 7, 2, 8)}),
+    (ValueError, "v has shape (2, 6, 2, 8): expected k's, (2, 7, 2, 8)", {"v": K[:, :6]}),
+    (ValueError, "q has head_dim 0: expected 1 to 256", {"q": Q[..., :0], "k": K[..., :0], "v": K[..., :0]}),
+    (ValueError, "k has 3 heads: expected a divisor of q's 4", {name: torch.zeros(2, 7, 3, 8) for name in "kv"}),
+    (ValueError, "k has 0 heads: expected a divisor of q's 4", {name: K[:, :, :0] for name in "kv"}),
+    (ValueError, "k has 2 heads: expected a divisor of q's 0", {"q": Q[:, :, :0]}),
+    (TypeError, "causal=1: expected a bool", {"causal": 1}),
+    (TypeError, "deterministic=None: expected a bool", {"deterministic": None}),
+    (TypeError, "return_lse=0: expected a bool", {"return_lse": 0}),
+    (TypeError, "sm_scale='x': expected None or a number", {"sm_scale": "x"}),
+    (TypeError, "sm_scale=True: expected None or a number", {"sm_scale": True}),
+    (ValueError, "sm_scale=-1: expected None or a finite number above 0", {"sm_scale": -1}),
+    (ValueError, "sm_scale=0.0: expected None or a finite number above 0", {"sm_scale": 0.0}),
+    (ValueError, "sm_scale=nan: expected None or a finite number above 0", {"sm_scale": math.nan}),
+    (ValueError, "cu_seqlens_q is None: expected both", {"cu_seqlens_k": int32(0, 7)}),
+)
+BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
+    (ValueError, "cu_seqlens_k is None: expected both", {"cu_seqlens_k": None}),
+    (ValueError, "q has shape (2, 5, 4, 8): expected (tokens, heads, head_dim), as cu_seqlens_q is given", {"q": Q}),
+    (TypeError, "cu_seqlens_q is a list: expected a torch.Tensor", {"cu_seqlens_q": [0, 9]}),
+    (TypeError, "cu_seqlens_k has dtype torch.int64: expected torch.int32", {"cu_seqlens_k": torch.tensor([0, 5, 11])}),
+    (ValueError, "cu_seqlens_k is on meta: expected cpu, like q", {"cu_seqlens_k": int32(0, 5, 11).to("meta")}),
+    (ValueError, "cu_seqlens_k has shape (2,): expected (num_sequences + 1)", {"cu_seqlens_k": int32(0, 11)}),
+    (ValueError, "cu_seqlens_q has shape (0,): expected (num_sequences + 1)", {"cu_seqlens_q": int32()}),
+    (ValueError, "cu_seqlens_q has shape (1, 3): expected", {"cu_seqlens_q": int32(0, 4, 9)[None]}),
+    (ValueError, "cu_seqlens_q[0]=1: expected 0", {"cu_seqlens_q": int32(1, 4, 9)}),
+    (ValueError, "cu_seqlens_q[2]=3: expected 4 to 9", {"cu_seqlens_q": int32(0, 4, 3)}),
+    (ValueError, "cu_seqlens_k[1]=-1: expected 0 to 11", {"cu_seqlens_k": int32(0, -1, 11)}),
+    (ValueError, "cu_seqlens_k[2]=12: expected 5 to 11", {"cu_seqlens_k": int32(0, 5, 12)}),
+)
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), BAD, ids=[message for _, message, _ in BAD])
+def test_bad_input(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attention(**{"q": Q, "k": K, "v": K} | changes)
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), BAD_PACKED, ids=[message for _, message, _ in BAD_PACKED])
+def test_bad_packed_input(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attention(**{"q": ROWS, "k": KEYS, "v": KEYS} | SUMS | changes)
+
+
+def test_what_the_bad_inputs_change_is_good() -> None:
+    assert flash_attention(Q, K, K).shape == Q.shape
+    assert flash_attention(ROWS, KEYS, KEYS, **SUMS).shape == ROWS.shape

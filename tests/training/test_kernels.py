@@ -1,0 +1,185 @@
+"""FlashAttention's training kernels under Triton's interpreter against float64, with tiles that cut small sequences."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn.training.backward import backward
+from trunkattn.training.forward import FlashTile, Sequences, fitting_tile, forward, shared_bytes
+
+from ..attention.cases import fraction
+from .training_cases import TABLE, Results, TrainingCase
+
+WIDE, TALL, SQUARE = FlashTile(16, 32, 4, 2), FlashTile(32, 16, 4, 2), FlashTile(16, 16, 4, 2)
+# No bfloat16: the interpreter multiplies bit patterns of bfloat16 tiles as if they were integers.
+
+
+def run(case: TrainingCase, tile: FlashTile, deterministic: bool) -> Results:
+    q, k, v, dout, dlse = case.inputs
+    sequences = Sequences(case.causal, case.scale, *case.cu_seqlens)
+    out, lse = forward(q, k, v, sequences, tile)
+    tiles = dict.fromkeys(("keys", "queries", "one_pass"), tile)
+    dlse = dlse.transpose(-1, -2)
+    return out, lse.transpose(-1, -2), *backward((dout, dlse), (q, k, v, out, lse), sequences, deterministic, tiles)
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)))
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_outputs_and_gradients(number: int, deterministic: bool) -> None:
+    case, tile = TABLE[number], (WIDE, TALL, SQUARE)[(number + deterministic) % 3]
+    results = run(case, tile, deterministic)
+    case.assert_accurate(results)
+    if case.packed:
+        case.assert_padding_is_zero(results)
+
+
+@pytest.mark.parametrize("tile", [WIDE, TALL])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_queries_that_see_nothing(tile: FlashTile, deterministic: bool, packed: bool) -> None:
+    """Of 40 causal queries over 7 keys the first 33; among them a whole tile."""
+    case = TrainingCase(((40, 7),), packed, True, (2, 1), 16)
+    out, lse, dq, dk, dv = (tensor.reshape(-1, *tensor.shape[-1:]) for tensor in run(case, tile, deterministic))
+    assert torch.equal(out[:66], torch.zeros(66, 16)) and torch.equal(dq[:66], torch.zeros(66, 16))
+    assert (lse[:33] == -math.inf).all() and lse[33:].isfinite().all()
+    assert dk.isfinite().all() and dv.isfinite().all() and (out[66:] != 0).all()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(deterministic: bool) -> None:
+    q, k, v, dout, dlse = TrainingCase(((5, 2),), False, True, (2, 1), 16).inputs
+    sequences = Sequences(True, 0.3)
+    out, lse = forward(q, k, v, sequences, SQUARE)
+    dlse = dlse.transpose(-1, -2).masked_fill(lse == -math.inf, math.nan)
+    tiles = dict.fromkeys(("keys", "queries", "one_pass"), SQUARE)
+    gradients = backward((dout, dlse), (q, k, v, out, lse), sequences, deterministic, tiles)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("far", ["q", "k"])
+def test_heads_may_lie_more_than_2_to_the_31_elements_apart(far: str) -> None:
+    """Most of the memory between them is never touched, so that it costs nothing."""
+    heads, stride = 3, 2**30
+    near = {name: torch.randn(1, 8, heads, 16).half() for name in ("q", "k", "v", "dout")}
+    apart = torch.empty(heads * stride, dtype=torch.float16).as_strided((1, 8, heads, 16), (0, 16, stride, 1))
+    apart.copy_(near[far])
+    sequences = Sequences(True, 0.25)
+    results = []
+    for tensors in (near, near | {far: apart}):
+        q, k, v = (tensors[name] for name in "qkv")
+        out, lse = forward(q, k, v, sequences, SQUARE)
+        for deterministic in (True, False):
+            tiles = dict.fromkeys(("keys", "queries", "one_pass"), SQUARE)
+            gradients = ((near["dout"], torch.zeros_like(lse)), (q, k, v, out, lse))
+            results.append((out, lse, *backward(*gradients, sequences, deterministic, tiles)))
+    for mine, other in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of weights that are masked then
+def test_logits_far_apart_do_not_overflow() -> None:
+    case = TrainingCase(((20, 40),), False, True, (2, 1), 16)
+    case.inputs[0].mul_(100)
+    for deterministic in (True, False):
+        results = run(case, SQUARE, deterministic)
+        assert all(tensor.isfinite().all() for tensor in results)
+        case.assert_accurate(results)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_keys_beyond_the_last_add_nothing_where_all_logits_are_low(deterministic: bool) -> None:
+    """A key of zeros would have a weight of e^400."""
+    case = TrainingCase(((20, 21),), False, False, (2, 1), 16)
+    case.inputs[0].fill_(10)
+    case.inputs[1].copy_(-10 + 0.1 * torch.randn(case.inputs[1].shape))
+    results = run(case, WIDE, deterministic)
+    assert (results[1] < -350).all()
+    case.assert_accurate(results)
+
+
+@settings(max_examples=fraction(10))
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5),
+    causal=st.booleans(),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    tile=st.sampled_from([WIDE, TALL, SQUARE]),
+    deterministic=st.booleans(),
+    padding=st.integers(0, 20),
+)
+@pytest.mark.property
+def test_packed_sequences_of_any_length(
+    lengths: list[tuple[int, int]],
+    causal: bool,
+    heads: tuple[int, int],
+    tile: FlashTile,
+    deterministic: bool,
+    padding: int,
+) -> None:
+    case = TrainingCase(tuple(lengths), True, causal, heads, 16, padding=padding)
+    results = run(case, tile, deterministic)
+    case.assert_accurate(results)
+    case.assert_padding_is_zero(results)
+
+
+@pytest.mark.parametrize("wrong", [[-9, 30, 70], [0, 90, 60], [60, 20, 0], [5, 5, 5], [2**31 - 1, -(2**31), 40]])
+def test_sums_that_make_no_sense_are_never_followed_outside(wrong: list[int]) -> None:
+    """NaN lies around 60 tokens: what reads there gives NaN, and nothing may be written there."""
+    q, k, v, dout = (torch.full((180, 1, 16), math.nan) for _ in range(4))
+    for tensor in (q, k, v, dout):
+        tensor[60:120] = torch.randn(60, 1, 16)
+    sums = torch.tensor(wrong, dtype=torch.int32)
+    sequences = Sequences(True, 0.25, sums, sums.clone())
+    own = tuple(tensor[60:120] for tensor in (q, k, v))
+    out, lse = forward(*own, sequences, SQUARE)
+    tiles = dict.fromkeys(("keys", "queries", "one_pass"), SQUARE)
+    for deterministic in (True, False):
+        saved = (*own, out, lse)
+        found = backward((dout[60:120], torch.zeros_like(lse)), saved, sequences, deterministic, tiles)
+        assert not any(tensor.isnan().any() for tensor in (out, *found))
+
+
+def test_a_batch_without_sequences() -> None:
+    case = TrainingCase((), True, True, (2, 1), 16, padding=40)
+    sums = torch.zeros(1, dtype=torch.int32)
+    q, k, v, dout, dlse = case.inputs
+    out, lse = forward(q, k, v, Sequences(True, 0.25, sums, sums), SQUARE)
+    for deterministic in (True, False):
+        found = backward((dout, dlse.T), (q, k, v, out, lse), Sequences(True, 0.25, sums, sums), deterministic)
+        case.assert_padding_is_zero((out, lse.T, *found))
+
+
+def test_the_preferred_tiles_of_the_table() -> None:
+    """They are far larger than the sequence: one program does all."""
+    case = TrainingCase(((20, 24),), False, True, (2, 1), 32)
+    q, k, v, dout, dlse = case.inputs
+    sequences = Sequences(True, case.scale)
+    out, lse = forward(q, k, v, sequences)
+    for deterministic in (True, False):
+        found = backward((dout, dlse.transpose(1, 2)), (q, k, v, out, lse), sequences, deterministic)
+        case.assert_accurate((out, lse.transpose(1, 2), *found))
+
+
+@pytest.mark.parametrize("tensor_memory", [False, True])
+@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10])  # an sm_90 or sm_100, an sm_80, an sm_86 or sm_120
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [1, 32, 64, 80, 96, 128, 192, 256])
+def test_every_card_has_a_tile_for_every_head_dim(
+    head_dim: int, itemsize: int, limit: int, tensor_memory: bool
+) -> None:
+    for name in ("forward", "keys", "queries", "one_pass"):
+        tile = fitting_tile(name, head_dim, itemsize, limit, tensor_memory)
+        assert shared_bytes(name, tile, head_dim, itemsize) <= limit, name
+        assert all(size >= 16 and size & (size - 1) == 0 for size in tile[:2])
+
+
+def test_a_contiguous_copy_gives_the_same_bits() -> None:
+    case = TrainingCase(((20, 40),), False, True, (4, 2), 20)
+    strided = run(case, SQUARE, True)
+    copy = replace(case)
+    copy.__dict__["inputs"] = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in case.inputs)
+    assert all(torch.equal(a, b) for a, b in zip(strided, run(copy, SQUARE, True), strict=True))
