@@ -160,7 +160,7 @@ class Interpreted:
         tensors = Tensors(
             step.q, step.k_cache, step.v_cache, out, lse, torch.full((slots, heads, config.value_dim), math.nan),
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
-            step.options.get("sinks", ones), torch.zeros(2, dtype=torch.int32),
+            step.options.get("sinks", ones),
         )  # fmt: skip
         execute(plan, tensors, self.tiles, card, return_lse)
         return out, lse
