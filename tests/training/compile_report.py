@@ -17,14 +17,19 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trunkattn.gpu.tuning.compile_ahead import signature_of
+from trunkattn.numerics import padded_head_dim
 from trunkattn.training.backward import keys_kernel, prepare_kernel, queries_kernel
-from trunkattn.training.forward import FlashTile, fitting_tile, forward_kernel, padded
+from trunkattn.training.common import Batch, Shape, Variant
+from trunkattn.training.forward import forward_kernel
+from trunkattn.training.tiles import FlashTile, fitting_tile
 
 KERNELS = MappingProxyType(
     {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel, "one_pass": keys_kernel}
 )
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 SUMS = ("lse", "dlse", "shift", "delta")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 ALIGNED = ("seqlen_q", "seqlen_k", "num_qo_heads")
 
 
@@ -34,21 +39,30 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
     kernel, packed = KERNELS.get(name, prepare_kernel), variant == "packed"
     kind = variant if variant == "fp32" else "bf16"
     constants: dict[str, object] = {
-        "GROUP": 4, "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "BLOCK": 64, "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "CAUSAL": True, "PACKED": packed, "EVEN_Q": not packed, "EVEN_K": not packed,
-        "ONE_PASS": name == "one_pass", "PRECISION": "ieee" if kind == "fp32" else "tf32",
-        **({} if packed else {"cu_seqlens_q": None, "cu_seqlens_k": None}),
-    }  # fmt: skip
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    types = dict.fromkeys(TENSORS, f"*{kind}") | dict.fromkeys(SUMS, "*fp32") | {"scale": "fp32", "sm_scale": "fp32"}
-    types |= {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"} | ({"dq": "*fp32"} if name == "one_pass" else {})
-    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (arg, type_name) in enumerate(signature.items())
-        if type_name.startswith("*") or "_stride_" in arg or arg in ALIGNED
+        "SHAPE": Shape(4, head_dim, padded_head_dim(head_dim), "ieee" if kind == "fp32" else "tf32"),
+        "TILE": tile,
+        "VARIANT": Variant(causal=True, packed=packed, even_k=not packed),
+        "EVEN_Q": not packed,
+        "ONE_PASS": name == "one_pass",
+        "BLOCK": 64,
     }
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    types = dict.fromkeys(TENSORS, f"*{kind}") | dict.fromkeys(SUMS, "*fp32")
+    types |= dict.fromkeys(("scale", "log2", "sm_scale"), "fp32") | dict.fromkeys(OFFSETS, "*i32")
+    types |= {"dq": "*fp32"} if name == "one_pass" else {}
+    signature, aligned = signature_of(kernel, constants, types)
+    values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    for prefix, fields in (((), kernel.arg_names), ((1,), Batch._fields if "batch" in kernel.arg_names else ())):
+        for index, field in enumerate(fields):
+            if field in ALIGNED:
+                aligned[*prefix, index] = [["tt.divisibility", 16]]
+    if not packed and "batch" in kernel.arg_names:
+        signature["batch"] = signature["batch"]._replace(**dict.fromkeys(OFFSETS, "constexpr"))
+        for field in OFFSETS:
+            place = (1, Batch._fields.index(field))
+            values[place] = None
+            del aligned[place]
+    source = ASTSource(kernel, signature, values, aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

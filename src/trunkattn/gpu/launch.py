@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from trunkattn.gpu import prefill_plan
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, Launch, Tensors
+from trunkattn.gpu.plan import Card, GpuPlan, Launch, Tensors
 from trunkattn.gpu.prefill_plan import PrefillPlan
-from trunkattn.gpu.triton.decode import decode_kernel
+from trunkattn.gpu.triton import decode, merge
+from trunkattn.gpu.triton import prefill as prefill_triton
+from trunkattn.gpu.triton.decode import Buckets, decode_kernel
 from trunkattn.gpu.triton.merge import merge_kernel
 from trunkattn.gpu.triton.prefill import prefill_kernel
 from trunkattn.gpu.tuning.decode import GpuTile
@@ -87,11 +88,6 @@ def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: 
     _in_order(plan, dependent, tensors, tiles, card, return_lse)
 
 
-def padded(width: int) -> int:
-    """The power of two that holds a head."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def _on_hopper(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card) -> bool:
     """Whether `decode_hopper` computes a launch, whose items then merge nothing."""
     tile = tiles[launch.buckets[0] % len(tiles)]
@@ -115,80 +111,38 @@ def _attend(
     counts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """counts: where the buckets begin; None: the plan's."""
-    arrays, geometry, tile = plan.arrays, plan.geometry, tiles[launch.buckets[0] % len(tiles)]
+    tile, merges = tiles[launch.buckets[0] % len(tiles)], launch.buckets[-1] >= len(tiles)
     if _on_hopper(plan, t, tiles, launch, card):
         from trunkattn.gpu.hopper import decode as decode_hopper
 
         most = (card.processors,) * tile.programs
         programs = most if launch.spread else (min(launch.programs, sum(most)),)
         return decode_hopper.launch(t, plan, (launch.buckets[0], launch.buckets[-1]), programs, options)
-    options |= {"BUCKET": launch.buckets[0], "ALSO": -1, "MERGE": launch.buckets[-1] >= len(tiles)}
-    if len(launch.buckets) > 1:
-        options["ALSO"] = launch.buckets[1]
-    names = ("runs", "queries", "slots", "parts", "positions")
-    decode_kernel[(launch.programs,)](
-        *_tensors(t), arrays["items"], arrays["counts"] if counts is None else counts,
-        *(arrays[name] for name in names), *_options(t, geometry), *_strides(t), **_shape(t, geometry),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SUBTILES=tile.subtiles, PRIVATE_N=tile.private_n,
-        STAGES=tile.stages, num_warps=tile.warps, **options, **_after(options),
-    )  # fmt: skip
+    buckets = Buckets(launch.buckets[0], launch.buckets[1] if len(launch.buckets) > 1 else -1, merges)
+    given = decode.launch_arguments(plan, t, tile, buckets, options["RETURN_LSE"], counts)
+    decode_kernel[(launch.programs,)](**given, PDL_TRIGGER=options["LEADS"], **_waits(options["FOLLOWS"]))
 
 
 def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, options: dict[str, Any]) -> None:
-    arrays, tile, geometry = prefill.arrays, prefill.tile, plan.geometry
+    tile, geometry = prefill.tile, plan.geometry
     count, positions = plan.arrays["prefill_count"], plan.arrays["positions"]
     if card.hopper:
         from trunkattn.gpu.hopper import prefill as prefill_hopper  # Gluon, which other cards need not have
 
         if prefill_hopper.supports(t, tile, geometry):
             return prefill_hopper.launch(t, prefill, (count, positions), geometry, options)
-    shape = _shape(t, geometry)
-    del shape["MASKED"]  # it always is where it has to be
-    shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)
-    prefill_kernel[(prefill.programs,)](
-        *_tensors(t), arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
-        *_options(t, geometry), prefill.table_stride, *_strides(t), **shape,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, num_warps=tile.warps, **options,
-    )  # fmt: skip
-
-
-def _tensors(t: Tensors) -> tuple[torch.Tensor, ...]:
-    return t.q, t.k_cache, t.v_cache, t.out, t.lse, t.partial, t.partial_lse
-
-
-def _options(t: Tensors, geometry: Geometry) -> tuple[Any, ...]:
-    return t.logit_scale, t.v_scale, t.sinks, geometry.soft_cap or 0.0, geometry.window
-
-
-def _strides(t: Tensors) -> tuple[int, ...]:
-    return *t.q.stride()[:2], *t.out.stride()[:2], *t.k_cache.stride()[:3], *t.v_cache.stride()[:3]
-
-
-def _shape(t: Tensors, geometry: Geometry) -> dict[str, Any]:
-    """The constants that all tiles have in common."""
-    return {
-        "NUM_QO_HEADS": geometry.num_qo_heads, "NUM_KV_HEADS": geometry.num_kv_heads, "PAGE_SIZE": geometry.page_size,
-        "RUN": geometry.run, "HEAD_DIM": geometry.head_dim, "HEAD_DIM_V": geometry.head_dim_v,
-        "PADDED_DIM": padded(geometry.head_dim), "PADDED_DIM_V": padded(geometry.head_dim_v),
-        "MASKED": geometry.masked, "SOFT_CAP": geometry.soft_cap is not None, "SINKS": geometry.sinks,
-        "PRECISION": "ieee" if t.q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-
-
-def _after(options: dict[str, Any]) -> dict[str, Any]:
-    """How to launch what may start before the launch ahead of it ends (programmatic dependent launch)."""
-    return {"launch_pdl": True} if options["FOLLOWS"] else {}
+    given = prefill_triton.launch_arguments(plan, t, options["RETURN_LSE"])
+    prefill_kernel[(prefill.programs,)](**given, PDL_TRIGGER=options["LEADS"])
 
 
 def _merge(plan: GpuPlan, t: Tensors, count_at: int, programs: int, options: dict[str, Any]) -> None:
-    arrays, geometry = plan.arrays, plan.geometry
-    merge_kernel[(programs,)](
-        t.out, t.lse, t.partial, t.partial_lse, arrays["merge_queries"], arrays["merge_ranges"], arrays["counts"],
-        t.v_scale, t.sinks, t.out.stride(0), t.out.stride(1),
-        COUNT_AT=count_at, NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads,
-        HEAD_DIM_V=geometry.head_dim_v, PADDED_DIM_V=padded(geometry.head_dim_v),
-        SINKS=geometry.sinks, num_warps=1, **options, **_after(options),
-    )  # fmt: skip
+    given = merge.launch_arguments(plan, t, count_at, options["RETURN_LSE"])
+    merge_kernel[(programs,)](**given, **_waits(options["FOLLOWS"]))
+
+
+def _waits(follows: bool) -> dict[str, bool]:
+    """How to launch what may start before the launch ahead of it ends (programmatic dependent launch)."""
+    return {"PDL_WAIT": True, "launch_pdl": True} if follows else {"PDL_WAIT": False}
 
 
 _EXECUTIONS = MappingProxyType({"serial": _serial, "overlapped": _overlapped, "streams": _streams})

@@ -1,225 +1,311 @@
-"""Backward pass of FlashAttention by recomputation (lecture §5.8): weights come again from q, k and lse, tile by tile.
+"""The backward pass of FlashAttention by recomputation (FlashAttention-2, §3.1; https://arxiv.org/abs/2307.08691).
 
-With P the weights and delta the row sums of dout · out: dv = Pᵀ dout, dS = P · (dout vᵀ - delta), dk = dSᵀ q and
-dq = dS k, the latter two times sm_scale.
-Two ways. Two kernels, deterministic: one holds a block of keys and streams queries, the other a block of queries and
-streams keys; scores are computed twice. One pass: the first kernel also adds its part of dq to memory in float32, in
-the order in which programs happen to come.
+The probabilities p come again from q, k and lse, tile by tile. With delta, the row sums of dout · out: dv = pᵀ dout,
+ds = p · (dout vᵀ - delta), dk = dsᵀ q and dq = ds k, the latter two times sm_scale.
+
+There are two ways. Two kernels are deterministic: one holds a block of keys and streams queries, the other holds a
+block of queries and streams keys, and both compute the scores. One pass is faster: the first kernel also adds its part
+of dq to memory in float32, in the order in which its CTAs happen to run.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from trunkattn.training.forward import (
-    LOG2_E,
-    FlashTile,
+from trunkattn.gpu.triton.online_softmax import LOG2_E
+from trunkattn.training.common import (
+    Batch,
     Sequences,
+    Strides,
     arguments,
-    card_tile,
+    attention_shape,
     find_queries,
     find_sequence,
     load_tile,
-    padded,
     span,
     store_tile,
+    visible,
     visible_keys,
     with_batch,
 )
+from trunkattn.training.tiles import FlashTile, card_tile
 
-_LOG2_E = tl.constexpr(LOG2_E)
+
+class PrepareTensors(NamedTuple):
+    """out, dout [batch, seqlen_q, num_qo_heads, head_dim]; the others [batch, num_qo_heads, seqlen_q], float32."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    delta: Any
+    shift: Any
+
+
+class KeysTensors(NamedTuple):
+    """Tensors of `keys_kernel`, with shapes as in `ForwardTensors`; gradients are contiguous."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    shift: Any
+    delta: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class QueriesTensors(NamedTuple):
+    """Tensors of `queries_kernel`, with shapes as in `ForwardTensors`; gradients are contiguous."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    shift: Any
+    delta: Any
+    dq: Any
+
+
+class Scales(NamedTuple):
+    """Of logits: log2 is sm_scale · log2(e)."""
+
+    log2: Any
+    sm_scale: Any
+
+
+class KeyBlock(NamedTuple):
+    """A block of keys and values [N, D], and the number of each key in its sequence, which has `length` tokens."""
+
+    keys: Any
+    values: Any
+    n: Any
+    length: Any
+
+
+class KeyGradients(NamedTuple):
+    """Sums over queries [N, D], float32; dk not yet times sm_scale."""
+
+    dk: Any
+    dv: Any
+
+
+class QueryHead(NamedTuple):
+    """Where the tokens of one query head of a sequence begin."""
+
+    q: Any
+    dout: Any
+    dq: Any
+    shift: Any
+    delta: Any
+
+
+class QuerySide(NamedTuple):
+    """What the queries of a sequence have in common: strides of q, the stride of a token in dout and dq, the number of
+    queries, and the position of query 0 among the keys."""
+
+    q_head: Any
+    q_token: Any
+    token: Any
+    length: Any
+    offset: Any
+
+
+class QueryTile(NamedTuple):
+    """A block of queries: q and dout [M, D], shift and delta [M]."""
+
+    q: Any
+    dout: Any
+    shift: Any
+    delta: Any
 
 
 @triton.jit
-def prepare_kernel(out, dout, lse, dlse, delta, shift, seqlen_q, num_qo_heads, blocks,
-                   HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """delta: row sums of dout · out, less dlse, as a gradient of lse adds P · dlse to dS. shift: lse in base 2; +inf
-    for a query that sees nothing, so that its weights are 0."""
-    first, other = tl.program_id(0) % blocks * BLOCK, tl.program_id(0) // blocks
+def prepare_kernel(
+    tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, SHAPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """delta: row sums of dout · out, less dlse, since a gradient of lse adds p · dlse to ds. shift: lse in base 2, and
+    +inf for a query that sees nothing, so that its p is 0."""
+    first, other = tl.program_id(0) % num_blocks * BLOCK, tl.program_id(0) // num_blocks
     head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
-    stride_t = num_qo_heads * HEAD_DIM
-    at = batch * seqlen_q * stride_t + head * HEAD_DIM
-    out_tile = load_tile(out + at, first, stride_t, seqlen_q, BLOCK, HEAD_DIM, PADDED_DIM, True)
-    dout_tile = load_tile(dout + at, first, stride_t, seqlen_q, BLOCK, HEAD_DIM, PADDED_DIM, True)
-    if out.dtype.element_ty == tl.float32:  # summed as P's gradient will be: for a query of one key both cancel
-        products = tl.dot(dout_tile, tl.trans(out_tile), input_precision="ieee")
+    token_stride = num_qo_heads * SHAPE.head_dim
+    at = batch * seqlen_q * token_stride + head * SHAPE.head_dim
+    out = load_tile(tensors.out + at, first, token_stride, seqlen_q, BLOCK, SHAPE, True)
+    dout = load_tile(tensors.dout + at, first, token_stride, seqlen_q, BLOCK, SHAPE, True)
+    if tensors.out.dtype.element_ty == tl.float32:  # summed as dout vᵀ is: for a query of one key both then cancel
+        products = tl.dot(dout, tl.trans(out), input_precision="ieee")
         diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-        own = tl.sum(tl.where(diagonal, products, 0.0), 1)
+        delta = tl.sum(tl.where(diagonal, products, 0.0), 1)
     else:
-        own = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     m = first + tl.arange(0, BLOCK)
     rows = (batch * num_qo_heads + head) * seqlen_q + m
     inside = m < seqlen_q
-    natural = tl.load(lse + rows, mask=inside, other=0.0)
-    nothing = natural == -float("inf")
-    own = tl.where(nothing, 0.0, own - tl.load(dlse + rows, mask=inside, other=0.0))  # dlse may be NaN there
-    tl.store(delta + rows, own, mask=inside)
-    tl.store(shift + rows, tl.where(nothing, float("inf"), natural * _LOG2_E), mask=inside)
+    lse = tl.load(tensors.lse + rows, mask=inside, other=0.0)
+    sees_nothing = lse == -float("inf")
+    dlse = tl.load(tensors.dlse + rows, mask=inside, other=0.0)  # may be NaN where a query sees nothing
+    tl.store(tensors.delta + rows, tl.where(sees_nothing, 0.0, delta - dlse), mask=inside)
+    tl.store(tensors.shift + rows, tl.where(sees_nothing, float("inf"), lse * LOG2_E), mask=inside)
 
 
 @triton.jit
-def _add_queries(state, keys, values, q_head, dout_head, dq_head, shift_row, delta_row, at, end, q_stride_t, stride_t,
-                 n, end_k, offset, scale, sm_scale, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 PADDED_DIM: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EVEN_Q: tl.constexpr,
-                 ONE_PASS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Adds BLOCK_M queries' part to dk and dv [N, D]; everything transposed, so that weights stay in registers."""
-    dk, dv = state
-    m = at + tl.arange(0, BLOCK_M)
-    q_tile = load_tile(q_head, at, q_stride_t, end, BLOCK_M, HEAD_DIM, PADDED_DIM, not EVEN_Q)
-    shift = tl.load(shift_row + m, mask=m < end, other=float("inf"))
-    scores = tl.dot(keys, tl.trans(q_tile), input_precision=PRECISION)
-    weights = tl.exp2(scores * scale - shift[None, :])
+def _add_queries(
+    state, block, head, side, first, scales,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, EVEN_Q: tl.constexpr, MASK: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """Adds the part of a block of queries to dk and dv. All products are transposed, so that p stays in registers."""
+    m = first + tl.arange(0, TILE.block_m)
+    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
+    shift = tl.load(head.shift + m, mask=m < side.length, other=float("inf"))
+    scores = tl.dot(block.keys, tl.trans(q), input_precision=SHAPE.precision)
+    p = tl.exp2(scores * scales.log2 - shift[None, :])
     if MASK:
-        seen = n[:, None] < end_k
-        if CAUSAL:
-            seen = seen & (n[:, None] <= m[None, :] + offset)
-        weights = tl.where(seen, weights, 0.0)
-    dout_tile = load_tile(dout_head, at, stride_t, end, BLOCK_M, HEAD_DIM, PADDED_DIM, not EVEN_Q)
-    dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
-    delta = tl.load(delta_row + m, mask=m < end, other=0.0)
-    dweights = tl.dot(values, tl.trans(dout_tile), input_precision=PRECISION)
-    dscores = (weights * (dweights - delta[None, :])).to(q_tile.dtype)
-    dk = tl.dot(dscores, q_tile, dk, input_precision=PRECISION)
+        seen = block.n[:, None] < block.length
+        if VARIANT.causal:
+            seen = seen & (block.n[:, None] <= m[None, :] + side.offset)
+        p = tl.where(seen, p, 0.0)
+    dout = load_tile(head.dout, first, side.token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
+    dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)
+    delta = tl.load(head.delta + m, mask=m < side.length, other=0.0)
+    dp = tl.dot(block.values, tl.trans(dout), input_precision=SHAPE.precision)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, state.dk, input_precision=SHAPE.precision)
     if ONE_PASS:
-        d = tl.arange(0, PADDED_DIM)
-        part = tl.dot(tl.trans(dscores), keys, input_precision=PRECISION) * sm_scale
-        pointers = dq_head + tl.cast(at, tl.int64) * stride_t + tl.arange(0, BLOCK_M)[:, None] * stride_t + d[None, :]
-        tl.atomic_add(pointers, part, mask=(m < end)[:, None] & (d < HEAD_DIM)[None, :], sem="relaxed")
-    return dk, dv
+        rows, d = tl.arange(0, TILE.block_m)[:, None], tl.arange(0, SHAPE.padded_dim)[None, :]
+        dq = tl.dot(tl.trans(ds), block.keys, input_precision=SHAPE.precision) * scales.sm_scale
+        pointers = head.dq + tl.cast(first, tl.int64) * side.token + rows * side.token + d
+        tl.atomic_add(pointers, dq, mask=(m < side.length)[:, None] & (d < SHAPE.head_dim), sem="relaxed")
+    return KeyGradients(dk, dv)
 
 
 @triton.jit
-def _add_group(state, keys, values, heads, begin, end, seqlen_q, len_q, q_stride_h, q_stride_t, stride_t, n, end_k,
-               offset, scale, sm_scale, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-               PADDED_DIM: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, EVEN_Q: tl.constexpr,
-               ONE_PASS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Adds queries [begin, end) of every head of a group; heads: of the first one, q, dout, dq, shift and delta."""
-    q_head, dout_head, dq_head, shift_row, delta_row = heads
-    steps = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
-    for step in tl.range(0, GROUP * steps):
-        member, at = step // steps, begin + step % steps * BLOCK_M
-        state = _add_queries(
-            state, keys, values, q_head + tl.cast(member, tl.int64) * q_stride_h, dout_head + member * HEAD_DIM,
-            dq_head + member * HEAD_DIM, shift_row + member * seqlen_q, delta_row + member * seqlen_q,
-            at, len_q, q_stride_t, stride_t, n, end_k, offset, scale, sm_scale,
-            BLOCK_M, HEAD_DIM, PADDED_DIM, MASK, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
-        )  # fmt: skip
+def _add_group(
+    state, block, head, side, begin, end, seqlen_q, scales,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, EVEN_Q: tl.constexpr, MASK: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+):  # fmt: skip
+    """Adds queries [begin, end) of every head of a group. head: the first one."""
+    steps = tl.cdiv(tl.maximum(end - begin, 0), TILE.block_m)
+    for step in tl.range(0, SHAPE.group_size * steps):
+        member, first = step // steps, begin + step % steps * TILE.block_m
+        own = QueryHead(
+            head.q + tl.cast(member, tl.int64) * side.q_head,
+            head.dout + member * SHAPE.head_dim,
+            head.dq + member * SHAPE.head_dim,
+            head.shift + member * seqlen_q,
+            head.delta + member * seqlen_q,
+        )
+        state = _add_queries(state, block, own, side, first, scales, SHAPE, TILE, VARIANT, EVEN_Q, MASK, ONE_PASS)
     return state
 
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dout, shift, delta, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-    num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks, scale, sm_scale,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, ONE_PASS: tl.constexpr, PRECISION: tl.constexpr,
+    tensors: KeysTensors, batch: Batch, scales: Scales, strides: Strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, EVEN_Q: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch, KV head, block of keys), block fastest; the first blocks, which most causal queries see, go
-    first. Sums over the group's heads in registers. Under ONE_PASS it also adds to dq, float32 zeros."""
-    block, other = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    num_kv_heads = num_qo_heads // GROUP
-    kv_head, batch = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
-    begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
-    if PACKED:
-        sequence, block = find_sequence(block, cu_seqlens_k, num_sequences, BLOCK_N)
-        begin_q, len_q = span(cu_seqlens_q, sequence, seqlen_q)
-        begin_k, len_k = span(cu_seqlens_k, sequence, seqlen_k)
-    first, offset = block * BLOCK_N, len_k - len_q
-    k_head = k + batch * k_stride_b + begin_k * k_stride_t + tl.cast(kv_head, tl.int64) * k_stride_h
-    v_head = v + batch * v_stride_b + begin_k * v_stride_t + tl.cast(kv_head, tl.int64) * v_stride_h
-    keys = load_tile(k_head, first, k_stride_t, len_k, BLOCK_N, HEAD_DIM, PADDED_DIM, not EVEN_K)
-    values = load_tile(v_head, first, v_stride_t, len_k, BLOCK_N, HEAD_DIM, PADDED_DIM, not EVEN_K)
-    n = first + tl.arange(0, BLOCK_N)
+    """dk and dv of CTA (batch, KV head, block of keys), block fastest. The first blocks, which most causal queries see,
+    go first. It sums over the heads of a group in registers. EVEN_Q: every block of queries is full. ONE_PASS: it also
+    adds to dq, which holds zeros in float32."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    D: tl.constexpr = SHAPE.padded_dim
+    seqlen_q, num_qo_heads = batch.seqlen_q, batch.num_qo_heads
+    number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
+    num_kv_heads = num_qo_heads // SHAPE.group_size
+    kv_head, row = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
+    begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, batch.seqlen_k
+    if VARIANT.packed:
+        sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
+        begin_q, len_q = span(batch.cu_seqlens_q, sequence, seqlen_q)
+        begin_k, len_k = span(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+    first, offset = number * BLOCK_N, len_k - len_q
+    k_head = tensors.k + row * strides.k_batch + begin_k * strides.k_token + tl.cast(kv_head, tl.int64) * strides.k_head
+    v_head = tensors.v + row * strides.v_batch + begin_k * strides.v_token + tl.cast(kv_head, tl.int64) * strides.v_head
+    keys = load_tile(k_head, first, strides.k_token, len_k, BLOCK_N, SHAPE, not VARIANT.even_k)
+    values = load_tile(v_head, first, strides.v_token, len_k, BLOCK_N, SHAPE, not VARIANT.even_k)
+    block = KeyBlock(keys, values, first + tl.arange(0, BLOCK_N), len_k)
     end = tl.where(first < len_k, len_q, 0)
-    begin, full = 0, 0  # first query that sees a key; first from which all see all keys
-    if CAUSAL:
+    begin, full = 0, 0  # the first query that sees a key, and the first from which all see all keys
+    if VARIANT.causal:
         begin = tl.minimum(tl.maximum(first - offset, 0), end) // BLOCK_M * BLOCK_M
         full = tl.maximum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M, begin)
-    if not EVEN_K:
+    if not VARIANT.even_k:
         full = tl.where(first + BLOCK_N > len_k, tl.cdiv(end, BLOCK_M) * BLOCK_M, full)
-    stride_t = num_qo_heads * HEAD_DIM
-    state = (tl.zeros([BLOCK_N, PADDED_DIM], tl.float32), tl.zeros([BLOCK_N, PADDED_DIM], tl.float32))
-    head = kv_head * GROUP
-    q_head = q + batch * q_stride_b + begin_q * q_stride_t + tl.cast(head, tl.int64) * q_stride_h
-    at_head = (batch * seqlen_q + begin_q) * stride_t + head * HEAD_DIM
-    row = (batch * num_qo_heads + head) * seqlen_q + begin_q
-    heads = (q_head, dout + at_head, dq + at_head, shift + row, delta + row)
-    if CAUSAL or not EVEN_K:
+    token_stride = num_qo_heads * SHAPE.head_dim
+    state = KeyGradients(tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D], tl.float32))
+    head = kv_head * SHAPE.group_size
+    q_head = tensors.q + row * strides.q_batch + begin_q * strides.q_token + tl.cast(head, tl.int64) * strides.q_head
+    at_head = (row * seqlen_q + begin_q) * token_stride + head * SHAPE.head_dim
+    at_row = (row * num_qo_heads + head) * seqlen_q + begin_q
+    queries = QueryHead(
+        q_head, tensors.dout + at_head, tensors.dq + at_head, tensors.shift + at_row, tensors.delta + at_row
+    )
+    side = QuerySide(strides.q_head, strides.q_token, token_stride, len_q, offset)
+    if VARIANT.causal or not VARIANT.even_k:
         state = _add_group(
-            state, keys, values, heads, begin, tl.minimum(full, end), seqlen_q, len_q, q_stride_h, q_stride_t, stride_t,
-            n, len_k, offset, scale, sm_scale,
-            GROUP, BLOCK_M, HEAD_DIM, PADDED_DIM, True, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
+            state, block, queries, side, begin, tl.minimum(full, end), seqlen_q, scales,
+            SHAPE, TILE, VARIANT, EVEN_Q, True, ONE_PASS,
         )  # fmt: skip
     state = _add_group(
-        state, keys, values, heads, full, end, seqlen_q, len_q, q_stride_h, q_stride_t, stride_t,
-        n, len_k, offset, scale, sm_scale,
-        GROUP, BLOCK_M, HEAD_DIM, PADDED_DIM, False, CAUSAL, EVEN_Q, ONE_PASS, PRECISION,
-    )  # fmt: skip
-    stride_t = num_kv_heads * HEAD_DIM
-    at_head = (batch * seqlen_k + begin_k) * stride_t + kv_head * HEAD_DIM
-    store_tile(dk + at_head, first, stride_t, len_k, state[0] * sm_scale, BLOCK_N, HEAD_DIM, PADDED_DIM)
-    store_tile(dv + at_head, first, stride_t, len_k, state[1], BLOCK_N, HEAD_DIM, PADDED_DIM)
+        state, block, queries, side, full, end, seqlen_q, scales, SHAPE, TILE, VARIANT, EVEN_Q, False, ONE_PASS
+    )
+    token_stride = num_kv_heads * SHAPE.head_dim
+    at_head = (row * batch.seqlen_k + begin_k) * token_stride + kv_head * SHAPE.head_dim
+    store_tile(tensors.dk + at_head, first, token_stride, len_k, state.dk * scales.sm_scale, SHAPE)
+    store_tile(tensors.dv + at_head, first, token_stride, len_k, state.dv, SHAPE)
 
 
 @triton.jit
-def _add_keys(dq, q_tile, dout_tile, shift, delta, k_head, v_head, at, end, k_stride_t, v_stride_t, position, scale,
-              BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASK: tl.constexpr,
-              CAUSAL: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Adds BLOCK_N keys' part to dq [M, D]."""
-    keys = load_tile(k_head, at, k_stride_t, end, BLOCK_N, HEAD_DIM, PADDED_DIM, MASK and not EVEN_K)
-    weights = tl.exp2(tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION) * scale - shift[:, None])
+def _add_keys(
+    dq, block, keys, first, position, scale,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Adds the part of a block of keys to dq [M, D]."""
+    MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
+    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
+    scores = tl.dot(block.q, tl.trans(k_tile), input_precision=SHAPE.precision)
+    p = tl.exp2(scores * scale - block.shift[:, None])
     if MASK:
-        n = at + tl.arange(0, BLOCK_N)[None, :]
-        seen = n < end
-        if CAUSAL:
-            seen = seen & (n <= position[:, None])
-        weights = tl.where(seen, weights, 0.0)
-    values = load_tile(v_head, at, v_stride_t, end, BLOCK_N, HEAD_DIM, PADDED_DIM, MASK and not EVEN_K)
-    dweights = tl.dot(dout_tile, tl.trans(values), input_precision=PRECISION)
-    dscores = weights * (dweights - delta[:, None])
-    return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision=PRECISION)
+        p = tl.where(visible(keys, first, position, TILE, VARIANT.causal), p, 0.0)
+    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
+    dp = tl.dot(block.dout, tl.trans(v_tile), input_precision=SHAPE.precision)
+    ds = p * (dp - block.delta[:, None])
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=SHAPE.precision)
 
 
 @triton.jit
 def queries_kernel(
-    q, k, v, dout, shift, delta, dq, cu_seqlens_q, cu_seqlens_k,
-    num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks, scale, sm_scale,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    tensors: QueriesTensors, batch: Batch, scales: Scales, strides: Strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """dq; programs as in `forward_kernel`."""
-    first, head, batch, begin_q, len_q, len_k, q_head, k_head, v_head = find_queries(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, num_sequences, seqlen_q, seqlen_k, num_qo_heads, blocks,
-        q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-        GROUP, BLOCK_M, CAUSAL, PACKED,
-    )  # fmt: skip
-    stride_t = num_qo_heads * HEAD_DIM
-    at_head = (batch * seqlen_q + begin_q) * stride_t + head * HEAD_DIM
-    q_tile = load_tile(q_head, first, q_stride_t, len_q, BLOCK_M, HEAD_DIM, PADDED_DIM, True)
-    dout_tile = load_tile(dout + at_head, first, stride_t, len_q, BLOCK_M, HEAD_DIM, PADDED_DIM, True)
+    """dq of one block of queries; see `find_queries`."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    D: tl.constexpr = SHAPE.padded_dim
+    queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
+    first, length = queries.first, queries.length
+    token_stride = batch.num_qo_heads * SHAPE.head_dim
+    at_head = (queries.batch * batch.seqlen_q + queries.begin) * token_stride + queries.head * SHAPE.head_dim
+    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE, True)
+    dout = load_tile(tensors.dout + at_head, first, token_stride, length, BLOCK_M, SHAPE, True)
     m = first + tl.arange(0, BLOCK_M)
-    row = (batch * num_qo_heads + head) * seqlen_q + begin_q
-    row_shift = tl.load(shift + row + m, mask=m < len_q, other=float("inf"))
-    row_delta = tl.load(delta + row + m, mask=m < len_q, other=0.0)
-    sums = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-    full, end = visible_keys(first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL)
-    for at in tl.range(0, full, BLOCK_N):
-        sums = _add_keys(
-            sums, q_tile, dout_tile, row_shift, row_delta, k_head, v_head, at, len_k, k_stride_t, v_stride_t, m, scale,
-            BLOCK_N, HEAD_DIM, PADDED_DIM, False, CAUSAL, EVEN_K, PRECISION,
-        )  # fmt: skip
-    if CAUSAL or not EVEN_K:
-        position = m + (len_k - len_q)
-        for at in tl.range(full, end, BLOCK_N):
-            sums = _add_keys(
-                sums, q_tile, dout_tile, row_shift, row_delta, k_head, v_head, at, len_k, k_stride_t, v_stride_t,
-                position, scale, BLOCK_N, HEAD_DIM, PADDED_DIM, True, CAUSAL, EVEN_K, PRECISION,
-            )  # fmt: skip
-    store_tile(dq + at_head, first, stride_t, len_q, sums * sm_scale, BLOCK_M, HEAD_DIM, PADDED_DIM)
+    at_row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
+    shift = tl.load(tensors.shift + at_row + m, mask=m < length, other=float("inf"))
+    delta = tl.load(tensors.delta + at_row + m, mask=m < length, other=0.0)
+    block = QueryTile(q_tile, dout, shift, delta)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    full, end = visible_keys(first, length, keys.length, TILE, VARIANT.causal)
+    for at in tl.range(0, full, TILE.block_n):
+        dq = _add_keys(dq, block, keys, at, m, scales.log2, SHAPE, TILE, VARIANT, False)
+    if VARIANT.causal or not VARIANT.even_k:
+        position = m + (keys.length - length)
+        for at in tl.range(full, end, TILE.block_n):
+            dq = _add_keys(dq, block, keys, at, position, scales.log2, SHAPE, TILE, VARIANT, True)
+    store_tile(tensors.dq + at_head, first, token_stride, length, dq * scales.sm_scale, SHAPE)
 
 
 def backward(
@@ -235,34 +321,64 @@ def backward(
     lse, dlse = saved[4].contiguous(), gradients[1].contiguous()
     chosen = {name: card_tile(name, q) for name in ("keys", "queries", "one_pass")} | (tiles or {})
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
-    batch, seqlen_q, heads, head_dim = q.shape
     make = torch.zeros if sequences.packed else torch.empty
     dk, dv = (make(k.shape, dtype=q.dtype, device=q.device) for _ in range(2))
     dq = (make if deterministic else torch.zeros)(
         q.shape, dtype=q.dtype if deterministic else torch.float32, device=q.device
     )
     if q.numel():
-        rows = 16 if q.dtype == torch.float32 else 64  # of a program that prepares
-        blocks = -(-seqlen_q // rows)
-        prepare_kernel[(blocks * heads * batch,)](
-            out, dout, lse, dlse, delta, shift, seqlen_q, heads, blocks,
-            HEAD_DIM=head_dim, PADDED_DIM=padded(head_dim), BLOCK=rows, num_warps=4,
-        )  # fmt: skip
-    more = {"dout": dout, "shift": shift, "delta": delta, "dq": dq, "sm_scale": sequences.sm_scale}
-    tile = chosen["keys" if deterministic else "one_pass"]
-    blocks = sequences.blocks(sequences.cu_seqlens_k, k.shape[1], tile.block_n)
-    if k.numel() and blocks:
-        keys_kernel[(blocks * k.shape[2] * batch,)](
-            **arguments(q, k, v, sequences, tile), **more, dk=dk, dv=dv, blocks=blocks, ONE_PASS=not deterministic,
-            EVEN_Q=not sequences.packed and seqlen_q % tile.block_m == 0,
-            EVEN_K=not sequences.packed and k.shape[1] % tile.block_n == 0,
-        )  # fmt: skip
-    tile = chosen["queries"]
-    blocks = sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m)
-    if deterministic and q.numel() and blocks:
-        queries_kernel[(blocks * heads * batch,)](
-            **arguments(q, k, v, sequences, tile), **more, blocks=blocks,
-            EVEN_K=not sequences.packed and k.shape[1] % tile.block_n == 0,
-        )  # fmt: skip
+        _prepare(PrepareTensors(out, dout, lse, dlse, delta, shift))
+    tensors = KeysTensors(q, k, v, dout, shift, delta, dq, dk, dv)
+    _keys(tensors, sequences, chosen["keys" if deterministic else "one_pass"], not deterministic)
+    if deterministic:
+        _queries(QueriesTensors(*tensors[:7]), sequences, chosen["queries"])
     dq = dq.to(q.dtype)
     return (dq[0], dk[0], dv[0]) if sequences.packed else (dq, dk, dv)
+
+
+def _prepare(tensors: PrepareTensors) -> None:
+    batch, seqlen_q, heads, head_dim = tensors.out.shape
+    shape = attention_shape(1, head_dim, tensors.out.dtype)  # the kernel does not group heads
+    block = 16 if tensors.out.dtype == torch.float32 else 64
+    num_blocks = -(-seqlen_q // block)
+    prepare_kernel[(num_blocks * heads * batch,)](
+        tensors, seqlen_q, heads, num_blocks, SHAPE=shape, BLOCK=block, num_warps=4
+    )
+
+
+def _keys(tensors: KeysTensors, sequences: Sequences, tile: FlashTile, one_pass: bool) -> None:
+    batch, seqlen_k, num_kv_heads, _ = tensors.k.shape
+    num_blocks = sequences.blocks(sequences.cu_seqlens_k, seqlen_k, tile.block_n)
+    if tensors.k.numel() and num_blocks:
+        given = arguments(tensors.q, tensors.k, tensors.v, sequences, tile, num_blocks)
+        keys_kernel[(num_blocks * num_kv_heads * batch,)](
+            tensors,
+            given.batch,
+            Scales(given.scale, sequences.sm_scale),
+            given.strides,
+            SHAPE=given.shape,
+            TILE=tile,
+            VARIANT=given.variant,
+            EVEN_Q=not sequences.packed and tensors.q.shape[1] % tile.block_m == 0,
+            ONE_PASS=one_pass,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _queries(tensors: QueriesTensors, sequences: Sequences, tile: FlashTile) -> None:
+    batch, seqlen_q, heads, _ = tensors.q.shape
+    num_blocks = sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m)
+    if tensors.q.numel() and num_blocks:
+        given = arguments(tensors.q, tensors.k, tensors.v, sequences, tile, num_blocks)
+        queries_kernel[(num_blocks * heads * batch,)](
+            tensors,
+            given.batch,
+            Scales(given.scale, sequences.sm_scale),
+            given.strides,
+            SHAPE=given.shape,
+            TILE=tile,
+            VARIANT=given.variant,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )

@@ -138,11 +138,12 @@ def _forward(
     """out like q and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]; `deterministic` is for
     the backward pass."""
     if q.is_cuda:
-        from trunkattn.training import forward as kernels  # needs Triton, which a CPU does not
+        from trunkattn.training.common import Sequences  # needs Triton, which a CPU does not
+        from trunkattn.training.forward import forward
 
         sums = [None if tensor is None else tensor.contiguous() for tensor in (cu_seqlens_q, cu_seqlens_k)]
         with torch.cuda.device(q.device):  # launches go to the current device
-            return kernels.forward(q, k, v, kernels.Sequences(causal, sm_scale, *sums))
+            return forward(q, k, v, Sequences(causal, sm_scale, *sums))
     out = torch.zeros(q.shape, dtype=_sums_dtype(q))
     lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype)
     for rows, sequence in _cpu_sequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), causal, sm_scale):
@@ -168,7 +169,7 @@ def _backward(
     q, k, v, out, lse = saved
     if q.is_cuda:
         from trunkattn.training.backward import backward
-        from trunkattn.training.forward import Sequences
+        from trunkattn.training.common import Sequences
 
         sequences = Sequences(causal, sm_scale, *(tensor.contiguous() for tensor in cu_seqlens))
         with torch.cuda.device(q.device):

@@ -1,83 +1,129 @@
-"""Merge of a query's partial states on a GPU (PAT §7; RelayAttention §3.3): one program per query token and head."""
+"""Merge of a query's partials on a GPU (PAT, §7; RelayAttention, §3.3): a CTA takes one query token and head at a
+time."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-# Partials of a step, of few and of many. On an H100 steps of 8 alone take 1.6 µs more for 33 of a
-# query, steps of 32 alone 1.4 to 1.9 more for two or three of each of 256 queries (one warp; of 16 in two warps both)
+from trunkattn.gpu.plan import GpuPlan, Tensors
+from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, Softmax, add_partials, sink_divisor
+from trunkattn.numerics import padded_head_dim
+
+# Partials that are added at once. A block of _FEW is faster for a query with two or three partials, blocks of _MANY for
+# one with dozens. In rows wider than _NARROW a block of _MANY would spill registers.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
+_NARROW = tl.constexpr(128)
+
+
+class MergeOperands(NamedTuple):
+    """The tensors of a layer that a merge reads and writes, as `gpu.plan.Tensors` describes them."""
+
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+
+
+class MergeWork(NamedTuple):
+    """Query tokens, and for each the partial slots [first, last) that hold its partials in the order of their tokens.
+    counts[COUNT_AT] says how many there are."""
+
+    queries: Any
+    ranges: Any
+    counts: Any
+
+
+class OutStrides(NamedTuple):
+    """In elements."""
+
+    token: Any
+    head: Any
+
+
+class MergeShape(NamedTuple):
+    """Constants of an attention."""
+
+    num_qo_heads: int
+    group_size: int
+    head_dim_v: int
+    padded_dim_v: int
 
 
 @triton.jit
-def _add(state, partials, start, last, head, NUM_QO_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-         PADDED_DIM_V: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
-    """Adds up to COUNT partials, [start, last), to acc [Dv], maximum and sum of a query token and head."""
-    acc, top, total = state
-    partial, partial_lse = partials
-    p, dv = tl.arange(0, COUNT), tl.arange(0, PADDED_DIM_V)
-    here = start + p < last
-    at = (start + p).to(tl.int64) * NUM_QO_HEADS + head
-    lse = tl.load(partial_lse + at, mask=here, other=-1e30) * 1.4426950408889634
-    states = tl.load(
-        partial + at[:, None] * HEAD_DIM_V + dv[None, :], mask=here[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0
-    )
-    higher = tl.maximum(top, tl.max(lse, 0))
-    weights = tl.where(here, tl.exp2(lse - higher), 0.0)
-    rescale = tl.exp2(top - higher)
-    return acc * rescale + tl.sum(states * weights[:, None], 0), higher, total * rescale + tl.sum(weights, 0)
+def _add_block(state, operands, first, last, head, SHAPE: tl.constexpr, COUNT: tl.constexpr):
+    """Adds the partials in slots [first, last), at most COUNT of them."""
+    dv = tl.arange(0, SHAPE.padded_dim_v)
+    slot = first + tl.arange(0, COUNT)
+    valid = slot < last
+    slot_at = slot.to(tl.int64) * SHAPE.num_qo_heads + head
+    lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=NEG_INF)
+    pointers = operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :]
+    partials = tl.load(pointers, mask=valid[:, None] & (dv < SHAPE.head_dim_v)[None, :], other=0.0)
+    return add_partials(state, partials, lse, valid)
 
 
 @triton.jit
 def merge_query(
-    task, tensors, lists, options, strides,
-    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM_V: tl.constexpr,
-    SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, FOLLOWS: tl.constexpr,
+    task, operands, work, v_scale, sinks, strides,
+    SHAPE: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, PDL_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """One query token and head; its partials are taken in the order of their tokens."""
-    out, lse_out, partial, partial_lse = tensors
-    merge_queries, merge_ranges = lists
-    v_scale, sinks = options
-    out_stride_t, out_stride_h = strides
-    dv = tl.arange(0, PADDED_DIM_V)
-    merged, head = task // NUM_QO_HEADS, task % NUM_QO_HEADS
-    token = tl.load(merge_queries + merged)
-    first, last = tl.load(merge_ranges + 2 * merged), tl.load(merge_ranges + 2 * merged + 1)
-    if FOLLOWS:
-        tl.extra.cuda.gdc_wait()  # the earlier launches' partials are complete from here on; the plan was before them
-    state = (tl.zeros([PADDED_DIM_V], tl.float32), -1e30, 0.0)
-    partials = (partial, partial_lse)
+    """One query token and head."""
+    DV: tl.constexpr = SHAPE.padded_dim_v
+    number, head = task // SHAPE.num_qo_heads, task % SHAPE.num_qo_heads
+    token = tl.load(work.queries + number)
+    first, last = tl.load(work.ranges + 2 * number), tl.load(work.ranges + 2 * number + 1)
+    if PDL_WAIT:
+        tl.extra.cuda.gdc_wait()  # from here on the partials of earlier launches are complete; the plan was before
+    state = Softmax(tl.zeros([DV], tl.float32), NEG_INF, 0.0)
     if last - first <= _FEW:
-        state = _add(state, partials, first, last, head, NUM_QO_HEADS, HEAD_DIM_V, PADDED_DIM_V, _FEW)
+        state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
     else:
-        MANY: tl.constexpr = _MANY if PADDED_DIM_V <= 128 else _FEW  # or a launch of wide tiles has to spill
+        MANY: tl.constexpr = _MANY if DV <= _NARROW else _FEW
         for start in range(first, last, MANY):
-            state = _add(state, partials, start, last, head, NUM_QO_HEADS, HEAD_DIM_V, PADDED_DIM_V, MANY)
-    acc, top, total = state
-    natural = top * 0.6931471805599453 + tl.log(total)
-    result = acc / tl.where(total > 0, total, 1.0) * tl.load(v_scale + head // (NUM_QO_HEADS // NUM_KV_HEADS))
+            state = _add_block(state, operands, start, last, head, SHAPE, MANY)
+    lse = state.row_max * LN_2 + tl.log(state.row_sum)  # -inf if no partial saw a key
+    result = state.acc / tl.where(state.row_sum > 0, state.row_sum, 1.0) * tl.load(v_scale + head // SHAPE.group_size)
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-        result = result / (1.0 + tl.exp2((sink - natural) * 1.4426950408889634))
-    out_at = token.to(tl.int64) * out_stride_t + head * out_stride_h
-    tl.store(out + out_at + dv, result.to(out.dtype.element_ty), mask=dv < HEAD_DIM_V)
+        result = result / sink_divisor(tl.load(sinks + head).to(tl.float32), lse)
+    dv = tl.arange(0, DV)
+    out = operands.out + (token.to(tl.int64) * strides.token + head * strides.head)
+    tl.store(out + dv, result.to(operands.out.dtype.element_ty), mask=dv < SHAPE.head_dim_v)
     if RETURN_LSE:
-        tl.store(lse_out + token * NUM_QO_HEADS + head, natural)
+        tl.store(operands.lse + token * SHAPE.num_qo_heads + head, lse)
 
 
 @triton.jit
 def merge_kernel(
-    out, lse_out, partial, partial_lse, merge_queries, merge_ranges, counts, v_scale, sinks,
-    out_stride_t, out_stride_h,
-    COUNT_AT: tl.constexpr, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    PADDED_DIM_V: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, FOLLOWS: tl.constexpr,
+    operands: MergeOperands, work: MergeWork, v_scale, sinks, strides: OutStrides,
+    COUNT_AT: tl.constexpr, SHAPE: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """counts[COUNT_AT] query tokens."""
-    for task in range(tl.program_id(0), tl.load(counts + COUNT_AT) * NUM_QO_HEADS, tl.num_programs(0)):
-        merge_query(
-            task, (out, lse_out, partial, partial_lse), (merge_queries, merge_ranges), (v_scale, sinks),
-            (out_stride_t, out_stride_h), NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM_V, PADDED_DIM_V, SINKS, RETURN_LSE,
-            FOLLOWS,
-        )  # fmt: skip
-    if FOLLOWS and tl.program_id(0) == 0:  # with nothing to merge, too: what waits for this waits for those ahead of it
+    """counts[COUNT_AT] query tokens; PDL_WAIT as in `decode_kernel`."""
+    for task in range(tl.program_id(0), tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads, tl.num_programs(0)):
+        merge_query(task, operands, work, v_scale, sinks, strides, SHAPE, SINKS, RETURN_LSE, PDL_WAIT)
+    if PDL_WAIT and tl.program_id(0) == 0:  # if nothing is to be merged, too: what waits for this waits for those ahead
         tl.extra.cuda.gdc_wait()
+
+
+def launch_arguments(plan: GpuPlan, t: Tensors, count_at: int, return_lse: bool) -> dict[str, Any]:
+    """The arguments of `merge_kernel` but PDL_WAIT."""
+    arrays, geometry = plan.arrays, plan.geometry
+    return {
+        "operands": MergeOperands(t.out, t.lse, t.partial, t.partial_lse),
+        "work": MergeWork(arrays["merge_queries"], arrays["merge_ranges"], arrays["counts"]),
+        "v_scale": t.v_scale,
+        "sinks": t.sinks,
+        "strides": OutStrides(*t.out.stride()[:2]),
+        "COUNT_AT": count_at,
+        "SHAPE": merge_shape(geometry.num_qo_heads, geometry.num_kv_heads, geometry.head_dim_v),
+        "SINKS": geometry.sinks,
+        "RETURN_LSE": return_lse,
+        "num_warps": 1,
+    }
+
+
+def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int) -> MergeShape:
+    """The constants of an attention."""
+    return MergeShape(num_qo_heads, num_qo_heads // num_kv_heads, head_dim_v, padded_head_dim(head_dim_v))

@@ -1,161 +1,243 @@
-"""FlashAttention for prompt chunks over the paged cache (FlashAttention §3.1; RelayAttention §3.2 for shared prefixes).
+"""FlashAttention for prompt chunks over the paged cache (FlashAttention, §3.1; RelayAttention, §3.2: shared prefixes).
 
-One program computes one item of a work list for one KV head. Its rows are (query token, head of the group) pairs; it
-streams the item's range of KV, finding pages in the block table, with an online softmax. Keys that all rows see need
-no mask and come first; then the rest: the diagonal, the edge of a window, what is left of the range.
+A CTA computes one item of a work list for one KV head at a time. The rows of its tile are (query token, head of the
+group) pairs. It streams the item's range of KV with an online softmax and finds pages in the block table. Blocks of
+keys that all rows see need no mask and come first. The masked ones follow: the edge of a window, the diagonal, and the
+end of the range.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.triton.decode import ITEM, cap, empty_state, finish, load_in_halves, load_queries, load_tile
-from trunkattn.planner.work_list import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+from trunkattn.gpu.plan import GpuPlan, Tensors
+from trunkattn.gpu.prefill_plan import run_tokens
+from trunkattn.gpu.triton import arguments
+from trunkattn.gpu.triton.arguments import Modifiers, Operands, Strides
+from trunkattn.gpu.triton.online_softmax import add_values, empty_state, soft_capped, softmax_step
+from trunkattn.gpu.triton.tile_io import Rows, head_cache, load_block, load_in_halves, load_queries, store_rows
+from trunkattn.gpu.tuning.prefill import PrefillTile
+from trunkattn.planner import work_list
 
-_KV_ROW, _KV_START, _KV_END = tl.constexpr(KV_ROW), tl.constexpr(KV_START), tl.constexpr(KV_END)
-_QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
+_ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
+_KV_ROW, _KV_START, _KV_END = (
+    tl.constexpr(work_list.KV_ROW),
+    tl.constexpr(work_list.KV_START),
+    tl.constexpr(work_list.KV_END),
+)
+_QUERY_START, _QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
+
+
+class PrefillWork(NamedTuple):
+    """The arrays of a `PrefillList` on the device, their number of items, and the position of each query token in its
+    sequence."""
+
+    items: Any
+    count: Any
+    block_table: Any
+    queries: Any
+    partial_slots: Any
+    positions: Any
+
+
+class PrefillTileShape(NamedTuple):
+    """Constants of a tile of block_m rows and block_n keys. segment: tokens for which one page is looked up. stages:
+    blocks in flight."""
+
+    block_m: int
+    block_n: int
+    segment: int
+    stages: int
+
+
+class ChunkItem(NamedTuple):
+    """An item reads tokens [kv_start, kv_end) of a row of the block table for queries [query_start, query_end)."""
+
+    kv_row: Any
+    kv_start: Any
+    kv_end: Any
+    query_start: Any
+    query_end: Any
+
+
+class PageRow(NamedTuple):
+    """A row of the block table, and how many of its columns an item reads."""
+
+    pages: Any
+    columns: Any
+
+
+class KeyBlocks(NamedTuple):
+    """An item's blocks of keys, from token `start` on: `leading` ones that a window masks, then `full` ones that all
+    rows see, then masked ones up to `count`."""
+
+    start: Any
+    leading: Any
+    full: Any
+    count: Any
 
 
 @triton.jit
-def _pages_of(pages, at, columns, n, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """Page of each key of the block at token `at`, which holds RUNS runs of keys of one page each."""
-    if RUNS > 4:
-        column = (at + n // RUN * RUN) // PAGE_SIZE
-        return load_in_halves(pages + column, column < columns)
-    page = tl.zeros_like(n)  # as scalars: a thread then keeps one address per run
-    for i in tl.static_range(RUNS):
-        column = (at + i * RUN) // PAGE_SIZE
-        page = tl.where(n // RUN == i, load_in_halves(pages + column, column < columns), page)
+def load_item(items, number):
+    """One row of the items."""
+    row = items + number * _ITEM_COLUMNS
+    return ChunkItem(
+        tl.load(row + _KV_ROW),
+        tl.load(row + _KV_START),
+        tl.load(row + _KV_END),
+        tl.load(row + _QUERY_START),
+        tl.load(row + _QUERY_END),
+    )
+
+
+@triton.jit
+def load_pages(row, first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The page of each key [N] of the block at token `first`. Few segments are looked up as scalars: a thread then
+    keeps one address for each."""
+    COUNT: tl.constexpr = TILE.block_n // TILE.segment
+    if COUNT > 4:
+        column = (first + n // TILE.segment * TILE.segment) // SHAPE.page_size
+        return load_in_halves(row.pages + column, column < row.columns)
+    page = tl.zeros_like(n)
+    for i in tl.static_range(COUNT):
+        column = (first + i * TILE.segment) // SHAPE.page_size
+        page = tl.where(n // TILE.segment == i, load_in_halves(row.pages + column, column < row.columns), page)
     return page
 
 
 @triton.jit
-def _places(pages, at, n, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr):
-    """(page, place in it) of each key of a block; a block begins at a multiple of RUN."""
-    if RUN == PAGE_SIZE:
-        return pages.to(tl.int64), n % RUN
-    return pages.to(tl.int64), (at + n // RUN * RUN) % PAGE_SIZE + n % RUN
+def offset_in_page(first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The place in its page of each key of a block, which begins at a multiple of a segment."""
+    if TILE.segment == SHAPE.page_size:
+        return n % TILE.segment
+    return (first + n // TILE.segment * TILE.segment) % SHAPE.page_size + n % TILE.segment
 
 
 @triton.jit
-def _attend(state, q_tile, keys, values, seen, scale, soft_cap,
-            MASK: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One step of the online softmax. The scale comes after the maximum, so that scaling and subtraction are one
-    instruction."""
-    acc, top, total = state
-    scores = tl.dot(q_tile, keys, input_precision=PRECISION)
-    if SOFT_CAP:
-        scores, scale = cap(scores * scale, soft_cap), 1.0
+def key_blocks(item, position, used, window, TILE: tl.constexpr):
+    """Which blocks need a mask, from the positions of the rows."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    start = item.kv_start // TILE.segment * TILE.segment
+    lowest, highest = tl.min(tl.where(used, position, item.kv_end), 0), tl.max(position, 0)
+    leading = (tl.maximum(item.kv_start, highest - window + 1) - start + BLOCK_N - 1) // BLOCK_N
+    full = tl.maximum(tl.minimum(item.kv_end, lowest + 1) - start - leading * BLOCK_N, 0) // BLOCK_N
+    return KeyBlocks(start, leading, full, (item.kv_end - start + BLOCK_N - 1) // BLOCK_N)
+
+
+@triton.jit
+def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexpr, FEATURES: tl.constexpr):
+    """Adds a block of keys to the state; under MASK those that are `seen`. The largest logit is found before scaling,
+    by a scale of either sign."""
+    scores = tl.dot(q_tile, keys, input_precision=FEATURES.precision)
+    if FEATURES.soft_cap:
+        scores, scale = soft_capped(scores * scale, soft_cap), 1.0
     if MASK:
         scores = tl.where(seen, scores, tl.where(scale < 0, float("inf"), -float("inf")))
-    higher = tl.max(scores, 1)
+    largest = tl.max(scores, 1)
     if scale < 0:
-        higher = tl.min(scores, 1)
-    higher = tl.maximum(top, higher * scale)
-    weights = tl.exp2(scores * scale - higher[:, None])
-    rescale = tl.exp2(top - higher)
-    total = total * rescale + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
-    return acc, higher, total
+        largest = tl.min(scores, 1)
+    p, state = softmax_step(state, scores, scale, largest * scale)
+    return add_values(state, p, values, FEATURES.precision)
 
 
 @triton.jit
 def prefill_item(
-    item, head, tensors, plan, options, strides,
-    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    item, kv_head, operands, work, modifiers, table_stride, strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One item for one KV head. tensors, plan, options, strides: as `prefill_kernel` groups its arguments."""
-    q, k_cache, v_cache, out, lse_out, partial, partial_lse = tensors
-    block_table, table_stride, queries, slots, positions = plan
-    logit_scale, v_scale, sinks, soft_cap, window = options
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h = strides[0], strides[1], strides[2], strides[3]
-    k_stride_p, k_stride_t, k_stride_h = strides[4], strides[5], strides[6]
-    v_stride_p, v_stride_t, v_stride_h = strides[7], strides[8], strides[9]
-    GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    RUNS: tl.constexpr = BLOCK_N // RUN
+    """One item for one KV head."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    GROUP: tl.constexpr = SHAPE.group_size
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    d, dv = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM_V)
-    kv_start, kv_end = tl.load(item + _KV_START), tl.load(item + _KV_END)
-    entry = tl.load(item + _QUERY_START) + m // GROUP
-    used = (entry < tl.load(item + _QUERY_END)) & (m < BLOCK_M // GROUP * GROUP)
-    token = tl.load(queries + entry, mask=used, other=0)
-    position = tl.load(positions + token, mask=used, other=0)
-    query_head = head * GROUP + m % GROUP
-    q_tile = load_queries(q, token, query_head, used, q_stride_t, q_stride_h, k_cache, HEAD_DIM, PADDED_DIM)
-    scale = tl.load(logit_scale + head)
-    scale = tl.where(tl.abs(scale) < 1e-37, 1e-37, scale)  # a masked score, which is infinite, is to stay so
-    state = empty_state(BLOCK_M, PADDED_DIM_V)
-    far = tl.cast(head, tl.int64)  # heads may lie far apart
-    k_head, v_head = k_cache + far * k_stride_h, v_cache + far * v_stride_h
-    pages = block_table + tl.load(item + _KV_ROW).to(tl.int64) * table_stride
-    columns = (kv_end + PAGE_SIZE - 1) // PAGE_SIZE
-    # blocks, counted from `start`: `lead` with a mask, then `full` without one, then the rest with one
-    start = kv_start // RUN * RUN
-    lowest, highest = tl.min(tl.where(used, position, kv_end), 0), tl.max(position, 0)
-    lead = (tl.maximum(kv_start, highest - window + 1) - start + BLOCK_N - 1) // BLOCK_N
-    full = tl.maximum(tl.minimum(kv_end, lowest + 1) - start - lead * BLOCK_N, 0) // BLOCK_N
-    begin, end = start + lead * BLOCK_N, start + (lead + full) * BLOCK_N
-    page = _pages_of(pages, begin, columns, n, PAGE_SIZE, RUN, RUNS)
-    for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        of_page, place = _places(page, at, n, PAGE_SIZE, RUN)
-        k_at, v_at = of_page * k_stride_p + place * k_stride_t, of_page * v_stride_p + place * v_stride_t
-        keys = load_tile(k_head, k_at[None, :], d[:, None], True, HEAD_DIM, PADDED_DIM, False).to(q_tile.dtype)
-        values = load_tile(v_head, v_at[:, None], dv[None, :], True, HEAD_DIM_V, PADDED_DIM_V, False).to(q_tile.dtype)
-        state = _attend(state, q_tile, keys, values, True, scale, soft_cap, False, SOFT_CAP, PRECISION)
-        page = _pages_of(pages, at + BLOCK_N, columns, n, PAGE_SIZE, RUN, RUNS)
-    page = _pages_of(pages, tl.where(lead > 0, start, end), columns, n, PAGE_SIZE, RUN, RUNS)
-    for block in tl.range(0, (kv_end - start + BLOCK_N - 1) // BLOCK_N - full, num_stages=STAGES):
-        at = start + (block + tl.where(block < lead, 0, full)) * BLOCK_N
-        of_page, place = _places(page, at, n, PAGE_SIZE, RUN)
-        where = at + n
-        inside = (where >= kv_start) & (where < kv_end)
-        k_at, v_at = of_page * k_stride_p + place * k_stride_t, of_page * v_stride_p + place * v_stride_t
-        keys = load_tile(k_head, k_at[None, :], d[:, None], inside[None, :], HEAD_DIM, PADDED_DIM, True)
-        values = load_tile(v_head, v_at[:, None], dv[None, :], inside[:, None], HEAD_DIM_V, PADDED_DIM_V, True)
-        seen = inside[None, :] & (where[None, :] <= position[:, None])
-        seen = seen & (where[None, :] > position[:, None] - window)
-        state = _attend(state, q_tile, keys.to(q_tile.dtype), values.to(q_tile.dtype), seen, scale, soft_cap,
-                        True, SOFT_CAP, PRECISION)  # fmt: skip
-        following = start + (block + 1 + tl.where(block + 1 < lead, 0, full)) * BLOCK_N
-        page = _pages_of(pages, following, columns, n, PAGE_SIZE, RUN, RUNS)
-    finish(
-        state, token, query_head, tl.load(slots + entry, mask=used, other=0), used, dv, v_scale + head,
-        (out, lse_out, partial, partial_lse), sinks, out_stride_t, out_stride_h, NUM_QO_HEADS, HEAD_DIM_V, SINKS,
-        RETURN_LSE,
-    )  # fmt: skip
+    entry = item.query_start + m // GROUP
+    used = (entry < item.query_end) & (m < BLOCK_M // GROUP * GROUP)
+    token = tl.load(work.queries + entry, mask=used, other=0)
+    position = tl.load(work.positions + token, mask=used, other=0)
+    rows = Rows(token, kv_head * GROUP + m % GROUP, used)
+    q_tile = load_queries(operands, strides, rows, SHAPE)
+    scale = tl.load(modifiers.logit_scale + kv_head)
+    scale = tl.where(tl.abs(scale) < 1e-37, 1e-37, scale)  # 0 times the infinite score of a masked key would be NaN
+    state = empty_state(BLOCK_M, SHAPE.padded_dim_v)
+    cache = head_cache(operands, strides, kv_head)
+    pages = work.block_table + item.kv_row.to(tl.int64) * table_stride
+    row = PageRow(pages, (item.kv_end + SHAPE.page_size - 1) // SHAPE.page_size)
+    blocks = key_blocks(item, position, used, modifiers.window, TILE)
+    begin, end = blocks.start + blocks.leading * BLOCK_N, blocks.start + (blocks.leading + blocks.full) * BLOCK_N
+    page = load_pages(row, begin, n, SHAPE, TILE)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
+        offset = offset_in_page(first, n, SHAPE, TILE)
+        keys, values = load_block(cache, page.to(tl.int64), offset, True, 2, SHAPE, False)
+        keys, values = keys.to(q_tile.dtype), values.to(q_tile.dtype)
+        state = attend(state, q_tile, keys, values, True, scale, modifiers.soft_cap, False, FEATURES)
+        page = load_pages(row, first + BLOCK_N, n, SHAPE, TILE)
+    page = load_pages(row, tl.where(blocks.leading > 0, blocks.start, end), n, SHAPE, TILE)
+    for block in tl.range(0, blocks.count - blocks.full, num_stages=TILE.stages):
+        first = blocks.start + (block + tl.where(block < blocks.leading, 0, blocks.full)) * BLOCK_N
+        token = first + n
+        inside = (token >= item.kv_start) & (token < item.kv_end)
+        offset = offset_in_page(first, n, SHAPE, TILE)
+        keys, values = load_block(cache, page.to(tl.int64), offset, inside, 2, SHAPE, True)
+        seen = inside[None, :] & (token[None, :] <= position[:, None])
+        seen = seen & (token[None, :] > position[:, None] - modifiers.window)
+        keys, values = keys.to(q_tile.dtype), values.to(q_tile.dtype)
+        state = attend(state, q_tile, keys, values, seen, scale, modifiers.soft_cap, True, FEATURES)
+        following = blocks.start + (block + 1 + tl.where(block + 1 < blocks.leading, 0, blocks.full)) * BLOCK_N
+        page = load_pages(row, following, n, SHAPE, TILE)
+    partial_slot = tl.load(work.partial_slots + entry, mask=used, other=0)
+    v_scale = modifiers.v_scale + kv_head
+    store_rows(state, rows, partial_slot, operands, strides, v_scale, modifiers.sinks, SHAPE, FEATURES)
 
 
 @triton.jit
 def prefill_kernel(
-    q, k_cache, v_cache, out, lse_out, partial, partial_lse,  # tensors
-    items, counts, block_table, queries, slots, positions,  # the plan
-    logit_scale, v_scale, sinks, soft_cap, window,  # options
-    table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
-    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RUN: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    RETURN_LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LEADS: tl.constexpr,
+    operands: Operands, work: PrefillWork, modifiers: Modifiers, table_stride, strides: Strides,
+    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, PDL_TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """counts[0] items, as `even_rounds` orders them; see `PrefillList` for the arrays. A program takes its turn from
-    the front in one round and from the back in the next, if that is full, so that all end at about the same time."""
-    if LEADS:
+    """count[0] items in the order of `even_rounds`. In one round a CTA takes its turn from the front, in the next from
+    the back, if that round is full, so that all CTAs end at about the same time. PDL_TRIGGER: the next launch may start
+    now."""
+    if PDL_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    tasks, programs = tl.load(counts) * NUM_KV_HEADS, tl.num_programs(0)
-    for first in range(0, tasks, programs):
+    num_tasks, num_ctas = tl.load(work.count) * SHAPE.num_kv_heads, tl.num_programs(0)
+    for first in range(0, num_tasks, num_ctas):
         turn = tl.program_id(0)
-        backwards = (first // programs % 2 == 1) & (first + programs <= tasks)
-        task = first + tl.where(backwards, programs - 1 - turn, turn)
-        if task < tasks:
+        backwards = (first // num_ctas % 2 == 1) & (first + num_ctas <= num_tasks)
+        task = first + tl.where(backwards, num_ctas - 1 - turn, turn)
+        if task < num_tasks:
+            item = load_item(work.items, task // SHAPE.num_kv_heads)
             prefill_item(
-                items + task // NUM_KV_HEADS * ITEM, task % NUM_KV_HEADS,
-                (q, k_cache, v_cache, out, lse_out, partial, partial_lse),
-                (block_table, table_stride, queries, slots, positions),
-                (logit_scale, v_scale, sinks, soft_cap, window),
-                (q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-                 k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h),
-                NUM_QO_HEADS, NUM_KV_HEADS, PAGE_SIZE, RUN, HEAD_DIM, HEAD_DIM_V, PADDED_DIM, PADDED_DIM_V,
-                BLOCK_M, BLOCK_N, SOFT_CAP, SINKS, RETURN_LSE, STAGES, PRECISION,
+                item, task % SHAPE.num_kv_heads, operands, work, modifiers, table_stride, strides,
+                SHAPE, TILE, FEATURES,
             )  # fmt: skip
+
+
+def launch_arguments(plan: GpuPlan, t: Tensors, return_lse: bool) -> dict[str, Any]:
+    """The arguments of `prefill_kernel` but PDL_TRIGGER, for a plan with prompt chunks."""
+    prefill, geometry = plan.prefill, plan.geometry
+    assert prefill
+    return {
+        "operands": arguments.operands(t),
+        "work": PrefillWork(
+            items=prefill.arrays["items"],
+            count=plan.arrays["prefill_count"],
+            block_table=prefill.arrays["block_table"],
+            queries=prefill.arrays["queries"],
+            partial_slots=prefill.arrays["slots"],
+            positions=plan.arrays["positions"],
+        ),
+        "modifiers": arguments.modifiers(t, geometry),
+        "table_stride": prefill.table_stride,
+        "strides": arguments.strides(t),
+        "SHAPE": arguments.shape(geometry),
+        "TILE": tile_shape(prefill.tile, geometry.page_size),
+        # Prompt chunks are always masked, whatever the decodes beside them are: one value, one kernel.
+        "FEATURES": arguments.features(geometry, t.q.dtype, return_lse)._replace(masked=True),
+        "num_warps": prefill.tile.warps,
+    }
+
+
+def tile_shape(tile: PrefillTile, page_size: int) -> PrefillTileShape:
+    """The constants of a tile of the table."""
+    return PrefillTileShape(tile.block_m, tile.block_n, run_tokens(tile, page_size), tile.stages)

@@ -1,42 +1,81 @@
-"""New keys and values into a paged cache on a GPU: one program per token and KV head, both caches in one launch."""
+"""New keys and values into a paged cache on a GPU: a CTA writes one token of one KV head to both caches."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from trunkattn.numerics import padded_head_dim
+
+
+class KeysValues(NamedTuple):
+    """New keys and values [tokens, heads, D / Dv], or the caches [pages, page_size, heads, D / Dv]."""
+
+    k: Any
+    v: Any
+
+
+class NewStrides(NamedTuple):
+    """Of new keys and values, in elements."""
+
+    k_token: Any
+    k_head: Any
+    k_dim: Any
+    v_token: Any
+    v_head: Any
+    v_dim: Any
+
+
+class CacheStrides(NamedTuple):
+    """Of the caches, in elements; their head dimension is contiguous."""
+
+    k_page: Any
+    k_token: Any
+    k_head: Any
+    v_page: Any
+    v_token: Any
+    v_head: Any
+
 
 @triton.jit
 def write_kv_kernel(
-    k, v, k_cache, v_cache, slot_mapping, num_slots,
-    k_stride_n, k_stride_h, k_stride_d, v_stride_n, v_stride_h, v_stride_d,
-    kc_stride_p, kc_stride_t, kc_stride_h, vc_stride_p, vc_stride_t, vc_stride_h,
-    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED: tl.constexpr,
+    new: KeysValues, cache: KeysValues, slot_mapping, num_slots, new_strides: NewStrides, strides: CacheStrides,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head). A slot outside the cache, -1 included, is skipped: nothing is written outside."""
+    """Program (token, head). It skips a slot outside the cache, -1 included: nothing is written outside."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-        d = tl.arange(0, PADDED)
-        key = tl.load(k + token * k_stride_n + head * k_stride_h + d * k_stride_d, mask=d < HEAD_DIM)
-        k_at = page * kc_stride_p + offset * kc_stride_t + head * kc_stride_h + d
-        tl.store(k_cache + k_at, key.to(k_cache.dtype.element_ty), mask=d < HEAD_DIM)
-        value = tl.load(v + token * v_stride_n + head * v_stride_h + d * v_stride_d, mask=d < HEAD_DIM_V)
-        v_at = page * vc_stride_p + offset * vc_stride_t + head * vc_stride_h + d
-        tl.store(v_cache + v_at, value.to(v_cache.dtype.element_ty), mask=d < HEAD_DIM_V)
+        d = tl.arange(0, PADDED_DIM)
+        new_key = new.k + token * new_strides.k_token + head * new_strides.k_head + d * new_strides.k_dim
+        key = tl.load(new_key, mask=d < HEAD_DIM)
+        k_at = page * strides.k_page + offset * strides.k_token + head * strides.k_head + d
+        tl.store(cache.k + k_at, key.to(cache.k.dtype.element_ty), mask=d < HEAD_DIM)
+        new_value = new.v + token * new_strides.v_token + head * new_strides.v_head + d * new_strides.v_dim
+        value = tl.load(new_value, mask=d < HEAD_DIM_V)
+        v_at = page * strides.v_page + offset * strides.v_token + head * strides.v_head + d
+        tl.store(cache.v + v_at, value.to(cache.v.dtype.element_ty), mask=d < HEAD_DIM_V)
 
 
 def write_on_gpu(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """`write_kv` of checked arguments on the current stream."""
-    num_tokens, heads, width = k.shape
+    num_tokens, num_kv_heads, head_dim = k.shape
     if not num_tokens:
         return
-    num_slots = k_cache.shape[0] * k_cache.shape[1]
-    write_kv_kernel[(num_tokens, heads)](
-        k, v, k_cache, v_cache, slot_mapping, num_slots, *k.stride(), *v.stride(),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        PAGE_SIZE=k_cache.shape[1], HEAD_DIM=width, HEAD_DIM_V=v.shape[2],
-        PADDED=1 << (max(width, v.shape[2]) - 1).bit_length(), num_warps=1,
-    )  # fmt: skip
+    write_kv_kernel[(num_tokens, num_kv_heads)](
+        new=KeysValues(k, v),
+        cache=KeysValues(k_cache, v_cache),
+        slot_mapping=slot_mapping,
+        num_slots=k_cache.shape[0] * k_cache.shape[1],
+        new_strides=NewStrides(*k.stride(), *v.stride()),
+        strides=CacheStrides(*k_cache.stride()[:3], *v_cache.stride()[:3]),
+        PAGE_SIZE=k_cache.shape[1],
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=v.shape[2],
+        PADDED_DIM=padded_head_dim(max(head_dim, v.shape[2])),
+        num_warps=1,
+    )

@@ -16,23 +16,27 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trunkattn.gpu.launch import padded
-from trunkattn.gpu.triton.decode import decode_kernel
-from trunkattn.gpu.triton.merge import merge_kernel
-from trunkattn.gpu.triton.prefill import prefill_kernel
-from trunkattn.gpu.tuning.decode import GpuTile, Tile
+from trunkattn.gpu.plan import Geometry
+from trunkattn.gpu.triton import arguments
+from trunkattn.gpu.triton.arguments import Features, Shape
+from trunkattn.gpu.triton.decode import Buckets, decode_kernel, decode_tile
+from trunkattn.gpu.triton.merge import merge_kernel, merge_shape
+from trunkattn.gpu.triton.prefill import prefill_kernel, tile_shape
+from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.gpu.tuning.tile_solver import Resources, Rings
 
 _BOX = "tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 _TYPES = MappingProxyType({
-    "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32",
+    "lse": "*fp32", "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32",
     "sinks": "*fp32", "soft_cap": "fp32",
     "k_desc": _BOX, "v_desc": _BOX,  # of the copy engine
 })  # fmt: skip
+_PAGE_SIZE = 16
 _CACHES = ("k_cache", "v_cache")
 _ARRAYS = (
-    "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges",
-    "block_table", "beside", "chunk_items", "chunk_count", "chunk_queries", "chunk_slots",
+    "items", "runs", "queries", "slots", "parts", "positions", "counts", "segments", "partial_slots", "merge_slots",
+    "count", "ranges", "block_table", "beside", "chunk_items", "chunk_count", "chunk_queries", "chunk_slots",
 )  # fmt: skip
 
 
@@ -55,34 +59,45 @@ class Target:
         return of_q | of_kv
 
     @property
-    def precision(self) -> str:
-        """Of products of float32."""
-        return "ieee" if self.dtype == "fp32" else "tf32"
+    def shape(self) -> Shape:
+        """Constants of the attention."""
+        geometry = Geometry(
+            num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            head_dim_v=self.head_dim, page_size=_PAGE_SIZE, run=_PAGE_SIZE, window=0, masked=False, soft_cap=None,
+            sinks=False,
+        )  # fmt: skip
+        return arguments.shape(geometry)
+
+    @property
+    def no_features(self) -> Features:
+        """The constants of an attention without masks and options."""
+        precision = "ieee" if self.dtype == "fp32" else "tf32"
+        return Features(masked=False, soft_cap=False, sinks=False, return_lse=False, precision=precision)
 
 
-def compile_decode(target: Target, tile: GpuTile, merges: bool = False) -> Resources:
-    """`decode_kernel` for one tile, without masks and options; `merges`: the variant that merges partials."""
-    dim = target.head_dim
+def compile_decode(
+    target: Target, tile: GpuTile, merges: bool = False, features: Features | None = None
+) -> Resources:
+    """`decode_kernel` for one tile; `merges`: the variant that merges partials. features: None for none."""
     constants: dict[str, object] = {
-        "BUCKET": 0, "ALSO": 2 if merges else -1, "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim,
-        "PADDED_DIM": padded(dim), "PADDED_DIM_V": padded(dim),
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SUBTILES": tile.subtiles,
-        "PRIVATE_N": tile.private_n, "MASKED": False, "MERGE": merges,
-        "SOFT_CAP": False, "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": target.precision,
-        "LEADS": False, "FOLLOWS": merges and target.capability >= 90,
-    }  # fmt: skip
+        "SHAPE": target.shape,
+        "TILE": decode_tile(tile, _PAGE_SIZE),
+        "FEATURES": features or target.no_features,
+        "BUCKETS": Buckets(0, 2 if merges else -1, merges),
+        "PDL_TRIGGER": False,
+        "PDL_WAIT": merges and target.capability >= 90,
+    }
     return _compile(decode_kernel, target, constants, {"num_warps": tile.warps})
 
 
-def compile_prefill(target: Target, tile: Tile) -> Resources:
-    """`prefill_kernel` for one tile, without options."""
-    dim = target.head_dim
+def compile_prefill(target: Target, tile: PrefillTile, features: Features | None = None) -> Resources:
+    """`prefill_kernel` for one tile; features: None for none."""
     constants: dict[str, object] = {
-        "PAGE_SIZE": 16, "RUN": 16, "HEAD_DIM": dim, "HEAD_DIM_V": dim, "PADDED_DIM": padded(dim),
-        "PADDED_DIM_V": padded(dim), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SOFT_CAP": False,
-        "SINKS": False, "RETURN_LSE": False, "STAGES": tile.stages, "PRECISION": target.precision,
-        "LEADS": target.capability >= 90,
-    }  # fmt: skip
+        "SHAPE": target.shape,
+        "TILE": tile_shape(tile, _PAGE_SIZE),
+        "FEATURES": features or target.no_features,
+        "PDL_TRIGGER": target.capability >= 90,
+    }
     return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
 
 
@@ -129,12 +144,16 @@ def compile_decode_hopper(target: Target, masked: bool = False) -> Resources:
     return _compile(decode_hopper.decode_hopper_kernel, target, constants, options, GluonASTSource)
 
 
-def compile_merge(target: Target) -> Resources:
-    """`merge_kernel`."""
+def compile_merge(target: Target, features: Features | None = None) -> Resources:
+    """`merge_kernel`; features: None for none."""
+    features = features or target.no_features
     constants: dict[str, object] = {
-        "COUNT_AT": 5, "HEAD_DIM_V": target.head_dim, "PADDED_DIM_V": padded(target.head_dim),
-        "SINKS": False, "RETURN_LSE": False, "FOLLOWS": target.capability >= 90,
-    }  # fmt: skip
+        "COUNT_AT": 5,
+        "SHAPE": merge_shape(target.num_qo_heads, target.num_kv_heads, target.head_dim),
+        "SINKS": features.sinks,
+        "RETURN_LSE": features.return_lse,
+        "PDL_WAIT": target.capability >= 90,
+    }
     return _compile(merge_kernel, target, constants, {"num_warps": 1})
 
 
@@ -146,14 +165,11 @@ def _compile(
     make_source: Any = ASTSource,
 ) -> Resources:
     """The arguments are typed and aligned as a launch on a GPU finds them."""
-    constants |= {"NUM_QO_HEADS": target.num_qo_heads, "NUM_KV_HEADS": target.num_kv_heads}
+    for name, number in (("NUM_QO_HEADS", target.num_qo_heads), ("NUM_KV_HEADS", target.num_kv_heads)):
+        if name in kernel.arg_names:
+            constants[name] = number
     types = _TYPES | target.types | dict.fromkeys(_ARRAYS, "*i32")
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or "_stride_" in name
-    }
+    signature, aligned = signature_of(kernel, constants, types)
     source = make_source(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -166,6 +182,33 @@ def _compile(
     named = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\S*)(?:\.aligned)?\s+(\d+)", compiled.asm["ptx"])
     barriers = 1 + max(map(int, named), default=-1)
     return Resources(used["REG"], spilled, shared, barriers, _rings(compiled.asm["ptx"]))
+
+
+def signature_of(
+    kernel: Any, constants: dict[str, object], types: dict[str, str]
+) -> tuple[dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
+    """The types of a kernel's arguments, and which of them are multiples of 16: pointers and strides.
+
+    A parameter that is annotated with a NamedTuple has a type for each of its fields. types: by name of a parameter or
+    field; the others are int32.
+    """
+    signature: dict[str, Any] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.arg_names):
+        group = kernel.fn.__annotations__.get(name)
+        if name in constants:
+            signature[name] = "constexpr"
+        elif hasattr(group, "_fields"):
+            signature[name] = group(*(types.get(field, "i32") for field in group._fields))
+            strides = group.__name__.endswith("Strides")
+            for at, kind in enumerate(signature[name]):
+                if strides or kind.startswith("*"):
+                    aligned[index, at] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = types.get(name, "i32")
+            if signature[name].startswith("*") or "_stride_" in name:
+                aligned[index,] = [["tt.divisibility", 16]]
+    return signature, aligned
 
 
 def _rings(ptx: str) -> Rings | None:

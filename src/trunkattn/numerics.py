@@ -1,0 +1,13 @@
+"""Numbers that every kernel agrees on. Softmax is computed in base 2, where an exponential is one instruction."""
+
+import math
+from typing import Final
+
+LOG2_E: Final = math.log2(math.e)
+LN_2: Final = math.log(2.0)
+NEG_INF: Final = -1e30  # the maximum of no logit; finite, so that the difference of two of them is not NaN
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The width of a tile that holds a head: a power of two, and at least what a matrix product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
