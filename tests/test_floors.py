@@ -16,6 +16,7 @@ TOP_FLOOR = 8
 FLOORS = MappingProxyType(
     {
         "dtypes": 0,
+        "numerics": 0,
         "reference": 0,
         "validate": 0,
         "config": 1,
@@ -23,7 +24,7 @@ FLOORS = MappingProxyType(
         "planner": 2,
         "cpu": 3,
         "gpu": 3,
-        "training": 3,
+        "training": 4,
         "backend": 4,
         "ops": 4,
         "attention": 5,

@@ -81,7 +81,7 @@ def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> No
     execute(uploaded(), make_tensors(), TILES, CARD, False)
     buckets = [(given["first_bucket"], given["last_bucket"], programs) for programs, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2)]
-    assert [options["BUCKET"] for _, _, options in kernels["any"].calls] == [0]
+    assert [options["BUCKETS"].first for _, _, options in kernels["any"].calls] == [0]
     assert len(kernels["merge"].calls) == 1
 
 
@@ -93,7 +93,7 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
     assert [programs for programs, _ in launched] == [CARD.processors, CARD.processors]
     assert all((given["first_bucket"], given["last_bucket"]) == (1, 2) for _, given in launched)
     ((_, _, options),) = kernels["any"].calls
-    assert (options["BUCKET"], options["ALSO"], options["MERGE"]) == (0, 3, True)
+    assert options["BUCKETS"] == (0, 3, True)
 
 
 @UNSUPPORTED
@@ -104,10 +104,10 @@ def test_what_it_cannot_do_goes_to_the_other(
     refill(plan, make_list(), np.full(3, 15, np.int32))
     execute(plan, make_tensors(**tensors), TILES, CARD, False)
     assert not kernels["hopper"].calls
-    launched = [(options["BUCKET"], options["BLOCK_M"]) for _, _, options in kernels["any"].calls]
+    launched = [(options["BUCKETS"].first, options["TILE"].block_m) for _, _, options in kernels["any"].calls]
     assert launched == [(1, 32), (2, 64), (0, 16)]
-    leads = [(options["LEADS"], options["FOLLOWS"]) for _, _, options in kernels["any"].calls]
-    assert leads == [(True, False), (True, True), (True, True)]
+    dependent = [(options["PDL_TRIGGER"], options["PDL_WAIT"]) for _, _, options in kernels["any"].calls]
+    assert dependent == [(True, False), (True, True), (True, True)]
 
 
 def test_a_cache_that_the_copy_engine_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
@@ -140,7 +140,7 @@ def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, CARD, "serial", CPU)
     execute(plan, make_tensors(), TILES, CARD, False)
     assert not kernels["hopper"].calls
-    launched = [(options["BUCKET"], options["MERGE"]) for _, _, options in kernels["any"].calls]
+    launched = [(options["BUCKETS"].first, options["BUCKETS"].merge) for _, _, options in kernels["any"].calls]
     assert launched == [(0, False), (5, True), (4, True)]
 
 

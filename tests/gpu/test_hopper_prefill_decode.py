@@ -153,10 +153,12 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 2, 1] if readable else [0, 1, 3, 1])
     decodes = kernels["decode_kernel"].calls
     if not readable:
-        _, args, options = decodes.pop(0)
-        assert args[8].tolist()[:2] == [0, 2] and options["BUCKET"] == 0 and not options["FOLLOWS"]  # args[8]: counts
-    assert all(args[8].tolist()[:5] == [2, 3, 4, 4, 4] and options["FOLLOWS"] for _, args, options in decodes)
-    assert [options["BUCKET"] for _, _, options in decodes] == [1, 0]
+        _, _, options = decodes.pop(0)
+        assert options["work"].counts.tolist()[:2] == [0, 2]
+        assert options["BUCKETS"].first == 0 and not options["PDL_WAIT"]
+    for _, _, options in decodes:
+        assert options["work"].counts.tolist()[:5] == [2, 3, 4, 4, 4] and options["PDL_WAIT"]
+    assert [options["BUCKETS"].first for _, _, options in decodes] == [1, 0]
 
 
 def test_a_device_planned_step_has_nothing_beside_chunks() -> None:

@@ -55,7 +55,7 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
     for prefix, fields in (((), kernel.arg_names), ((1,), Batch._fields if "batch" in kernel.arg_names else ())):
         for index, field in enumerate(fields):
             if field in ALIGNED:
-                aligned[*prefix, index] = [["tt.divisibility", 16]]
+                aligned[(*prefix, index)] = [["tt.divisibility", 16]]
     if not packed and "batch" in kernel.arg_names:
         signature["batch"] = signature["batch"]._replace(**dict.fromkeys(OFFSETS, "constexpr"))
         for field in OFFSETS:

@@ -153,10 +153,19 @@ def prepare_kernel(
 
 @triton.jit
 def _add_queries(
-    state, block, head, side, first, scales,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, EVEN_Q: tl.constexpr, MASK: tl.constexpr,
+    state,
+    block,
+    head,
+    side,
+    first,
+    scales,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+    EVEN_Q: tl.constexpr,
+    MASK: tl.constexpr,
     ONE_PASS: tl.constexpr,
-):  # fmt: skip
+):
     """Adds the part of a block of queries to dk and dv. All products are transposed, so that p stays in registers."""
     m = first + tl.arange(0, TILE.block_m)
     q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
@@ -184,10 +193,21 @@ def _add_queries(
 
 @triton.jit
 def _add_group(
-    state, block, head, side, begin, end, seqlen_q, scales,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, EVEN_Q: tl.constexpr, MASK: tl.constexpr,
+    state,
+    block,
+    head,
+    side,
+    begin,
+    end,
+    seqlen_q,
+    scales,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+    EVEN_Q: tl.constexpr,
+    MASK: tl.constexpr,
     ONE_PASS: tl.constexpr,
-):  # fmt: skip
+):
     """Adds queries [begin, end) of every head of a group. head: the first one."""
     steps = tl.cdiv(tl.maximum(end - begin, 0), TILE.block_m)
     for step in tl.range(0, SHAPE.group_size * steps):
@@ -205,9 +225,16 @@ def _add_group(
 
 @triton.jit
 def keys_kernel(
-    tensors: KeysTensors, batch: Batch, scales: Scales, strides: Strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, EVEN_Q: tl.constexpr, ONE_PASS: tl.constexpr,
-):  # fmt: skip
+    tensors: KeysTensors,
+    batch: Batch,
+    scales: Scales,
+    strides: Strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+    EVEN_Q: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+):
     """dk and dv of CTA (batch, KV head, block of keys), block fastest. The first blocks, which most causal queries see,
     go first. It sums over the heads of a group in registers. EVEN_Q: every block of queries is full. ONE_PASS: it also
     adds to dq, which holds zeros in float32."""
@@ -248,9 +275,21 @@ def keys_kernel(
     side = QuerySide(strides.q_head, strides.q_token, token_stride, len_q, offset)
     if VARIANT.causal or not VARIANT.even_k:
         state = _add_group(
-            state, block, queries, side, begin, tl.minimum(full, end), seqlen_q, scales,
-            SHAPE, TILE, VARIANT, EVEN_Q, True, ONE_PASS,
-        )  # fmt: skip
+            state,
+            block,
+            queries,
+            side,
+            begin,
+            tl.minimum(full, end),
+            seqlen_q,
+            scales,
+            SHAPE,
+            TILE,
+            VARIANT,
+            EVEN_Q,
+            True,
+            ONE_PASS,
+        )
     state = _add_group(
         state, block, queries, side, full, end, seqlen_q, scales, SHAPE, TILE, VARIANT, EVEN_Q, False, ONE_PASS
     )
@@ -262,9 +301,17 @@ def keys_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, block, keys, first, position, scale,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+    dq,
+    block,
+    keys,
+    first,
+    position,
+    scale,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """Adds the part of a block of keys to dq [M, D]."""
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
     k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
@@ -280,9 +327,14 @@ def _add_keys(
 
 @triton.jit
 def queries_kernel(
-    tensors: QueriesTensors, batch: Batch, scales: Scales, strides: Strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr,
-):  # fmt: skip
+    tensors: QueriesTensors,
+    batch: Batch,
+    scales: Scales,
+    strides: Strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
     """dq of one block of queries; see `find_queries`."""
     BLOCK_M: tl.constexpr = TILE.block_m
     D: tl.constexpr = SHAPE.padded_dim
@@ -309,9 +361,12 @@ def queries_kernel(
 
 
 def backward(
-    gradients: tuple[torch.Tensor, torch.Tensor], saved: tuple[torch.Tensor, ...], sequences: Sequences,
-    deterministic: bool, tiles: dict[str, FlashTile] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    gradients: tuple[torch.Tensor, torch.Tensor],
+    saved: tuple[torch.Tensor, ...],
+    sequences: Sequences,
+    deterministic: bool,
+    tiles: dict[str, FlashTile] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, contiguous, from the gradients of out and lse, and q, k, v, out and lse of `forward`; as there.
 
     deterministic: two kernels, bit-equal over repeated runs; else one pass. tiles: by pass, None for the table's.

@@ -47,8 +47,8 @@ class Strides(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The sequences: of packed ones cu_seqlens_q and cu_seqlens_k, else None. seqlen_q, seqlen_k: tokens of the tensors.
-    num_blocks: of each head; a CTA computes one."""
+    """The sequences. cu_seqlens_q and cu_seqlens_k are None if they are not packed. seqlen_q, seqlen_k: tokens of the
+    tensors. num_blocks: of each head; a CTA computes one."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -163,7 +163,9 @@ def visible(keys, first, position, TILE: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def find_queries(q, k, v, batch: Batch, strides: Strides, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr):
+def find_queries(
+    q, k, v, batch: Batch, strides: Strides, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr
+):
     """The queries of a CTA (batch, head, block), block fastest, so that CTAs that run at the same time share keys in
     the L2 cache; and their keys. Causal blocks go from the last, which sees most."""
     block, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks

@@ -40,9 +40,17 @@ class ForwardTensors(NamedTuple):
 
 @triton.jit
 def _attend(
-    state, q_tile, keys, first, position, scale,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+    state,
+    q_tile,
+    keys,
+    first,
+    position,
+    scale,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """Adds a block of keys to the state. scale: sm_scale · log2(e)."""
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
     k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
@@ -56,9 +64,14 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    tensors: ForwardTensors, batch: Batch, scale, strides: Strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr,
-):  # fmt: skip
+    tensors: ForwardTensors,
+    batch: Batch,
+    scale,
+    strides: Strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
     """One block of queries; see `find_queries`. scale: sm_scale · log2(e)."""
     BLOCK_M: tl.constexpr = TILE.block_m
     queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)

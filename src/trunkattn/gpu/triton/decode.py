@@ -51,7 +51,7 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys; the subtiles have private_n keys of their own each. segment:
+    """Constants of a tile of block_m rows and block_n keys; a subtile has blocks of private_n keys of its own. segment:
     tokens of a whole segment. stages: blocks in flight."""
 
     block_m: int
@@ -82,20 +82,20 @@ class Item(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The query rows [..., M, D], and how logits are made of them."""
+    """The query rows of a tile [..., M, D], and how logits are made of them. number, position [..., M]: of each row's
+    query, in the item and in its sequence."""
 
     tile: Any
+    number: Any
+    position: Any
     scale: Any
     soft_cap: Any
     window: Any
 
 
-class PrivateBlock(NamedTuple):
-    """A block of keys that not all rows see. query, position [..., M]: of each row, its query's number in the item, and
-    place in the sequence. segment, offset [..., N]: of each key, its segment of the block, and place in that."""
+class KeyPlaces(NamedTuple):
+    """For each key [..., N] of a block, its segment of the block and its place in the segment."""
 
-    query: Any
-    position: Any
     segment: Any
     offset: Any
 
@@ -144,9 +144,7 @@ def attend(state, query, keys, values, seen, MASK: tl.constexpr, FEATURES: tl.co
 
 
 @triton.jit
-def attend_shared(
-    state, query, item, cache, segments, SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr
-):
+def attend_shared(state, query, item, cache, segments, SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr):
     """Adds the segments that all rows see."""
     COUNT: tl.constexpr = TILE.block_n // TILE.segment
     n = tl.arange(0, TILE.block_n)
@@ -163,65 +161,75 @@ def attend_shared(
 
 @triton.jit
 def attend_masked(
-    state, query, item, block, cache, segments,
-    SHAPE: tl.constexpr, FEATURES: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    state,
+    query,
+    item,
+    cache,
+    segments,
+    places,
+    SHAPE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COUNT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Adds the other segments, COUNT of them at a time, each to the rows of its queries."""
-    M: tl.constexpr = len(query.tile.shape) - 1  # axes to insert, so that a mask lies along the keys
-    N: tl.constexpr = len(query.tile.shape) - 2
+    RANK: tl.constexpr = len(query.tile.shape)
+    M: tl.constexpr = RANK - 1  # axes to insert, so that a mask lies along the keys
+    N: tl.constexpr = RANK - 2
     begin, end = item.shared_end, item.segment_end
-    place = load_segments(segments, begin, end, block.segment, _PLACE, COUNT)
-    packed = load_segments(segments, begin, end, block.segment, _QUERIES, COUNT)
+    place = load_segments(segments, begin, end, places.segment, _PLACE, COUNT)
+    packed = load_segments(segments, begin, end, places.segment, _QUERIES, COUNT)
     for first in tl.range(begin, end, COUNT, num_stages=STAGES):
-        inside = block.offset < packed >> 16
-        page, offset = (place // SHAPE.page_size).to(tl.int64), place % SHAPE.page_size + block.offset
-        keys, values = load_block(cache, page, offset, inside, len(query.tile.shape), SHAPE, True)
+        inside = places.offset < packed >> 16
+        page, offset = (place // SHAPE.page_size).to(tl.int64), place % SHAPE.page_size + places.offset
+        keys, values = load_block(cache, page, offset, inside, RANK, SHAPE, True)
         first_query, end_query = tl.where(inside, packed & 255, 256), packed >> 8 & 255
-        row_query = tl.expand_dims(block.query, M)
-        seen = (row_query >= tl.expand_dims(first_query, N)) & (row_query < tl.expand_dims(end_query, N))
+        number = tl.expand_dims(query.number, M)
+        seen = (number >= tl.expand_dims(first_query, N)) & (number < tl.expand_dims(end_query, N))
         if FEATURES.masked:
-            position = load_segments(segments, first, end, block.segment, _POSITION, COUNT) + block.offset
-            position, row_position = tl.expand_dims(position, N), tl.expand_dims(block.position, M)
-            seen = seen & (position <= row_position) & (position > row_position - query.window)
+            key_position = load_segments(segments, first, end, places.segment, _POSITION, COUNT) + places.offset
+            key_position, position = tl.expand_dims(key_position, N), tl.expand_dims(query.position, M)
+            seen = seen & (key_position <= position) & (key_position > position - query.window)
         keys, values = keys.to(query.tile.dtype), values.to(query.tile.dtype)
         state = attend(state, query, keys, values, seen, True, FEATURES)
-        place = load_segments(segments, first + COUNT, end, block.segment, _PLACE, COUNT)
-        packed = load_segments(segments, first + COUNT, end, block.segment, _QUERIES, COUNT)
+        place = load_segments(segments, first + COUNT, end, places.segment, _PLACE, COUNT)
+        packed = load_segments(segments, first + COUNT, end, places.segment, _QUERIES, COUNT)
     return state
 
 
 @triton.jit
 def attend_private(
-    state, query, item, row_query, position, cache, segments,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    state, query, item, cache, segments, SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr
+):
     """Adds the segments that not all rows see. Subtiles are a batch of smaller products, each with keys of its own."""
+    BLOCK_M: tl.constexpr = TILE.block_m
     SUBTILES: tl.constexpr = TILE.subtiles
     ROWS: tl.constexpr = TILE.block_m // TILE.subtiles
-    BLOCK_M: tl.constexpr = TILE.block_m
     D: tl.constexpr = SHAPE.padded_dim
     DV: tl.constexpr = SHAPE.padded_dim_v
     if SUBTILES == 1:
-        n = tl.arange(0, TILE.block_n)
-        block = PrivateBlock(row_query, position, n // TILE.segment, n % TILE.segment)
         COUNT: tl.constexpr = TILE.block_n // TILE.segment
-        return attend_masked(state, query, item, block, cache, segments, SHAPE, FEATURES, COUNT, TILE.stages)
+        n = tl.arange(0, TILE.block_n)
+        places = KeyPlaces(n // TILE.segment, n % TILE.segment)
+        return attend_masked(state, query, item, cache, segments, places, SHAPE, FEATURES, COUNT, TILE.stages)
     else:
         EACH: tl.constexpr = TILE.private_n // TILE.segment  # segments of a subtile
         subtile, n = tl.arange(0, SUBTILES)[:, None], tl.arange(0, TILE.private_n)[None, :]
-        block = PrivateBlock(
-            tl.reshape(row_query, (SUBTILES, ROWS)),
-            tl.reshape(position, (SUBTILES, ROWS)),
-            subtile * EACH + n // TILE.segment,
-            n % TILE.segment + tl.zeros_like(subtile),
+        places = KeyPlaces(subtile * EACH + n // TILE.segment, n % TILE.segment + tl.zeros_like(subtile))
+        query = Query(
+            tl.reshape(query.tile, (SUBTILES, ROWS, D)),
+            tl.reshape(query.number, (SUBTILES, ROWS)),
+            tl.reshape(query.position, (SUBTILES, ROWS)),
+            query.scale,
+            query.soft_cap,
+            query.window,
         )
-        query = Query(tl.reshape(query.tile, (SUBTILES, ROWS, D)), query.scale, query.soft_cap, query.window)
         state = Softmax(
             tl.reshape(state.acc, (SUBTILES, ROWS, DV)),
             tl.reshape(state.row_max, (SUBTILES, ROWS)),
             tl.reshape(state.row_sum, (SUBTILES, ROWS)),
         )
-        state = attend_masked(state, query, item, block, cache, segments, SHAPE, FEATURES, SUBTILES * EACH, 2)
+        state = attend_masked(state, query, item, cache, segments, places, SHAPE, FEATURES, SUBTILES * EACH, 2)
         return Softmax(
             tl.reshape(state.acc, (BLOCK_M, DV)),
             tl.reshape(state.row_max, (BLOCK_M,)),
@@ -245,29 +253,39 @@ def merge_earlier(state, rows, first, last, operands, SHAPE: tl.constexpr):
 
 @triton.jit
 def compute_item(
-    item, kv_head, operands, work, modifiers, strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, MERGE: tl.constexpr, PDL_WAIT: tl.constexpr,
-):  # fmt: skip
+    item,
+    kv_head,
+    operands,
+    work,
+    modifiers,
+    strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    MERGE: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
+):
     """One item for one KV head."""
     BLOCK_M: tl.constexpr = TILE.block_m
     GROUP: tl.constexpr = SHAPE.group_size
     ROWS: tl.constexpr = TILE.block_m // TILE.subtiles  # of a subtile, which holds whole groups
     QUERIES: tl.constexpr = ROWS // GROUP
     m = tl.arange(0, BLOCK_M)
-    row_query = m // ROWS * QUERIES + m % ROWS // GROUP
-    entry = item.query_start + row_query
+    number = m // ROWS * QUERIES + m % ROWS // GROUP
+    entry = item.query_start + number
     used = (entry < item.query_end) & (m % ROWS < QUERIES * GROUP)
     token = tl.load(work.queries + entry, mask=used, other=0)
     rows = Rows(token, kv_head * GROUP + m % ROWS % GROUP, used)
     tile = load_queries(operands, strides, rows, SHAPE)
-    query = Query(tile, tl.load(modifiers.logit_scale + kv_head), modifiers.soft_cap, modifiers.window)
+    scale = tl.load(modifiers.logit_scale + kv_head)
     cache = head_cache(operands, strides, kv_head)
-    position = row_query
+    position = number
     if FEATURES.masked:
         position = tl.load(work.positions + token, mask=used, other=0)
+    query = Query(tile, number, position, scale, modifiers.soft_cap, modifiers.window)
     state = empty_state(BLOCK_M, SHAPE.padded_dim_v)
     state = attend_shared(state, query, item, cache, work.segments, SHAPE, TILE, FEATURES)
-    state = attend_private(state, query, item, row_query, position, cache, work.segments, SHAPE, TILE, FEATURES)
+    state = attend_private(state, query, item, cache, work.segments, SHAPE, TILE, FEATURES)
     if MERGE:
         if PDL_WAIT:
             tl.extra.cuda.gdc_wait()  # from here on the partials of earlier launches are complete
@@ -281,10 +299,17 @@ def compute_item(
 
 @triton.jit
 def decode_kernel(
-    operands: Operands, work: DecodeWork, modifiers: Modifiers, strides: Strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, BUCKETS: tl.constexpr,
-    PDL_TRIGGER: tl.constexpr, PDL_WAIT: tl.constexpr,
-):  # fmt: skip
+    operands: Operands,
+    work: DecodeWork,
+    modifiers: Modifiers,
+    strides: Strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    PDL_TRIGGER: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
+):
     """The items of one or two buckets (`TileList.counts`). PDL_TRIGGER: the next launch may start now. PDL_WAIT: this
     launch starts before the one ahead of it ends, and waits for it before it reads its partials."""
     if PDL_TRIGGER:
@@ -299,9 +324,18 @@ def decode_kernel(
         number = task // SHAPE.num_kv_heads
         item = load_item(work.items, number + tl.where(number < num_items, first_item, second_item))
         compute_item(
-            item, task % SHAPE.num_kv_heads, operands, work, modifiers, strides,
-            SHAPE, TILE, FEATURES, BUCKETS.merge, PDL_WAIT,
-        )  # fmt: skip
+            item,
+            task % SHAPE.num_kv_heads,
+            operands,
+            work,
+            modifiers,
+            strides,
+            SHAPE,
+            TILE,
+            FEATURES,
+            BUCKETS.merge,
+            PDL_WAIT,
+        )
     if PDL_WAIT and tl.program_id(0) == 0:  # a launch that waits for this one then also waits for those ahead of it
         tl.extra.cuda.gdc_wait()
 

@@ -66,9 +66,17 @@ def _add_block(state, operands, first, last, head, SHAPE: tl.constexpr, COUNT: t
 
 @triton.jit
 def merge_query(
-    task, operands, work, v_scale, sinks, strides,
-    SHAPE: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr, PDL_WAIT: tl.constexpr,
-):  # fmt: skip
+    task,
+    operands,
+    work,
+    v_scale,
+    sinks,
+    strides,
+    SHAPE: tl.constexpr,
+    SINKS: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
+):
     """One query token and head."""
     DV: tl.constexpr = SHAPE.padded_dim_v
     number, head = task // SHAPE.num_qo_heads, task % SHAPE.num_qo_heads
@@ -76,7 +84,7 @@ def merge_query(
     first, last = tl.load(work.ranges + 2 * number), tl.load(work.ranges + 2 * number + 1)
     if PDL_WAIT:
         tl.extra.cuda.gdc_wait()  # from here on the partials of earlier launches are complete; the plan was before
-    state = Softmax(tl.zeros([DV], tl.float32), NEG_INF, 0.0)
+    state = Softmax(tl.zeros([DV], tl.float32), tl.full((), NEG_INF, tl.float32), tl.full((), 0.0, tl.float32))
     if last - first <= _FEW:
         state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
     else:
@@ -96,10 +104,17 @@ def merge_query(
 
 @triton.jit
 def merge_kernel(
-    operands: MergeOperands, work: MergeWork, v_scale, sinks, strides: OutStrides,
-    COUNT_AT: tl.constexpr, SHAPE: tl.constexpr, SINKS: tl.constexpr, RETURN_LSE: tl.constexpr,
+    operands: MergeOperands,
+    work: MergeWork,
+    v_scale,
+    sinks,
+    strides: OutStrides,
+    COUNT_AT: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SINKS: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
     PDL_WAIT: tl.constexpr,
-):  # fmt: skip
+):
     """counts[COUNT_AT] query tokens; PDL_WAIT as in `decode_kernel`."""
     for task in range(tl.program_id(0), tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads, tl.num_programs(0)):
         merge_query(task, operands, work, v_scale, sinks, strides, SHAPE, SINKS, RETURN_LSE, PDL_WAIT)

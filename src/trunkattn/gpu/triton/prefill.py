@@ -143,9 +143,17 @@ def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexp
 
 @triton.jit
 def prefill_item(
-    item, kv_head, operands, work, modifiers, table_stride, strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    item,
+    kv_head,
+    operands,
+    work,
+    modifiers,
+    table_stride,
+    strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     """One item for one KV head."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -175,12 +183,12 @@ def prefill_item(
     page = load_pages(row, tl.where(blocks.leading > 0, blocks.start, end), n, SHAPE, TILE)
     for block in tl.range(0, blocks.count - blocks.full, num_stages=TILE.stages):
         first = blocks.start + (block + tl.where(block < blocks.leading, 0, blocks.full)) * BLOCK_N
-        token = first + n
-        inside = (token >= item.kv_start) & (token < item.kv_end)
+        kv_token = first + n
+        inside = (kv_token >= item.kv_start) & (kv_token < item.kv_end)
         offset = offset_in_page(first, n, SHAPE, TILE)
         keys, values = load_block(cache, page.to(tl.int64), offset, inside, 2, SHAPE, True)
-        seen = inside[None, :] & (token[None, :] <= position[:, None])
-        seen = seen & (token[None, :] > position[:, None] - modifiers.window)
+        seen = inside[None, :] & (kv_token[None, :] <= position[:, None])
+        seen = seen & (kv_token[None, :] > position[:, None] - modifiers.window)
         keys, values = keys.to(q_tile.dtype), values.to(q_tile.dtype)
         state = attend(state, q_tile, keys, values, seen, scale, modifiers.soft_cap, True, FEATURES)
         following = blocks.start + (block + 1 + tl.where(block + 1 < blocks.leading, 0, blocks.full)) * BLOCK_N
@@ -192,9 +200,16 @@ def prefill_item(
 
 @triton.jit
 def prefill_kernel(
-    operands: Operands, work: PrefillWork, modifiers: Modifiers, table_stride, strides: Strides,
-    SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, PDL_TRIGGER: tl.constexpr,
-):  # fmt: skip
+    operands: Operands,
+    work: PrefillWork,
+    modifiers: Modifiers,
+    table_stride,
+    strides: Strides,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PDL_TRIGGER: tl.constexpr,
+):
     """count[0] items in the order of `even_rounds`. In one round a CTA takes its turn from the front, in the next from
     the back, if that round is full, so that all CTAs end at about the same time. PDL_TRIGGER: the next launch may start
     now."""
@@ -208,9 +223,17 @@ def prefill_kernel(
         if task < num_tasks:
             item = load_item(work.items, task // SHAPE.num_kv_heads)
             prefill_item(
-                item, task % SHAPE.num_kv_heads, operands, work, modifiers, table_stride, strides,
-                SHAPE, TILE, FEATURES,
-            )  # fmt: skip
+                item,
+                task % SHAPE.num_kv_heads,
+                operands,
+                work,
+                modifiers,
+                table_stride,
+                strides,
+                SHAPE,
+                TILE,
+                FEATURES,
+            )
 
 
 def launch_arguments(plan: GpuPlan, t: Tensors, return_lse: bool) -> dict[str, Any]:

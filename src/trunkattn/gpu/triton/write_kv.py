@@ -40,9 +40,17 @@ class CacheStrides(NamedTuple):
 
 @triton.jit
 def write_kv_kernel(
-    new: KeysValues, cache: KeysValues, slot_mapping, num_slots, new_strides: NewStrides, strides: CacheStrides,
-    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_DIM: tl.constexpr,
-):  # fmt: skip
+    new: KeysValues,
+    cache: KeysValues,
+    slot_mapping,
+    num_slots,
+    new_strides: NewStrides,
+    strides: CacheStrides,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
     """Program (token, head). It skips a slot outside the cache, -1 included: nothing is written outside."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)

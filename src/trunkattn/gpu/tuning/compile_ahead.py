@@ -28,8 +28,8 @@ from trunkattn.gpu.tuning.tile_solver import Resources, Rings
 
 _BOX = "tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 _TYPES = MappingProxyType({
-    "lse": "*fp32", "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32",
-    "sinks": "*fp32", "soft_cap": "fp32",
+    "lse": "*fp32", "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32",
+    "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
     "k_desc": _BOX, "v_desc": _BOX,  # of the copy engine
 })  # fmt: skip
 _PAGE_SIZE = 16
@@ -75,9 +75,7 @@ class Target:
         return Features(masked=False, soft_cap=False, sinks=False, return_lse=False, precision=precision)
 
 
-def compile_decode(
-    target: Target, tile: GpuTile, merges: bool = False, features: Features | None = None
-) -> Resources:
+def compile_decode(target: Target, tile: GpuTile, merges: bool = False, features: Features | None = None) -> Resources:
     """`decode_kernel` for one tile; `merges`: the variant that merges partials. features: None for none."""
     constants: dict[str, object] = {
         "SHAPE": target.shape,
