@@ -1,6 +1,7 @@
 """A GPU plan: the arrays of a tile list on the device, and the list of its launches."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class GpuPlan(Packed):
     Its array `beside` [3]: items [first, last), of the lowest tile and merging nothing, that are computed in one launch
     with the chunks and are in no bucket of `counts`, and the most queries of one; only an overlapped execution has any.
     summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
-    that was made on the device.
+    that was made on the device. bound: its launches, ready for layers of a kind (`gpu.launch.execute`).
     """
 
     launches: tuple[Launch, ...]
@@ -75,6 +76,9 @@ class GpuPlan(Packed):
     execution: str
     summary: torch.Tensor | None = None
     prefill: PrefillPlan | None = None
+    bound: dict[Hashable, Callable[["Tensors"], None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def without_chunks(self) -> "GpuPlan":
         """The same arrays, without the launch that computes prompt chunks."""

@@ -6,7 +6,8 @@ kernel first gives it a name of its own (`BLOCK_M: tl.constexpr = TILE.block_m`)
 the NamedTuple, which shapes do not take.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -84,6 +85,15 @@ def operands(t: Tensors) -> Operands:
 def modifiers(t: Tensors, geometry: Geometry) -> Modifiers:
     """Of a layer."""
     return Modifiers(t.logit_scale, t.v_scale, t.sinks, geometry.soft_cap or 0.0, geometry.window)
+
+
+# The arguments of the decode and prefill kernels that differ from layer to layer.
+LAYER: Final = ("operands", "modifiers")
+
+
+def of_layer(geometry: Geometry) -> Callable[[Tensors], tuple[Operands, Modifiers]]:
+    """What gives the arguments `LAYER` of a layer."""
+    return lambda t: (operands(t), modifiers(t, geometry))
 
 
 def strides(t: Tensors) -> Strides:

@@ -1,7 +1,7 @@
 """Merge of a query's partials on a GPU (PAT, §7; RelayAttention, §3.3): a CTA takes one query token and head at a
 time."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import triton
 import triton.language as tl
@@ -137,6 +137,14 @@ def launch_arguments(plan: GpuPlan, t: Tensors, count_at: int, return_lse: bool)
         "RETURN_LSE": return_lse,
         "num_warps": 1,
     }
+
+
+LAYER: Final = ("operands", "v_scale", "sinks")  # the arguments that differ from layer to layer
+
+
+def of_layer(t: Tensors) -> tuple[Any, ...]:
+    """The arguments `LAYER`."""
+    return MergeOperands(t.out, t.lse, t.partial, t.partial_lse), t.v_scale, t.sinks
 
 
 def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int) -> MergeShape:
