@@ -156,11 +156,12 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
 
 
 def beside(step: Step, gpu: Gpu) -> tuple:
-    """How many items run beside chunks, and the predicted time, of every tiling that may."""
+    """How many items run beside chunks, and the predicted time, of every tiling that may; what gain is worth it."""
     if gpu.overlap is None or not step.query_start_loc[-1]:
         return ()
     ways = ways_beside(list(gpu.times), gpu.times, gpu.rule.group_size)
-    return tuple(tuple(gpu.overlap.beside(gpu.tiles(way), step.chunk_ns, step.reads_ns)) for way in ways)
+    found = tuple(tuple(gpu.overlap.beside(gpu.tiles(way), step.chunk_ns, step.reads_ns)) for way in ways)
+    return found, tuple(gpu.overlap.worth(percent * 1000 - 1, 100_000) for percent in range(90, 102))
 
 
 def whole_step(step: Step, gpu: Gpu) -> tuple:
