@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig
-from trunkattn.attention_gpu import GpuExecutor
-from trunkattn.attention_overlap import ways_beside
-from trunkattn.attention_planner import make_planner
-from trunkattn.kernels.tile_table import cpu_device
-from trunkattn.plan_format import Capacity, PrefillList, TileList, WorkList
-from trunkattn.planner.build import Batch
-from trunkattn.planner.prefill import join
-from trunkattn.planner.tiling import predict, tile_forest, tile_limits, ways_within
+from trunkattn import AttentionConfig, Capacity
+from trunkattn.cpu.tuning import cpu_device
+from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.overlap import ways_beside
+from trunkattn.planner.from_config import make_planner
+from trunkattn.planner.planner import Batch
+from trunkattn.planner.prompt_chunks import join
+from trunkattn.planner.row_tiles.choice import predict, tile_forest, tile_limits, ways_within
+from trunkattn.planner.work_list import PrefillList, TileList, WorkList
 
 FILE: Final = Path(__file__).with_name("work_list_hashes.json")
 NUM_STEPS: Final = 1000
