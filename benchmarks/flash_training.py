@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=TILES, default=list(TILES), help="of the sweep")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="of the sweep")
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "LENGTH"), help="print the bytes of one memory figure")
-    parser.add_argument("--picture", type=Path, help="default: docs/flash-training-CARD.png")
+    parser.add_argument("--picture", type=Path, help="default: docs/pictures/flash-training-CARD.png")
     options = parser.parse_args()
     if options.peak:
         print(peak_bytes(options.peak[0], int(options.peak[1]), options.device))
@@ -350,7 +350,7 @@ def main() -> None:
     figures["memory"] = memory(options.device)
     figures["counted"] = [counted(length, HEAD_DIM) for length in LENGTHS]
     print(write_result(f"flash-training-{short}", figures, "triton"))
-    draw(figures, options.picture or Path(__file__).parents[1] / "docs" / f"flash-training-{short}.png")
+    draw(figures, options.picture or Path(__file__).parents[1] / "docs" / "pictures" / f"flash-training-{short}.png")
 
 
 if __name__ == "__main__":
