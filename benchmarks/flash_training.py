@@ -143,9 +143,7 @@ def ratios(rows: list[dict[str, Any]], peer: str) -> dict[str, float]:
     """Geometric means of our speed over that of a back end of torch."""
     return {
         f"{name} {part} {'causal' if causal else 'full'}": round(
-            geometric_mean(
-                row[peer][part]["ms"] / row[name][part]["ms"] for row in rows if row["causal"] == causal
-            ),
+            geometric_mean(row[peer][part]["ms"] / row[name][part]["ms"] for row in rows if row["causal"] == causal),
             3,
         )
         for name in ("one_pass", "deterministic")

@@ -9,7 +9,7 @@ Hopper compute it, so the table changes when the code does. No GPU is needed: th
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +53,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     ],
     '`execution="overlapped"`': [{"execution": "overlapped"}],
 }
+TRAINING = "training (`flash_attention`), head_dim to 256"
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3-8B, Mistral-7B, Qwen3-8B": {},
     "Llama-3-70B, Qwen3-32B": {"num_qo_heads": 64},
@@ -111,34 +112,43 @@ def hopper_cell(configs: list[AttentionConfig]) -> str:
     return "yes" if all(fast) else "no"
 
 
-def features() -> str:
-    rows = []
+def rows() -> dict[str, tuple[str, str, str]]:
+    """Cells of every feature: CPU, any CUDA card, Hopper's fast kernels."""
+    cells = {}
     for name, changes in FEATURES.items():
         configs = [AttentionConfig(**{**LLAMA, **change}) for change in changes]
-        cpu = "yes" if all(map(on_cpu, configs)) else "no"
-        rows.append([name, cpu, cuda_cell(configs), hopper_cell(configs)])
-    rows.append([training_name(), "yes" if trains("cpu") else "no", "yes" if trains("cuda") else "no", ""])
-    return centred(["", "CPU", "any CUDA card", "Hopper's fast kernels"], rows)
+        cells[name] = ("yes" if all(map(on_cpu, configs)) else "no", cuda_cell(configs), hopper_cell(configs))
+    cells[TRAINING] = ("yes" if trains("cpu") else "no", "yes" if trains("cuda") else "no", "no")
+    return cells
+
+
+def features() -> str:
+    return centred([(name, *cells) for name, cells in rows().items()])
+
+
+def summary() -> str:
+    """The same with features of equal cells in one row."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, cells in rows().items():
+        alike.setdefault(cells, []).append(name)
+    return centred([("; ".join(names), *cells) for cells, names in alike.items()])
 
 
 def models() -> str:
-    rows = []
+    found = []
     for name, change in MODELS.items():
         config = AttentionConfig(**{**LLAMA, **change})
         group = config.num_qo_heads // config.num_kv_heads
         extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
         shape = f"head_dim {config.head_dim}, {group} query head{'s' * (group > 1)} per KV head{''.join(extra)}"
-        rows.append([name, shape, "fast" if hopper_cell([config]) == "yes" else "portable"])
-    return table(["model", "attention", "kernel on Hopper"], rows, 3)
+        found.append([name, shape, "fast" if hopper_cell([config]) == "yes" else "portable"])
+    return table(["model", "attention", "kernel on Hopper"], found, 3)
 
 
-def centred(head: list[str], rows: list[list[str]]) -> str:
+def centred(cells: Sequence[Sequence[str]]) -> str:
     """A table whose cells but the first of a row are short words."""
-    return table(head, rows, len(head)).replace("---|---|---|---", "---|:-:|:-:|:-:", 1)
-
-
-def training_name() -> str:
-    return "training: `flash_attention`, head_dim to 256"
+    head = ["", "CPU", "any CUDA card", "Hopper's fast kernels"]
+    return table(head, cells, len(head)).replace("---|---|---|---", "---|:-:|:-:|:-:", 1)
 
 
 def trains(device: str) -> bool:
@@ -158,11 +168,11 @@ def trains(device: str) -> bool:
     return True
 
 
-PARTS = {"features": features, "models": models}
+PARTS = {"summary": summary, "features": features, "models": models}
 
 
 def fill(text: str) -> str:
-    """`text` with today's tables between its markers; a page may have one of the tables or both."""
+    """`text` with today's tables between its markers; a page may have some of the tables."""
     found = 0
     for name, part in PARTS.items():
         begin, end = BEGIN.format(name), END.format(name)
