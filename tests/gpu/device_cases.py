@@ -9,7 +9,7 @@ from trunkattn.config import Capacity
 from trunkattn.gpu import plan as plan_arrays
 from trunkattn.gpu.device_planner.planner import DevicePlanner, TileWays, errors_of
 from trunkattn.gpu.device_planner.step import tile_ways
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.prefix_forest import Forest
@@ -45,7 +45,7 @@ def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capa
     return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
 
 
-def reserve(rule: TilingRule, limits: TileLimits, device: str, card: Card) -> GpuPlan:
+def reserve(rule: TilingRule, limits: TileLimits, device: str, card: DeviceInfo) -> GpuPlan:
     """An empty plan, every array of which stands between guards."""
     shapes = tuple(
         GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
@@ -133,9 +133,9 @@ def prepare(
     way: int | None = None,
     limits: TileLimits = ROOMY,
     device: str = "cpu",
-    card: Card | None = None,
+    card: DeviceInfo | None = None,
 ) -> Planned:
-    card = card or Card(processors=1, overlaps=False)
+    card = card or DeviceInfo(processors=1, overlaps=False)
     planner = DevicePlanner(ways_of(rule, way), capacity, limits, rule.page_size, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():

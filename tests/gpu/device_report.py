@@ -37,7 +37,8 @@ from trunkattn.gpu.device_planner import (
 )
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.device_planner.step import tile_ways
-from trunkattn.gpu.plan import Card, Geometry, reserve
+from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
+from trunkattn.gpu.tuning.cards import H100
 from trunkattn.gpu.tuning.decode import decode_tiles, tile_kind
 from trunkattn.planner.row_tiles.choice import TilingRule, tile_limits
 
@@ -67,13 +68,15 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
     kinds = tuple(tile_kind(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
-    rule = TilingRule(kinds, group_size, 8, 16, 5300, 3_000_000, 512, 10_000, 8, 50 << 20)
+    rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = tile_limits(rule, capacity)
-    planner = DevicePlanner(tile_ways(rule), capacity, limits, 16, Card(132, capability >= 90), torch.device("cpu"))
+    planner = DevicePlanner(
+        tile_ways(rule), capacity, limits, 16, DeviceInfo(132, capability >= 90), torch.device("cpu")
+    )
     geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.run, 1 << 30, True, None, False)
     tiles = decode_tiles(2, 128, group_size)
-    plan = reserve(limits, tiles, geometry, Card(132, True), "serial", torch.device("cpu"))
+    plan = reserve(limits, tiles, geometry, DeviceInfo(132, True), "serial", torch.device("cpu"))
     table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((256, 512), 256, 257))
     planner.fill(plan, table, lens, starts, 1 << 30)
     return launches

@@ -12,9 +12,9 @@ import torch
 
 from trunkattn import AttentionConfig
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import Card, Geometry, Tensors, upload
+from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
+from trunkattn.gpu.tuning.cards import H200, TIMED_CAPABILITY
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_kind, without_subtiles
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
 from trunkattn.planner.invariants import check_plan, check_tiles
@@ -41,8 +41,7 @@ def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ..
         group_size=config.num_qo_heads // config.num_kv_heads,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,
-        launch_ns=2340,
-        bytes_per_us=4_540_000,
+        card=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
         head_bytes=512,
         partial_bytes=1024 * config.num_qo_heads,
         fuse_up_to=fuse_up_to,
@@ -142,7 +141,7 @@ class Interpreted:
         if self.division and self.prefill:
             tile_list, listed = join(tile_list, self.chunks.work, self.division)
             chunks = Chunks(listed, self.prefill)
-        tokens, card = len(step.q), Card(self.processors, overlaps=False)
+        tokens, card = len(step.q), DeviceInfo(self.processors, overlaps=False)
         geometry = Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
             self.rule.run, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),

@@ -19,7 +19,7 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner import planner as device_plan
 from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE, place_of
-from trunkattn.gpu.plan import Card
+from trunkattn.gpu.plan import DeviceInfo
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates, tile_limits
@@ -28,7 +28,7 @@ from trunkattn.planner.work_list import TileLimits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..planner.specs import as_batch, forest_of, make_batch
-from ..planner.tile_cases import SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
+from ..planner.tile_cases import CARD, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, ways_of
 
 REPORT = Path(__file__).with_name("device_report.py")
@@ -90,7 +90,7 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
-    card = Card(processors=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
+    card = DeviceInfo(processors=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
     planned = prepare(rule, Capacity(**most), way, card=card)
     for batch in (first, second):
         planned.fill(batch)
@@ -109,9 +109,8 @@ def test_every_tiling_of_a_small_tree(way: int, processors: int) -> None:
 
 @pytest.mark.parametrize("bytes_per_us", [1000, 60_000_000])
 def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
-    planned = prepare(
-        replace(make_rule(4, 16, 16, num_kv_heads=2), bytes_per_us=bytes_per_us), capacity_for(TREE_BATCH)
-    )
+    card = CARD._replace(bytes_per_us=bytes_per_us)
+    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card=card), capacity_for(TREE_BATCH))
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 
@@ -312,7 +311,7 @@ def test_what_the_host_can_see_is_checked(change: dict, error: type[Exception], 
 def test_buffers_are_allocated_once() -> None:
     rule = make_rule(4, 16, 1)
     planner = DevicePlanner(
-        ways_of(rule), Capacity(8, 8, 4, 10), tile_limits(rule, Capacity(8, 8, 4, 10)), 16, Card(1, False),
+        ways_of(rule), Capacity(8, 8, 4, 10), tile_limits(rule, Capacity(8, 8, 4, 10)), 16, DeviceInfo(1, False),
         torch.device("cpu"),
     )  # fmt: skip
     places = {name: buffer.data_ptr() for name, buffer in planner._buffers.items()}

@@ -7,7 +7,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, reserve
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, reserve
 from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.planner.row_tiles.choice import candidates, predict, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
@@ -16,7 +16,7 @@ from ..planner.specs import forest_of
 from ..planner.tile_cases import TREE_BATCH, make_rule
 
 RULE = make_rule(4, 16, 1, num_kv_heads=2)
-CPU, CARD = torch.device("cpu"), Card(1, overlaps=False)
+CPU, CARD = torch.device("cpu"), DeviceInfo(1, overlaps=False)
 TABLE, LENS, STARTS = (
     torch.from_numpy(array) for array in (TREE_BATCH.block_table, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
 )

@@ -17,9 +17,8 @@ from trunkattn.config import Capacity
 from trunkattn.gpu import launch
 from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.gpu.overlap import Overlap, make_overlap, ways_beside
-from trunkattn.gpu.tuning.cards import HybridTimes, Shares
+from trunkattn.gpu.tuning.cards import H200, OverlapTimes, Shares, card_of
 from trunkattn.planner.planner import Batch
-from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles.choice import Tiling
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
@@ -36,9 +35,9 @@ DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
 MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.int32))
 
 
-def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> HybridTimes:
+def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> OverlapTimes:
     """wide: None: as narrow."""
-    return HybridTimes(flops_per_ns, narrow, wide or narrow, 1000, item_ns, fixed_ns=5000, reads_percent=50)
+    return OverlapTimes(flops_per_ns, narrow, wide or narrow, 1000, item_ns, fixed_ns=5000, reads_percent=50)
 
 
 TIMES = times_of(600_000, Shares(80, 50))
@@ -48,6 +47,7 @@ TIMES = times_of(600_000, Shares(80, 50))
 def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=9, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("trunkattn.gpu.executor.card_of", lambda name, num_sms: H200)
 
 
 def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuExecutor:
@@ -140,9 +140,10 @@ def test_auto_where_nothing_is_gained(hopper: None) -> None:
 def test_a_card_that_was_not_measured_overlaps_when_told_to(hopper: None) -> None:
     executor = make_executor()
     for name, execution, overlaps in (
-        ("NVIDIA H100 PCIe", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
+        ("NVIDIA H200", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
     ):  # fmt: skip
-        found = make_overlap(replace(CONFIG, execution=execution), name, 132, 128, executor._rule)
+        card = card_of(name, 132)
+        found = make_overlap(replace(CONFIG, execution=execution), card, 132, 128, executor._rule)
         assert (found is not None) == overlaps
 
 
@@ -227,7 +228,7 @@ def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chu
         assert found.total_ns >= together_ns(blocks[: found.items], chunk_us) + longest - 3
 
 
-def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None:
     overlap = make_overlap_of_eight_heads()
     assert overlap.beside(listed([64] * 10), 10**7, 0).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
@@ -235,9 +236,9 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeyp
     # memory reads the chunks' keys in the meantime
     assert overlap.beside(listed([64] * 10), 10**3, 700) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
-    monkeypatch.setattr(tile_costs, "L2_BYTES_PER_US", 10**12)  # and keys come from it at once
     kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
-    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), bytes_per_us=10**9))
+    card = overlap.rule.card._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
+    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card=card))
     assert fast.beside(listed([64] * 40), 220_000, 0) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
     assert overlap.beside(replace(listed([64] * 10), num_slots=3), 10**3, 0).total_ns == (
         overlap.beside(listed([64] * 10), 10**3, 0).total_ns

@@ -14,7 +14,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.gpu import executor as attention_gpu
 from trunkattn.gpu.hopper import decode as decode_hopper
-from trunkattn.gpu.tuning.cards import runs_hopper_tiles
+from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.planner.row_tiles.choice import Tiling, candidates
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -26,7 +26,8 @@ TALLER = ("32x64", "32x64 fine", "32x64 uncut", "64x64", "64x64 fine", "64x64 un
 
 
 def runs_it() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0) and runs_hopper_tiles(torch.cuda.get_device_name())
+    properties = torch.cuda.get_device_properties("cuda")
+    return card_of(properties.name, properties.multi_processor_count).hopper_tiles
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.dtypes import POLICIES
+from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_kind, without_subtiles
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch, Planner
@@ -149,7 +150,7 @@ def test_candidates_hold_at_least_one_query_token() -> None:
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
     kinds = tuple(tile_kind(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
-    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, bytes_per_us=2_000_000, launch_ns=5000)
+    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card=card_of("NVIDIA A100", 108).times)
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
     times = predict(rule, forest_of(batch, 16), (batch.seq_lens, batch.query_start_loc), UNLIMITED)
     best = min(times, key=lambda way: times[way])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from trunkattn.gpu.tuning.cards import H200
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_kind
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch
@@ -15,6 +16,7 @@ from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
 
+CARD = H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340)
 SEEDS = st.integers(0, 2**32 - 1)
 PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
 WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
@@ -40,8 +42,7 @@ def make_rule(
         group_size=group_size,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
-        launch_ns=2340,
-        bytes_per_us=4_540_000,
+        card=CARD,
         head_bytes=512,
         partial_bytes=group_size * num_kv_heads * 129 * 8,
         fuse_up_to=fuse_up_to,

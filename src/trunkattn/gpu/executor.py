@@ -16,9 +16,9 @@ from trunkattn.gpu.chunk_planner import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice, tile_stats
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.overlap import make_overlap, ways_beside
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, Tensors, refill, reserve, upload
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, reserve, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.tuning.cards import GpuLimits, gpu_limits, runs_hopper_tiles
+from trunkattn.gpu.tuning.cards import Card, card_of
 from trunkattn.gpu.tuning.decode import decode_tiles, gpu_device, tile_kind, without_subtiles
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.inputs import LayerInputs, scale_tensor
@@ -152,12 +152,12 @@ class GpuExecutor:
         self._processors = properties.multi_processor_count
         capability = 10 * properties.major + properties.minor
         hopper = capability == 90
-        self._card = Card(self._processors, overlaps=properties.major >= 9, hopper=hopper)
-        limits = gpu_limits(properties.name)
+        self._card = DeviceInfo(self._processors, overlaps=properties.major >= 9, hopper=hopper)
+        card = card_of(properties.name, self._processors)
         self._tiled = config.policy == "auto" and not config.batch_invariant
         width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
         in_turn = config.execution in ("auto", "serial", "overlapped")
-        roles = hopper and in_turn and config.on_hopper and runs_hopper_tiles(properties.name)
+        roles = hopper and in_turn and config.on_hopper and card.hopper_tiles
         tiles = decode_tiles(config.tile_itemsize, width, group, roles, capability)
         self._tiles = tiles if self._tiled else without_subtiles(tiles)
         if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
@@ -167,17 +167,17 @@ class GpuExecutor:
         if not config.batch_invariant:
             tile = prefill_tile(config.tile_itemsize, width, capability)
             self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
-        self._rule = self._tiling_rule(limits, properties.L2_cache_size)
+        self._rule = self._tiling_rule(card, properties.L2_cache_size)
         if self._chunks and hopper:
             rows = self._chunks.tile.block_m
-            self._overlap = make_overlap(config, properties.name, self._processors, rows, self._rule)
+            self._overlap = make_overlap(config, card, self._processors, rows, self._rule)
         heads = config.num_kv_heads
         self._ones = torch.ones(heads, device=device)
         scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
         self._scale = self._ones * (scale * (1.0 if config.logits_soft_cap else math.log2(math.e)))
         self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
         self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
-        self._limits_reason = limits.reason
+        self._limits_reason = card.description
         chunk = INVARIANT_CHUNK_TOKENS if config.batch_invariant else 0
         pieces = chunk and -(-(capacity.max_pages_per_request if capacity else 0) * config.page_size // chunk) + 1
         self._limits = None if capacity is None else tile_limits(self._rule, capacity, pieces)
@@ -187,7 +187,7 @@ class GpuExecutor:
             if capacity and self._tiled:
                 self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
 
-    def _tiling_rule(self, limits: GpuLimits, l2_bytes: int) -> TilingRule:
+    def _tiling_rule(self, card: Card, l2_bytes: int) -> TilingRule:
         config, model = self.config, self._planner.spec.model
         # 8-bit keys and values take as much arithmetic as 16-bit ones
         size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
@@ -196,8 +196,7 @@ class GpuExecutor:
             group_size=model.group_size,
             num_kv_heads=config.num_kv_heads,
             page_size=config.page_size,
-            launch_ns=limits.launch_ns,
-            bytes_per_us=limits.bytes_per_us,
+            card=card.times,
             head_bytes=model.kv_bytes // config.num_kv_heads,
             partial_bytes=model.partial_bytes,
             fuse_up_to=_FUSE_UP_TO if self._may_fuse else 0,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trunkattn.gpu import prefill_plan
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, Launch, Tensors
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Launch, Tensors
 from trunkattn.gpu.prefill_plan import PrefillPlan
 from trunkattn.gpu.triton.decode import decode_kernel
 from trunkattn.gpu.triton.merge import merge_kernel
@@ -23,19 +23,21 @@ from trunkattn.gpu.triton.prefill import prefill_kernel
 from trunkattn.gpu.tuning.decode import GpuTile
 
 
-def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+def execute(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
     """Launches a plan, ordered on the current stream."""
     _EXECUTIONS[plan.execution](plan, tensors, tiles, card, return_lse)
 
 
-def _serial(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+def _serial(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
     if plan.prefill:
         leads = {"LEADS": card.overlaps and bool(plan.launches), "RETURN_LSE": return_lse}
         _prefill(plan, tensors, plan.prefill, card, leads)
     _in_order(plan, plan.launches, tensors, tiles, card, return_lse, plan.prefill is not None)
 
 
-def _overlapped(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+def _overlapped(
+    plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool
+) -> None:
     """Prompt chunks and the items beside them in one launch (POD-Attention §4), where there is a kernel for it."""
     assert plan.prefill
     options = {"LEADS": card.overlaps and bool(plan.launches), "RETURN_LSE": return_lse}
@@ -52,7 +54,7 @@ def _overlapped(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], car
 
 
 def _in_order(
-    plan: GpuPlan, launches: tuple[Launch, ...], tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card,
+    plan: GpuPlan, launches: tuple[Launch, ...], tensors: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo,
     return_lse: bool, follows: bool = False,
 ) -> None:  # fmt: skip
     """follows: another launch is ahead of them."""
@@ -66,7 +68,7 @@ def _in_order(
             _merge(plan, tensors, 2 * len(tiles) + 1, launch.programs, overlap)
 
 
-def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+def _streams(plan: GpuPlan, tensors: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
     if not tensors.q.is_cuda:  # the interpreter has no streams
         return _serial(plan, tensors, tiles, card, return_lse)
     independent = [launch for launch in plan.launches if launch.buckets and launch.buckets[-1] < len(tiles)]
@@ -92,7 +94,7 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _on_hopper(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card) -> bool:
+def _on_hopper(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: DeviceInfo) -> bool:
     """Whether `decode_hopper` computes a launch, whose items then merge nothing."""
     tile = tiles[launch.buckets[0] % len(tiles)]
     if not (tile.hopper and card.hopper) or launch.buckets[-1] >= len(tiles):
@@ -102,7 +104,7 @@ def _on_hopper(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: La
     return decode_hopper.supports(t, plan.geometry, tile)
 
 
-def _parts(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card) -> list[Launch]:
+def _parts(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: DeviceInfo) -> list[Launch]:
     """A launch for `decode_hopper` as launches of one tile each, where that does not compute them."""
     together = launch.buckets and tiles[launch.buckets[0] % len(tiles)].hopper
     if not together or _on_hopper(plan, t, tiles, launch, card):
@@ -111,7 +113,7 @@ def _parts(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch
 
 
 def _attend(
-    plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: Card, options: dict[str, Any],
+    plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: DeviceInfo, options: dict[str, Any],
     counts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """counts: where the buckets begin; None: the plan's."""
@@ -134,7 +136,7 @@ def _attend(
     )  # fmt: skip
 
 
-def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: Card, options: dict[str, Any]) -> None:
+def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: DeviceInfo, options: dict[str, Any]) -> None:
     arrays, tile, geometry = prefill.arrays, prefill.tile, plan.geometry
     count, positions = plan.arrays["prefill_count"], plan.arrays["positions"]
     if card.hopper:

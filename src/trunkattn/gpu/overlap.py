@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.tuning.cards import MEASURED_CARD, HybridTimes, hybrid_times
+from trunkattn.gpu.tuning.cards import H200, Card, OverlapTimes
 from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_NARROW
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, stages_of
@@ -39,7 +39,7 @@ class Overlap:
         forced: whatever the prediction says.
     """
 
-    times: HybridTimes
+    times: OverlapTimes
     rule: TilingRule
     flops_per_pair: int
     processors: int
@@ -126,14 +126,14 @@ def ways_beside(ways: list[Tiling], times: dict[Tiling, int], group_size: int) -
 
 
 def make_overlap(
-    config: AttentionConfig, card: str, processors: int, chunk_rows: int, rule: TilingRule
+    config: AttentionConfig, card: Card, processors: int, chunk_rows: int, rule: TilingRule
 ) -> Overlap | None:
     """None: the kernel does not compute this attention, another execution was asked for, or `auto` on a card of which
     nothing is known. chunk_rows: of a chunk's work item."""
     if not config.on_hopper or config.execution not in ("auto", "overlapped"):
         return None
     forced = config.execution == "overlapped"
-    times = hybrid_times(card) or (hybrid_times(MEASURED_CARD) if forced else None)
+    times = card.overlap or (H200.overlap if forced else None)
     if times is None:
         return None
     flops = 2 * (config.head_dim + config.value_dim) * config.num_qo_heads

@@ -40,9 +40,14 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Card:
-    """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
-    hopper: it is an sm_90, which has kernels of its own."""
+class DeviceInfo:
+    """What a device says of itself.
+
+    Attributes:
+        processors: multiprocessors.
+        overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
+        hopper: it is an sm_90, which has kernels of its own.
+    """
 
     processors: int
     overlaps: bool
@@ -90,8 +95,8 @@ class GpuPlan(Packed):
 
 
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device,
-    chunks: Chunks | None = None, beside: int = 0,
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: DeviceInfo, execution: str,
+    device: torch.device, chunks: Chunks | None = None, beside: int = 0,
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
     beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
@@ -115,7 +120,7 @@ def upload(
 
 @torch.inference_mode(False)
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str,
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: DeviceInfo, execution: str,
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all

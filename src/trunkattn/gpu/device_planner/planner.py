@@ -29,7 +29,7 @@ from trunkattn.gpu.device_planner import (
 from trunkattn.gpu.device_planner import (
     work_list as device_lists,
 )
-from trunkattn.gpu.plan import Card, GpuPlan
+from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.planner.work_list import TileLimits
 
 ERRORS: Final = MappingProxyType({
@@ -127,7 +127,7 @@ class DevicePlanner:
         capacity: Capacity,
         limits: TileLimits,
         page_size: int,
-        card: Card,
+        card: DeviceInfo,
         device: torch.device,
     ) -> None:
         """limits: those that the plans were reserved with."""

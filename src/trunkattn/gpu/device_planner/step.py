@@ -12,11 +12,10 @@ import torch
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, TileWays, errors_of
 from trunkattn.gpu.graphs import capture
-from trunkattn.gpu.plan import Card, GpuPlan
+from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
-from trunkattn.planner.row_tiles.cost import ALONE_PERCENT, FILLED_NS, HIDDEN_PARTS, IDLE_PERCENT
 from trunkattn.planner.work_list import PlanStats, TileLimits, TileList
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
@@ -108,7 +107,7 @@ class OnDevice:
 
     @torch.inference_mode(False)
     def __init__(
-        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
+        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: DeviceInfo, device: torch.device
     ) -> None:
         most = {  # places in the cache are int32, and what orders the requests is one int64
             "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
@@ -176,10 +175,9 @@ def tile_ways(rule: TilingRule) -> TileWays:
     """The candidates of a rule as the kernels take them."""
     _, stages, uses, costs = rule.priced
     subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
-    timed = (costs.block_ns, costs.chain_ns, costs.slots, costs.read_percent, costs.together)
-    kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
+    kinds = np.column_stack([costs.tiles[:, [0, 1, 2, 3, 4, 6, 5]], np.array(subtile, np.int64)])
     scalars = (
         costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
-        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT, costs.l2_percent,
+        costs.filled_ns, costs.arithmetic_percent, costs.unhidden_part, costs.idle_percent, costs.l2_percent,
     )  # fmt: skip
     return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

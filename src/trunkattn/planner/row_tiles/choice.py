@@ -45,23 +45,32 @@ class TileKind:
 class TilingRule:
     """Integers, from the tile table and the device.
 
-    kinds: ascending heights. launch_ns: of a launch that waits for another. bytes_per_us: memory bandwidth. head_bytes:
-    keys and values of one token and head. partial_bytes: one partial state of all query heads, written and read.
-    fuse_up_to: partials that an item may merge. l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a
-    row's arithmetic does not depend on the rows beside it (the two loops of the kernel may round differently).
+    kinds: ascending heights. card: what is fitted to the card. head_bytes: keys and values of one token and head.
+    partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
+    l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a row's arithmetic does not depend on the rows
+    beside it (the two loops of the kernel may round differently).
     """
 
     kinds: tuple[TileKind, ...]
     group_size: int
     num_kv_heads: int
     page_size: int
-    launch_ns: int
-    bytes_per_us: int
+    card: tile_costs.CardTimes
     head_bytes: int
     partial_bytes: int
     fuse_up_to: int
     l2_bytes: int
     uniform: bool = False
+
+    @property
+    def launch_ns(self) -> int:
+        """What a launch adds that waits for another one."""
+        return self.card.launch_ns
+
+    @property
+    def bytes_per_us(self) -> int:
+        """Memory bandwidth."""
+        return self.card.bytes_per_us
 
     @cached_property
     def run(self) -> int:
@@ -136,6 +145,11 @@ class PricedWays(NamedTuple):
     costs: tile_costs.Costs
 
 
+def _tile_times(rule: TilingRule, kind: TileKind) -> tile_costs.TileTimes:
+    num_slots = max(1, kind.programs // rule.num_kv_heads)
+    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.together, kind.read_percent)
+
+
 def price(rule: TilingRule) -> PricedWays:
     """What `predict` needs of a rule."""
     ways = candidates(rule)
@@ -145,15 +159,21 @@ def price(rule: TilingRule) -> PricedWays:
         for nth, (kind, stage) in enumerate(stages_of(rule, way)):
             uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
     token_bytes = rule.head_bytes * rule.num_kv_heads
+    card = rule.card
     costs = tile_costs.Costs(
-        np.array([kind.block_ns for kind in rule.kinds], np.int64),
-        np.array([kind.chain_ns for kind in rule.kinds], np.int64),
-        np.array([max(1, kind.programs // rule.num_kv_heads) for kind in rule.kinds], np.int64),
-        np.array([kind.together for kind in rule.kinds], np.int64),
-        np.array([kind.read_percent for kind in rule.kinds], np.int64),
-        rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
-        100 * rule.bytes_per_us // tile_costs.L2_BYTES_PER_US, rule.run,
-    )  # fmt: skip
+        tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
+        token_bytes=token_bytes,
+        partial_bytes=rule.partial_bytes,
+        run_tokens=rule.run,
+        l2_tokens=rule.l2_bytes // token_bytes,
+        l2_percent=100 * card.bytes_per_us // card.l2_bytes_per_us,
+        bytes_per_us=card.bytes_per_us,
+        launch_ns=card.launch_ns,
+        filled_ns=card.filled_ns,
+        arithmetic_percent=card.arithmetic_percent,
+        unhidden_part=card.unhidden_part,
+        idle_percent=card.idle_percent,
+    )
     return PricedWays(ways, np.array(list(stages), np.int64), uses, costs)
 
 
