@@ -38,7 +38,7 @@ def choose_beside(items, chunks_ns, times, stage, kind, costs):
     `tile_costs.stage_ns`, for what a launch of its own computes.
     """
     number, (chunk_ns, reads_ns) = len(items), chunks_ns
-    blocks, until, wide = np.empty((number, 3), np.int64), np.empty(number, np.int64), np.empty(number, np.int64)
+    blocks, until, wide = np.zeros((number, 4), np.int64), np.empty(number, np.int64), np.empty(number, np.int64)
     _until_ns(items, times, blocks, until, wide)
     until += reads_ns
     both_ns = chunk_ns * 100 // times.chunk_percent[wide[-1]]  # of the chunks, beside decodes all the time
