@@ -73,9 +73,9 @@ lint: .venv/.stamp  ## Check style, formatting and types
 	$(BIN)/mypy src
 	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py
 
-# The theme prints a notice about its successor otherwise.
+# The theme prints a notice about its successor otherwise. Not --quiet, which hides warnings from --strict too.
 docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on a broken link
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,7 @@
 """README.md as a package index shows it, where neither the repository's files nor its pictures lie beside it.
 
-With a `Repository` among `[project.urls]`, relative links and pictures point there. Without one, a relative link is left
-as its text and a picture is left out, so that nothing on the page is broken.
+With a `Repository` among `[project.urls]`, relative links and pictures point there. Without one, a relative link
+becomes plain text and a picture is left out, so that nothing on the page is broken.
 """
 
 import re

@@ -126,8 +126,9 @@ def tpot() -> Section:
     text = f"""## In vLLM: time per output token
 
 Milliseconds, Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends.
-FA3 is FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure is the median of three runs; runs of TrunkAttention
-differ by up to {spread} of each other, so that small differences mean little.
+FA3 is FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure
+is the median of three runs; runs of TrunkAttention differ by up to
+{spread} of each other, so that small differences mean little.
 
 {table(head, rows, 2)}
 
