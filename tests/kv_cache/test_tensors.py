@@ -82,7 +82,7 @@ def test_a_wrong_copy_raises_before_any_copy(copy: PageCopy) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_layer_index_is_checked(index: int) -> None:
-    with pytest.raises(ValueError, match="index=.*: expected an integer from 0 to"):
+    with pytest.raises(ValueError, match=r"index=.*: expected an integer from 0 to"):
         make().layer(index)
 
 

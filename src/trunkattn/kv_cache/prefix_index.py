@@ -1,4 +1,4 @@
-"""Which page holds the KV of which prefix: a hash chain over full blocks, checked against the tokens. Needs no torch."""
+"""Which page holds the KV of which prefix: a hash chain over full blocks, checked against the tokens. No torch here."""
 
 from array import array
 from collections import OrderedDict
