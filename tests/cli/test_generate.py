@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from rich.console import Console
@@ -10,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
 from trunkattn.cli.generate import print_stream
-from trunkattn.engine import LLM, SamplingParams
+from trunkattn.cli.options import GenerateOptions, fields_of
+from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
 
 
@@ -63,6 +65,20 @@ def test_scheduling_options_reach_the_engine(tiny_folder: Path) -> None:
             assert json.loads(result.stdout)["stats"]["steps"] == llm.stats.steps
             steps.append(llm.stats.steps)
     assert len(set(steps)) >= 4, "the options make a difference"
+
+
+def test_options_are_the_librarys() -> None:
+    options = GenerateOptions(Path("model"))
+    given = fields_of(EngineConfig, options)
+    assert given["scheduler_policy"] == EngineConfig().scheduler_policy and "model" not in given
+    assert EngineConfig(**given) == EngineConfig(), "a default of the command is the engine's"
+    described = " ".join(
+        get_type_hints(GenerateOptions, include_extras=True)["scheduler_policy"].__metadata__[0].help.split()
+    )
+    assert all(policy in described for policy in SCHEDULER_POLICIES)
+    chosen = GenerateOptions(Path("model"), stop=["a", "b"], top_k=3, seed=5)
+    params = SamplingParams(**fields_of(SamplingParams, chosen))
+    assert params == SamplingParams(stop=("a", "b"), top_k=3, seed=5, temperature=0, max_tokens=128)
 
 
 def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
@@ -125,7 +141,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--max-num-seqs", "0"], ["--max-num-seqs", "0", "an integer of at least 1"]),
         (["--max-num-batched-tokens", "255"], ["--max-num-batched-tokens", "255", "at least max_num_seqs=256"]),
         (["--prompt", " "], ["--prompt", "expected text"]),
-        (["--prompt-file", "a.txt"], ["--prompt-file", "one of them"]),
+        (["--prompt-file", "a.txt"], ["--prompt-file", "one of the two"]),
         (["--prompt", "word " * 600], ["expected 1 to 511"]),
         (["--colour"], ["--colour"]),
     ],

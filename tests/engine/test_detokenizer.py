@@ -98,7 +98,7 @@ def test_smollm2_random_tokens(smollm2_tokenizer: Any, data: st.DataObject) -> N
 
 
 class SentencePieceTokenizer:
-    """A slow tokenizer, which has no tokenizers.Tokenizer inside: pieces with "▁" for spaces; a text loses its first."""
+    """A slow tokenizer, without tokenizers.Tokenizer inside: "▁" is a space, and a text loses its leading one."""
 
     PIECES = ("▁", "▁the", "the", "▁a", "b", "▁▁", "▁日本", "!")
 
