@@ -31,6 +31,7 @@ FLOORS = MappingProxyType(
         "engine": 7,
         "integrations": TOP_FLOOR,
         "cli": TOP_FLOOR,
+        "__main__": TOP_FLOOR + 1,  # `python -m trunkattn`: runs the command, and nothing imports it
     }
 )
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
@@ -229,6 +230,8 @@ def test_every_file_stands_in_the_house() -> None:
         ("__init__.py", "from trunkattn.cli import main"),
         ("__init__.py", "def __getattr__(name):\n    from .workloads import trees"),
         ("__init__.py", "import transformers"),
+        ("__init__.py", "from trunkattn.__main__ import main"),
+        ("cli/app.py", "from trunkattn.__main__ import main"),
         ("attention.py", "import transformers"),
         ("reference.py", "import triton.language as tl"),
         ("planner/planner.py", "def f():\n    from triton import jit"),
@@ -256,6 +259,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.workloads import trees\nfrom . import doctor"),
         ("workloads/trees.py", "import numpy as np\nfrom trunkattn.workloads.batch import PagedBatch"),
         ("__init__.py", "from trunkattn.attention import BatchAttention\nfrom .engine import LLM"),
+        ("__main__.py", "from trunkattn.cli import main"),
     ],
 )
 def test_an_allowed_import_passes(path: str, source: str) -> None:
