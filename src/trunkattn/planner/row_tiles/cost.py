@@ -6,7 +6,8 @@ Nothing is simulated, so that a GPU finds the same integers in parallel (`kernel
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
 from trunkattn.planner.row_tiles.layout import Stage, segments, share_of, step_of
@@ -58,7 +59,7 @@ class StageLoads(NamedTuple):
     num_queries: int
 
 
-@njit(cache=True)
+@njit
 def stage_blocks(forest, entries, stage, window, run):
     """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; runs; entries."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
@@ -84,7 +85,7 @@ def stage_blocks(forest, entries, stage, window, run):
     return blocks[blocks[:, 2] > 0]
 
 
-@njit(cache=True)
+@njit
 def shared_tokens(forest, entries, least):
     """Of each entry: tokens that it has in common with the one before it; tokens in nodes of at least `least` entries.
 
@@ -102,7 +103,7 @@ def shared_tokens(forest, entries, least):
     return shared, tall
 
 
-@njit(cache=True)
+@njit
 def stage_tokens(position, shared, tall, stage, window):
     """Tokens that leave memory: each once; those that two tiles share; and how many tokens the later tiles read again.
 
@@ -127,7 +128,7 @@ def stage_tokens(position, shared, tall, stage, window):
     return once, common, again
 
 
-@njit(cache=True)
+@njit
 def stage_loads(forest, entries, stages, l2_tokens, window, run):
     """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
     most = np.int64(0)
@@ -148,7 +149,7 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
     return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
 
 
-@njit(cache=True)
+@njit
 def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     """A stage takes what its slots, its longest item or its memory take; launches and partial states come on top.
 
@@ -195,7 +196,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     return max(alone, bytes_ns) + seen + launches * costs.launch_ns + states_ns
 
 
-@njit(cache=True)
+@njit
 def ways_ns(loads, stages, uses, costs):
     """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
     times = np.zeros(len(uses), np.int64)
@@ -212,7 +213,7 @@ def ways_ns(loads, stages, uses, costs):
     return times
 
 
-@njit(cache=True)
+@njit
 def ways_fit(forest, entries, stages, uses, limits, window, run):
     """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
     half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""
