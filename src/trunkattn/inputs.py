@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+
+from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
 from trunkattn.config import AttentionConfig, Capacity
@@ -97,7 +98,7 @@ def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages
 _STARTS, _NEGATIVE, _SHORT, _LONG, _PAGE = 1, 2, 3, 4, 5
 
 
-@njit(cache=True)
+@njit
 def _first_problem(table, lens, starts, page_size, num_pages):
     """(problem, row, column, highest page id); problem 0: there is none."""
     last_page = -1

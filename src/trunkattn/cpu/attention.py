@@ -9,7 +9,8 @@ what makes batch-invariant plans possible.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from trunkattn.compiled import njit
 
 from trunkattn.cpu.convert import as_float32, exp2, tanh, to_floats
 from trunkattn.cpu.microkernel import ACCUMULATE, LANES, OVERWRITE, OVERWRITE_AHEAD, TILES, multiply_add_tile
@@ -59,12 +60,12 @@ class Strides(NamedTuple):
 SHAPE_FIELDS = len(Shape._fields)
 
 
-@njit(cache=True)
+@njit
 def shape_of(sizes):
     return Shape(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7] != 0)
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
+@njit(fastmath={"contract", "nsz"})
 def _scores(scores, keys, key_rows, q, q_rows, rows, depth, tokens, ahead):
     """scores[t, m] = keys[t] · q[:, m] for a block of keys; the lines of the next block are fetched meanwhile."""
     for t in range(0, tokens, _SCORE_KEYS):
@@ -91,7 +92,7 @@ def _scores(scores, keys, key_rows, q, q_rows, rows, depth, tokens, ahead):
             m += LANES
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
+@njit(fastmath={"contract", "nsz"})
 def _outputs(out, scores, lane, values, value_rows, used, rows, width, tokens):
     """out[m, :] += Σ_t scores[t, m] · values[t]."""
     n, none = tokens, value_rows
@@ -125,14 +126,14 @@ def _outputs(out, scores, lane, values, value_rows, used, rows, width, tokens):
             m += 1
 
 
-@njit(cache=True, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
+@njit(error_model="numpy", fastmath={"contract", "nsz", "arcp"})
 def _soft_cap(scores, count, cap):
     """Logits to cap · tanh(logit / cap), in base 2."""
     for i in range(count):
         scores[i] = cap * _LOG2_E * tanh(scores[i] / cap)
 
 
-@njit(cache=True)
+@njit
 def _mask(scores, rows, used, position, first, tokens, kv_range, window):
     """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
     kv_start, kv_end = kv_range
@@ -144,7 +145,7 @@ def _mask(scores, rows, used, position, first, tokens, kv_range, window):
                 scores[t * rows + m] = -np.inf
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
+@njit(fastmath={"contract", "nsz"})
 def _online_softmax(scores, rows, tokens, top, total, rescale):
     """Scores become weights 2^(s - max); `rescale` is what earlier weights must be multiplied by."""
     for m in range(rows):
@@ -164,7 +165,7 @@ def _online_softmax(scores, rows, tokens, top, total, rescale):
             total[m] += weight
 
 
-@njit(cache=True)
+@njit
 def _block_rows(k_rows, v_rows, where, first, tokens, page_size, strides):
     """Element offsets of a block's keys and values; tokens outside the item stand at one inside, and are masked."""
     pages, kv_range, head = where
@@ -183,7 +184,7 @@ def _block_rows(k_rows, v_rows, where, first, tokens, page_size, strides):
                 column += 1
 
 
-@njit(cache=True)
+@njit
 def _stage(staged, staged_rows, cache, cache_rows, tokens, width, padded, kind):
     """Copies a block to float32, padded to whole vectors with zeros."""
     for t in range(tokens):
@@ -194,7 +195,7 @@ def _stage(staged, staged_rows, cache, cache_rows, tokens, width, padded, kind):
             staged[at + d] = np.float32(0.0)
 
 
-@njit(cache=True)
+@njit
 def _load_queries(q, shape, scale, head, tokens, rows, q_lanes, positions, position):
     """q_lanes[d, m] = q · scale, rows ordered by token then head of the group; idle lanes are zero."""
     group = shape.num_qo_heads // shape.num_kv_heads
@@ -212,7 +213,7 @@ def _load_queries(q, shape, scale, head, tokens, rows, q_lanes, positions, posit
     return used
 
 
-@njit(cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _write(token, query_head, shape, state, target, sinks):
     """Final output of one row: normalised state, value scale and sink applied. state: acc, at, total, lse, v_scale.
 
@@ -229,7 +230,7 @@ def _write(token, query_head, shape, state, target, sinks):
     out_lse[token, query_head] = lse
 
 
-@njit(cache=True)
+@njit
 def _carve(floats, ints, shape, rows, width):
     """A task's arrays out of its thread's workspace; see `workspace_sizes`."""
     block, depth = BLOCK_TOKENS, shape.head_dim
@@ -253,7 +254,7 @@ def _carve(floats, ints, shape, rows, width):
     return floats[:scores_at], floats[scores_at:acc_at], state, staged, (q_rows, lane, position, row_space, ahead)
 
 
-@njit(cache=True)
+@njit
 def _blocks(kv_range, aligned):
     """First token of an item's first block, and tokens of a block: equal ones, so that no short one is left over."""
     if aligned:
@@ -263,12 +264,12 @@ def _blocks(kv_range, aligned):
     return kv_range[0], _whole_tiles((count + blocks - 1) // blocks)
 
 
-@njit(cache=True)
+@njit
 def _whole_tiles(tokens):
     return (tokens + _SCORE_KEYS - 1) // _SCORE_KEYS * _SCORE_KEYS
 
 
-@njit(cache=True)
+@njit
 def _look_ahead(ahead, tiles, rows, where, first, step, shape, caches):
     """Addresses of the cache lines of the block that follows, as many as fit into the steps of `tiles` tiles."""
     k_cache, v_cache, k_strides, v_strides = caches
@@ -291,7 +292,7 @@ def _look_ahead(ahead, tiles, rows, where, first, step, shape, caches):
     lines[at:] = k_base
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
+@njit(fastmath={"contract", "nsz"})
 def _block(where, first, tokens, queries, shape, caches, arrays, soft_cap):
     """One block of keys: scores, mask, online softmax, output."""
     kv_range = where[1]
@@ -323,7 +324,7 @@ def _block(where, first, tokens, queries, shape, caches, arrays, soft_cap):
     _outputs(acc, scores, lane, values, row_space[3 if stage_v else 1], used, rows, width, tokens)
 
 
-@njit(cache=True)
+@njit
 def _where(task, shape, plan):
     """Keys of a task: its row of the block table, token range and KV head."""
     block_table, items = plan[0], plan[1]
@@ -331,7 +332,7 @@ def _where(task, shape, plan):
     return block_table[items[item, KV_ROW]], (np.int64(items[item, KV_START]), np.int64(items[item, KV_END])), head
 
 
-@njit(cache=True, error_model="numpy", fastmath={"contract", "nsz"})
+@njit(error_model="numpy", fastmath={"contract", "nsz"})
 def run_task(task, following, shape, q, caches, plan, options, outputs, workspace):
     """One work item for one KV head: its partial states, or the output of queries that have no other item.
 
@@ -379,7 +380,7 @@ def run_task(task, following, shape, q, caches, plan, options, outputs, workspac
             partial_lse[slot, query_head] = lse
 
 
-@njit(cache=True)
+@njit
 def run_merge(i, head, shape, merge, outputs, options, acc):
     """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3)."""
     merge_queries, merge_indptr = merge

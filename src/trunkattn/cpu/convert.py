@@ -3,7 +3,9 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit, types
+from numba import types
+
+from trunkattn.compiled import njit
 from numba.extending import overload
 
 from trunkattn.cpu.microkernel import bits_to_float, float_to_bits

@@ -7,7 +7,9 @@ panels in the order of use, and the lines of the next chunk are fetched one per 
 from typing import Final
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
+
+from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
 from trunkattn.cpu.microkernel import ACCUMULATE_AHEAD, LANES, OVERWRITE_AHEAD, TILES, multiply_add_tile
@@ -39,13 +41,13 @@ def multiply(x: NDArray[np.float32], panels: NDArray[np.float32], out: NDArray[n
         _multiply(x, panels, out, min(num_threads, len(panels)))
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(parallel=True, nogil=True)
 def _multiply(x, panels, out, num_threads):
     for thread in prange(num_threads):
         _multiply_panels(x, panels, out, len(panels) * thread // num_threads, len(panels) * (thread + 1) // num_threads)
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
+@njit(fastmath={"contract", "nsz"})
 def _multiply_panels(x, panels, out, begin, end):
     """Panel by panel in chunks of the depth: a chunk stays in L1 while all rows pass over it."""
     rows, depth = x.shape
@@ -67,7 +69,7 @@ def _multiply_panels(x, panels, out, begin, end):
                 _multiply_chunk(target, operands, last - first, _LATER, _LATER_ROW)
 
 
-@njit(cache=True)
+@njit
 def _lines_after(lines, weights, at):
     base = weights.ctypes.data + at * 4
     count = min(len(lines), _CHUNK_BYTES // _LINE_BYTES)

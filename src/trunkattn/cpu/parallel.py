@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
+
+from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
 from trunkattn.cpu.attention import SHAPE_FIELDS, Shape, Strides, run_merge, run_task, shape_of
@@ -52,7 +54,7 @@ def _padded(count: int) -> int:
     return (count + LANES - 1) // LANES * LANES
 
 
-@njit(cache=True)
+@njit
 def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
     positions = np.empty(query_start_loc[-1], np.int32)
     for row in range(len(seq_lens)):
@@ -84,7 +86,7 @@ def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
     return positions, tasks, indptr, most
 
 
-@njit(cache=True)
+@njit
 def _run_tasks(thread, tasks, sizes, inputs, plan, options, outputs, floats, ints):
     """One thread's share of the work items."""
     task_list, task_indptr = tasks
@@ -98,7 +100,7 @@ def _run_tasks(thread, tasks, sizes, inputs, plan, options, outputs, floats, int
         run_task(task_list[i], task_list[min(i + 1, last)], shape, q, caches, plan, options, outputs, (floats, ints))
 
 
-@njit(cache=True)
+@njit
 def _run_merges(thread, num_threads, sizes, merge, outputs, options, floats):
     """One thread's share of the merges."""
     shape = shape_of(sizes)
@@ -108,7 +110,7 @@ def _run_merges(thread, num_threads, sizes, merge, outputs, options, floats):
         run_merge(i // heads, i % heads, shape, merge, outputs, options, floats)
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@njit(parallel=True, nogil=True)
 def _execute(
     sizes, q, k_cache, v_cache, table, items, queries, slots, positions, tasks, task_indptr,
     merge_queries, merge_indptr, logit_scale, v_scale, soft_cap, sinks, out, lse, partial, partial_lse, floats, ints,

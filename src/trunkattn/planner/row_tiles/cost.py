@@ -8,7 +8,7 @@ both compilers know.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
 from trunkattn.planner.row_tiles.layout import Stage, segments, share_of, step_of
@@ -98,7 +98,7 @@ class StageLoad(NamedTuple):
     memory_tokens: int  # of these, those that leave memory
 
 
-@njit(cache=True)
+@njit
 def tile_blocks(shared_runs, private_runs, stage):
     """Blocks of a tile that all of it sees, and other blocks. private_runs: of the subtile that has the most."""
     step = stage.block_runs
@@ -108,7 +108,7 @@ def tile_blocks(shared_runs, private_runs, stage):
     return shared_runs // stage.block_runs, (private_runs + left + step - 1) // step
 
 
-@njit(cache=True)
+@njit
 def item_ns(full_blocks, masked_blocks, num_parts, subtiles, full_ns, masked_ns):
     """Time of each of the parts of a tile. A part holds the private runs of a few requests, mostly of one subtile, so
     the subtiles of a tile that is cut do not share its masked blocks."""
@@ -117,13 +117,13 @@ def item_ns(full_blocks, masked_blocks, num_parts, subtiles, full_ns, masked_ns)
     return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_parts, 1)
 
 
-@njit(cache=True)
+@njit
 def memory_tokens(once, common, again, l2_tokens):
     """Tokens that leave memory: those that some tile reads, and those read again that the L2 cache does not hold."""
     return once + again * max(common - l2_tokens, 0) // max(common, 1)
 
 
-@njit(cache=True)
+@njit
 def listed_runs(num_runs, num_items, stage):
     """Most entries of the run list that a stage's items fill; the runs of a tile may all be dealt to one subtile."""
     listed = num_runs
@@ -132,7 +132,7 @@ def listed_runs(num_runs, num_items, stage):
     return listed
 
 
-@njit(cache=True)
+@njit
 def load_ns(load, tile, costs, is_flat, is_last):
     """Predicted time of a launch: what its SMs, its longest item or its memory traffic take, whichever is most. The
     launch itself and the partial states come on top.
@@ -170,7 +170,7 @@ def load_ns(load, tile, costs, is_flat, is_last):
     return total_ns + load.num_partials * costs.partial_bytes * 1000 // costs.bytes_per_us
 
 
-@njit(cache=True)
+@njit
 def stage_blocks(forest, entries, stage, window, run):
     """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; runs; entries."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
@@ -194,7 +194,7 @@ def stage_blocks(forest, entries, stage, window, run):
     return blocks[blocks[:, 2] > 0]
 
 
-@njit(cache=True)
+@njit
 def shared_tokens(forest, entries, least):
     """Of each entry: tokens that it has in common with the one before it; tokens in nodes of at least `least` entries.
 
@@ -212,7 +212,7 @@ def shared_tokens(forest, entries, least):
     return shared, tall
 
 
-@njit(cache=True)
+@njit
 def stage_tokens(position, shared, tall, stage, window):
     """Tokens that leave memory: each once; those that two tiles share; and how many tokens the later tiles read again.
 
@@ -237,7 +237,7 @@ def stage_tokens(position, shared, tall, stage, window):
     return once, common, again
 
 
-@njit(cache=True)
+@njit
 def stage_loads(forest, entries, stages, l2_tokens, window, run):
     """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
     most = np.int64(0)
@@ -258,14 +258,14 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
     return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
 
 
-@njit(cache=True)
+@njit
 def tile_times(costs, kind):
     """The row of a tile kind."""
     full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[kind]
     return TileTimes(full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent)
 
 
-@njit(cache=True)
+@njit
 def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     """Predicted time of a stage. blocks: as of `stage_blocks`; memory: tokens that leave memory; num_queries: that
     leave partial states unless the stage is the last."""
@@ -289,7 +289,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     return load_ns(load, tile, costs, stage.subtiles == 1, last)
 
 
-@njit(cache=True)
+@njit
 def ways_ns(loads, stages, uses, costs):
     """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
     times = np.zeros(len(uses), np.int64)
@@ -306,7 +306,7 @@ def ways_ns(loads, stages, uses, costs):
     return times
 
 
-@njit(cache=True)
+@njit
 def ways_fit(forest, entries, stages, uses, limits, window, run):
     """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
     half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""

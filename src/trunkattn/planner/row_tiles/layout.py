@@ -9,7 +9,8 @@ for nodes with many queries, low ones for the rest, which merge the partials of 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
@@ -50,7 +51,7 @@ class Items(NamedTuple):
     uncut: NDArray[np.bool_]
 
 
-@njit(cache=True)
+@njit
 def make_entries(forest, seq_lens, query_start_loc):
     """Entries of all rows, depth first."""
     num_rows = len(forest.order)
@@ -68,7 +69,7 @@ def make_entries(forest, seq_lens, query_start_loc):
     return Entries(query, position, first[forest.row_start], first[forest.row_end])
 
 
-@njit(cache=True)
+@njit
 def visible(forest, entries, node, low, high, window):
     """Tokens [start, end) of a node that entries [low, high) see; lowest and highest position."""
     lowest, highest = entries.position[low], entries.position[low]
@@ -79,7 +80,7 @@ def visible(forest, entries, node, low, high, window):
     return start, end, lowest, highest
 
 
-@njit(cache=True)
+@njit
 def segments(forest, entries, stage, window, run):
     """(tile, node, runs) of a stage, by tile and then by node; indptr of the tiles."""
     height = stage.height
@@ -110,7 +111,7 @@ def segments(forest, entries, stage, window, run):
     return indptr, nodes, num_runs
 
 
-@njit(cache=True)
+@njit
 def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size, runs, whole):
     """Runs of one tile's segments; whole[i]: a full run that all of its queries see."""
     nodes, num_runs = span
@@ -138,7 +139,7 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
     return at
 
 
-@njit(cache=True)
+@njit
 def share_of(total, num_parts, block_runs):
     """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not."""
     if num_parts == 0:
@@ -146,14 +147,14 @@ def share_of(total, num_parts, block_runs):
     return max(np.int64(block_runs), (total + num_parts - 1) // num_parts)
 
 
-@njit(cache=True)
+@njit
 def step_of(size, share, block_runs):
     """Runs of each item of a tile, but the last: whole blocks."""
     parts = max(1, (size + share // 2) // share)
     return max(1, ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs)
 
 
-@njit(cache=True)
+@njit
 def emit_stage(forest, entries, table, stage, window, run, page_size):
     """The items of a stage, tiles cut into parts of whole blocks."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
@@ -189,7 +190,7 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
     return Items(items[:count].copy(), runs, queries[:filled].copy(), uncut[:count].copy())
 
 
-@njit(cache=True)
+@njit
 def _narrow(runs, whole, begin, end):
     """Leaves out queries that no run of an item concerns. Returns first and end query, and leading full runs."""
     low, high = 255, 0
@@ -206,7 +207,7 @@ def _narrow(runs, whole, begin, end):
     return low, high, full
 
 
-@njit(cache=True)
+@njit
 def items_of_work(work, table, positions, window, run, page_size, block_runs):
     """A WorkList's items as runs: each reads one range of tokens for all its queries. work: items, queries."""
     source, queries = work
@@ -239,7 +240,7 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
     return Items(items, runs, queries, np.ones(len(items), np.bool_))
 
 
-@njit(cache=True)
+@njit
 def nest(emitted, kind_of_item, shapes):
     """Deals the runs of an item that are not full to its subtiles, which read them side by side.
 
@@ -277,7 +278,7 @@ def nest(emitted, kind_of_item, shapes):
     return Items(items, nested, queries, uncut)
 
 
-@njit(cache=True)
+@njit
 def _count(runs, item, height, lengths):
     """Runs of an item that are not full, by subtile."""
     lengths[:] = 0
@@ -286,7 +287,7 @@ def _count(runs, item, height, lengths):
             lengths[subtile] += 1
 
 
-@njit(cache=True)
+@njit
 def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     """Partial slots, merges, and items in the order of their buckets, heaviest first.
 
@@ -339,7 +340,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     return items[order], runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots
 
 
-@njit(cache=True)
+@njit
 def _slots(queries, pieces):
     """Consecutive slots for the pieces of a query, in the order in which they were emitted."""
     first = np.zeros(len(pieces), np.int32)

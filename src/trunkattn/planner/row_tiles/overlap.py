@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from trunkattn.compiled import njit
 
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
@@ -29,7 +30,7 @@ class BesideTimes(NamedTuple):
     processors: int
 
 
-@njit(cache=True)
+@njit
 def choose_beside(items, chunks_ns, times, stage, kind, costs):
     """(number, ns) of the first items, which merge nothing: all, or as many as fit whole rounds of the multiprocessors
     that end with the chunks, or one round more; and predicted time of all items and the chunks.
@@ -58,7 +59,7 @@ def choose_beside(items, chunks_ns, times, stage, kind, costs):
     return best, least
 
 
-@njit(cache=True)
+@njit
 def _until_ns(items, times, blocks, until, wide):
     """Fills blocks: those that all rows of an item see, others, and runs; until: ns until the kernel, without chunks,
     has computed an item and those before it, which is their share of every multiprocessor, or as many of the longest as
@@ -77,7 +78,7 @@ def _until_ns(items, times, blocks, until, wide):
         until[item], wide[item] = latest, most * times.group_size > times.narrow_rows
 
 
-@njit(cache=True)
+@njit
 def _together_ns(chunk_ns, decode_ns, times, wide):
     """Of chunks and decodes that take so long in the kernel without the other: while both run, each has a share of its
     speed."""
