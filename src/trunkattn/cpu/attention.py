@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkattn.compiled import njit
-
 from trunkattn.cpu.convert import as_float32, exp2, tanh, to_floats
 from trunkattn.cpu.microkernel import ACCUMULATE, LANES, OVERWRITE, OVERWRITE_AHEAD, TILES, multiply_add_tile
 from trunkattn.cpu.tuning import BLOCK_TOKENS

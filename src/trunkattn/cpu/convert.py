@@ -4,10 +4,9 @@ from typing import Any, Final
 
 import numpy as np
 from numba import types
-
-from trunkattn.compiled import njit
 from numba.extending import overload
 
+from trunkattn.compiled import njit
 from trunkattn.cpu.microkernel import bits_to_float, float_to_bits
 from trunkattn.dtypes import BFLOAT16, FLOAT8_E4M3
 

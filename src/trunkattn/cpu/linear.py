@@ -8,10 +8,9 @@ from typing import Final
 
 import numpy as np
 from numba import prange
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.cpu.microkernel import ACCUMULATE_AHEAD, LANES, OVERWRITE_AHEAD, TILES, multiply_add_tile
 from trunkattn.cpu.threads import set_threads
 

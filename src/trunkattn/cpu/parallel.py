@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import prange
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.cpu.attention import SHAPE_FIELDS, Shape, Strides, run_merge, run_task, shape_of
 from trunkattn.cpu.microkernel import LANES, TILES
 from trunkattn.cpu.threads import set_threads

@@ -8,9 +8,9 @@ both compilers know.
 from typing import NamedTuple
 
 import numpy as np
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.row_tiles.layout import Stage, segments, share_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has
