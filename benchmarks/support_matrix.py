@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from performance_page import table
+from page.common import table
 
 from trunkattn import AttentionConfig, flash_attention
 
