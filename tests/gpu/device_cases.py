@@ -7,8 +7,8 @@ import torch
 
 from trunkattn.config import Capacity
 from trunkattn.gpu import plan as plan_arrays
-from trunkattn.gpu.device_planner.planner import DevicePlanner, TileWays, errors_of
-from trunkattn.gpu.device_planner.step import tile_ways
+from trunkattn.gpu.device_planner.choice import Candidates, candidates_of
+from trunkattn.gpu.device_planner.planner import DevicePlanner, errors_of
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.planner import Batch
@@ -32,10 +32,10 @@ ROOMY = TileLimits(items=4096, runs=1 << 18, queries=1 << 14, merged=1 << 12, sl
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 
-def ways_of(rule: TilingRule, way: int | None = None) -> TileWays:
+def some_candidates(rule: TilingRule, way: int | None = None) -> Candidates:
     """The candidates of a rule, or one of them."""
-    ways = tile_ways(rule)
-    return ways if way is None else replace(ways, uses=ways.uses[way : way + 1])
+    found = candidates_of(rule)
+    return found if way is None else replace(found, passes=found.passes[way : way + 1])
 
 
 def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
@@ -136,7 +136,7 @@ def prepare(
     card: DeviceInfo | None = None,
 ) -> Planned:
     card = card or DeviceInfo(processors=1, overlaps=False)
-    planner = DevicePlanner(ways_of(rule, way), capacity, limits, rule.page_size, card, torch.device(device))
+    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)

@@ -140,10 +140,14 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
 
 @njit
 def share_of(total, num_parts, block_runs):
-    """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not."""
-    if num_parts == 0:
-        return total + 1
-    return max(np.int64(block_runs), (total + num_parts - 1) // num_parts)
+    """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not.
+
+    The planner on the device compiles this function and `step_of`, too.
+    """
+    share = total + 1
+    if num_parts > 0:
+        share = max(block_runs, (total + num_parts - 1) // num_parts)
+    return share
 
 
 @njit
