@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import cost, items, prefix_forest, row_tiles, work_list
+from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
 from trunkattn.gpu.device_planner.choice import candidates_of
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
@@ -95,6 +95,8 @@ def compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability:
         for index, kind in enumerate(signature.values())
         for path in pointers(kind, (index,))
     }
+    changing = {name for name in common.NUMBERS if name in kernel.arg_names}
+    assert all(parameter.do_not_specialize for parameter in kernel.params if parameter.name in changing), kernel
     fixed = {(index,): values[name] for index, name in enumerate(kernel.arg_names) if name in constants}
     source = ASTSource(kernel, signature, fixed, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner import choice
+from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
 from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
-from trunkattn.gpu.device_planner.prefix_forest import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE, Links, place_of
+from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
 from trunkattn.gpu.plan import DeviceInfo
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles
 from trunkattn.planner.planner import Batch

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.config import Capacity
+from trunkattn.gpu.device_planner.common import BIG, Sizes
 from trunkattn.gpu.device_planner.cost import Pass
-from trunkattn.gpu.device_planner.prefix_forest import BIG, Sizes
 from trunkattn.gpu.device_planner.row_tiles import TOTAL_FIELDS
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.row_tiles.cost import Costs

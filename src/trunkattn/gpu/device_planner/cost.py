@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.device_planner.common import counts_of, trigger_and_wait
 from trunkattn.gpu.device_planner.formulas import item_ns, listed_runs, load_ns, memory_tokens, share_of, step_of
-from trunkattn.gpu.device_planner.prefix_forest import counts_of, take_turn
 from trunkattn.gpu.device_planner.row_tiles import TileArrays, Totals, tile_arrays, totals_of
 from trunkattn.planner.row_tiles.cost import StageLoad, TileTimes
 
@@ -36,24 +36,20 @@ _TILE_COLUMNS = tl.constexpr(len(TileTimes._fields))
 
 
 class ChoiceArrays(NamedTuple):
-    """What each pass comes to. times [candidates, 2] int64: predicted ns, NEVER where it might have more items, runs or
-    partial states than its share of the limits; num_items, share [candidates, 2]: items, and runs of each; item_starts
-    [candidates, 2, tokens]: items before each tile."""
+    """The candidates, and what each of their passes comes to.
 
+    passes: [candidates, 2, fields of Pass].
+    times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, runs or partial states than
+        its share of the limits.
+    num_items, share: [candidates, 2] items, and runs of each.
+    item_starts: [candidates, 2, tokens] items before each tile.
+    """
+
+    passes: Any
     times: Any
     num_items: Any
     share: Any
     item_starts: Any
-
-
-class Limits(NamedTuple):
-    """What a plan holds."""
-
-    items: Any
-    runs: Any
-    queries: Any
-    merged: Any  # query tokens whose partial states no item merges
-    slots: Any
 
 
 @triton.jit
@@ -61,18 +57,29 @@ def load_pass(passes, number):
     """A row of the table of passes; of a candidate, 2 * candidate and the one after."""
     row = passes + number * PASS_COLUMNS
     return Pass(
-        tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
-        tl.load(row + 6), tl.load(row + 7),
-    )  # fmt: skip
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+        tl.load(row + 7),
+    )
 
 
 @triton.jit
 def _load_tile(tiles, kind):
     row = tiles + tl.maximum(kind, 0) * _TILE_COLUMNS
     return TileTimes(
-        tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
         tl.load(row + 6),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -146,16 +153,14 @@ def _cut(arrays, num_tiles, num_entries, share, a_pass, times, is_alone, item_st
 
 
 @triton.jit
-def candidates_kernel(
-    passes, costs, layout, status, choice, limits, SIZES: tl.constexpr, TURN: tl.constexpr
-):  # fmt: skip
+def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Fills `choice`, one program for each pass of each candidate. costs: those of the host, their table of tiles on
     the device and int32."""
     number = tl.program_id(0) * 2 + tl.program_id(1)
-    a_pass = load_pass(passes, number)
+    a_pass = load_pass(choice.passes, number)
     times = _load_tile(costs.tiles, a_pass.kind)
-    is_alone = tl.load(passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0  # the second pass has no stage
-    take_turn(TURN)  # the tables were there before
+    is_alone = tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0  # the second pass has no stage
+    trigger_and_wait(PDL)  # the tables were there before
     num_entries = tl.load(counts_of(status).num_entries)
     is_used = a_pass.stage >= 0
     stage = tl.maximum(a_pass.stage, 0)
@@ -169,9 +174,16 @@ def candidates_kernel(
     )
     share = share_of(total.runs, a_pass.num_parts, a_pass.block_runs).to(tl.int32)
     num_items, sums = _cut(
-        tile_arrays(layout.tiles, stage, SIZES.tokens), num_tiles, num_entries, share, a_pass, times, is_alone,
-        choice.item_starts + number * SIZES.tokens, SIZES,
-    )  # fmt: skip
+        tile_arrays(layout.tiles, stage, SIZES.tokens),
+        num_tiles,
+        num_entries,
+        share,
+        a_pass,
+        times,
+        is_alone,
+        choice.item_starts + number * SIZES.tokens,
+        SIZES,
+    )
     tl.store(choice.share + number, share)
     tl.store(choice.num_items + number, num_items)
     is_last = is_alone | (tl.program_id(1) == 1)

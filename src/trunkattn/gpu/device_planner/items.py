@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.device_planner.common import BIG, MANY_ITEMS, NUMBERS, counts_of, flag, trigger_and_wait
 from trunkattn.gpu.device_planner.cost import chosen, load_pass, num_parts_of
 from trunkattn.gpu.device_planner.formulas import step_of
-from trunkattn.gpu.device_planner.prefix_forest import BIG, MANY_ITEMS, counts_of, flag, take_turn
+from trunkattn.gpu.device_planner.prefix_forest import Bounds
 from trunkattn.gpu.device_planner.row_tiles import first_node, load_nodes, node_arrays, tile_arrays
 from trunkattn.gpu.device_planner.stats import summarize
 
@@ -47,10 +48,11 @@ class PieceArrays(NamedTuple):
 
 
 class WorkArrays(NamedTuple):
-    """items [ITEM_FIELDS, limits.items]; pieces [fields of PieceArrays, tokens]."""
+    """items [ITEM_FIELDS, limits.items]; pieces [fields of PieceArrays, tokens]; summary [3] of the plan."""
 
     items: Any
     pieces: Any
+    summary: Any
 
 
 class Cut(NamedTuple):
@@ -78,12 +80,22 @@ class Part(NamedTuple):
 
 @triton.jit
 def item_arrays(items, max_items):
-    """Where the fields of the first item stand."""
+    """Where the fields of an item stand; items: the first of them."""
     return Item(
-        items, items + max_items, items + 2 * max_items, items + 3 * max_items, items + 4 * max_items,
-        items + 5 * max_items, items + 6 * max_items, items + 7 * max_items, items + 8 * max_items,
-        items + 9 * max_items, items + 10 * max_items, items + 11 * max_items, items + 12 * max_items,
-    )  # fmt: skip
+        items,
+        items + max_items,
+        items + 2 * max_items,
+        items + 3 * max_items,
+        items + 4 * max_items,
+        items + 5 * max_items,
+        items + 6 * max_items,
+        items + 7 * max_items,
+        items + 8 * max_items,
+        items + 9 * max_items,
+        items + 10 * max_items,
+        items + 11 * max_items,
+        items + 12 * max_items,
+    )
 
 
 @triton.jit
@@ -107,20 +119,20 @@ def load_item(arrays, i):
 
 
 @triton.jit
-def _store_item(arrays, i, item):
-    tl.store(arrays.pass_number + i, item.pass_number)
-    tl.store(arrays.entry + i, item.entry)
-    tl.store(arrays.tile_item + i, item.tile_item)
-    tl.store(arrays.begin + i, item.begin)
-    tl.store(arrays.end + i, item.end)
-    tl.store(arrays.low + i, item.low)
-    tl.store(arrays.high + i, item.high)
-    tl.store(arrays.full + i, item.full)
-    tl.store(arrays.size + i, item.size)
-    tl.store(arrays.bucket + i, item.bucket)
-    tl.store(arrays.nodes + i, item.nodes)
-    tl.store(arrays.rows + i, item.rows)
-    tl.store(arrays.subtiles + i, item.subtiles)
+def _store_item(to, item):
+    tl.store(to.pass_number, item.pass_number)
+    tl.store(to.entry, item.entry)
+    tl.store(to.tile_item, item.tile_item)
+    tl.store(to.begin, item.begin)
+    tl.store(to.end, item.end)
+    tl.store(to.low, item.low)
+    tl.store(to.high, item.high)
+    tl.store(to.full, item.full)
+    tl.store(to.size, item.size)
+    tl.store(to.bucket, item.bucket)
+    tl.store(to.nodes, item.nodes)
+    tl.store(to.rows, item.rows)
+    tl.store(to.subtiles, item.subtiles)
 
 
 @triton.jit
@@ -138,8 +150,8 @@ def count_pieces(pieces, token, used):
 
 
 @triton.jit
-def _load_cut(passes, choice, number):
-    one = load_pass(passes, number)
+def _load_cut(choice, number):
+    one = load_pass(choice.passes, number)
     return Cut(
         num_items=tl.load(choice.num_items + number),
         share=tl.load(choice.share + number),
@@ -190,10 +202,11 @@ def _part_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
     full = tl.minimum(tl.min(tl.where(is_here, masked_from, BIG), 0), end) - begin
     full = full // cut.block_runs * cut.block_runs
     size = end - begin
+    SUBTILES: tl.constexpr = SIZES.subtiles
     if cut.subtiles > 1:
         left = tl.where(is_here, tl.maximum(b - tl.maximum(a, begin + full), 0), 0)
         longest = 0
-        for subtile in tl.static_range(SIZES.subtiles):
+        for subtile in tl.static_range(SUBTILES):
             its_own = touches(node, low, subtile, cut.subtile_entries) & (subtile < cut.subtiles)
             longest = tl.maximum(longest, tl.sum(tl.where(its_own, left, 0), 0))
         size = full + tl.cdiv(longest, cut.private_runs) * cut.private_runs * cut.subtiles
@@ -204,7 +217,8 @@ def _part_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
 def _tall_pieces(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, PARTS: tl.constexpr):
     """Items of the candidate's first pass that hold each entry of [first, end), a few parts of a tile at a time."""
     k = tl.arange(0, SIZES.nodes)
-    found = tl.zeros([SIZES.nodes // 2], tl.int32)
+    ENTRIES: tl.constexpr = SIZES.nodes // 2
+    found = tl.zeros([ENTRIES], tl.int32)
     runs_of = tile_arrays(layout.tiles, cut.stage, SIZES.tokens).runs
     for tile in range(first // cut.height, tl.cdiv(end, cut.height)):
         begin = tile * cut.height
@@ -233,26 +247,38 @@ def _tile_of(item, starts, num_tiles, BLOCK: tl.constexpr):
     return tile
 
 
-@triton.jit(do_not_specialize=("bounds",))
+@triton.jit(do_not_specialize=NUMBERS)
 def items_kernel(
-    tables, bounds, entries, status, passes, layout, choice, work, summary, limits, SIZES: tl.constexpr,
-    TURN: tl.constexpr,
-):  # fmt: skip
+    tables,
+    num_rows,
+    num_columns,
+    window,
+    entries,
+    status,
+    layout,
+    choice,
+    work,
+    limits,
+    SIZES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Every item of the chosen candidate, and the pieces of each query token. Only a low tile that is not cut can hold
     the last piece of all its queries when there are others, and, of the lowest kind, merge them. The last program,
     which often has no item, sums up the plan."""
-    take_turn(TURN)
+    trigger_and_wait(PDL)
     candidate = chosen(choice.times, SIZES)
     counts = counts_of(status)
     num_entries = tl.load(counts.num_entries)
-    tall, low = _load_cut(passes, choice, candidate * 2), _load_cut(passes, choice, candidate * 2 + 1)
+    tall, low = _load_cut(choice, candidate * 2), _load_cut(choice, candidate * 2 + 1)
     num_items = tl.minimum(tall.num_items + low.num_items, limits.items)
     if tl.program_id(0) == 0:
         tl.store(counts.num_items, num_items)
         flag(status, tl.where(tall.num_items + low.num_items > limits.items, MANY_ITEMS, 0))
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        summarize(candidate, tables, bounds, passes, layout.totals, summary, SIZES)
-    arrays, of_token = item_arrays(work.items, limits.items), piece_arrays(work.pieces, SIZES.tokens)
+        bounds = Bounds(num_rows, num_columns, limits.max_query_len)
+        summarize(candidate, tables, bounds, window, choice.passes, layout.totals, work.summary, SIZES)
+    of_token = piece_arrays(work.pieces, SIZES.tokens)
+    ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= tall.num_items, 1, 0)
         cut, skipped = _select(nth == 1, low, tall), tl.where(nth == 1, tall.num_items, 0)
@@ -260,7 +286,7 @@ def items_kernel(
         tile = _tile_of(item - skipped, starts, tl.cdiv(num_entries, cut.height), SIZES.block)
         entry = tile * cut.height
         rows, its_nodes = tl.minimum(cut.height, num_entries - entry), first_node(cut.stage, entry, SIZES.tokens)
-        i = tl.arange(0, SIZES.nodes // 2)
+        i = tl.arange(0, ENTRIES)
         token = tl.load(entries.token + entry + i, mask=i < rows, other=0)
         tile_item = tl.load(starts + tile) + skipped
         runs = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).runs + tile)
@@ -272,16 +298,28 @@ def items_kernel(
         tl.atomic_add(of_token.tall + nth * SIZES.tokens + token, 1, mask=holds, sem="relaxed")
         merges = 0
         if (nth == 1) & (num_parts_of(runs, step) == 1) & (cut.kind == 0):
-            others = _tall_pieces(
-                entry + i, entry + part.low, entry + part.high, tall, num_entries, layout, SIZES, 16
-            )
+            others = _tall_pieces(entry + i, entry + part.low, entry + part.high, tall, num_entries, layout, SIZES, 16)
             others = tl.where(holds, others, 0)
             most = tl.max(others, 0)
             merges = ((most > 0) & (most <= SIZES.fuse_up_to)).to(tl.int32)
             is_fused = tl.where(merges > 0, others, 0) > 0
-            tl.store(of_token.fused + token, tl.full([SIZES.nodes // 2], 1, tl.int32), mask=is_fused)
+            tl.store(of_token.fused + token, tl.full([ENTRIES], 1, tl.int32), mask=is_fused)
         bucket = cut.kind + merges * SIZES.kinds
-        _store_item(arrays, item, Item(
-            candidate * 2 + nth, entry, tile_item, begin, end, part.low, part.high, part.full, part.size, bucket,
-            its_nodes, rows, cut.subtiles,
-        ))  # fmt: skip
+        _store_item(
+            item_arrays(work.items + item, limits.items),
+            Item(
+                candidate * 2 + nth,
+                entry,
+                tile_item,
+                begin,
+                end,
+                part.low,
+                part.high,
+                part.full,
+                part.size,
+                bucket,
+                its_nodes,
+                rows,
+                cut.subtiles,
+            ),
+        )

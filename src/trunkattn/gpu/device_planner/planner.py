@@ -5,28 +5,32 @@
 seven launches for every batch, so a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
 """
 
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import cost, items, prefix_forest, row_tiles, work_list
+from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
 from trunkattn.gpu.device_planner.choice import Candidates, sizes_of
-from trunkattn.gpu.device_planner.prefix_forest import Bounds, EntryArrays, Links, Status, Tables, Turn
+from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Pdl, Status, Tables
+from trunkattn.gpu.device_planner.prefix_forest import Links
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.planner.work_list import TileLimits
 
-ERRORS: Final = MappingProxyType({
-    prefix_forest.BAD_QUERIES.value: "query_start_loc is not ascending from 0, or has more tokens than the sequence "
-    "or the capacity: these requests were left out",
-    prefix_forest.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
-    prefix_forest.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
-    prefix_forest.MANY_ITEMS.value: "more items than the plan holds",
-    prefix_forest.MANY_RUNS.value: "more runs than the plan holds",
-    prefix_forest.MANY_QUERIES.value: "more queries than the plan holds",
-    prefix_forest.MANY_SLOTS.value: "more partial states than the plan holds",
-})  # fmt: skip
+ERRORS: Final = MappingProxyType(
+    {
+        common.BAD_QUERIES.value: "query_start_loc is not ascending from 0, or has more tokens than the sequence or "
+        "the capacity: these requests were left out",
+        common.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
+        common.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
+        common.MANY_ITEMS.value: "more items than the plan holds",
+        common.MANY_RUNS.value: "more runs than the plan holds",
+        common.MANY_QUERIES.value: "more queries than the plan holds",
+        common.MANY_SLOTS.value: "more partial states than the plan holds",
+    }
+)
 # A row's link is one int64: see `prefix_forest`
 MOST_ROWS: Final = prefix_forest.ALL_ROWS.value
 MOST_COLUMNS: Final = prefix_forest.ALL_COLUMNS.value
@@ -35,6 +39,14 @@ MOST_COLUMNS: Final = prefix_forest.ALL_COLUMNS.value
 def errors_of(bits: int) -> list[str]:
     """What the error word of a `DevicePlanner` says; empty: nothing."""
     return [text for bit, text in ERRORS.items() if bits & bit]
+
+
+class _Arrays(NamedTuple):
+    status: Status
+    links: Links
+    entries: EntryArrays
+    layout: row_tiles.Layout
+    choice: cost.ChoiceArrays
 
 
 class DevicePlanner:
@@ -53,13 +65,21 @@ class DevicePlanner:
     ) -> None:
         """limits: those that the plans were reserved with."""
         self._capacity, self._device_info, self._device = capacity, device_info, device
-        self._limits = cost.Limits(limits.items, limits.runs, limits.queries, limits.merged, limits.slots)
+        self._limits = Limits(
+            num_pages=capacity.num_pages,
+            max_query_len=capacity.max_query_len or capacity.max_query_tokens,
+            items=limits.items,
+            runs=limits.runs,
+            queries=limits.queries,
+            merged=limits.merged,
+            slots=limits.slots,
+        )
         self._sizes = sizes_of(candidates, capacity)
         self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
         self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
         self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)
         tiles = torch.from_numpy(candidates.costs.tiles.astype("int32")).to(device)
-        self._costs = candidates.costs._replace(tiles=tiles)
+        self._costs = candidates.costs._replace(tiles=tiles)  # type: ignore[arg-type]  # as kernels take it
         self._buffers = self._allocate()
         self.errors = self._buffers["errors"]
 
@@ -67,18 +87,28 @@ class DevicePlanner:
         sizes, capacity = self._sizes, self._capacity
         rows, tokens, stages, candidates = sizes.rows, sizes.tokens, sizes.stages, sizes.candidates
         int32: dict[str, tuple[int, ...]] = {
-            "subtree_queries": (rows,), "counts": (len(prefix_forest.Counts._fields),), "errors": (1,),
-            "entry_token": (tokens,), "entry_position": (tokens,), "entry_row": (tokens,), "entry_length": (tokens,),
-            "entry_shared": (tokens,), "pieces": (prefix_forest.NUM_PIECES.value, tokens),
+            "subtree_queries": (rows,),
+            "counts": (len(common.Counts._fields),),
+            "errors": (1,),
+            "entry_token": (tokens,),
+            "entry_position": (tokens,),
+            "entry_row": (tokens,),
+            "entry_length": (tokens,),
+            "entry_shared": (tokens,),
+            "pieces": (common.NUM_PIECES.value, tokens),
             "nodes": (stages, row_tiles.NODE_FIELDS.value, 2 * tokens),
             "tiles": (stages, row_tiles.TILE_FIELDS.value, tokens),
-            "num_items": (candidates, 2), "share": (candidates, 2), "item_starts": (candidates, 2, tokens),
+            "num_items": (candidates, 2),
+            "share": (candidates, 2),
+            "item_starts": (candidates, 2, tokens),
             "items": (items.ITEM_FIELDS.value, self._limits.items),
-        }  # fmt: skip
+        }
         int64: dict[str, tuple[int, ...]] = {
-            "hashes": (capacity.max_pages_per_request, rows), "links": (rows,),
-            "totals": (stages, row_tiles.TOTAL_FIELDS.value), "times": (candidates, 2),
-        }  # fmt: skip
+            "hashes": (capacity.max_pages_per_request, rows),
+            "links": (rows,),
+            "totals": (stages, row_tiles.TOTAL_FIELDS.value),
+            "times": (candidates, 2),
+        }
         return {
             name: torch.zeros(shape, dtype=dtype, device=self._device)
             for dtype, shapes in ((torch.int32, int32), (torch.int64, int64))
@@ -109,18 +139,10 @@ class DevicePlanner:
             ValueError: if a tensor has another shape, stride or device.
         """
         self.check(block_table, seq_lens, query_start_loc)
-        capacity = self._capacity
         tables = Tables(block_table, seq_lens, query_start_loc)
-        bounds = Bounds(
-            num_rows=len(block_table),
-            num_columns=min(block_table.shape[1], capacity.max_pages_per_request),
-            row_stride=block_table.stride(0),
-            max_tokens=capacity.max_query_tokens,
-            max_query_len=capacity.max_query_len or capacity.max_query_tokens,
-            num_pages=capacity.num_pages,
-            window=window,
-        )
-        self._launch(plan, tables, bounds)
+        self._order(plan, tables, window)
+        self._tile(window)
+        self._list(plan, tables, window)
 
     def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Raises what `fill` does."""
@@ -140,49 +162,89 @@ class DevicePlanner:
                 found = f"on {tensor.device} with strides {tensor.stride()}"
                 raise ValueError(f"{name} {found}: expected contiguous rows on {self._device}")
 
-    def _launch(self, plan: GpuPlan, tables: Tables, bounds: Bounds) -> None:
-        """The seven kernels, each of which reads what those before it wrote."""
-        b, sizes, limits = self._buffers, self._sizes, self._limits
-        status, links = Status(b["counts"], b["errors"]), Links(b["links"], b["subtree_queries"])
-        entries = EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields))
-        layout = row_tiles.Layout(b["nodes"], b["tiles"], b["totals"])
-        choice = cost.ChoiceArrays(*(b[name] for name in cost.ChoiceArrays._fields))
-        work = items.WorkArrays(b["items"], b["pieces"])
-        arrays = work_list.PlanArrays(*(plan.arrays[name] for name in work_list.PlanArrays._fields))
-        first, middle, last = self._turn(wait=False), self._turn(), self._turn(trigger=False)
-
-        prefix_forest.hash_kernel[(sizes.rows + 1,)](
-            tables, bounds, b["hashes"], b["pieces"], b["totals"], status, SIZES=sizes, num_warps=8, **first
+    @cached_property
+    def _arrays(self) -> _Arrays:
+        """The buffers as the kernels take them."""
+        b = self._buffers
+        return _Arrays(
+            Status(b["counts"], b["errors"]),
+            Links(b["links"], b["subtree_queries"]),
+            EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields)),
+            row_tiles.Layout(b["nodes"], b["tiles"], b["totals"]),
+            cost.ChoiceArrays(self._passes, b["times"], b["num_items"], b["share"], b["item_starts"]),
         )
-        warps = max(1, sizes.pairs // (32 if sizes.pairs <= 256 else 64))
+
+    def _order(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+        """Hashes, links and entries of the rows."""
+        b, arrays, sizes, limits = self._buffers, self._arrays, self._sizes, self._limits
+        num_rows, num_columns, row_stride = len(tables.block_table), self._columns(tables), tables.block_table.stride(0)
+        prefix_forest.hash_kernel[(sizes.rows + 1,)](
+            *(tables, num_rows, num_columns, row_stride, window, b["hashes"], b["pieces"], b["totals"]),
+            *(arrays.status, limits),
+            SIZES=sizes,
+            num_warps=8,
+            **self._pdl(wait=False),
+        )
         prefix_forest.links_kernel[(sizes.rows,)](
-            tables, bounds, b["hashes"], links, SIZES=sizes, num_warps=warps, **middle
+            *(tables, num_rows, num_columns, b["hashes"], arrays.links, limits),
+            SIZES=sizes,
+            num_warps=max(1, sizes.pairs // (32 if sizes.pairs <= 256 else 64)),
+            **self._pdl(),
         )
         prefix_forest.entries_kernel[(sizes.rows,)](
-            tables, bounds, links, entries, plan.arrays["positions"], SIZES=sizes, num_warps=8, **middle
+            *(tables, num_rows, num_columns, row_stride, arrays.links, arrays.entries, plan.arrays["positions"]),
+            limits,
+            SIZES=sizes,
+            num_warps=8,
+            **self._pdl(),
         )
-        warps = min(16, max(4, sizes.nodes // 8))
+
+    def _tile(self, window: int) -> None:
+        """The tiles of every stage, and the time of every candidate."""
+        arrays, sizes = self._arrays, self._sizes
         row_tiles.tiles_kernel[(self._num_tiles,)](
-            entries, status, self._stages, layout, bounds.window, SIZES=sizes, num_warps=warps, **middle
+            *(arrays.entries, arrays.status, self._stages, arrays.layout, window),
+            SIZES=sizes,
+            num_warps=min(16, max(4, sizes.nodes // 8)),
+            **self._pdl(),
         )
         cost.candidates_kernel[(sizes.candidates, 2)](
-            self._passes, self._costs, layout, status, choice, limits, SIZES=sizes, num_warps=8, **middle
+            *(self._costs, arrays.layout, arrays.status, arrays.choice, self._limits),
+            SIZES=sizes,
+            num_warps=8,
+            **self._pdl(),
         )
+
+    def _list(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+        """The items, and the plan's arrays."""
+        arrays, sizes, limits = self._arrays, self._sizes, self._limits
+        work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
-        programs = self._device_info.processors * min(8, -(-sizes.tokens // 256))
-        items.items_kernel[(min(limits.items, programs),)](
-            tables, bounds, entries, status, self._passes, layout, choice, work, plan.summary, limits, SIZES=sizes,
-            **middle,
-        )  # fmt: skip
+        programs = min(limits.items, self._device_info.processors * min(8, -(-sizes.tokens // 256)))
+        items.items_kernel[(programs,)](
+            *(tables, len(tables.block_table), self._columns(tables), window, arrays.entries, arrays.status),
+            *(arrays.layout, arrays.choice, work, limits),
+            SIZES=sizes,
+            **self._pdl(),
+        )
         # With 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128 and spills.
         # With 8 warps, for groups of one head, they take turns.
         warps = max(4, sizes.nodes // 16)
+        lists = work_list.PlanArrays(*(plan.arrays[name] for name in work_list.PlanArrays._fields))
         work_list.lists_kernel[(max(4, 3 * self._device_info.processors),)](
-            tables, bounds, entries, status, self._passes, layout, work, arrays, limits, SIZES=sizes, num_warps=warps,
-            maxnreg=168 if warps == 4 else 255, **last,
-        )  # fmt: skip
+            *(tables, tables.block_table.stride(0), arrays.entries, arrays.status, arrays.layout, arrays.choice),
+            *(work, lists, limits),
+            SIZES=sizes,
+            num_warps=warps,
+            maxnreg=168 if warps == 4 else 255,
+            **self._pdl(trigger=False),
+        )
 
-    def _turn(self, trigger: bool = True, wait: bool = True) -> dict[str, Any]:
+    def _columns(self, tables: Tables) -> int:
+        """Columns of the block table that are looked at."""
+        return min(tables.block_table.shape[1], self._capacity.max_pages_per_request)
+
+    def _pdl(self, trigger: bool = True, wait: bool = True) -> dict[str, Any]:
         """How a launch follows the one ahead of it: it starts before that one ends, where the card can, and waits."""
         trigger, wait = trigger and self._device_info.overlaps, wait and self._device_info.overlaps
-        return {"TURN": Turn(trigger, wait)} | ({"launch_pdl": True} if wait else {})
+        return {"PDL": Pdl(trigger, wait)} | ({"launch_pdl": True} if wait else {})

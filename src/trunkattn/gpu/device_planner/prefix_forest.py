@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or run
-
-# Bits of the sticky error word
-BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens
-LONG_SEQUENCE = tl.constexpr(2)  # a sequence is longer than the block table
-BAD_PAGE = tl.constexpr(4)  # a page that a query sees is outside the cache
-MANY_ITEMS = tl.constexpr(8)
-MANY_RUNS = tl.constexpr(16)
-MANY_QUERIES = tl.constexpr(32)
-MANY_SLOTS = tl.constexpr(64)
+from trunkattn.gpu.device_planner.common import (
+    BAD_PAGE,
+    BAD_QUERIES,
+    BIG,
+    LONG_SEQUENCE,
+    NUM_PIECES,
+    NUMBERS,
+    counts_of,
+    flag,
+    trigger_and_wait,
+)
 
 # A row's link is one int64, in the order of siblings: parent | columns not shared with it | row
 PARENT_SHIFT = tl.constexpr(43)
@@ -30,80 +31,13 @@ ALL_ROWS = tl.constexpr((1 << 19) - 1)
 ALL_COLUMNS = tl.constexpr((1 << 24) - 1)
 ROOT = tl.constexpr(1 << 62)  # the link of the first row, which has no parent
 
-NUM_PIECES = tl.constexpr(3)  # arrays of `pieces`; see `items.PieceArrays`
-
-
-class Tables(NamedTuple):
-    """The caller's tensors."""
-
-    block_table: Any
-    seq_lens: Any
-    query_start_loc: Any
-
 
 class Bounds(NamedTuple):
-    """Numbers of a batch. Kernels take them as they come: a launch is not compiled again for other numbers."""
+    """What a batch keeps within."""
 
     num_rows: Any
     num_columns: Any  # of the block table that are looked at
-    row_stride: Any  # of the block table
-    max_tokens: Any  # query tokens of the step
     max_query_len: Any
-    num_pages: Any
-    window: Any
-
-
-class Sizes(NamedTuple):
-    """Constants of the kernels. Sizes of vectors are powers of two."""
-
-    rows: int
-    tokens: int  # query tokens, and entries
-    page_size: int
-    run: int  # tokens of a run
-    totals: int  # elements of the sums over tiles
-    stages: int
-    stage_lanes: int  # vector of all stages
-    candidates: int
-    candidate_lanes: int
-    kinds: int
-    bucket_lanes: int
-    fuse_up_to: int  # partials that an item may merge
-    nodes: int  # of a tile: two for each entry
-    most_least: int  # entries that a node of a tall tile has at least
-    windows: int  # groups of so many entries that overlap a tile
-    subtiles: int  # most of a tile
-    rounds: int  # of a search over the columns
-    radix: int  # parts that a round tells apart
-    hashed: int  # columns of a row that are hashed at once
-    pairs: int  # other rows that a row is compared with at once
-    row_block: int  # rows of one pass
-    column_block: int  # columns of one pass
-    candidate_block: int  # tiles of one pass of `candidates_kernel`
-    block: int  # tiles, items or tokens of one pass
-    run_block: int  # runs of one pass
-
-
-class Turn(NamedTuple):
-    """Programmatic dependent launch. trigger: the next launch may start early. wait: this one waits until the launch
-    ahead of it, and so all before it, is over."""
-
-    trigger: bool
-    wait: bool
-
-
-class Status(NamedTuple):
-    """counts: see `Counts`. errors: the sticky error word."""
-
-    counts: Any
-    errors: Any
-
-
-class Counts(NamedTuple):
-    """Numbers that one launch finds out for the next ones."""
-
-    num_entries: Any
-    num_tokens: Any  # one past the last query token
-    num_items: Any
 
 
 class Links(NamedTuple):
@@ -111,16 +45,6 @@ class Links(NamedTuple):
 
     link: Any
     subtree_queries: Any
-
-
-class EntryArrays(NamedTuple):
-    """Query tokens in the order of the forest's rows."""
-
-    token: Any  # of the step
-    position: Any  # place in its sequence
-    row: Any
-    length: Any  # of its sequence
-    shared: Any  # tokens in common with the entry before
 
 
 class Request(NamedTuple):
@@ -132,37 +56,15 @@ class Request(NamedTuple):
 
 
 @triton.jit
-def take_turn(TURN: tl.constexpr):
-    """See `Turn`."""
-    if TURN.trigger:
-        tl.extra.cuda.gdc_launch_dependents()
-    if TURN.wait:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def counts_of(status):
-    """Where the numbers stand."""
-    return Counts(status.counts, status.counts + 1, status.counts + 2)
-
-
-@triton.jit
-def flag(status, bits):
-    """Sets bits of the sticky error word."""
-    if bits != 0:
-        tl.atomic_or(status.errors, bits)
-
-
-@triton.jit
-def load_request(row, tables, bounds, PAGE_SIZE: tl.constexpr):
+def load_request(row, tables, bounds, SIZES: tl.constexpr):
     """A row that breaks a bound, or is none, has no query token."""
     inside = row < bounds.num_rows
     length = tl.load(tables.seq_lens + row, mask=inside, other=0)
-    length = tl.minimum(tl.maximum(length, 0), bounds.num_columns * PAGE_SIZE)
+    length = tl.minimum(tl.maximum(length, 0), bounds.num_columns * SIZES.page_size)
     first = tl.load(tables.query_start_loc + row, mask=inside, other=0)
     end = tl.load(tables.query_start_loc + row + 1, mask=inside, other=0)
     queries = end - first
-    valid = (first >= 0) & (first <= end) & (end <= bounds.max_tokens) & ((row > 0) | (first == 0))
+    valid = (first >= 0) & (first <= end) & (end <= SIZES.tokens) & ((row > 0) | (first == 0))
     valid = valid & (queries <= length) & (queries <= bounds.max_query_len)
     return Request(length, tl.where(valid, queries, 0), end)
 
@@ -171,7 +73,7 @@ def load_request(row, tables, bounds, PAGE_SIZE: tl.constexpr):
 def _count_batch(tables, bounds, status, SIZES: tl.constexpr):
     total, num_tokens = 0, 0
     for begin in range(0, bounds.num_rows, SIZES.hashed):
-        request = load_request(begin + tl.arange(0, SIZES.hashed), tables, bounds, SIZES.page_size)
+        request = load_request(begin + tl.arange(0, SIZES.hashed), tables, bounds, SIZES)
         total += tl.sum(request.queries, 0)
         num_tokens = tl.maximum(num_tokens, tl.max(tl.where(request.queries > 0, request.end, 0), 0))
     counts = counts_of(status)
@@ -189,44 +91,59 @@ def _mixed(page, column):
     return (mixed ^ mixed >> 31).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=("bounds",))
-def hash_kernel(tables, bounds, hashes, pieces, totals, status, SIZES: tl.constexpr, TURN: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def hash_kernel(
+    tables,
+    num_rows,
+    num_columns,
+    row_stride,
+    window,
+    hashes,
+    pieces,
+    totals,
+    status,
+    limits,
+    SIZES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """hashes [columns, rows] int64: equal where two rows have equal pages up to a column. One program for each row,
     which also looks for values that break a bound; the last one counts the batch. pieces and totals are set to zero."""
-    take_turn(TURN)
+    trigger_and_wait(PDL)
     row = tl.program_id(0)
-    pages, column = tables.block_table + row.to(tl.int64) * bounds.row_stride, tl.arange(0, SIZES.hashed)
+    HASHED: tl.constexpr = SIZES.hashed
+    bounds = Bounds(num_rows, num_columns, limits.max_query_len)
+    pages, column = tables.block_table + row.to(tl.int64) * row_stride, tl.arange(0, HASHED)
     # The first pages are loaded before the length is there.
-    page = tl.load(pages + column, mask=column < tl.where(row < bounds.num_rows, bounds.num_columns, 0), other=0)
-    for begin in range(row * SIZES.hashed, NUM_PIECES * SIZES.tokens, tl.num_programs(0) * SIZES.hashed):
-        at = begin + tl.arange(0, SIZES.hashed)
-        tl.store(pieces + at, tl.zeros([SIZES.hashed], tl.int32), mask=at < NUM_PIECES * SIZES.tokens)
+    page = tl.load(pages + column, mask=column < tl.where(row < num_rows, num_columns, 0), other=0)
+    for begin in range(row * HASHED, NUM_PIECES * SIZES.tokens, tl.num_programs(0) * HASHED):
+        at = begin + tl.arange(0, HASHED)
+        tl.store(pieces + at, tl.zeros([HASHED], tl.int32), mask=at < NUM_PIECES * SIZES.tokens)
     if row == SIZES.rows:
         _count_batch(tables, bounds, status, SIZES)
-        for begin in range(0, SIZES.totals, SIZES.hashed):
-            at = begin + tl.arange(0, SIZES.hashed)
-            tl.store(totals + at, tl.zeros([SIZES.hashed], tl.int64), mask=at < SIZES.totals)
-    request = load_request(row, tables, bounds, SIZES.page_size)
-    if row < bounds.num_rows:
+        for begin in range(0, SIZES.totals, HASHED):
+            at = begin + tl.arange(0, HASHED)
+            tl.store(totals + at, tl.zeros([HASHED], tl.int64), mask=at < SIZES.totals)
+    request = load_request(row, tables, bounds, SIZES)
+    if row < num_rows:
         first = tl.load(tables.query_start_loc + row)
         asked = request.end - first
         bits = tl.where((asked != request.queries) | ((row == 0) & (first != 0)), BAD_QUERIES, 0)
-        too_long = (asked > 0) & (tl.load(tables.seq_lens + row) > bounds.num_columns * SIZES.page_size)
-        outside = tl.zeros([SIZES.hashed], tl.int32)
+        too_long = (asked > 0) & (tl.load(tables.seq_lens + row) > num_columns * SIZES.page_size)
+        outside = tl.zeros([HASHED], tl.int32)
         if request.queries > 0:
-            seen_from = request.length - request.queries + 1 - bounds.window  # first token that its first query sees
+            seen_from = request.length - request.queries + 1 - window  # first token that its first query sees
             carry = tl.zeros([], tl.int64)
             columns = tl.cdiv(request.length, SIZES.page_size)
-            for begin in range(0, columns, SIZES.hashed):
+            for begin in range(0, columns, HASHED):
                 used = column < columns
                 page = tl.where(used, page, 0)
                 seen = used & ((column + 1) * SIZES.page_size > seen_from)
-                outside |= (seen & ((page < 0) | (page >= bounds.num_pages))).to(tl.int32)
+                outside |= (seen & ((page < 0) | (page >= limits.num_pages))).to(tl.int32)
                 mixed = _mixed(page, column)
-                to, column = hashes + column.to(tl.int64) * SIZES.rows + row, column + SIZES.hashed
+                to, column = hashes + column.to(tl.int64) * SIZES.rows + row, column + HASHED
                 page = tl.load(pages + column, mask=column < columns, other=0)
                 tl.store(to, tl.cumsum(mixed, 0) + carry, mask=used)
-                if begin + SIZES.hashed < columns:
+                if begin + HASHED < columns:
                     carry += tl.sum(mixed, 0)
         bad_page = tl.max(outside, 0) > 0
         flag(status, bits | tl.where(too_long, LONG_SEQUENCE, 0) | tl.where(bad_page, BAD_PAGE, 0))
@@ -236,33 +153,36 @@ def hash_kernel(tables, bounds, hashes, pieces, totals, status, SIZES: tl.conste
 def _columns_shared(row, other, bound, hashes, SIZES: tl.constexpr):
     """Leading columns, at most `bound`, that a row shares with others. Each round of the search leaves one of `radix`
     parts, and looks at all of their ends at once."""
+    RADIX: tl.constexpr = SIZES.radix
+    ROUNDS: tl.constexpr = SIZES.rounds
     same = tl.zeros_like(bound)
-    stride = SIZES.radix ** (SIZES.rounds - 1)
-    for _round in tl.static_range(SIZES.rounds):
+    stride = RADIX ** (ROUNDS - 1)
+    for _round in tl.static_range(ROUNDS):
         matches = tl.zeros_like(bound)
-        for nth in tl.static_range(1, SIZES.radix):
+        for nth in tl.static_range(1, RADIX):
             probe = same + nth * stride
             column = hashes + (probe - 1).to(tl.int64) * SIZES.rows
             mine = tl.load(column + row, mask=probe <= bound, other=0)
             theirs = tl.load(column + other, mask=probe <= bound, other=1)
             matches += ((probe <= bound) & (mine == theirs)).to(tl.int32)
         same += matches * stride
-        stride = stride // SIZES.radix
+        stride = stride // RADIX
     return same
 
 
-@triton.jit(do_not_specialize=("bounds",))
-def links_kernel(tables, bounds, hashes, links, SIZES: tl.constexpr, TURN: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def links_kernel(tables, num_rows, num_columns, hashes, links, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Links of the rows, one program for each. The rows below a row are those that share more columns with it than it
     shares with its parent."""
     row = tl.program_id(0)
-    request = load_request(row, tables, bounds, SIZES.page_size)
+    bounds = Bounds(num_rows, num_columns, limits.max_query_len)
+    request = load_request(row, tables, bounds, SIZES)
     other = tl.arange(0, SIZES.pairs)
-    others = load_request(other, tables, bounds, SIZES.page_size)
-    take_turn(TURN)  # the batch was there before
+    others = load_request(other, tables, bounds, SIZES)
+    trigger_and_wait(PDL)  # the batch was there before
     if request.queries > 0:
         common, parent, tokens = tl.full([], -1, tl.int32), tl.full([], BIG, tl.int32), request.queries
-        for begin in range(0, bounds.num_rows, SIZES.pairs):
+        for begin in range(0, num_rows, SIZES.pairs):
             bound = tl.minimum(request.length, others.length) // SIZES.page_size
             bound = tl.where(others.queries > 0, bound, -1)
             if begin < row:
@@ -278,11 +198,11 @@ def links_kernel(tables, bounds, hashes, links, SIZES: tl.constexpr, TURN: tl.co
             theirs = tl.load(column + other, mask=maybe_below, other=1)
             tokens += tl.sum(tl.where(maybe_below & (mine == theirs), others.queries, 0), 0)
             other += SIZES.pairs
-            others = load_request(other, tables, bounds, SIZES.page_size)
+            others = load_request(other, tables, bounds, SIZES)
         link = parent.to(tl.int64) << PARENT_SHIFT | (common ^ ALL_COLUMNS).to(tl.int64) << ROW_BITS | row
         tl.store(links.link + row, tl.where(common < 0, ROOT, link))
         tl.store(links.subtree_queries + row, tokens)
-    elif row < bounds.num_rows:
+    elif row < num_rows:
         tl.store(links.link + row, tl.full([], -1, tl.int64))
 
 
@@ -338,27 +258,40 @@ def _equal_columns(tables, row_a, row_b, bound, row_stride, BLOCK: tl.constexpr)
     return same
 
 
-@triton.jit(do_not_specialize=("bounds",))
-def entries_kernel(tables, bounds, links, entries, positions, SIZES: tl.constexpr, TURN: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def entries_kernel(
+    tables,
+    num_rows,
+    num_columns,
+    row_stride,
+    links,
+    entries,
+    positions,
+    limits,
+    SIZES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The entries of the rows, one program for each. positions [tokens] is the plan's."""
     row = tl.program_id(0)
-    request = load_request(row, tables, bounds, SIZES.page_size)
-    take_turn(TURN)
+    bounds = Bounds(num_rows, num_columns, limits.max_query_len)
+    request = load_request(row, tables, bounds, SIZES)
+    trigger_and_wait(PDL)
+    ROW_BLOCK: tl.constexpr = SIZES.row_block
     if request.queries > 0:
         link = tl.load(links.link + row)
-        first, previous = place_of(link, tables.query_start_loc, links, bounds.num_rows, SIZES.row_block)
+        first, previous = place_of(link, tables.query_start_loc, links, num_rows, ROW_BLOCK)
         common = tl.where(link < ROOT, ~link >> ROW_BITS & ALL_COLUMNS, 0).to(tl.int32)
-        before = load_request(previous, tables, bounds, SIZES.page_size)
-        shared = _equal_columns(tables, previous, row, common, bounds.row_stride, SIZES.column_block)
+        before = load_request(previous, tables, bounds, SIZES)
+        shared = _equal_columns(tables, previous, row, common, row_stride, SIZES.column_block)
         shared = tl.minimum(shared, before.length // SIZES.page_size) * SIZES.page_size
-        for begin in range(0, request.queries, SIZES.row_block):
-            i = begin + tl.arange(0, SIZES.row_block)
+        for begin in range(0, request.queries, ROW_BLOCK):
+            i = begin + tl.arange(0, ROW_BLOCK)
             token, at = request.end - request.queries + i, first + i
             position = request.length - request.queries + i
             used = (i < request.queries) & (at < SIZES.tokens)
             tl.store(entries.token + at, token, mask=used)
             tl.store(entries.position + at, position, mask=used)
-            tl.store(entries.row + at, tl.full([SIZES.row_block], 0, tl.int32) + row, mask=used)
-            tl.store(entries.length + at, tl.full([SIZES.row_block], 0, tl.int32) + request.length, mask=used)
+            tl.store(entries.row + at, tl.full([ROW_BLOCK], 0, tl.int32) + row, mask=used)
+            tl.store(entries.length + at, tl.full([ROW_BLOCK], 0, tl.int32) + request.length, mask=used)
             tl.store(entries.shared + at, tl.where(i == 0, shared, request.length), mask=used)
             tl.store(positions + token, position, mask=used)

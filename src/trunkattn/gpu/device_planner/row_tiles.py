@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.device_planner.common import BIG, NUMBERS, counts_of, trigger_and_wait
 from trunkattn.gpu.device_planner.formulas import tile_blocks
-from trunkattn.gpu.device_planner.prefix_forest import BIG, counts_of, take_turn
 from trunkattn.planner.row_tiles.layout import Stage
 
 _STAGE_COLUMNS = tl.constexpr(len(Stage._fields))
@@ -83,9 +83,14 @@ def load_stage(stages, stage):
     """A row of the table of stages, whose columns are the fields of `Stage`."""
     row = stages + stage * _STAGE_COLUMNS
     return Stage(
-        tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
         tl.load(row + 6),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -254,10 +259,8 @@ def _tokens(at, used, tile, tall, stage, entries, window, NODES: tl.constexpr):
     return once, tl.sum(common, 0), tl.sum(crossing, 0)
 
 
-@triton.jit(do_not_specialize=("window",))
-def tiles_kernel(
-    entries, status, stages, layout, window, SIZES: tl.constexpr, TURN: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=NUMBERS)
+def tiles_kernel(entries, status, stages, layout, window, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Every tile of every stage."""
     lane = tl.arange(0, SIZES.stage_lanes)
     heights = tl.load(stages + lane * _STAGE_COLUMNS, mask=lane < SIZES.stages, other=BIG)  # the first column
@@ -268,7 +271,7 @@ def tiles_kernel(
     begin = tile * stage.height
     k = tl.arange(0, SIZES.nodes)
     at = begin + k // 2
-    take_turn(TURN)
+    trigger_and_wait(PDL)
     num_entries = tl.load(counts_of(status).num_entries)
     length = tl.load(entries.length + at, mask=at < SIZES.tokens, other=0)
     shared = tl.load(entries.shared + at, mask=at < SIZES.tokens, other=0)
@@ -278,7 +281,8 @@ def tiles_kernel(
     num_rows = tl.minimum(stage.height, num_entries - begin)
     used = k < 2 * num_rows
     value = tl.where(k % 2 == 1, length, tl.where(k > 0, shared, -1))
-    base, tall = tl.zeros([SIZES.nodes], tl.int32), tl.zeros([SIZES.nodes], tl.int32)
+    NODES: tl.constexpr = SIZES.nodes
+    base, tall = tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
     if (stage.least > 1) | (stage.below < BIG):
         least = tl.where(stage.least > 1, stage.least, stage.below)
         tall = _tall_tokens(at, begin, begin + num_rows, least, num_entries, entries.shared, SIZES)

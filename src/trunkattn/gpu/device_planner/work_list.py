@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.cost import load_pass
-from trunkattn.gpu.device_planner.items import count_pieces, item_arrays, load_item, piece_arrays, touches
-from trunkattn.gpu.device_planner.prefix_forest import (
+from trunkattn.gpu.device_planner.common import (
     BIG,
     MANY_QUERIES,
     MANY_RUNS,
     MANY_SLOTS,
+    NUMBERS,
     counts_of,
     flag,
-    take_turn,
+    trigger_and_wait,
 )
+from trunkattn.gpu.device_planner.cost import load_pass
+from trunkattn.gpu.device_planner.items import count_pieces, item_arrays, load_item, piece_arrays, touches
 from trunkattn.gpu.device_planner.row_tiles import load_nodes, node_arrays
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
 
@@ -131,14 +132,15 @@ def _slots_before(token, num_tokens, pieces, BLOCK: tl.constexpr):
 @triton.jit
 def _list_queries(item, number, at, count, num_tokens, entries, items, pieces, plan, limits, SIZES: tl.constexpr):
     """An item's queries, from `at` on, and where each leaves its piece."""
-    i = tl.arange(0, SIZES.nodes // 2)
+    ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
+    i = tl.arange(0, ENTRIES)
     used = i < count
     entry = item.low + i  # of the tile
     token = tl.load(entries.token + item.entry + entry, mask=used, other=0)
     num_pieces = count_pieces(pieces, token, used)
     first = _slots_before(token, num_tokens, pieces, 128)
     merges = item.bucket >= SIZES.kinds
-    earlier = tl.zeros([SIZES.nodes // 2], tl.int32)
+    earlier = tl.zeros([ENTRIES], tl.int32)
     if item.pass_number % 2 == 1:
         earlier = tl.load(pieces.tall + token, mask=used, other=0)
     for begin in range(item.tile_item, number, 32):  # parts of the same tile
@@ -175,11 +177,12 @@ def _list_runs(to, span, subtile, deal, share, nodes, rows, pages, SIZES: tl.con
         DEALT: whether the runs are dealt to subtiles, the places that are left over filled with empty runs. Without,
             all of the tile concerns the one subtile.
     """
-    k = tl.arange(0, SIZES.nodes)
+    NODES: tl.constexpr = SIZES.nodes
+    k = tl.arange(0, NODES)
     a, count = _taken(k, nodes, rows, span, subtile)
     ahead, total = a - span.begin, span.end - span.begin
     if DEALT:
-        ahead, total = tl.zeros([SIZES.nodes], tl.int32), tl.sum(count, 0)
+        ahead, total = tl.zeros([NODES], tl.int32), tl.sum(count, 0)
         for others in range(0, 2 * rows, 16):
             its_a, its_count = _taken(others + tl.arange(0, 16), nodes, rows, span, subtile)
             ahead += tl.sum(tl.where(its_a[None, :] < a[:, None], its_count[None, :], 0), 1)
@@ -250,8 +253,9 @@ def _list_merges(num_tokens, pieces, status, plan, limits, SIZES: tl.constexpr):
 
 @triton.jit
 def _count_buckets(items, num_items, counts, SIZES: tl.constexpr, BLOCK: tl.constexpr):
-    lane = tl.arange(0, SIZES.bucket_lanes)
-    total = tl.zeros([SIZES.bucket_lanes], tl.int32)
+    LANES: tl.constexpr = SIZES.bucket_lanes
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.int32)
     for begin in range(0, num_items, BLOCK):
         item = begin + tl.arange(0, BLOCK)
         bucket = tl.load(items.bucket + item, mask=item < num_items, other=BIG)
@@ -286,12 +290,12 @@ def _assign_role(num_items):
     return role, worker, tl.where(lists_runs, run_workers, tl.maximum(query_workers, 1))
 
 
-@triton.jit(do_not_specialize=("bounds",))
+@triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
-    tables, bounds, entries, status, passes, layout, work, plan, limits, SIZES: tl.constexpr, TURN: tl.constexpr
-):  # fmt: skip
+    tables, row_stride, entries, status, layout, choice, work, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr
+):
     """The plan's arrays. Where there are fewer items than programs, several list the runs of one item in turn."""
-    take_turn(TURN)
+    trigger_and_wait(PDL)
     counts = counts_of(status)
     num_items, num_tokens = tl.load(counts.num_items), tl.load(counts.num_tokens)
     arrays, of_token = item_arrays(work.items, limits.items), piece_arrays(work.pieces, SIZES.tokens)
@@ -313,11 +317,20 @@ def lists_kernel(
             flag(status, tl.where(runs_fit, 0, MANY_RUNS) | tl.where(queries_fit, 0, MANY_QUERIES))
             _store_plan_item(plan.items, place, fits, (item.full, item.size, num_queries))
             _list_queries(
-                item, number, place.query, tl.where(fits, num_queries, 0), num_tokens, entries, arrays, of_token, plan,
-                limits, SIZES,
-            )  # fmt: skip
+                item,
+                number,
+                place.query,
+                tl.where(fits, num_queries, 0),
+                num_tokens,
+                entries,
+                arrays,
+                of_token,
+                plan,
+                limits,
+                SIZES,
+            )
         elif fits:
-            pages = Pages(tables.block_table, bounds.row_stride, bounds.num_pages, entries.row + item.entry)
+            pages = Pages(tables.block_table, row_stride, limits.num_pages, entries.row + item.entry)
             its_nodes = node_arrays(layout.nodes + item.nodes, SIZES.tokens)
             share = Share(task % sharers, sharers)
-            _list_item_runs(item, plan.runs + 3 * place.run, share, its_nodes, passes, pages, SIZES)
+            _list_item_runs(item, plan.runs + 3 * place.run, share, its_nodes, choice.passes, pages, SIZES)
