@@ -173,11 +173,11 @@ class OnDevice:
 
 def tile_ways(rule: TilingRule) -> TileWays:
     """The candidates of a rule as the kernels take them."""
-    _, stages, uses, costs = rule.priced
+    priced, costs = rule.priced, rule.priced.costs
     subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
     kinds = np.column_stack([costs.tiles[:, [0, 1, 2, 3, 4, 6, 5]], np.array(subtile, np.int64)])
     scalars = (
         costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
         costs.filled_ns, costs.arithmetic_percent, costs.unhidden_part, costs.idle_percent, costs.l2_percent,
     )  # fmt: skip
-    return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)
+    return TileWays(priced.stages, priced.uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)
