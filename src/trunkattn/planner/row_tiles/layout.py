@@ -21,13 +21,13 @@ from trunkattn.planner.work_list import (
     KV_START,
     QUERY_END,
     QUERY_START,
-    RUN_COLUMNS,
     RUN_END,
     RUN_FULL,
-    RUN_PLACE,
-    RUN_POSITION,
-    RUN_ROWS,
     RUN_START,
+    SEGMENT_COLUMNS,
+    SEGMENT_PLACE,
+    SEGMENT_POSITION,
+    SEGMENT_QUERIES,
 )
 
 Int32Array = NDArray[np.int32]
@@ -178,9 +178,9 @@ def _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_siz
         column, offset = token // page_size, token % page_size  # counted on: divisions would take most of the time
         for _ in range(spans.num_runs[i]):
             count = min(token - (token & (run - 1)) + run, end) - token  # a window may start inside a run
-            runs[at, RUN_PLACE] = table[row, column] * page_size + offset
-            runs[at, RUN_ROWS] = rows | count << 16
-            runs[at, RUN_POSITION] = token
+            runs[at, SEGMENT_PLACE] = table[row, column] * page_size + offset
+            runs[at, SEGMENT_QUERIES] = rows | count << 16
+            runs[at, SEGMENT_POSITION] = token
             at += 1
             token += count
             offset += count
@@ -285,7 +285,7 @@ def _leading_full(forest, entries, rows, spans, span, part, window, run):
 def emit_stage(forest, entries, table, stage, window, run, page_size):
     """The items of a stage with their runs and queries."""
     spans, items, first_entry, uncut = outline_stage(forest, entries, stage, window, run)
-    runs = np.empty((np.int64(spans.num_runs.sum()), RUN_COLUMNS), np.int32)
+    runs = np.empty((np.int64(spans.num_runs.sum()), SEGMENT_COLUMNS), np.int32)
     at = 0
     for tile in range(len(spans.indptr) - 1):
         at += _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_size, runs[at:])
@@ -297,7 +297,7 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
         low = np.int32(first_entry[item] % stage.height)
         if low > 0:  # rows are counted from the item's first query
             for i in range(items[item, RUN_START], items[item, RUN_END]):
-                runs[i, RUN_ROWS] -= low | low << 8
+                runs[i, SEGMENT_QUERIES] -= low | low << 8
     return Items(items, runs, queries, uncut)
 
 
@@ -325,7 +325,7 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
     for i in range(len(source)):
         total += (source[i, KV_END] + run - 1) // run - source[i, KV_START] // run
     items = source.copy()
-    runs = np.empty((total, RUN_COLUMNS), np.int32)
+    runs = np.empty((total, SEGMENT_COLUMNS), np.int32)
     at = 0
     for i in range(len(source)):
         row, start, end = source[i, KV_ROW], source[i, KV_START], source[i, KV_END]
@@ -338,9 +338,9 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
         token = start
         while token < end:
             tokens = min((token // run + 1) * run, end) - token  # a window may start inside a run
-            runs[at, RUN_PLACE] = table[row, token // page_size] * page_size + token % page_size
-            runs[at, RUN_ROWS] = count << 8 | tokens << 16
-            runs[at, RUN_POSITION] = token
+            runs[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
+            runs[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
+            runs[at, SEGMENT_POSITION] = token
             leading = leading and tokens == run and token + run - 1 <= lowest and token > highest - window
             full += leading
             at += 1
@@ -368,7 +368,7 @@ def nest(emitted, kind_of_item, subtiles):
             _count(runs, items[item], height, lengths)
             size = (lengths.max() + block - 1) // block * block * count
         ends[item + 1] = ends[item] + items[item, RUN_FULL] - items[item, RUN_START] + size
-    nested = np.zeros((ends[-1], RUN_COLUMNS), np.int32)
+    nested = np.zeros((ends[-1], SEGMENT_COLUMNS), np.int32)
     for item in range(len(items)):
         count, height, block = subtiles[kind_of_item[item]]
         start, full, end = items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END]
@@ -379,7 +379,7 @@ def nest(emitted, kind_of_item, subtiles):
         else:
             lengths[:] = 0
             for i in range(full, end):
-                low, high = runs[i, RUN_ROWS] & 255, runs[i, RUN_ROWS] >> 8 & 255
+                low, high = runs[i, SEGMENT_QUERIES] & 255, runs[i, SEGMENT_QUERIES] >> 8 & 255
                 for subtile in range(low // height, (high - 1) // height + 1):
                     nth = lengths[subtile]
                     nested[at + (nth // block * count + subtile) * block + nth % block] = runs[i]
@@ -393,7 +393,9 @@ def _count(runs, item, height, lengths):
     """Runs of an item that are not full, by subtile."""
     lengths[:] = 0
     for i in range(item[RUN_FULL], item[RUN_END]):
-        for subtile in range((runs[i, RUN_ROWS] & 255) // height, ((runs[i, RUN_ROWS] >> 8 & 255) - 1) // height + 1):
+        for subtile in range(
+            (runs[i, SEGMENT_QUERIES] & 255) // height, ((runs[i, SEGMENT_QUERIES] >> 8 & 255) - 1) // height + 1
+        ):
             lengths[subtile] += 1
 
 
