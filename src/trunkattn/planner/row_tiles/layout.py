@@ -393,9 +393,8 @@ def _count(runs, item, height, lengths):
     """Runs of an item that are not full, by subtile."""
     lengths[:] = 0
     for i in range(item[RUN_FULL], item[RUN_END]):
-        for subtile in range(
-            (runs[i, SEGMENT_QUERIES] & 255) // height, ((runs[i, SEGMENT_QUERIES] >> 8 & 255) - 1) // height + 1
-        ):
+        low, high = runs[i, SEGMENT_QUERIES] & 255, runs[i, SEGMENT_QUERIES] >> 8 & 255
+        for subtile in range(low // height, (high - 1) // height + 1):
             lengths[subtile] += 1
 
 
