@@ -82,8 +82,8 @@ class Planned:
 
     def chosen(self, batch: Batch) -> int:
         """The way of least time of those that fit, as the host finds it. All times are the host's."""
-        step = tiled(self.rule, batch)
-        times, fits = step.predict(), step.fits(self.limits)
+        step = tiled(self.rule, batch, self.limits)
+        times, fits = step.predict(), step.fits()
         assert np.array_equal(np.where(fits, times, 1 << 61), np.minimum(self.planner.times.cpu().numpy(), 1 << 61))
         return int(np.argmin(np.where(fits, times, 1 << 61)))
 

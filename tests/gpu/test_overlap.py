@@ -278,7 +278,9 @@ def test_lists_that_may_run_beside_chunks() -> None:
     times = dict(zip([*others, whole, fine, uncut, alone, alone_fine], [1, 2, 3, 20, 30, 10, 40, 50], strict=True))
 
     def found(times: dict[Tiling, int], group_size: int) -> list[Tiling]:
-        return [list(times)[number] for number in overlap_candidates(list(times), list(times.values()), group_size)]
+        tilings = list(times)
+        numbers = overlap_candidates(tilings, range(len(tilings)), list(times.values()), group_size)
+        return [tilings[number] for number in numbers]
 
     assert found(times, 8) == [uncut, fine, alone, alone_fine]
     assert found(times | {alone: 5, alone_fine: 6}, 8) == [alone, alone_fine]

@@ -142,8 +142,8 @@ def test_logits_that_grow_from_block_to_block(
         return
     monkeypatch.setattr(
         "trunkattn.gpu.step_choice.overlap_candidates",
-        lambda tilings, *_: [
-            number for number, it in enumerate(tilings) if (it.low, it.tall, it.alone) == (0, None, single)
+        lambda tilings, numbers, *_: [
+            i for i in numbers if (tilings[i].low, tilings[i].tall, tilings[i].alone) == (0, None, single)
         ],
     )
     layer = poisoned(config, mixed())

@@ -134,7 +134,7 @@ def fits(step: Step, gpu: Gpu) -> tuple:
     if gpu.capacity is None:
         return ()
     limits = tile_limits(gpu.rule, gpu.capacity)
-    fitting = np.flatnonzero(gpu.step.fits(limits))
+    fitting = np.flatnonzero(TiledStep(gpu.rule, gpu.step.forest, gpu.batch, limits).fits())
     room = gpu.chunks and gpu.chunks.limits
     sizes = limits.items, limits.runs, limits.queries, limits.merged, limits.slots, limits.query_tokens
     rooms = (room.items, room.queries, room.rows, room.columns) if room else ()
@@ -161,7 +161,8 @@ def beside(step: Step, gpu: Gpu) -> tuple:
     """How many items run beside chunks, and the predicted time, of every tiling that may; what gain is worth it."""
     if gpu.overlap is None or not step.query_start_loc[-1]:
         return ()
-    numbers = overlap_candidates(gpu.rule.priced.ways, gpu.times.tolist(), gpu.rule.group_size)
+    tilings, group_size = gpu.rule.priced.ways, gpu.rule.group_size
+    numbers = overlap_candidates(tilings, range(len(tilings)), gpu.times.tolist(), group_size)
     chunks = ChunkTimes(step.chunk_ns, step.reads_ns)
     found = tuple(tuple(gpu.overlap.choose(gpu.tiles(number), chunks)) for number in numbers)
     return found, tuple(gpu.overlap.is_worth(percent * 1000 - 1, 100_000) for percent in range(90, 102))

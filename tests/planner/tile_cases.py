@@ -12,7 +12,7 @@ from trunkattn.planner.planner import Batch
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import TileLimits, TileList
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
@@ -102,8 +102,8 @@ def arrays(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch.block_table, batch.seq_lens, batch.query_start_loc
 
 
-def tiled(rule: TilingRule, batch: Batch) -> TiledStep:
-    return TiledStep(rule, forest_of(batch, rule.page_size), batch)
+def tiled(rule: TilingRule, batch: Batch, limits: TileLimits | None = None) -> TiledStep:
+    return TiledStep(rule, forest_of(batch, rule.page_size), batch, limits)
 
 
 def predicted(rule: TilingRule, batch: Batch) -> dict[Tiling, int]:

@@ -186,8 +186,8 @@ class GpuExecutor:
     def _plan_tiles(self, rest: Batch, chunks: Batch | None) -> tuple[Batch, TileList, StepChoice]:
         forest, table = self._planner.forest(rest)
         rest = Batch(table, rest.seq_lens, rest.query_start_loc, rest.window)
-        step = TiledStep(self._rule, forest, rest)
-        choice = choose_step(step, self._card_description, self._limits, self._overlap, chunks)
+        step = TiledStep(self._rule, forest, rest, self._limits)
+        choice = choose_step(step, self._card_description, self._overlap, chunks)
         return rest, step.emit(choice.tiling), choice
 
     def _plan_packs(self, rest: Batch) -> tuple[Batch, TileList, PackingChoice]:

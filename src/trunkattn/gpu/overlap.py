@@ -95,12 +95,9 @@ class Overlap:
         (launch,) = stages_of(self.rule, Tiling(0, waves=0))
         return launch
 
-    def best_of(self, step: TiledStep, numbers: list[int], chunks: ChunkTimes) -> tuple[Tiling, Overlapped]:
+    def best_of(self, step: TiledStep, numbers: list[int], chunks: ChunkTimes) -> tuple[int, Overlapped]:
         """Of some candidates of low tiles alone, by number, the one with which the step ends first."""
-        tilings = [self.rule.priced.ways[number] for number in numbers]
-        found = step.overlap(tilings, chunks, self.costs, self.leftover)
-        best = min(range(len(found)), key=lambda i: found[i].total_ns)
-        return tilings[best], found[best]
+        return step.overlap(numbers, chunks, self.costs, self.leftover)
 
     def choose(self, tiles: TileList, chunks: ChunkTimes) -> Overlapped:
         """Which items of a tile list of low tiles alone to co-schedule."""
@@ -111,18 +108,27 @@ class Overlap:
         )
 
 
-def overlap_candidates(tilings: Sequence[Tiling], times: Sequence[int], group_size: int) -> list[int]:
+def overlap_candidates(
+    tilings: Sequence[Tiling], numbers: Sequence[int], times: Sequence[int], group_size: int
+) -> list[int]:
     """Numbers of the tilings to try, of those of low tiles: the fastest of all, the fastest of the finest, whose many
     items fill best the time that chunks leave, and both of one query token an item, if the kernel computes those
-    faster."""
-    low = [number for number, tiling in enumerate(tilings) if tiling.tall is None and tiling.low == 0]
+    faster.
+
+    Args:
+        tilings: all candidates.
+        numbers: of those that may be taken.
+        times: predicted for all.
+        group_size: query heads of a KV head.
+    """
+    low = [number for number in numbers if tilings[number].tall is None and tilings[number].low == 0]
     alone = [number for number in low if tilings[number].alone] if group_size <= HYBRID_NARROW else []
     found = list[int]()
     for some in (low, alone):
-        finest = max((tilings[number].waves for number in some), default=0)
-        for group in (some, [number for number in some if tilings[number].waves == finest]):
-            if group:
-                found.append(min(group, key=times.__getitem__))
+        if some:
+            finest = max([tilings[number].waves for number in some])
+            found.append(min(some, key=times.__getitem__))
+            found.append(min([i for i in some if tilings[i].waves == finest], key=times.__getitem__))
     return list(dict.fromkeys(found))
 
 

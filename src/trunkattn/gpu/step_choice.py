@@ -9,7 +9,6 @@ from trunkattn.gpu.overlap import Overlap, overlap_candidates
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
 from trunkattn.planner.row_tiles.step import TiledStep
-from trunkattn.planner.work_list import TileLimits
 
 
 @dataclass(frozen=True)
@@ -68,39 +67,35 @@ class StepChoice:
         return f"{text}; with chunks {serial:.3g} µs one after the other, {overlapped:.3g} µs overlapped"
 
 
-def choose_step(
-    step: TiledStep, card: str, limits: TileLimits | None, overlap: Overlap | None, chunks: Batch | None
-) -> StepChoice:
-    """The candidate of least predicted time.
+def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: Batch | None) -> StepChoice:
+    """The candidate of least predicted time, of those that surely fit; low tiles that are not cut always do.
 
     Args:
         step: the requests that are rows of tiles.
         card: its description, for the reason.
-        limits: only candidates that surely fit are chosen; low tiles that are not cut always do. None: of any size.
         overlap: what is known of the kernel that computes chunks and decodes at once; None: nothing.
         chunks: the prompt chunks of the step; None: there are none.
     """
-    times_ns, tilings = step.predict(), step.rule.priced.ways
-    fitting = np.arange(len(tilings)) if limits is None else np.flatnonzero(step.fits(limits))
-    fastest = int(fitting[np.argmin(times_ns[fitting])])
-    tiling, fastest_ns = tilings[fastest], int(times_ns[fastest])
+    rule, tilings, times_ns = step.rule, step.rule.priced.ways, step.predict()
+    times = times_ns.tolist()
+    numbers = [number for number, fits in enumerate(step.fits().tolist()) if fits]
+    fastest = min(numbers, key=times.__getitem__)
     if overlap is None or chunks is None or step.num_queries == 0:
-        return StepChoice(step.rule, card, times_ns, len(fitting), tiling)
+        return StepChoice(rule, card, times_ns, len(numbers), tilings[fastest])
     work = overlap.work_of(chunks)
     chunk_times = overlap.chunk_times(work)
-    numbers = fitting.tolist()
-    candidates = overlap_candidates([tilings[i] for i in numbers], times_ns[fitting].tolist(), step.rule.group_size)
-    low, overlapped = overlap.best_of(step, [numbers[i] for i in candidates], chunk_times)
-    serial_ns = chunk_times.alone_ns + fastest_ns
+    candidates = overlap_candidates(tilings, numbers, times, rule.group_size)
+    low, overlapped = overlap.best_of(step, candidates, chunk_times)
+    serial_ns = chunk_times.alone_ns + times[fastest]
     is_worth = overlap.is_worth(overlapped.total_ns, serial_ns)
     return StepChoice(
-        rule=step.rule,
+        rule=rule,
         card=card,
         times_ns=times_ns,
-        num_fit=len(fitting),
-        tiling=low if is_worth else tiling,
+        num_fit=len(numbers),
+        tiling=tilings[low if is_worth else fastest],
         num_overlapped=overlapped.items if is_worth else 0,
-        keeps_chunks_whole=overlap.fills(work, fastest_ns),
+        keeps_chunks_whole=overlap.fills(work, times[fastest]),
         serial_ns=serial_ns,
         overlapped_ns=overlapped.total_ns,
     )

@@ -276,8 +276,10 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
         full, masked, runs, entries = blocks[i]
-        step = step_of(runs, share, stage.block_runs)
-        parts = (runs + step - 1) // step
+        parts = np.int64(1)
+        if stage.num_parts > 0:
+            step = step_of(runs, share, stage.block_runs)
+            parts = (runs + step - 1) // step
         cost = item_ns(full, masked, parts, stage.subtiles, tile.full_ns, tile.masked_ns)
         chain = item_ns(full, masked, parts, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
         items, work = items + parts, work + cost * parts
