@@ -12,9 +12,11 @@ from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
 from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.gpu.tuning.decode import GpuTile, tile_kind
+from trunkattn.planner.planner import Batch
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions, tile_forest
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions
 from trunkattn.planner.row_tiles.cost import CardTimes
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch
@@ -72,9 +74,9 @@ def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], 
 
 def list_tiles(batch: PagedBatch, rule: TilingRule, way: Tiling) -> TileList:
     """A batch tiled one way."""
-    table, lens, _ = arrays_of(batch)
+    table, lens, starts = arrays_of(batch)
     forest = Forest(*build_forest(table, lens, batch.query_lens, rule.page_size, 1))
-    return tile_forest(rule, way, forest, arrays_of(batch), UNLIMITED)
+    return TiledStep(rule, forest, Batch(table, lens, starts)).emit(way)
 
 
 def make_run(

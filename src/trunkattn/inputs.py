@@ -1,6 +1,5 @@
 """Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
 
-import math
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -227,8 +226,8 @@ def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.d
     """Of what logits are multiplied by, one after the other, as far as the host can see it: not tensors on a GPU."""
     if inputs.q_scale is None and inputs.k_scale is None:
         return
-    product: Any = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-    for value in (None if config.logits_soft_cap else math.log2(math.e), inputs.q_scale, inputs.k_scale):
+    product: Any = config.logit_scale
+    for value in (None, inputs.q_scale, inputs.k_scale):
         if isinstance(value, torch.Tensor):
             product = product * value.detach().double().reshape(-1).numpy() if device.type == "cpu" else product
         elif value is not None:

@@ -14,19 +14,12 @@ from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.row_tiles.choice import (
-    TilingRule,
-    predict,
-    query_positions,
-    stages_of,
-    tile_forest,
-    ways_within,
-)
+from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, stages_of
 from trunkattn.planner.row_tiles.cost import shared_tokens, stage_tokens
 from trunkattn.planner.work_list import TileLimits
 
 from ..planner.specs import forest_of
-from ..planner.tile_cases import arrays
+from ..planner.tile_cases import arrays, tile, tiled
 
 ROOMY = TileLimits(items=4096, runs=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
@@ -89,12 +82,10 @@ class Planned:
 
     def chosen(self, batch: Batch) -> int:
         """The way of least time of those that fit, as the host finds it. All times are the host's."""
-        step = (self.rule, forest_of(batch, self.rule.page_size), (batch.seq_lens, batch.query_start_loc), batch.window)
-        times = predict(*step)
-        within = ways_within(*step[:1], self.limits, *step[1:])
-        found = dict(zip(times, self.planner.times.tolist(), strict=True))
-        assert {way: time for way, time in found.items() if time < 1 << 61} == {way: times[way] for way in within}
-        return list(times).index(min(within, key=lambda way: times[way]))
+        step = tiled(self.rule, batch, self.limits)
+        times, fits = step.predict(), step.fits()
+        assert np.array_equal(np.where(fits, times, 1 << 61), np.minimum(self.planner.times.cpu().numpy(), 1 << 61))
+        return int(np.argmin(np.where(fits, times, 1 << 61)))
 
     def tokens_read(self, forest: Forest, batch: Batch, way: int) -> int:
         """By all tiles of a way, as its prediction counts them."""
@@ -114,7 +105,7 @@ class Planned:
         forest = forest_of(batch, rule.page_size)
         assert self.plan.summary is not None
         assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
-        host = tile_forest(rule, tiling, forest, arrays(batch), batch.window)
+        host = tile(rule, tiling, batch)
         expected = {
             "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "runs": host.runs,
             "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,

@@ -22,7 +22,8 @@ from trunkattn.planner.packing.cost import cost_model
 from trunkattn.planner.planner import Batch, Planned, Planner, PlannerSpec
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
-from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_forest, tile_work
+from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_work
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.planner.work_list import DeviceModel, TileList
 
@@ -124,7 +125,7 @@ class Interpreted:
             forest = Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, rule.page_size, 1))
             found = candidates(rule)
             tiling = found[way] if isinstance(way, int) else next(x for x in found if x.name(rule) == way)
-            tile_list = tile_forest(rule, tiling, forest, arrays, batch.window)
+            tile_list = TiledStep(rule, forest, batch).emit(tiling)
         check_tiles(tile_list, batch, rule)
         return tile_list
 

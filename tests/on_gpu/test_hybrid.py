@@ -141,8 +141,10 @@ def test_logits_that_grow_from_block_to_block(
     if refused(config):
         return
     monkeypatch.setattr(
-        "trunkattn.gpu.executor.ways_beside",
-        lambda ways, *_: [way for way in ways if (way.low, way.tall, way.alone) == (0, None, single)],
+        "trunkattn.gpu.step_choice.overlap_candidates",
+        lambda tilings, numbers, *_: [
+            i for i in numbers if (tilings[i].low, tilings[i].tall, tilings[i].alone) == (0, None, single)
+        ],
     )
     layer = poisoned(config, mixed())
     keys = layer.k_cache.clone()

@@ -7,6 +7,7 @@ A rewrite must not change a plan by accident. A change that means to change plan
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -20,11 +21,13 @@ import torch
 from trunkattn import AttentionConfig, Capacity
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.gpu.overlap import ways_beside
+from trunkattn.gpu.overlap import overlap_candidates
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.prompt_chunks import join
-from trunkattn.planner.row_tiles.choice import predict, tile_forest, tile_limits, ways_within
+from trunkattn.planner.row_tiles.choice import tile_limits
+from trunkattn.planner.row_tiles.overlap import ChunkTimes
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.work_list import PrefillList, TileList, WorkList
 
 FILE: Final = Path(__file__).with_name("work_list_hashes.json")
@@ -88,12 +91,11 @@ class Gpu:
             self.executor = GpuExecutor(config, torch.device("cpu"), self.capacity)
         self.rule, self.chunks, self.overlap = self.executor._rule, self.executor._chunks, self.executor._overlap
         self.batch = Batch(step.block_table, step.seq_lens, step.query_start_loc, step.window)
-        self.arrays = (step.block_table, step.seq_lens, step.query_start_loc)
-        self.forest, _ = self.executor._planner.forest(self.batch)
-        self.times = predict(self.rule, self.forest, self.arrays[1:], step.window)
+        self.step = TiledStep(self.rule, self.executor._planner.forest(self.batch)[0], self.batch)
+        self.times = self.step.predict()
 
-    def tiles(self, tiling: Any) -> TileList:
-        return tile_forest(self.rule, tiling, self.forest, self.arrays, self.batch.window)
+    def tiles(self, number: Any) -> TileList:
+        return self.step.emit(self.rule.priced.ways[number])
 
 
 def work_arrays(work: WorkList) -> tuple:
@@ -119,12 +121,12 @@ def cpu_work(step: Step, policy: str, invariant: bool) -> tuple:
 
 def times(step: Step, gpu: Gpu) -> tuple:
     """Predicted ns of every candidate tiling."""
-    return tuple(gpu.times.values())
+    return tuple(gpu.times.tolist())
 
 
 def tile_lists(step: Step, gpu: Gpu) -> tuple:
     """The tile list of the tiling of least predicted time."""
-    return tile_arrays(gpu.tiles(min(gpu.times, key=lambda way: gpu.times[way])))
+    return tile_arrays(gpu.tiles(np.argmin(gpu.times)))
 
 
 def fits(step: Step, gpu: Gpu) -> tuple:
@@ -132,11 +134,11 @@ def fits(step: Step, gpu: Gpu) -> tuple:
     if gpu.capacity is None:
         return ()
     limits = tile_limits(gpu.rule, gpu.capacity)
-    ways = ways_within(gpu.rule, limits, gpu.forest, gpu.arrays[1:], step.window)
+    fitting = np.flatnonzero(TiledStep(gpu.rule, gpu.step.forest, gpu.batch, limits).fits())
     room = gpu.chunks and gpu.chunks.limits
     sizes = limits.items, limits.runs, limits.queries, limits.merged, limits.slots, limits.query_tokens
     rooms = (room.items, room.queries, room.rows, room.columns) if room else ()
-    return sizes, rooms, tuple(list(gpu.times).index(way) for way in ways)
+    return sizes, rooms, tuple(fitting.tolist())
 
 
 def chunk_list(step: Step, gpu: Gpu) -> tuple:
@@ -145,9 +147,9 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
     if not gpu.chunks or not division:
         return ()
     rest, found = division.rest, []
-    tiling = min(gpu.times, key=lambda way: gpu.times[way])
+    tiling = gpu.rule.priced.ways[np.argmin(gpu.times)]
     forest, table = gpu.executor._planner.forest(rest)
-    tiles = tile_forest(gpu.rule, tiling, forest, (table, rest.seq_lens, rest.query_start_loc), rest.window)
+    tiles = TiledStep(gpu.rule, forest, replace(rest, block_table=table)).emit(tiling)
     for whole in (False, True):
         planned = gpu.chunks.plan(division, None, whole).planned
         joined, listed = join(tiles, planned.work, division)
@@ -159,9 +161,11 @@ def beside(step: Step, gpu: Gpu) -> tuple:
     """How many items run beside chunks, and the predicted time, of every tiling that may; what gain is worth it."""
     if gpu.overlap is None or not step.query_start_loc[-1]:
         return ()
-    ways = ways_beside(list(gpu.times), gpu.times, gpu.rule.group_size)
-    found = tuple(tuple(gpu.overlap.beside(gpu.tiles(way), step.chunk_ns, step.reads_ns)) for way in ways)
-    return found, tuple(gpu.overlap.worth(percent * 1000 - 1, 100_000) for percent in range(90, 102))
+    tilings, group_size = gpu.rule.priced.ways, gpu.rule.group_size
+    numbers = overlap_candidates(tilings, range(len(tilings)), gpu.times.tolist(), group_size)
+    chunks = ChunkTimes(step.chunk_ns, step.reads_ns)
+    found = tuple(tuple(gpu.overlap.choose(gpu.tiles(number), chunks)) for number in numbers)
+    return found, tuple(gpu.overlap.is_worth(percent * 1000 - 1, 100_000) for percent in range(90, 102))
 
 
 def whole_step(step: Step, gpu: Gpu) -> tuple:

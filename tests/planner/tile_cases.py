@@ -9,9 +9,10 @@ from trunkattn.gpu.tuning.cards import H200
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_kind
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, tile_forest
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import TileLimits, TileList
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
@@ -101,8 +102,17 @@ def arrays(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch.block_table, batch.seq_lens, batch.query_start_loc
 
 
+def tiled(rule: TilingRule, batch: Batch, limits: TileLimits | None = None) -> TiledStep:
+    return TiledStep(rule, forest_of(batch, rule.page_size), batch, limits)
+
+
+def predicted(rule: TilingRule, batch: Batch) -> dict[Tiling, int]:
+    """Predicted ns of every candidate."""
+    return dict(zip(candidates(rule), tiled(rule, batch).predict().tolist(), strict=True))
+
+
 def tile(rule: TilingRule, tiling: Tiling, batch: Batch) -> TileList:
-    return tile_forest(rule, tiling, forest_of(batch, rule.page_size), arrays(batch), batch.window)
+    return tiled(rule, batch).emit(tiling)
 
 
 TREE = tree_batch(parse_tree("1,2,12_64,32,20"), 16, row_seed=0, page_seed=1)

@@ -1,6 +1,5 @@
 """The CPU side of `BatchAttention`: a work list, a workspace that grows with the plans, and the run."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,10 +127,8 @@ class CpuExecutor:
     def _options(self, inputs: LayerInputs) -> parallel.Options:
         config = self.config
         heads = config.num_kv_heads
-        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-        base = 1.0 if config.logits_soft_cap else math.log2(math.e)  # a soft cap changes the base itself
         q_scale, k_scale = scale_array(inputs.q_scale, heads), scale_array(inputs.k_scale, heads)
-        logit_scale = (q_scale.astype(np.float64) * k_scale * (scale * base)).astype(np.float32)
+        logit_scale = (q_scale.astype(np.float64) * k_scale * config.logit_scale).astype(np.float32)
         v_scale, sinks = scale_array(inputs.v_scale, heads), inputs.sinks
         extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
         return parallel.Options(logit_scale, v_scale, np.float32(config.logits_soft_cap or 0.0), extra)

@@ -163,12 +163,13 @@ def _host_arrays(
     tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
 ) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
-    counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
-    queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
+    counts = np.empty(len(tiles.counts) + 1, np.int32)
+    counts[:-1], counts[-1] = tiles.counts, len(tiles.merge_queries)
     counts[0] += beside
+    most = int((tiles.items[:beside, QUERY_END] - tiles.items[:beside, QUERY_START]).max()) if beside else 0
     return {
         "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
-        "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
+        "beside": np.array([0, beside, most], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
     }  # fmt: skip

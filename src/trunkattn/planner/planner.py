@@ -104,9 +104,15 @@ class Planner:
         start, policy, reason = last.starts[batch.window]
         if policy in _DEPENDS_ON_TAILS or batch.window != UNLIMITED:
             del last.starts[batch.window]
-        packs, work = _assemble(last.forest, start, batch, self.spec)
-        kept = Batch(last.batch.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
-        return Planned(work, kept, len(packs.kv_row), policy, reason, self.spec)
+        return _planned(last, start, batch, self.spec, (policy, reason))
+
+    def plan_unshared(self, batch: Batch, spec: PlannerSpec, reason: str) -> Planned:
+        """Work list of the batch that was planned last, or whose forest was asked for, if nothing is shared. spec: may
+        cut by another rule than the planner's own."""
+        assert self._last is not None
+        forest = self._last.forest
+        start = packing.per_query(forest, np.empty(0, np.int64), spec.model)
+        return _planned(self._last, start, batch, spec, ("per_query", reason))
 
     def forest(self, batch: Batch) -> tuple[Forest, Int32Array]:
         """The prefix forest of a validated batch, and the block table it was made for."""
@@ -154,6 +160,13 @@ class Planner:
         if not within:
             reason += f"; optimal left out: {states} states, {MAX_STATES[spec.policy]} allowed"
         return found[name], name, reason
+
+
+def _planned(last: _Last, start: Starts, batch: Batch, spec: PlannerSpec, choice: tuple[str, str]) -> Planned:
+    """choice: policy and reason."""
+    packs, work = _assemble(last.forest, start, batch, spec)
+    kept = Batch(last.batch.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
+    return Planned(work, kept, len(packs.kv_row), *choice, spec)
 
 
 def _list_costs(costs: dict[str, int]) -> str:

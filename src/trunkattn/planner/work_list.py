@@ -24,6 +24,12 @@ RUN_START: Final = 0  # into TileList.runs
 RUN_FULL: Final = 1  # runs before this one are whole and seen by every query of the item
 RUN_END: Final = 2
 
+# Columns of TileList.runs
+SEGMENT_PLACE: Final = 0  # of its first token in the cache: page * page_size + offset
+SEGMENT_QUERIES: Final = 1  # first query | end query << 8 | tokens << 16, queries counted from the item's first
+SEGMENT_POSITION: Final = 2  # of its first token in the sequence
+SEGMENT_COLUMNS: Final = 3
+
 # A token of a batch-invariant plan is always computed in the same chunk of its sequence, whatever it is batched with.
 INVARIANT_CHUNK_TOKENS: Final = 256
 

@@ -276,8 +276,10 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
         full, masked, runs, entries = blocks[i]
-        step = step_of(runs, share, stage.block_runs)
-        parts = (runs + step - 1) // step
+        parts = np.int64(1)
+        if stage.num_parts > 0:
+            step = step_of(runs, share, stage.block_runs)
+            parts = (runs + step - 1) // step
         cost = item_ns(full, masked, parts, stage.subtiles, tile.full_ns, tile.masked_ns)
         chain = item_ns(full, masked, parts, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
         items, work = items + parts, work + cost * parts
@@ -307,16 +309,9 @@ def ways_ns(loads, stages, uses, costs):
 
 
 @njit
-def ways_fit(forest, entries, stages, uses, limits, window, run):
+def ways_fit(loads, stages, uses, limits):
     """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
     half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""
-    runs_of = np.zeros((len(stages), len(entries.query)), np.int64)
-    for i in range(len(stages)):
-        height, least, below, block_runs, parts, subtiles, private = stages[i]
-        stage = Stage(height, least, below, block_runs, parts, subtiles, private)
-        indptr, _, num_runs = segments(forest, entries, stage, window, run)
-        for tile in range(len(indptr) - 1):
-            runs_of[i, tile] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
     fit = np.ones(len(uses), np.bool_)
     for way in range(len(uses)):
         pair = uses[way, 1, 0] >= 0
@@ -324,16 +319,16 @@ def ways_fit(forest, entries, stages, uses, limits, window, run):
             which, _, num_parts = uses[way, nth]
             height, least, below, block_runs, _, subtiles, private = stages[which]
             stage = Stage(height, least, below, block_runs, num_parts, subtiles, private)
-            total = runs_of[which].sum()
+            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
+            total = blocks[:, 2].sum()
             share = share_of(total, num_parts, block_runs)
             items, pieces = np.int64(0), np.int64(0)
-            for tile in range((len(entries.query) + height - 1) // height):
-                size = runs_of[which, tile]
-                step = step_of(size, share, block_runs)
-                count = (size + step - 1) // step
+            for tile in range(len(blocks)):
+                step = step_of(blocks[tile, 2], share, block_runs)
+                count = (blocks[tile, 2] + step - 1) // step
                 items += count
                 if count > 1 or pair:
-                    pieces += count * min(height, len(entries.query) - tile * height)
+                    pieces += count * blocks[tile, 3]
             listed = listed_runs(total, items, stage)
             most = limits // (1 + pair)
             fit[way] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
