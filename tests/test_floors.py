@@ -48,6 +48,8 @@ NEVER_IMPORTS = (
     ("kv_cache/prefix_index", "torch"),
     ("kv_cache/manager", "torch"),
     ("engine/scheduler", "torch"),
+    ("integrations/common", "vllm"),
+    ("integrations/captured_run", "vllm"),
     ("engine/request", "torch"),
 )
 # A core install has these only (llvmlite is part of Numba): the engine and the top floor may use what the extras bring.
@@ -239,6 +241,7 @@ def test_every_file_stands_in_the_house() -> None:
         ("kv_cache/prefix_index.py", "from torch import Tensor"),
         ("kv_cache/manager.py", "import torch.nn"),
         ("engine/scheduler.py", "import torch"),
+        ("integrations/common.py", "def f():\n    from vllm.logger import init_logger"),
         ("engine/request.py", "if TYPE_CHECKING:\n    import torch"),
         ("helpers.py", "import math"),
     ],

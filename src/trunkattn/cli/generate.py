@@ -74,8 +74,8 @@ def tokenize(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
     if chat and not has_template:
         raise typer.BadParameter("the model has no chat template: expected --no-chat", param_hint="--chat")
     if chat or (chat is None and has_template):
-        message = [{"role": "user", "content": prompt}]
-        return llm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        conversation = [{"role": "user", "content": prompt}]
+        return llm.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     return llm.tokenizer(prompt)["input_ids"]
 
 
