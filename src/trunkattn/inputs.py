@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.validate import check_int
 

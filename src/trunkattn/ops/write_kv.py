@@ -3,7 +3,6 @@
 import torch
 
 from trunkattn.compiled import njit
-
 from trunkattn.cpu.parallel import flat
 from trunkattn.dtypes import KV_KINDS, NO_E4M3, has_e4m3
 

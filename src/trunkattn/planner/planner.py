@@ -5,10 +5,9 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.packing import policies as packing
 from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.packing.optimal import count_states, optimal

@@ -13,9 +13,9 @@ in depth-first order with children in the order of their lowest row.
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from numpy.typing import NDArray
 
 ROOT = -1
 _EMPTY = -1

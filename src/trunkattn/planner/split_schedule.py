@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 
 from trunkattn.compiled import njit
-
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 
 _NEVER: Final = np.iinfo(np.int64).max

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkattn.compiled import njit
-
 from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.split_schedule import heaviest_first, scheduled_parts, weight_of
 from trunkattn.planner.work_list import (

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkattn.compiled import njit
-
 from trunkattn.planner.work_list import DeviceModel
 
 

@@ -14,7 +14,6 @@ deeper than the caller's limit are refused (`count_states`).
 import numpy as np
 
 from trunkattn.compiled import njit
-
 from trunkattn.planner.packing.cost import partial_cost, read_cost
 from trunkattn.planner.prefix_forest import ROOT, Forest
 

@@ -8,10 +8,9 @@ reads tokens `[end of start[node], end of node)` once. Nodes that no request pas
 from typing import NamedTuple
 
 import numpy as np
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.packing.cost import CostModel, partial_cost, read_cost
 from trunkattn.planner.prefix_forest import ROOT, Forest
 

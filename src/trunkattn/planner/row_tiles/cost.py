@@ -6,10 +6,9 @@ Nothing is simulated, so that a GPU finds the same integers in parallel (`kernel
 from typing import NamedTuple
 
 import numpy as np
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.row_tiles.layout import Stage, segments, share_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has

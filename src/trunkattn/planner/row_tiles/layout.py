@@ -9,10 +9,9 @@ for nodes with many queries, low ones for the rest, which merge the partials of 
 from typing import NamedTuple
 
 import numpy as np
-
-from trunkattn.compiled import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
 
 Int32Array = NDArray[np.int32]

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkattn.compiled import njit
-
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
 
