@@ -38,214 +38,206 @@ _SCORE_KEYS = TILES.score_keys
 
 
 class Work(NamedTuple):
-    """A step's work list, flat; see `planner.work_list`. positions: of each query token in its sequence."""
+    """A step's work list: addresses of int32 arrays, see `planner.work_list`. positions: of each query token."""
 
-    block_table: Any
+    block_table: int
     table_columns: int
-    items: Any
-    queries: Any
-    slots: Any
-    positions: Any
+    items: int
+    queries: int
+    slots: int
+    positions: int
 
 
 class Options(NamedTuple):
-    """Arrays [num_kv_heads] of what logits and values are multiplied by; a soft cap or 0; sinks [num_sinks]."""
+    """Addresses of float32 arrays: what logits and values are multiplied by, [num_kv_heads]; sinks [num_sinks]."""
 
-    logit_scale: Any
-    v_scale: Any
-    soft_cap: float
-    sinks: Any
+    logit_scale: int
+    v_scale: int
+    sinks: int
     num_sinks: int
 
 
 class Outputs(NamedTuple):
-    """Final rows and their lse, and the partial states that are merged; flat."""
+    """Addresses of float32 arrays: final rows and their lse, and the partial states that are merged."""
 
-    out: Any
-    lse: Any
-    partial: Any
-    partial_lse: Any
+    out: int
+    lse: int
+    partial: int
+    partial_lse: int
 
 
 @njit(inline="always")
 def _keys_of(task, work, shape):
     """Keys of a task: its row of the block table, token range and KV head."""
-    item = task // shape.num_kv_heads * ITEM_COLUMNS
-    return Keys(
-        work.block_table,
-        np.int64(work.items[item + KV_ROW]) * work.table_columns,
-        np.int64(work.items[item + KV_START]),
-        np.int64(work.items[item + KV_END]),
-        task % shape.num_kv_heads,
-    )
+    item = array_at(work.items + 4 * ITEM_COLUMNS * (task // shape.num_kv_heads), np.int32)
+    pages = work.block_table + 4 * np.int64(item[KV_ROW]) * work.table_columns
+    return Keys(pages, np.int64(item[KV_START]), np.int64(item[KV_END]), task % shape.num_kv_heads)
 
 
 @njit(inline="always")
-def _load_queries(q, work, begin, end, head, shape, scale, lanes, ws):
-    """ws.q[d, m] = q · scale, rows ordered by token, then head of the group; idle lanes are zero."""
+def _load_queries(q_at, work, begin, end, head, shape, scale, lanes, ws):
+    """ws.q[d, m] = q · scale, rows ordered by token, then head of the group; idle lanes are zero.
+
+    Returns the least and the greatest position of a row.
+    """
+    q, lane_q = array_at(q_at, np.float32), array_at(ws.q, np.float32)
+    queries, positions = array_at(work.queries, np.int32), array_at(work.positions, np.int32)
+    lane_positions = array_at(ws.positions, np.int64)
     group = shape.num_qo_heads // shape.num_kv_heads
+    first_position = last_position = np.int64(positions[queries[begin]])
     for i in range(begin, end):
-        token = np.int64(work.queries[i])
+        token = np.int64(queries[i])
+        position = np.int64(positions[token])
+        first_position, last_position = min(first_position, position), max(last_position, position)
         for g in range(group):
             m = (i - begin) * group + g
-            ws.positions[m] = work.positions[token]
+            lane_positions[m] = position
             at = (token * shape.num_qo_heads + head * group + g) * shape.head_dim
             for d in range(shape.head_dim):
-                ws.q[d * lanes + m] = q[at + d] * scale
+                lane_q[d * lanes + m] = q[at + d] * scale
     for d in range(shape.head_dim):
         for m in range((end - begin) * group, lanes):
-            ws.q[d * lanes + m] = np.float32(0.0)
+            lane_q[d * lanes + m] = np.float32(0.0)
+    return first_position, last_position
 
 
 @njit(inline="always")
 def _clear(ws, lanes, width):
     """The state of no key."""
+    row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
+    acc = array_at(ws.acc, np.float32)
     for m in range(lanes):
-        ws.row_max[m] = NEG_INF
-        ws.row_sum[m] = np.float32(0.0)
+        row_max[m] = NEG_INF
+        row_sum[m] = np.float32(0.0)
     for i in range(lanes * width):
-        ws.acc[i] = np.float32(0.0)
+        acc[i] = np.float32(0.0)
 
 
 @njit(inline="always")
-def _run_task(task, following, shape, q, k_cache, v_cache, work, options, outputs, floats, ints):
-    """One work item for one KV head: its partial states, or the output of queries that have no other item.
-
-    `following` is the thread's next task, whose first keys are fetched while the last ones of this are used.
-    """
-    item = task // shape.num_kv_heads * ITEM_COLUMNS
-    begin, end = np.int64(work.items[item + QUERY_START]), np.int64(work.items[item + QUERY_END])
-    group = shape.num_qo_heads // shape.num_kv_heads
-    rows = (end - begin) * group
-    lanes = (rows + LANES - 1) // LANES * LANES
-    width = (shape.head_dim_v + LANES - 1) // LANES * LANES
-    ws = workspace_at(floats, ints, shape.head_dim, lanes, width)
-    keys = _keys_of(task, work, shape)
-    head = keys.head
-    _load_queries(q, work, begin, end, head, shape, options.logit_scale[head], lanes, ws)
-    _clear(ws, lanes, width)
-    first_position = last_position = ws.positions[0]
-    for m in range(1, rows):
-        first_position = min(first_position, ws.positions[m])
-        last_position = max(last_position, ws.positions[m])
-    queries = Queries(rows, lanes, width, first_position, last_position)
+def _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap):
+    """All blocks of a task. `following`: the keys of the thread's next task, which the last block looks ahead to."""
+    itemsize = array_at(k_cache.address, kv_bits).itemsize
     first, step = first_block(keys, shape.aligned_blocks), tokens_of_block(keys, shape.aligned_blocks)
     while first < keys.end:
         tokens = min(step, whole_tiles(keys.end - first))
         ahead, ahead_first, ahead_step = keys, first + step, step
         if ahead_first >= keys.end:
-            ahead = _keys_of(following, work, shape)
+            ahead = following
             ahead_first = first_block(ahead, shape.aligned_blocks)
             ahead_step = tokens_of_block(ahead, shape.aligned_blocks)
-        look_ahead(ws, tokens // _SCORE_KEYS, ahead, ahead_first, ahead_step, shape, k_cache, v_cache)
-        attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, ws, options.soft_cap)
+        look_ahead(ws, tokens // _SCORE_KEYS, ahead, ahead_first, ahead_step, shape, k_cache, v_cache, itemsize)
+        attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
         first += step
+
+
+@njit(inline="always")
+def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
+    """A task's rows: final outputs of those that have no other task, partial states of the others."""
+    group = shape.num_qo_heads // shape.num_kv_heads
+    queries, slots = array_at(work.queries, np.int32), array_at(work.slots, np.int32)
+    row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
+    acc, v_scale = array_at(ws.acc, np.float32), array_at(options.v_scale, np.float32)
+    partial, partial_lse = array_at(outputs.partial, np.float32), array_at(outputs.partial_lse, np.float32)
     for m in range(rows):
         query_head = head * group + m % group
         i = begin + m // group
-        lse = ws.row_max[m] * _LN_2 + np.float32(np.log(ws.row_sum[m]))
-        slot = np.int64(work.slots[i])
+        lse = row_max[m] * _LN_2 + np.float32(np.log(row_sum[m]))
+        slot = np.int64(slots[i])
         if slot == DIRECT:
-            token = np.int64(work.queries[i])
-            v_scale = options.v_scale[head]
-            _write(token, query_head, shape, ws.acc, m * width, ws.row_sum[m], lse, v_scale, outputs, options)
+            token, at = np.int64(queries[i]), ws.acc + 4 * m * width
+            _write(token, query_head, shape, at, row_sum[m], lse, v_scale[head], outputs, options)
         else:
-            to = (slot * shape.num_qo_heads + query_head) * shape.head_dim_v
+            row = slot * shape.num_qo_heads + query_head
             for d in range(shape.head_dim_v):
-                outputs.partial[to + d] = ws.acc[m * width + d] / ws.row_sum[m]
-            outputs.partial_lse[slot * shape.num_qo_heads + query_head] = lse
+                partial[row * shape.head_dim_v + d] = acc[m * width + d] / row_sum[m]
+            partial_lse[row] = lse
 
 
 @njit(cached=False, error_model="numpy")
-def _write(token, query_head, shape, acc, at, row_sum, lse, v_scale, outputs, options):
+def _write(token, query_head, shape, acc_at, row_sum, lse, v_scale, outputs, options):
     """Final output of one row: normalised, value scale and sink applied.
 
     By NumPy's rules 0 / 0 is NaN in that row; by Python's it would end the batch.
     """
+    acc, out = array_at(acc_at, np.float32), array_at(outputs.out, np.float32)
+    sinks, out_lse = array_at(options.sinks, np.float32), array_at(outputs.lse, np.float32)
     factor = v_scale / row_sum
     if options.num_sinks > 0:  # an extra logit without a value
-        factor *= np.float32(1.0) / (np.float32(1.0) + np.float32(np.exp(options.sinks[query_head] - lse)))
+        factor *= np.float32(1.0) / (np.float32(1.0) + np.float32(np.exp(sinks[query_head] - lse)))
     row = token * shape.num_qo_heads + query_head
     for d in range(shape.head_dim_v):
-        outputs.out[row * shape.head_dim_v + d] = acc[at + d] * factor
-    outputs.lse[row] = lse
+        out[row * shape.head_dim_v + d] = acc[d] * factor
+    out_lse[row] = lse
 
 
 @njit(inline="always")
-def _run_merge(i, head, shape, merge_queries, merge_indptr, outputs, options, acc):
-    """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3)."""
+def _merge(token, slots, head, shape, outputs, options, acc_at):
+    """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3).
+
+    slots: the first and one past the last.
+    """
+    partial, partial_lse = array_at(outputs.partial, np.float32), array_at(outputs.partial_lse, np.float32)
+    v_scale, acc = array_at(options.v_scale, np.float32), array_at(acc_at, np.float32)
     row_max = NEG_INF
-    for slot in range(merge_indptr[i], merge_indptr[i + 1]):
-        row_max = max(row_max, outputs.partial_lse[slot * shape.num_qo_heads + head])
+    for slot in range(slots[0], slots[1]):
+        row_max = max(row_max, partial_lse[slot * shape.num_qo_heads + head])
     row_sum = np.float32(0.0)
     for d in range(shape.head_dim_v):
         acc[d] = np.float32(0.0)
-    for slot in range(merge_indptr[i], merge_indptr[i + 1]):
-        p = exp2((outputs.partial_lse[slot * shape.num_qo_heads + head] - row_max) * _LOG2_E)
+    for slot in range(slots[0], slots[1]):
+        row = slot * shape.num_qo_heads + head
+        p = exp2((partial_lse[row] - row_max) * _LOG2_E)
         row_sum += p
-        at = (slot * shape.num_qo_heads + head) * shape.head_dim_v
         for d in range(shape.head_dim_v):
-            acc[d] += p * outputs.partial[at + d]
-    v_scale = options.v_scale[head // (shape.num_qo_heads // shape.num_kv_heads)]
+            acc[d] += p * partial[row * shape.head_dim_v + d]
+    kv_head = head // (shape.num_qo_heads // shape.num_kv_heads)
     lse = row_max + np.float32(np.log(row_sum))
-    _write(np.int64(merge_queries[i]), head, shape, acc, 0, row_sum, lse, v_scale, outputs, options)
+    _write(token, head, shape, acc_at, row_sum, lse, v_scale[kv_head], outputs, options)
 
 
 @njit(inline="always")
 def _shape_of(a):
-    return Shape(
-        a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_v, a.page_size, a.kv_kind, a.window,
-        a.aligned_blocks != 0,
-    )  # fmt: skip
-
-
-@njit(inline="always")
-def _options_of(a):
-    return Options(
-        array_at(a.logit_scale, np.float32),
-        array_at(a.v_scale, np.float32),
-        a.soft_cap,
-        array_at(a.sinks, np.float32),
-        a.num_sinks,
-    )
-
-
-@njit(inline="always")
-def _outputs_of(a):
-    return Outputs(
-        array_at(a.out, np.float32),
-        array_at(a.lse, np.float32),
-        array_at(a.partial, np.float32),
-        array_at(a.partial_lse, np.float32),
-    )
+    sizes = (a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_v, a.page_size)
+    return Shape(*sizes, a.kv_kind, a.window, a.aligned_blocks != 0)
 
 
 @cache
 def attention_kernel(kv_bits: type[np.generic]) -> Any:
-    """The kernel of one thread's share of the work items, for caches of one NumPy type; see `cpu.threads`."""
+    """The kernel of one thread's share of the tasks, for caches of one NumPy type; see `cpu.threads`.
+
+    While a task's last keys are used, the first of the thread's next task are fetched.
+    """
 
     @njit(no_cfunc_wrapper=False, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(arguments, thread):
         a = arguments_at(arguments)
-        shape, options, outputs = _shape_of(a), _options_of(a), _outputs_of(a)
-        k_elements, v_elements = array_at(a.k_cache, kv_bits), array_at(a.v_cache, kv_bits)
-        k_cache = Cache(k_elements, a.k_cache, a.k_page_stride, a.k_token_stride, a.k_head_stride)
-        v_cache = Cache(v_elements, a.v_cache, a.v_page_stride, a.v_token_stride, a.v_head_stride)
-        work = Work(
-            array_at(a.block_table, np.int32),
-            a.table_columns,
-            array_at(a.items, np.int32),
-            array_at(a.queries, np.int32),
-            array_at(a.slots, np.int32),
-            array_at(a.positions, np.int32),
-        )
-        q = array_at(a.q, np.float32)
+        shape = _shape_of(a)
+        options = Options(a.logit_scale, a.v_scale, a.sinks, a.num_sinks)
+        outputs = Outputs(a.out, a.lse, a.partial, a.partial_lse)
+        work = Work(a.block_table, a.table_columns, a.items, a.queries, a.slots, a.positions)
+        k_cache = Cache(a.k_cache, a.k_page_stride, a.k_token_stride, a.k_head_stride)
+        v_cache = Cache(a.v_cache, a.v_page_stride, a.v_token_stride, a.v_head_stride)
         floats, ints = a.floats + 4 * thread * a.thread_floats, a.ints + 8 * thread * a.thread_ints
+        q, soft_cap = a.q, a.soft_cap
+        logit_scale = array_at(options.logit_scale, np.float32)
         tasks, task_indptr = array_at(a.tasks, np.int32), array_at(a.task_indptr, np.int32)
+        group = shape.num_qo_heads // shape.num_kv_heads
+        width = (shape.head_dim_v + LANES - 1) // LANES * LANES
         last = np.int64(task_indptr[thread + 1]) - 1
-        for i in range(np.int64(task_indptr[thread]), last + 1):
-            task, following = np.int64(tasks[i]), np.int64(tasks[min(i + 1, last)])
-            _run_task(task, following, shape, q, k_cache, v_cache, work, options, outputs, floats, ints)
+        for t in range(np.int64(task_indptr[thread]), last + 1):
+            keys = _keys_of(np.int64(tasks[t]), work, shape)
+            following = _keys_of(np.int64(tasks[min(t + 1, last)]), work, shape)
+            item = array_at(work.items + 4 * ITEM_COLUMNS * (np.int64(tasks[t]) // shape.num_kv_heads), np.int32)
+            begin, end = np.int64(item[QUERY_START]), np.int64(item[QUERY_END])
+            rows = (end - begin) * group
+            lanes = (rows + LANES - 1) // LANES * LANES
+            ws = workspace_at(floats, ints, shape.head_dim, lanes, width)
+            scale = logit_scale[keys.head]
+            positions = _load_queries(q, work, begin, end, keys.head, shape, scale, lanes, ws)
+            _clear(ws, lanes, width)
+            queries = Queries(rows, lanes, width, positions[0], positions[1])
+            _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
+            _finish(work, begin, keys.head, rows, width, shape, ws, options, outputs)
 
     return attend
 
@@ -254,10 +246,14 @@ def attention_kernel(kv_bits: type[np.generic]) -> Any:
 def merge_kernel(arguments, thread):
     """One thread's share of the merges; see `cpu.threads`."""
     a = arguments_at(arguments)
-    shape, options, outputs = _shape_of(a), _options_of(a), _outputs_of(a)
+    shape = _shape_of(a)
+    options = Options(a.logit_scale, a.v_scale, a.sinks, a.num_sinks)
+    outputs = Outputs(a.out, a.lse, a.partial, a.partial_lse)
     merge_queries, merge_indptr = array_at(a.merge_queries, np.int32), array_at(a.merge_indptr, np.int32)
-    acc = array_at(a.floats + 4 * thread * a.thread_floats, np.float32)
+    acc_at = a.floats + 4 * thread * a.thread_floats
     heads = shape.num_qo_heads
     total = a.num_merged * heads
     for i in range(total * thread // a.num_threads, total * (thread + 1) // a.num_threads):
-        _run_merge(i // heads, i % heads, shape, merge_queries, merge_indptr, outputs, options, acc)
+        token = i // heads
+        slots = (np.int64(merge_indptr[token]), np.int64(merge_indptr[token + 1]))
+        _merge(np.int64(merge_queries[token]), slots, i % heads, shape, outputs, options, acc_at)

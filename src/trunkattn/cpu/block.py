@@ -1,6 +1,6 @@
 """One block of keys for the query rows of one task: scores, mask, online softmax, output."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,9 +48,8 @@ class Shape(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys or values, [num_pages, page_size, num_kv_heads, width]: their bits, flat, and strides in elements."""
+    """Keys or values, [num_pages, page_size, num_kv_heads, width]: where their bits lie, and strides in elements."""
 
-    elements: Any
     address: int
     page_stride: int
     token_stride: int
@@ -58,10 +57,9 @@ class Cache(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a task: tokens start .. end - 1 of the pages at block_table[row_at:], for one KV head."""
+    """The keys of a task: tokens start .. end - 1, for one KV head. pages: address of its row of the block table."""
 
-    block_table: Any
-    row_at: int
+    pages: int
     start: int
     end: int
     head: int
@@ -78,24 +76,28 @@ class Queries(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """A thread's arrays, all flat. Offsets are in elements of what they point into."""
+    """Addresses of a thread's arrays.
 
-    q: Any  # [head_dim, lanes] float32, scaled
-    scores: Any  # [BLOCK_TOKENS, lanes] logits, then p
-    acc: Any  # [lanes, width] the output before it is divided by row_sum
-    row_max: Any  # [lanes], as the two below
-    row_sum: Any
-    rescale: Any
-    keys: Any  # [BLOCK_TOKENS, head_dim] a narrow block as float32
-    values: Any  # [BLOCK_TOKENS, width]
-    q_offsets: Any  # [head_dim] int64 into q, as all below
-    lane_offsets: Any  # [lanes] into a line of scores
-    positions: Any  # [lanes] of the query rows in their sequences
-    key_offsets: Any  # [BLOCK_TOKENS] into the cache, and the same of values
-    value_offsets: Any
-    staged_key_offsets: Any  # [BLOCK_TOKENS] into `keys` and `values`
-    staged_value_offsets: Any
-    lines: Any  # [BLOCK_TOKENS / score_keys, head_dim] addresses of cache lines to fetch
+    Addresses, and not arrays: whenever it reads a field, Numba copies the whole tuple, and an array is seven numbers.
+    Offsets are in elements of what they point into.
+    """
+
+    q: int  # [head_dim, lanes] float32, scaled
+    scores: int  # [BLOCK_TOKENS, lanes] float32, logits, then p
+    acc: int  # [lanes, width] float32, the output before it is divided by row_sum
+    row_max: int  # [lanes] float32, as the two below
+    row_sum: int
+    rescale: int
+    keys: int  # [BLOCK_TOKENS, head_dim] float32, a narrow block converted
+    values: int  # [BLOCK_TOKENS, width] float32
+    q_offsets: int  # [head_dim] int64 into q, as all below
+    lane_offsets: int  # [lanes] into a line of scores
+    positions: int  # [lanes] of the query rows in their sequences
+    key_offsets: int  # [BLOCK_TOKENS] into the cache, and the same of values
+    value_offsets: int
+    staged_key_offsets: int  # [BLOCK_TOKENS] into `keys` and `values`
+    staged_value_offsets: int
+    lines: int  # [BLOCK_TOKENS / score_keys, head_dim] addresses of cache lines to fetch
 
 
 def padded(count: int) -> int:
@@ -119,29 +121,29 @@ def workspace_at(floats, ints, head_dim, lanes, width):
     keys = row_max + 4 * 3 * lanes
     lane_offsets = ints + 8 * head_dim
     key_offsets = lane_offsets + 8 * 2 * lanes
-    ws = Workspace(
-        q=array_at(floats, np.float32),
-        scores=array_at(scores, np.float32),
-        acc=array_at(acc, np.float32),
-        row_max=array_at(row_max, np.float32),
-        row_sum=array_at(row_max + 4 * lanes, np.float32),
-        rescale=array_at(row_max + 4 * 2 * lanes, np.float32),
-        keys=array_at(keys, np.float32),
-        values=array_at(keys + 4 * BLOCK_TOKENS * head_dim, np.float32),
-        q_offsets=array_at(ints, np.int64),
-        lane_offsets=array_at(lane_offsets, np.int64),
-        positions=array_at(lane_offsets + 8 * lanes, np.int64),
-        key_offsets=array_at(key_offsets, np.int64),
-        value_offsets=array_at(key_offsets + 8 * BLOCK_TOKENS, np.int64),
-        staged_key_offsets=array_at(key_offsets + 8 * 2 * BLOCK_TOKENS, np.int64),
-        staged_value_offsets=array_at(key_offsets + 8 * 3 * BLOCK_TOKENS, np.int64),
-        lines=array_at(key_offsets + 8 * 4 * BLOCK_TOKENS, np.int64),
-    )
+    q_offsets, lanes_in_line = array_at(ints, np.int64), array_at(lane_offsets, np.int64)
     for d in range(head_dim):
-        ws.q_offsets[d] = d * lanes
+        q_offsets[d] = d * lanes
     for m in range(lanes):
-        ws.lane_offsets[m] = m
-    return ws
+        lanes_in_line[m] = m
+    return Workspace(
+        q=floats,
+        scores=scores,
+        acc=acc,
+        row_max=row_max,
+        row_sum=row_max + 4 * lanes,
+        rescale=row_max + 4 * 2 * lanes,
+        keys=keys,
+        values=keys + 4 * BLOCK_TOKENS * head_dim,
+        q_offsets=ints,
+        lane_offsets=lane_offsets,
+        positions=lane_offsets + 8 * lanes,
+        key_offsets=key_offsets,
+        value_offsets=key_offsets + 8 * BLOCK_TOKENS,
+        staged_key_offsets=key_offsets + 8 * 2 * BLOCK_TOKENS,
+        staged_value_offsets=key_offsets + 8 * 3 * BLOCK_TOKENS,
+        lines=key_offsets + 8 * 4 * BLOCK_TOKENS,
+    )
 
 
 @njit(inline="always")
@@ -166,93 +168,91 @@ def whole_tiles(tokens):
 
 
 @njit(inline="always")
-def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, ws, soft_cap):
-    """Tokens first .. first + tokens - 1 for every row: `acc`, `row_max` and `row_sum` take them in."""
+def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap):
+    """Tokens first .. first + tokens - 1 for every row: acc, row_max and row_sum take them in."""
     lanes, width = queries.lanes, queries.width
     narrow = shape.kv_kind != FLOAT32
-    _cache_offsets(ws.key_offsets, ws.value_offsets, keys, first, tokens, shape.page_size, k_cache, v_cache)
-    key_offsets = ws.key_offsets
+    _cache_offsets(ws, keys, first, tokens, shape.page_size, k_cache, v_cache)
+    k_elements, v_elements = array_at(k_cache.address, kv_bits), array_at(v_cache.address, kv_bits)
+    staged_keys, staged_values = array_at(ws.keys, np.float32), array_at(ws.values, np.float32)
+    offsets = ws.key_offsets
     if narrow:
-        _stage(ws.keys, ws.staged_key_offsets, k_cache.elements, ws.key_offsets, tokens, shape.head_dim,
-               shape.head_dim, shape.kv_kind)  # fmt: skip
-        key_offsets = ws.staged_key_offsets
-    k = as_float32(k_cache.elements, ws.keys)
-    _scores(ws.scores, k, key_offsets, ws.q, ws.q_offsets, lanes, shape.head_dim, tokens, ws.lines)
+        offsets, depth = ws.staged_key_offsets, shape.head_dim
+        _stage(staged_keys, offsets, k_elements, ws.key_offsets, tokens, depth, depth, shape.kv_kind)
+    _scores(ws, as_float32(k_elements, staged_keys), offsets, lanes, shape.head_dim, tokens)
     if soft_cap > 0:
-        _soft_cap(ws.scores, tokens * lanes, soft_cap)
+        _soft_cap(ws, tokens * lanes, soft_cap)
     last = first + tokens
     outside = first < keys.start or last > keys.end
     if outside or last - 1 > queries.first_position or first <= queries.last_position - shape.window:
-        _mask(ws.scores, lanes, queries.rows, ws.positions, first, tokens, keys.start, keys.end, shape.window)
-    _online_softmax(ws.scores, lanes, tokens, ws.row_max, ws.row_sum, ws.rescale)
+        _mask(ws, lanes, queries.rows, first, tokens, keys.start, keys.end, shape.window)
+    _online_softmax(ws, lanes, tokens)
+    acc, rescale = array_at(ws.acc, np.float32), array_at(ws.rescale, np.float32)
     for m in range(queries.rows):
-        if ws.rescale[m] != np.float32(1.0):
+        if rescale[m] != np.float32(1.0):
             for d in range(width):
-                ws.acc[m * width + d] *= ws.rescale[m]
-    value_offsets = ws.value_offsets
-    v = as_float32(v_cache.elements, ws.values)
+                acc[m * width + d] *= rescale[m]
+    values, offsets = as_float32(v_elements, staged_values), ws.value_offsets
     if narrow or width != shape.head_dim_v:
-        _stage(ws.values, ws.staged_value_offsets, v_cache.elements, ws.value_offsets, tokens, shape.head_dim_v,
-               width, shape.kv_kind)  # fmt: skip
-        value_offsets, v = ws.staged_value_offsets, ws.values
-    _outputs(ws.acc, ws.scores, ws.lane_offsets, v, value_offsets, queries.rows, lanes, width, tokens)
+        values, offsets = staged_values, ws.staged_value_offsets
+        _stage(values, offsets, v_elements, ws.value_offsets, tokens, shape.head_dim_v, width, shape.kv_kind)
+    _outputs(ws, values, offsets, queries.rows, lanes, width, tokens)
 
 
 @njit(inline="always")
-def look_ahead(ws, tiles, keys, first, tokens, shape, k_cache, v_cache):
+def look_ahead(ws, tiles, keys, first, tokens, shape, k_cache, v_cache, itemsize):
     """Addresses of the cache lines of the block that follows, as many as fit into the steps of `tiles` tiles."""
     tokens = min(tokens, whole_tiles(keys.end - first))
-    _cache_offsets(ws.key_offsets, ws.value_offsets, keys, first, tokens, shape.page_size, k_cache, v_cache)
-    itemsize = k_cache.elements.itemsize
+    _cache_offsets(ws, keys, first, tokens, shape.page_size, k_cache, v_cache)
+    key_offsets, value_offsets = array_at(ws.key_offsets, np.int64), array_at(ws.value_offsets, np.int64)
+    lines = array_at(ws.lines, np.int64)
     k_bytes, v_bytes = shape.head_dim * itemsize, shape.head_dim_v * itemsize
     room = tiles * shape.head_dim
     at = 0
     for t in range(tokens):
         if at + (k_bytes + v_bytes) // _LINE_BYTES + 2 > room:
             break
-        key, value = k_cache.address + ws.key_offsets[t] * itemsize, v_cache.address + ws.value_offsets[t] * itemsize
+        key, value = k_cache.address + key_offsets[t] * itemsize, v_cache.address + value_offsets[t] * itemsize
         for d in range(0, k_bytes, _LINE_BYTES):
-            ws.lines[at] = key + d
+            lines[at] = key + d
             at += 1
         for d in range(0, v_bytes, _LINE_BYTES):
-            ws.lines[at] = value + d
+            lines[at] = value + d
             at += 1
     for i in range(at, room):
-        ws.lines[i] = k_cache.address
+        lines[i] = k_cache.address
 
 
 @njit(cached=False, fastmath={"contract", "nsz"})
-def _scores(scores, keys, key_offsets, q, q_offsets, lanes, depth, tokens, lines):
-    """scores[t, m] = keys[t] · q[:, m]; the cache lines at `lines` are fetched meanwhile."""
+def _scores(ws, keys, offsets, lanes, depth, tokens):
+    """scores[t, m] = keys[t] · q[:, m]; the cache lines at ws.lines are fetched meanwhile."""
+    scores, q = array_at(ws.scores, np.float32), array_at(ws.q, np.float32)
+    key_offsets, q_offsets = array_at(offsets, np.int64), array_at(ws.q_offsets, np.int64)
     for t in range(0, tokens, _SCORE_KEYS):
-        left = LeftOperand(keys, key_offsets, t, 1)
-        ahead = lines[t // _SCORE_KEYS * depth :]
-        at = t * lanes
-        m = LANES
+        left, at = LeftOperand(keys, key_offsets, t, 1), t * lanes
+        ahead = array_at(ws.lines + 8 * (t // _SCORE_KEYS) * depth, np.int64)
+        output, right = OutputTile(scores, at, lanes), RightOperand(q, q_offsets, 0)
         if lanes >= _SCORE_LANES:
             m = _SCORE_LANES
-            multiply_add_tile(
-                OutputTile(scores, at, lanes), left, RightOperand(q, q_offsets, 0), depth, ahead, SCORES_WIDE_AHEAD
-            )
+            multiply_add_tile(output, left, right, depth, ahead, SCORES_WIDE_AHEAD)
         else:
-            multiply_add_tile(
-                OutputTile(scores, at, lanes), left, RightOperand(q, q_offsets, 0), depth, ahead, SCORES_NARROW_AHEAD
-            )
+            m = LANES
+            multiply_add_tile(output, left, right, depth, ahead, SCORES_NARROW_AHEAD)
         while m + _SCORE_LANES <= lanes:
-            multiply_add_tile(
-                OutputTile(scores, at + m, lanes), left, RightOperand(q, q_offsets, m), depth, ahead, SCORES_WIDE
-            )
+            output, right = OutputTile(scores, at + m, lanes), RightOperand(q, q_offsets, m)
+            multiply_add_tile(output, left, right, depth, ahead, SCORES_WIDE)
             m += _SCORE_LANES
         while m < lanes:
-            multiply_add_tile(
-                OutputTile(scores, at + m, lanes), left, RightOperand(q, q_offsets, m), depth, ahead, SCORES_NARROW
-            )
+            output, right = OutputTile(scores, at + m, lanes), RightOperand(q, q_offsets, m)
+            multiply_add_tile(output, left, right, depth, ahead, SCORES_NARROW)
             m += LANES
 
 
 @njit(cached=False, fastmath={"contract", "nsz"})
-def _outputs(acc, p, lane_offsets, values, value_offsets, rows, lanes, width, tokens):
+def _outputs(ws, values, offsets, rows, lanes, width, tokens):
     """acc[m, :] += Σ_t p[t, m] · values[t]."""
+    acc, p = array_at(ws.acc, np.float32), array_at(ws.scores, np.float32)
+    lane_offsets, value_offsets = array_at(ws.lane_offsets, np.int64), array_at(offsets, np.int64)
     unused = value_offsets  # these tiles fetch nothing ahead
     wide = width // _OUTPUT_LANES * _OUTPUT_LANES
     for d in range(0, wide, _OUTPUT_LANES):
@@ -280,15 +280,17 @@ def _outputs(acc, p, lane_offsets, values, value_offsets, rows, lanes, width, to
 
 
 @njit(cached=False, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
-def _soft_cap(scores, count, cap):
+def _soft_cap(ws, count, cap):
     """Logits to cap · tanh(logit / cap), in base 2."""
+    scores = array_at(ws.scores, np.float32)
     for i in range(count):
         scores[i] = cap * _LOG2_E * tanh(scores[i] / cap)
 
 
 @njit(cached=False)
-def _mask(scores, lanes, rows, positions, first, tokens, start, end, window):
+def _mask(ws, lanes, rows, first, tokens, start, end, window):
     """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
+    scores, positions = array_at(ws.scores, np.float32), array_at(ws.positions, np.int64)
     for t in range(tokens):
         token = first + t
         outside = token < start or token >= end
@@ -298,8 +300,10 @@ def _mask(scores, lanes, rows, positions, first, tokens, start, end, window):
 
 
 @njit(cached=False, fastmath={"contract", "nsz"})
-def _online_softmax(scores, lanes, tokens, row_max, row_sum, rescale):
+def _online_softmax(ws, lanes, tokens):
     """Scores become p = 2^(score - row_max); `rescale` is what earlier ones must be multiplied by."""
+    scores, rescale = array_at(ws.scores, np.float32), array_at(ws.rescale, np.float32)
+    row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
     for m in range(lanes):
         rescale[m] = row_max[m]
     for t in range(tokens):
@@ -318,12 +322,14 @@ def _online_softmax(scores, lanes, tokens, row_max, row_sum, rescale):
 
 
 @njit(cached=False)
-def _cache_offsets(k_offsets, v_offsets, keys, first, tokens, page_size, k_cache, v_cache):
+def _cache_offsets(ws, keys, first, tokens, page_size, k_cache, v_cache):
     """Where a block's keys and values begin; tokens outside the item stand at one inside, and are masked."""
+    pages = array_at(keys.pages, np.int32)
+    k_offsets, v_offsets = array_at(ws.key_offsets, np.int64), array_at(ws.value_offsets, np.int64)
     token = min(max(first, keys.start), keys.end - 1)
     column, offset = token // page_size, token % page_size
     for t in range(tokens):
-        page = np.int64(keys.block_table[keys.row_at + column])
+        page = np.int64(pages[column])
         k_offsets[t] = page * k_cache.page_stride + offset * k_cache.token_stride + keys.head * k_cache.head_stride
         v_offsets[t] = page * v_cache.page_stride + offset * v_cache.token_stride + keys.head * v_cache.head_stride
         if first + t >= token and token < keys.end - 1:  # divisions would cost as much as the products do
@@ -335,8 +341,9 @@ def _cache_offsets(k_offsets, v_offsets, keys, first, tokens, page_size, k_cache
 
 
 @njit(cached=False)
-def _stage(staged, staged_offsets, elements, offsets, tokens, width, padded_width, kind):
+def _stage(staged, staged_offsets_at, elements, offsets_at, tokens, width, padded_width, kind):
     """Copies a block to float32, padded to whole vectors with zeros."""
+    staged_offsets, offsets = array_at(staged_offsets_at, np.int64), array_at(offsets_at, np.int64)
     for t in range(tokens):
         at = t * padded_width
         staged_offsets[t] = at
