@@ -22,14 +22,13 @@ from trunkattn.cpu.block import (
     Queries,
     Shape,
     attend_block,
-    first_block,
     look_ahead,
-    tokens_of_block,
     whole_tiles,
     workspace_at,
 )
 from trunkattn.cpu.convert import exp2
 from trunkattn.cpu.microkernel import LANES, TILES
+from trunkattn.cpu.tuning import BLOCK_TOKENS
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
 _LOG2_E = np.float32(1.4426950408889634)
@@ -68,10 +67,15 @@ class Outputs(NamedTuple):
 
 @njit(inline="always")
 def _keys_of(task, work, shape):
-    """Keys of a task: its row of the block table, token range and KV head."""
+    """Keys of a task. Blocks are equal, so that no short one is left over, or aligned to the sequence's start."""
     item = array_at(work.items + 4 * ITEM_COLUMNS * (task // shape.num_kv_heads), np.int32)
     pages = work.block_table + 4 * np.int64(item[KV_ROW]) * work.table_columns
-    return Keys(pages, np.int64(item[KV_START]), np.int64(item[KV_END]), task % shape.num_kv_heads)
+    start, end = np.int64(item[KV_START]), np.int64(item[KV_END])
+    first, step = start // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS
+    if not shape.aligned_blocks:
+        blocks = (end - start + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+        first, step = start, whole_tiles((end - start + blocks - 1) // blocks)
+    return Keys(pages, start, end, task % shape.num_kv_heads, first, step)
 
 
 @njit(inline="always")
@@ -117,17 +121,17 @@ def _clear(ws, lanes, width):
 def _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap):
     """All blocks of a task. `following`: the keys of the thread's next task, which the last block looks ahead to."""
     itemsize = array_at(k_cache.address, kv_bits).itemsize
-    first, step = first_block(keys, shape.aligned_blocks), tokens_of_block(keys, shape.aligned_blocks)
+    first = keys.first
     while first < keys.end:
-        tokens = min(step, whole_tiles(keys.end - first))
-        ahead, ahead_first, ahead_step = keys, first + step, step
+        tokens = min(keys.step, whole_tiles(keys.end - first))
+        ahead = keys
+        ahead_first = first + keys.step
         if ahead_first >= keys.end:
             ahead = following
-            ahead_first = first_block(ahead, shape.aligned_blocks)
-            ahead_step = tokens_of_block(ahead, shape.aligned_blocks)
-        look_ahead(ws, tokens // _SCORE_KEYS, ahead, ahead_first, ahead_step, shape, k_cache, v_cache, itemsize)
+            ahead_first = following.first
+        look_ahead(ws, tokens // _SCORE_KEYS, ahead, ahead_first, shape, k_cache, v_cache, itemsize)
         attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
-        first += step
+        first += keys.step
 
 
 @njit(inline="always")
@@ -223,11 +227,12 @@ def attention_kernel(kv_bits: type[np.generic]) -> Any:
         tasks, task_indptr = array_at(a.tasks, np.int32), array_at(a.task_indptr, np.int32)
         group = shape.num_qo_heads // shape.num_kv_heads
         width = (shape.head_dim_v + LANES - 1) // LANES * LANES
-        last = np.int64(task_indptr[thread + 1]) - 1
-        for t in range(np.int64(task_indptr[thread]), last + 1):
-            keys = _keys_of(np.int64(tasks[t]), work, shape)
-            following = _keys_of(np.int64(tasks[min(t + 1, last)]), work, shape)
-            item = array_at(work.items + 4 * ITEM_COLUMNS * (np.int64(tasks[t]) // shape.num_kv_heads), np.int32)
+        begin_task, end_task = np.int64(task_indptr[thread]), np.int64(task_indptr[thread + 1])
+        for t in range(begin_task, end_task):
+            task = np.int64(tasks[t])
+            keys = _keys_of(task, work, shape)
+            keys_after = _keys_of(np.int64(tasks[min(t + 1, end_task - 1)]), work, shape)
+            item = array_at(work.items + 4 * ITEM_COLUMNS * (task // shape.num_kv_heads), np.int32)
             begin, end = np.int64(item[QUERY_START]), np.int64(item[QUERY_END])
             rows = (end - begin) * group
             lanes = (rows + LANES - 1) // LANES * LANES
@@ -236,7 +241,7 @@ def attention_kernel(kv_bits: type[np.generic]) -> Any:
             positions = _load_queries(q, work, begin, end, keys.head, shape, scale, lanes, ws)
             _clear(ws, lanes, width)
             queries = Queries(rows, lanes, width, positions[0], positions[1])
-            _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
+            _attend_keys(keys, keys_after, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
             _finish(work, begin, keys.head, rows, width, shape, ws, options, outputs)
 
     return attend

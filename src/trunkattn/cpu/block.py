@@ -57,12 +57,14 @@ class Cache(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a task: tokens start .. end - 1, for one KV head. pages: address of its row of the block table."""
+    """The keys of a task: tokens start .. end - 1, for one KV head, in blocks of `step` tokens from token `first` on."""
 
-    pages: int
+    pages: int  # address of the task's row of the block table
     start: int
     end: int
     head: int
+    first: int
+    step: int
 
 
 class Queries(NamedTuple):
@@ -147,21 +149,6 @@ def workspace_at(floats, ints, head_dim, lanes, width):
 
 
 @njit(inline="always")
-def first_block(keys, aligned):
-    """First token of a task's first block."""
-    return keys.start // BLOCK_TOKENS * BLOCK_TOKENS if aligned else keys.start
-
-
-@njit(inline="always")
-def tokens_of_block(keys, aligned):
-    """Tokens of each block of a task: equal ones, so that no short one is left over."""
-    if aligned:
-        return BLOCK_TOKENS
-    blocks = (keys.end - keys.start + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    return whole_tiles((keys.end - keys.start + blocks - 1) // blocks)
-
-
-@njit(inline="always")
 def whole_tiles(tokens):
     """Tokens rounded up to whole register tiles."""
     return (tokens + _SCORE_KEYS - 1) // _SCORE_KEYS * _SCORE_KEYS
@@ -200,9 +187,9 @@ def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits,
 
 
 @njit(inline="always")
-def look_ahead(ws, tiles, keys, first, tokens, shape, k_cache, v_cache, itemsize):
-    """Addresses of the cache lines of the block that follows, as many as fit into the steps of `tiles` tiles."""
-    tokens = min(tokens, whole_tiles(keys.end - first))
+def look_ahead(ws, tiles, keys, first, shape, k_cache, v_cache, itemsize):
+    """Addresses of the cache lines of the block at token `first`, as many as fit into the steps of `tiles` tiles."""
+    tokens = min(keys.step, whole_tiles(keys.end - first))
     _cache_offsets(ws, keys, first, tokens, shape.page_size, k_cache, v_cache)
     key_offsets, value_offsets = array_at(ws.key_offsets, np.int64), array_at(ws.value_offsets, np.int64)
     lines = array_at(ws.lines, np.int64)
