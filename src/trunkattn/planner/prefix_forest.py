@@ -173,7 +173,7 @@ def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_e
     row_end = np.empty(num_nodes, np.int32)
     token_start = np.empty(num_nodes, np.int32)
     token_end = np.empty(num_nodes, np.int32)
-    is_leaf = np.zeros(num_nodes, np.bool_)
+    is_leaf = np.empty(num_nodes, np.bool_)
     number = np.full(count, ROOT, np.int32)
     node, next_number, rows = first_child[0], 0, 0
     while node != _EMPTY:
@@ -186,10 +186,10 @@ def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_e
         row_start[k] = rows
         token_start[k] = col_start[node] * page_size
         token_end[k] = col_end[node] * page_size
-        if leaf_row[node] != _EMPTY:
+        is_leaf[k] = leaf_row[node] != _EMPTY
+        if is_leaf[k]:
             row = leaf_row[node]
             order[rows], leaf_of[rows] = row, k
-            is_leaf[k] = True
             token_end[k] = seq_lens[row]
             rows += 1
         if first_child[node] != _EMPTY:

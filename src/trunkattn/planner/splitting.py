@@ -144,9 +144,9 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     """The work list's arrays, items heaviest first (ties: as they were cut)."""
     num_items, num_entries = 0, 0
     for t in range(len(tiles)):
-        begin, end = tiles[t, 1], tiles[t, 2]
+        begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
         while begin < end:
-            begin = _next_cut(rule, begin, end, parts[t])
+            begin = _next_cut(rule, begin, end, np.int64(parts[t]))
             num_items += 1
             num_entries += tiles[t, 4] - tiles[t, 3]
     items = np.empty((num_items, ITEM_COLUMNS), np.int32)
@@ -155,9 +155,9 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     pieces = np.zeros(num_queries + 1, np.int32)
     count, filled = 0, 0
     for t in range(len(tiles)):
-        begin, end = tiles[t, 1], tiles[t, 2]
+        begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
         while begin < end:
-            cut = _next_cut(rule, begin, end, parts[t])
+            cut = _next_cut(rule, begin, end, np.int64(parts[t]))
             first, low, high = filled, UNLIMITED, 0
             for i in range(tiles[t, 3], tiles[t, 4]):
                 if position[i] >= begin and position[i] + 1 - window < cut:  # it sees a token of this part
