@@ -16,6 +16,7 @@ TOP_FLOOR = 8
 FLOORS = MappingProxyType(
     {
         "dtypes": 0,
+        "compiled": 0,
         "reference": 0,
         "validate": 0,
         "config": 1,
