@@ -171,7 +171,7 @@ def test_what_flash_attention_cannot_do(
     ("version", "extra", "found"),
     [
         (2, {}, "FlashAttention 2"),
-        (2, {"sinks": torch.zeros(HEADS)}, "no sinks"),
+        (2, {"sinks": torch.zeros(HEADS)}, "does not support sinks"),
         (4, {"sinks": torch.zeros(HEADS)}, "FlashAttention 4"),
         (None, {}, "no FlashAttention for this GPU"),
     ],
