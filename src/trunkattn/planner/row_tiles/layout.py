@@ -209,9 +209,29 @@ def step_of(size, share, block_runs):
 
 
 @njit(cached=False)
+def _span_rows(forest, entries, stage, spans, window, run):
+    """[spans, 4] entries [low, high) of a span, and which of its runs are full and seen whole by all of them: [first,
+    last)."""
+    found = np.empty((len(spans.nodes), 4), np.int64)
+    for tile in range(len(spans.indptr) - 1):
+        for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
+            node = spans.nodes[i]
+            low = max(np.int64(entries.node_start[node]), tile * stage.height)
+            high = min(np.int64(entries.node_end[node]), (tile + 1) * stage.height)
+            start, end, lowest, highest = visible(forest, entries, node, low, high, window)
+            first = max(
+                min(1, start % run), (highest - window) // run + 1 - start // run
+            )  # a window may start in a run
+            found[i, 0], found[i, 1] = low, high
+            found[i, 2], found[i, 3] = first, min(end, lowest + 1) // run - start // run
+    return found
+
+
+@njit(cached=False)
 def outline_stage(forest, entries, stage, window, run):
     """The items of a stage, tiles cut into parts of whole blocks."""
     spans = segments(forest, entries, stage, window, run)
+    rows = _span_rows(forest, entries, stage, spans, window, run)
     indptr, num_runs = spans.indptr, spans.num_runs
     num_tiles = len(indptr) - 1
     share = share_of(np.int64(num_runs.sum()), stage.num_parts, stage.block_runs)
@@ -222,18 +242,35 @@ def outline_stage(forest, entries, stage, window, run):
     items = np.empty((most, ITEM_COLUMNS), np.int32)
     first_entry = np.empty(most, np.int64)
     uncut = np.empty(most, np.bool_)
-    count, filled, at = 0, 0, 0
+    count, filled, at = 0, np.int64(0), np.int64(0)
     for tile in range(num_tiles):
-        size = num_runs[indptr[tile] : indptr[tile + 1]].sum()
+        size = np.int64(num_runs[indptr[tile] : indptr[tile + 1]].sum())
         step = step_of(size, share, stage.block_runs)
-        span, passed = indptr[tile], np.int64(0)  # the first span of an item; runs of the tile before it
+        first_span, passed = np.int64(indptr[tile]), np.int64(0)  # of an item; runs of the tile before that span
         for begin in range(0, size, step):
             end = min(begin + step, size)
-            while passed + num_runs[span] <= begin:
-                passed += num_runs[span]
+            while passed + num_runs[first_span] <= begin:
+                passed += num_runs[first_span]
+                first_span += 1
+            low, high = (tile + 1) * stage.height, tile * stage.height
+            span, before = first_span, passed
+            while before < end:  # the rows that some run concerns
+                if num_runs[span] > 0:
+                    low, high = min(low, rows[span, 0]), max(high, rows[span, 1])
+                before += num_runs[span]
                 span += 1
-            low, high = _item_rows(entries, stage, tile, spans, span, end - passed)
-            full = _leading_full(forest, entries, (low, high), spans, span, (begin - passed, end - passed), window, run)
+            full, is_full = np.int64(0), True
+            span, before = first_span, passed
+            while before < end and is_full:  # leading runs that are full and concern all of these
+                first, last = max(begin - before, 0), min(end - before, np.int64(num_runs[span]))
+                if last > first:
+                    is_full = rows[span, 0] == low and rows[span, 1] == high and first >= rows[span, 2]
+                    if is_full:
+                        whole = max(0, min(last, rows[span, 3]) - first)
+                        full += whole
+                        is_full = whole == last - first
+                before += num_runs[span]
+                span += 1
             items[count, RUN_START], items[count, RUN_END] = at + begin, at + end
             items[count, RUN_FULL] = at + begin + full // stage.block_runs * stage.block_runs
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
@@ -242,47 +279,6 @@ def outline_stage(forest, entries, stage, window, run):
             count += 1
         at += size
     return Outline(spans, items[:count].copy(), first_entry[:count].copy(), uncut[:count].copy())
-
-
-@njit(cached=False)
-def _item_rows(entries, stage, tile, spans, span, end):
-    """Entries [low, high) that some run of an item concerns. end: of the item, in runs from the start of its first
-    span."""
-    low, high, at = (tile + 1) * stage.height, tile * stage.height, np.int64(0)
-    while at < end:
-        if spans.num_runs[span] > 0:
-            node = spans.nodes[span]
-            low = min(low, max(entries.node_start[node], tile * stage.height))
-            high = max(high, min(entries.node_end[node], (tile + 1) * stage.height))
-        at += spans.num_runs[span]
-        span += 1
-    return low, high
-
-
-@njit(cached=False)
-def _leading_full(forest, entries, rows, spans, span, part, window, run):
-    """Leading runs of an item that are full and that all of its rows [low, high) see whole. part: runs [begin, end) of
-    the item from the start of its first span."""
-    low, high = rows
-    begin, end = part
-    full, at = np.int64(0), np.int64(0)
-    while at < end:
-        num_runs, node = np.int64(spans.num_runs[span]), spans.nodes[span]
-        if num_runs > 0:
-            if entries.node_start[node] > low or entries.node_end[node] < high:
-                break
-            first, last = max(begin - at, 0), min(end - at, num_runs)
-            start, stop, lowest, highest = visible(forest, entries, node, low, high, window)
-            token = start if first == 0 else (start // run + first) * run
-            if token % run != 0 or token <= highest - window:  # a window may start inside a run
-                break
-            whole = max(0, min(last - first, min(stop, lowest + 1) // run - token // run))
-            full += whole
-            if whole < last - first:
-                break
-        at += num_runs
-        span += 1
-    return full
 
 
 @njit
