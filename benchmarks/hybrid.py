@@ -78,12 +78,12 @@ class Ours:
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
                 executor = made._backend
-                device = prefill_device(executor._processors, executor._chunks.tile)
+                num_sms = executor._card.processors
+                device = prefill_device(num_sms, executor._chunks.tile)
                 device = replace(device, num_slots=max(1, cut * device.num_slots))
-                chunks = ChunkPlanner(config, executor._chunks.tile, executor._processors)
-                chunks._planner = chunks._alone = chunks._spare = make_planner(
-                    replace(config, policy="per_query"), device
-                )
+                chunks = ChunkPlanner(config, executor._chunks.tile, num_sms)
+                chunks._planner = make_planner(replace(config, policy="per_query"), device)
+                chunks._alone = chunks._whole = chunks._planner.spec
                 executor._chunks = chunks
             self._made[use, heads] = made
         return self._made[use, heads]

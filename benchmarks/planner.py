@@ -1,6 +1,6 @@
 """The planner on one CPU core: cold build, patch, growth with the table, and how far the policies are from the optimum.
 
-python benchmarks/planner.py     # writes benchmarks/results/planner-cpu.json and docs/planner-linear.png
+python benchmarks/planner.py     # writes benchmarks/results/planner-cpu.json and docs/pictures/planner-linear.png
 """
 
 import os
@@ -24,7 +24,7 @@ from trunkattn.workloads.forests import random_forest
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
 PAGE = 16
-PICTURE = Path(__file__).parent.parent / "docs" / "planner-linear.png"
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "planner-linear.png"
 FORESTS = 10_000
 
 

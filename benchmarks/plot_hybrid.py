@@ -1,6 +1,6 @@
 """The hybrid benchmark as a picture: the sweep's speed-ups by model, a prompt's chunks, and six batches.
 
-python benchmarks/plot_hybrid.py benchmarks/results/hybrid-h200.json docs/hybrid-h200.png
+python benchmarks/plot_hybrid.py benchmarks/results/hybrid-h200.json docs/pictures/hybrid-h200.png
 """
 
 import json

@@ -1,6 +1,6 @@
 """The kernel benchmark as a picture in the manner of PAT's Figure 9: time over SOL, per tree and head setting.
 
-python benchmarks/plot_kernels.py benchmarks/results/kernels-h200-bfloat16.json docs/kernels-h200.png
+python benchmarks/plot_kernels.py benchmarks/results/kernels-h200-bfloat16.json docs/pictures/kernels-h200.png
 """
 
 import json

@@ -1,6 +1,6 @@
 """The prefill benchmark as a picture: TFLOP/s of chunks by what is cached before them, and of chunks behind one prefix.
 
-python benchmarks/plot_prefill.py benchmarks/results/prefill-h200.json docs/prefill-h200.png
+python benchmarks/plot_prefill.py benchmarks/results/prefill-h200.json docs/pictures/prefill-h200.png
 """
 
 import json

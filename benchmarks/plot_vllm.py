@@ -1,6 +1,6 @@
 """Serving through vLLM as a picture in the manner of PAT's Figure 10: mean (bar) and P99 (line) by workload and rate.
 
-python benchmarks/plot_vllm.py benchmarks/results/vllm-serving-h200.json docs/vllm-serving-h200.png
+python benchmarks/plot_vllm.py benchmarks/results/vllm-serving-h200.json docs/pictures/vllm-serving-h200.png
 """
 
 import json

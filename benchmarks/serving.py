@@ -1,6 +1,6 @@
 """The embedded engine under load: how long users wait, and for which token, by scheduler policy (POD-Attention §5.3).
 
-    python benchmarks/serving.py [--trace FILE]                  # results/serving-cpu.json and docs/serving-cpu.png
+    python benchmarks/serving.py [--trace FILE]         # results/serving-cpu.json and docs/pictures/serving-cpu.png
     python benchmarks/serving.py --device cuda [--trace FILE]    # the same named by the card, 4 minutes on an H200
 
 Arrivals (Tables 5 to 7): lengths of a trace in Mooncake's format, or drawn like them, shortened as `SCALES` has it;
@@ -48,7 +48,7 @@ from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.workloads import conversation_lengths, poisson_arrivals, read_trace
 
-DOCS = Path(__file__).parent.parent / "docs"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 PAGE_SIZE, PREFILL_BUDGET = 16, 2048
 UTILISATION = 0.85
 CALIBRATION = 24
@@ -382,7 +382,7 @@ def main() -> None:
     }  # fmt: skip
     print_table(rows)
     print(write_result(name, result, "transformers", *(() if options.device == "cpu" else ("triton",))))
-    draw(result, gaps, DOCS / f"{name}.png")
+    draw(result, gaps, PICTURES / f"{name}.png")
 
 
 if __name__ == "__main__":

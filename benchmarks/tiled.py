@@ -9,11 +9,14 @@ from kernels import PAGE_SIZE, Case, Run
 from numpy.typing import NDArray
 
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import Card, Geometry, Tensors, upload
-from trunkattn.gpu.tuning.cards import GpuLimits, gpu_limits
+from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
+from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.gpu.tuning.decode import GpuTile, tile_kind
+from trunkattn.planner.planner import Batch
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions, tile_forest
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions
+from trunkattn.planner.row_tiles.cost import CardTimes
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch
@@ -37,23 +40,18 @@ def tile_rule(
     tiles: tuple[GpuTile, ...],
     heads: tuple[int, int, int],
     card: tuple[int, int],
-    limits: GpuLimits,
+    times: CardTimes,
     kv_itemsize: int = 2,
 ) -> TilingRule:
     """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim; card: multiprocessors and
     bytes of the L2 cache."""
     (hq, hkv, dim), (processors, l2_bytes) = heads, card
-    kinds = tuple(
-        tile_kind(tile, processors)
-        for tile in tiles
-    )  # fmt: skip
     return TilingRule(
-        kinds=kinds,
+        kinds=tuple(tile_kind(tile, processors) for tile in tiles),
         group_size=hq // hkv,
         num_kv_heads=hkv,
         page_size=PAGE_SIZE,
-        launch_ns=limits.launch_ns,
-        bytes_per_us=limits.bytes_per_us,
+        card=times,
         head_bytes=2 * dim * kv_itemsize,
         partial_bytes=hq * (dim + 1) * 8,
         fuse_up_to=8,
@@ -64,9 +62,9 @@ def tile_rule(
 def rule_on_card(case: Case, tiles: tuple[GpuTile, ...]) -> TilingRule:
     """The rule for a batch on the card that holds it."""
     properties = torch.cuda.get_device_properties(case.q.device)
-    limits = gpu_limits(properties.name)
-    card = properties.multi_processor_count, properties.L2_cache_size
-    return tile_rule(tiles, case.heads, card, limits, case.kv[0][0].itemsize)
+    num_sms = properties.multi_processor_count
+    times = card_of(properties.name, num_sms).times
+    return tile_rule(tiles, case.heads, (num_sms, properties.L2_cache_size), times, case.kv[0][0].itemsize)
 
 
 def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -76,9 +74,9 @@ def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], 
 
 def list_tiles(batch: PagedBatch, rule: TilingRule, way: Tiling) -> TileList:
     """A batch tiled one way."""
-    table, lens, _ = arrays_of(batch)
+    table, lens, starts = arrays_of(batch)
     forest = Forest(*build_forest(table, lens, batch.query_lens, rule.page_size, 1))
-    return tile_forest(rule, way, forest, arrays_of(batch), UNLIMITED)
+    return TiledStep(rule, forest, Batch(table, lens, starts)).emit(way)
 
 
 def make_run(
@@ -88,7 +86,7 @@ def make_run(
     hq, hkv, dim = case.heads
     device, properties = case.q.device, torch.cuda.get_device_properties(case.q.device)
     hopper = (properties.major, properties.minor) == (9, 0)
-    card = Card(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
+    card = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
     geometry = Geometry(
         hq, hkv, dim, dim, rule.page_size, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )

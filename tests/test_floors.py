@@ -16,6 +16,7 @@ TOP_FLOOR = 8
 FLOORS = MappingProxyType(
     {
         "dtypes": 0,
+        "compiled": 0,
         "numerics": 0,
         "reference": 0,
         "validate": 0,
@@ -32,6 +33,7 @@ FLOORS = MappingProxyType(
         "engine": 7,
         "integrations": TOP_FLOOR,
         "cli": TOP_FLOOR,
+        "__main__": TOP_FLOOR + 1,  # `python -m trunkattn`: runs the command, and nothing imports it
     }
 )
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
@@ -48,6 +50,8 @@ NEVER_IMPORTS = (
     ("kv_cache/prefix_index", "torch"),
     ("kv_cache/manager", "torch"),
     ("engine/scheduler", "torch"),
+    ("integrations/common", "vllm"),
+    ("integrations/captured_run", "vllm"),
     ("engine/request", "torch"),
 )
 # A core install has these only (llvmlite is part of Numba): the engine and the top floor may use what the extras bring.
@@ -230,6 +234,8 @@ def test_every_file_stands_in_the_house() -> None:
         ("__init__.py", "from trunkattn.cli import main"),
         ("__init__.py", "def __getattr__(name):\n    from .workloads import trees"),
         ("__init__.py", "import transformers"),
+        ("__init__.py", "from trunkattn.__main__ import main"),
+        ("cli/app.py", "from trunkattn.__main__ import main"),
         ("attention.py", "import transformers"),
         ("reference.py", "import triton.language as tl"),
         ("planner/planner.py", "def f():\n    from triton import jit"),
@@ -237,6 +243,7 @@ def test_every_file_stands_in_the_house() -> None:
         ("kv_cache/prefix_index.py", "from torch import Tensor"),
         ("kv_cache/manager.py", "import torch.nn"),
         ("engine/scheduler.py", "import torch"),
+        ("integrations/common.py", "def f():\n    from vllm.logger import init_logger"),
         ("engine/request.py", "if TYPE_CHECKING:\n    import torch"),
         ("helpers.py", "import math"),
     ],
@@ -257,6 +264,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.workloads import trees\nfrom . import doctor"),
         ("workloads/trees.py", "import numpy as np\nfrom trunkattn.workloads.batch import PagedBatch"),
         ("__init__.py", "from trunkattn.attention import BatchAttention\nfrom .engine import LLM"),
+        ("__main__.py", "from trunkattn.cli import main"),
     ],
 )
 def test_an_allowed_import_passes(path: str, source: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trunkattn.planner.work_list import PlanStats
     from trunkattn.training.flash_attention import flash_attention
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

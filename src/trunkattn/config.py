@@ -1,5 +1,6 @@
 """`AttentionConfig` and `Capacity`: the shape and options of an attention, and upper bounds of a step."""
 
+import math
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Final
@@ -110,6 +111,13 @@ class AttentionConfig:
     def value_dim(self) -> int:
         """Width of a value and of an output row."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def logit_scale(self) -> float:
+        """What q · k is multiplied by before `exp2`: sm_scale · log2(e). A soft cap changes the base itself, after the
+        cap, so log2(e) is left out then."""
+        scale = 1 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
+        return scale if self.logits_soft_cap else scale * math.log2(math.e)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -1,14 +1,13 @@
 """Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
 
-import math
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.validate import check_int
 
@@ -97,7 +96,7 @@ def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages
 _STARTS, _NEGATIVE, _SHORT, _LONG, _PAGE = 1, 2, 3, 4, 5
 
 
-@njit(cache=True)
+@njit
 def _first_problem(table, lens, starts, page_size, num_pages):
     """(problem, row, column, highest page id); problem 0: there is none."""
     last_page = -1
@@ -227,8 +226,8 @@ def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.d
     """Of what logits are multiplied by, one after the other, as far as the host can see it: not tensors on a GPU."""
     if inputs.q_scale is None and inputs.k_scale is None:
         return
-    product: Any = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-    for value in (None if config.logits_soft_cap else math.log2(math.e), inputs.q_scale, inputs.k_scale):
+    product: Any = config.logit_scale
+    for value in (None, inputs.q_scale, inputs.k_scale):
         if isinstance(value, torch.Tensor):
             product = product * value.detach().double().reshape(-1).numpy() if device.type == "cpu" else product
         elif value is not None:

@@ -131,8 +131,8 @@ def test_json_mode_prints_nothing_of_its_own(tiny_folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--max-tokens", "7"], ["--max-tokens", "7", ">= 8"]),
-        (["--page-size", "0"], ["--page-size", "0", ">= 1"]),
+        (["--max-tokens", "7"], ["--max-tokens", "7", "an integer of at least 8"]),
+        (["--page-size", "0"], ["--page-size", "0", "an integer of at least 1"]),
         (["--out", __file__], ["--out", "expected a folder"]),
     ],
 )

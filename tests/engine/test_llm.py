@@ -46,14 +46,14 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     ([[1], "text"], SHORT, "prompts[1]='text': expected token ids"),
     ([[1], 7.5], SHORT, "prompts[1]=7.5"),
     ([[1], {"text": "a"}], SHORT, "prompts[1] has the keys ['text']"),
-    ([[1], {"prompt": "a", "prompt_token_ids": [1]}], SHORT, "expected prompt or prompt_token_ids"),
+    ([[1], {"prompt": "a", "prompt_token_ids": [1]}], SHORT, "expected one of prompt and prompt_token_ids"),
     ([[1], [2]], [SHORT], "sampling_params has 1 items: expected one for each of 2 prompts"),
     ([[1], [2]], [SHORT, {"n": 1}], "sampling_params[1]={'n': 1}: expected SamplingParams"),
     (5, SHORT, "prompts=5"),
     (b"abc", SHORT, "prompts=b'abc': expected one prompt"),
-    ([b"abc"], SHORT, "prompts[0]=b'abc': expected a string, token ids"),
+    ([b"abc"], SHORT, "prompts[0]=b'abc': expected a string, a list of token ids"),
     ([[1]], 5, "sampling_params=5"),
-    ([[1]], SamplingParams(stop="x"), "stop=('x',): expected none"),
+    ([[1]], SamplingParams(stop="x"), "stop=('x',): expected no stop strings"),
     ([[1]], SamplingParams(logprobs=257), "logprobs=257"),
 ]
 
@@ -148,7 +148,7 @@ def test_logprobs_are_those_of_transformers(llm: LLM, tiny_model: Callable[[str]
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"gpu_memory": 1}, "gpu_memory=1: no such option; expected page_size, num_pages"),
+    ({"gpu_memory": 1}, "gpu_memory=1: there is no such option; expected one of page_size, num_pages"),
     ({"policy": "fastest"}, "policy='fastest'"),
     ({"device": "abacus"}, "device='abacus'"),
     ({"device": "meta"}, "device='meta' cannot run this model's attention: device meta: expected cpu or cuda"),
@@ -245,10 +245,10 @@ def test_bad_models_are_named(tmp_path: Path, tiny_model: Callable[[str], Any]) 
     with pytest.raises(ValueError, match="transformers cannot read its configuration"):
         LLM(damaged)
     (damaged / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    with pytest.raises(ValueError, match=r"the files lack model\.layers\.2"):
+    with pytest.raises(ValueError, match=r"its files lack model\.layers\.2"):
         LLM(damaged)
     (damaged / "config.json").write_text(config.replace('"intermediate_size": 128', '"intermediate_size": 64'))
-    with pytest.raises(ValueError, match="weights cannot be loaded"):
+    with pytest.raises(ValueError, match="transformers cannot load its weights"):
         LLM(damaged)
     (damaged / "config.json").write_text(config.replace('"llama"', '"mamba2"'))
     with pytest.raises(ValueError, match="Inconsistent configuration"):

@@ -57,7 +57,7 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
         ("vit", {}, "no causal language model of type 'vit'"),
         ("gemma4_text", {}, "layers differ"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
-        ("doge", {}, "attention mask of its own"),
+        ("doge", {}, "builds its own attention mask"),
     ],
 )
 def test_a_model_that_needs_what_is_lacking_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:
@@ -120,7 +120,7 @@ def attend(**options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention mask of its own"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "builds its own attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "bidirectional"),
         ({"module_is_causal": False}, "bidirectional"),

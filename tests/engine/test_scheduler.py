@@ -7,14 +7,16 @@ import pytest
 
 from trunkattn.engine.config import SCHEDULER_POLICIES, SamplingParams
 from trunkattn.engine.request import Request
-from trunkattn.engine.scheduler import POLICIES, Batch, Scheduler
+from trunkattn.engine.scheduler import POLICIES, ScheduledBatch, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 PAGE_SIZE = 4
 ARRIVALS = count()
 
 
-def make_scheduler(num_pages: int = 100, max_num_seqs: int = 8, budget: int = 64, policy: str = "hybrid") -> Scheduler:
+def make_scheduler(
+    num_pages: int = 100, max_num_seqs: int = 8, budget: int = 64, policy: str = "chunked_prefill"
+) -> Scheduler:
     return Scheduler(CacheManager(num_pages, PAGE_SIZE), max_num_seqs, budget, policy)
 
 
@@ -36,7 +38,7 @@ def make_request(prompt: Sequence[int], max_tokens: int = 8, n: int = 1) -> Requ
     return first
 
 
-def step(scheduler: Scheduler, token_id: int = 1) -> Batch:
+def step(scheduler: Scheduler, token_id: int = 1) -> ScheduledBatch:
     """One step in which every sample is `token_id`."""
     batch = scheduler.schedule()
     scheduler.update(batch, [token_id] * len(batch.samples))
@@ -44,7 +46,7 @@ def step(scheduler: Scheduler, token_id: int = 1) -> Batch:
     return batch
 
 
-def lengths(batch: Batch) -> list[int]:
+def lengths(batch: ScheduledBatch) -> list[int]:
     return [chunk.num_tokens for chunk in batch.chunks]
 
 
@@ -107,7 +109,7 @@ def test_a_budget_below_the_decodes_is_refused(policy: str) -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     assert tuple(POLICIES) == SCHEDULER_POLICIES
-    with pytest.raises(ValueError, match="policy='fifo': expected one of hybrid, prefill_first"):
+    with pytest.raises(ValueError, match="policy='fifo': expected one of chunked_prefill, prefill_first"):
         make_scheduler(policy="fifo")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.request import Request
-from trunkattn.engine.scheduler import Batch, Sample, Scheduler
+from trunkattn.engine.scheduler import Sample, ScheduledBatch, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 EOS = 5
@@ -33,13 +33,13 @@ def expected_answer(prompt: Sequence[int], index: int, max_tokens: int) -> list[
     return token_ids[len(prompt) :]
 
 
-def check_hybrid(batch: Batch, kept: list[Request], running: set[Request]) -> None:
+def check_chunked_prefill(batch: ScheduledBatch, kept: list[Request], running: set[Request]) -> None:
     """Every sequence that ran and still has its pages gets a token at least, and nobody stands before it."""
     assert [chunk.request for chunk in batch.chunks[: len(kept)]] == kept
     assert all(chunk.num_tokens >= 1 for chunk in batch.chunks)
 
 
-def check_prefill_first(batch: Batch, kept: list[Request], running: set[Request]) -> None:
+def check_prefill_first(batch: ScheduledBatch, kept: list[Request], running: set[Request]) -> None:
     """Whole prompts alone, or a token for every sequence that ran and still has its pages."""
     assert all(chunk.is_sampled for chunk in batch.chunks)
     if any(chunk.request in running for chunk in batch.chunks):
@@ -47,7 +47,7 @@ def check_prefill_first(batch: Batch, kept: list[Request], running: set[Request]
         assert all(chunk.num_tokens == 1 for chunk in batch.chunks)
 
 
-CHECKS = {"hybrid": check_hybrid, "prefill_first": check_prefill_first}
+CHECKS = {"chunked_prefill": check_chunked_prefill, "prefill_first": check_prefill_first}
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Trace:
     scheduler: Scheduler
     page_size: int
     max_model_len: int
-    policy: str = "hybrid"
+    policy: str = "chunked_prefill"
     store: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     requests: list[list[Request]] = field(default_factory=list)
     computed: int = 0
@@ -102,7 +102,7 @@ class Trace:
             orders = [request.order() for request in queue]
             assert orders == sorted(orders)
 
-    def compute(self, batch: Batch) -> None:
+    def compute(self, batch: ScheduledBatch) -> None:
         """Copies first, then all writes, then all reads, as a layer does."""
         for src, dst in batch.copies:
             copied = {(dst, slot): self.store.get((src, slot), ()) for slot in range(self.page_size)}

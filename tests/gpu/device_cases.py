@@ -7,35 +7,28 @@ import torch
 
 from trunkattn.config import Capacity
 from trunkattn.gpu import plan as plan_arrays
-from trunkattn.gpu.device_planner.planner import DevicePlanner, TileWays, errors_of
-from trunkattn.gpu.device_planner.step import tile_ways
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan
+from trunkattn.gpu.device_planner.choice import Candidates, candidates_of
+from trunkattn.gpu.device_planner.planner import DevicePlanner, errors_of
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.row_tiles.choice import (
-    TilingRule,
-    predict,
-    query_positions,
-    stages_of,
-    tile_forest,
-    ways_within,
-)
+from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, stages_of
 from trunkattn.planner.row_tiles.cost import shared_tokens, stage_tokens
 from trunkattn.planner.work_list import TileLimits
 
 from ..planner.specs import forest_of
-from ..planner.tile_cases import arrays
+from ..planner.tile_cases import arrays, tile, tiled
 
 ROOMY = TileLimits(items=4096, runs=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 
-def ways_of(rule: TilingRule, way: int | None = None) -> TileWays:
+def some_candidates(rule: TilingRule, way: int | None = None) -> Candidates:
     """The candidates of a rule, or one of them."""
-    ways = tile_ways(rule)
-    return ways if way is None else replace(ways, uses=ways.uses[way : way + 1])
+    found = candidates_of(rule)
+    return found if way is None else replace(found, passes=found.passes[way : way + 1])
 
 
 def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
@@ -45,7 +38,7 @@ def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capa
     return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
 
 
-def reserve(rule: TilingRule, limits: TileLimits, device: str, card: Card) -> GpuPlan:
+def reserve(rule: TilingRule, limits: TileLimits, device: str, card: DeviceInfo) -> GpuPlan:
     """An empty plan, every array of which stands between guards."""
     shapes = tuple(
         GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
@@ -89,12 +82,10 @@ class Planned:
 
     def chosen(self, batch: Batch) -> int:
         """The way of least time of those that fit, as the host finds it. All times are the host's."""
-        step = (self.rule, forest_of(batch, self.rule.page_size), (batch.seq_lens, batch.query_start_loc), batch.window)
-        times = predict(*step)
-        within = ways_within(*step[:1], self.limits, *step[1:])
-        found = dict(zip(times, self.planner.times.tolist(), strict=True))
-        assert {way: time for way, time in found.items() if time < 1 << 61} == {way: times[way] for way in within}
-        return list(times).index(min(within, key=lambda way: times[way]))
+        step = tiled(self.rule, batch, self.limits)
+        times, fits = step.predict(), step.fits()
+        assert np.array_equal(np.where(fits, times, 1 << 61), np.minimum(self.planner.times.cpu().numpy(), 1 << 61))
+        return int(np.argmin(np.where(fits, times, 1 << 61)))
 
     def tokens_read(self, forest: Forest, batch: Batch, way: int) -> int:
         """By all tiles of a way, as its prediction counts them."""
@@ -114,7 +105,7 @@ class Planned:
         forest = forest_of(batch, rule.page_size)
         assert self.plan.summary is not None
         assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
-        host = tile_forest(rule, tiling, forest, arrays(batch), batch.window)
+        host = tile(rule, tiling, batch)
         expected = {
             "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "runs": host.runs,
             "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
@@ -133,10 +124,10 @@ def prepare(
     way: int | None = None,
     limits: TileLimits = ROOMY,
     device: str = "cpu",
-    card: Card | None = None,
+    card: DeviceInfo | None = None,
 ) -> Planned:
-    card = card or Card(processors=1, overlaps=False)
-    planner = DevicePlanner(ways_of(rule, way), capacity, limits, rule.page_size, card, torch.device(device))
+    card = card or DeviceInfo(processors=1, overlaps=False)
+    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)

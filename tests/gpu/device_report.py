@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import (
-    cost as device_choice,
-)
-from trunkattn.gpu.device_planner import (
-    items as device_items,
-)
-from trunkattn.gpu.device_planner import (
-    prefix_forest as device_order,
-)
-from trunkattn.gpu.device_planner import (
-    row_tiles as device_tiles,
-)
-from trunkattn.gpu.device_planner import (
-    work_list as device_lists,
-)
+from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
+from trunkattn.gpu.device_planner.choice import candidates_of
 from trunkattn.gpu.device_planner.planner import DevicePlanner
-from trunkattn.gpu.device_planner.step import tile_ways
-from trunkattn.gpu.plan import Card, Geometry, reserve
+from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
+from trunkattn.gpu.tuning.cards import H100
 from trunkattn.gpu.tuning.decode import decode_tiles, tile_kind
 from trunkattn.planner.row_tiles.choice import TilingRule, tile_limits
 
 KERNELS = {
-    device_order: ("hash_kernel", "hang_kernel", "entries_kernel"),
-    device_tiles: ("tiles_kernel",),
-    device_choice: ("choice_kernel",),
-    device_items: ("items_kernel",),
-    device_lists: ("lists_kernel",),
+    prefix_forest: ("hash_kernel", "links_kernel", "entries_kernel"),
+    row_tiles: ("tiles_kernel",),
+    cost: ("candidates_kernel",),
+    items: ("items_kernel",),
+    work_list: ("lists_kernel",),
 }
 TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
 
@@ -67,16 +55,33 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
     kinds = tuple(tile_kind(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
-    rule = TilingRule(kinds, group_size, 8, 16, 5300, 3_000_000, 512, 10_000, 8, 50 << 20)
+    rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = tile_limits(rule, capacity)
-    planner = DevicePlanner(tile_ways(rule), capacity, limits, 16, Card(132, capability >= 90), torch.device("cpu"))
+    device_info = DeviceInfo(132, capability >= 90)
+    planner = DevicePlanner(candidates_of(rule), capacity, limits, device_info, torch.device("cpu"))
     geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.run, 1 << 30, True, None, False)
     tiles = decode_tiles(2, 128, group_size)
-    plan = reserve(limits, tiles, geometry, Card(132, True), "serial", torch.device("cpu"))
+    plan = reserve(limits, tiles, geometry, DeviceInfo(132, True), "serial", torch.device("cpu"))
     table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((256, 512), 256, 257))
     planner.fill(plan, table, lens, starts, 1 << 30)
     return launches
+
+
+def type_of(value: Any) -> Any:
+    """Triton's type of an argument, by its fields if it has several."""
+    if isinstance(value, tuple):
+        return type(value)(*map(type_of, value))
+    return TYPES[value.dtype] if torch.is_tensor(value) else "i32"
+
+
+def pointers(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Where the pointers of an argument stand."""
+    if isinstance(kind, tuple):
+        for index, field in enumerate(kind):
+            yield from pointers(field, (*path, index))
+    elif kind.startswith("*"):
+        yield path
 
 
 def compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability: int) -> dict[str, int]:
@@ -84,12 +89,14 @@ def compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability:
     values = dict(zip(kernel.arg_names, arguments, strict=False))
     values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-    signature = {
-        name: TYPES[values[name].dtype] if torch.is_tensor(values[name]) else "i32" for name in kernel.arg_names
-    } | dict.fromkeys(constants, "constexpr")
+    signature = {name: "constexpr" if name in constants else type_of(values[name]) for name in kernel.arg_names}
     aligned = {
-        (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind.startswith("*")
+        path: [["tt.divisibility", 16]]
+        for index, kind in enumerate(signature.values())
+        for path in pointers(kind, (index,))
     }
+    changing = {name for name in common.NUMBERS if name in kernel.arg_names}
+    assert all(parameter.do_not_specialize for parameter in kernel.params if parameter.name in changing), kernel
     fixed = {(index,): values[name] for index, name in enumerate(kernel.arg_names) if name in constants}
     source = ASTSource(kernel, signature, fixed, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -12,9 +12,9 @@ import torch
 
 from trunkattn import AttentionConfig
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import Card, Geometry, Tensors, upload
+from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
+from trunkattn.gpu.tuning.cards import H200, TIMED_CAPABILITY
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_kind, without_subtiles
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
 from trunkattn.planner.invariants import check_plan, check_tiles
@@ -22,7 +22,8 @@ from trunkattn.planner.packing.cost import cost_model
 from trunkattn.planner.planner import Batch, Planned, Planner, PlannerSpec
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
-from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_forest, tile_work
+from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_work
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.planner.work_list import DeviceModel, TileList
 
@@ -41,8 +42,7 @@ def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ..
         group_size=config.num_qo_heads // config.num_kv_heads,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,
-        launch_ns=2340,
-        bytes_per_us=4_540_000,
+        card=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
         head_bytes=512,
         partial_bytes=1024 * config.num_qo_heads,
         fuse_up_to=fuse_up_to,
@@ -125,7 +125,7 @@ class Interpreted:
             forest = Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, rule.page_size, 1))
             found = candidates(rule)
             tiling = found[way] if isinstance(way, int) else next(x for x in found if x.name(rule) == way)
-            tile_list = tile_forest(rule, tiling, forest, arrays, batch.window)
+            tile_list = TiledStep(rule, forest, batch).emit(tiling)
         check_tiles(tile_list, batch, rule)
         return tile_list
 
@@ -142,7 +142,7 @@ class Interpreted:
         if self.division and self.prefill:
             tile_list, listed = join(tile_list, self.chunks.work, self.division)
             chunks = Chunks(listed, self.prefill)
-        tokens, card = len(step.q), Card(self.processors, overlaps=False)
+        tokens, card = len(step.q), DeviceInfo(self.processors, overlaps=False)
         geometry = Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
             self.rule.run, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import planner as device_plan
+from trunkattn.gpu.device_planner import choice
+from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
 from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
-from trunkattn.gpu.device_planner.prefix_forest import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE, place_of
-from trunkattn.gpu.plan import Card
+from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
+from trunkattn.gpu.plan import DeviceInfo
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates, tile_limits
@@ -28,8 +29,8 @@ from trunkattn.planner.work_list import TileLimits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..planner.specs import as_batch, forest_of, make_batch
-from ..planner.tile_cases import SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
-from .device_cases import ROOMY, Planned, capacity_for, prepare, ways_of
+from ..planner.tile_cases import CARD, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
+from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
 
 REPORT = Path(__file__).with_name("device_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
@@ -37,9 +38,9 @@ EVERY_WAY = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule
 
 
 @triton.jit
-def _places_kernel(starts, hangs, family, places, previous, num_rows, BLOCK: tl.constexpr):
+def _places_kernel(starts, links, places, previous, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0)
-    first, before = place_of(tl.load(hangs + row), starts, hangs, family, num_rows, BLOCK)
+    first, before = place_of(tl.load(links.link + row), starts, links, num_rows, BLOCK)
     tl.store(places + row, first)
     tl.store(previous + row, before)
 
@@ -90,7 +91,7 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
-    card = Card(processors=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
+    card = DeviceInfo(processors=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
     planned = prepare(rule, Capacity(**most), way, card=card)
     for batch in (first, second):
         planned.fill(batch)
@@ -109,18 +110,17 @@ def test_every_tiling_of_a_small_tree(way: int, processors: int) -> None:
 
 @pytest.mark.parametrize("bytes_per_us", [1000, 60_000_000])
 def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
-    planned = prepare(
-        replace(make_rule(4, 16, 16, num_kv_heads=2), bytes_per_us=bytes_per_us), capacity_for(TREE_BATCH)
-    )
+    card = CARD._replace(bytes_per_us=bytes_per_us)
+    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card=card), capacity_for(TREE_BATCH))
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 
 
 def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests and columns than one pass of any kernel takes."""
-    monkeypatch.setattr(device_plan, "_PAIRS", 32)
-    monkeypatch.setattr(device_plan, "_BLOCK", 32)
-    monkeypatch.setattr(device_plan, "_HASHED", 32)
+    monkeypatch.setattr(choice, "_PAIRS", 32)
+    monkeypatch.setattr(choice, "_BLOCK", 32)
+    monkeypatch.setattr(choice, "_HASHED", 32)
     batch = as_batch(tree_batch(parse_tree("1,3,90_32,16,20"), 1, row_seed=1, page_seed=1))
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
     planned.fill(batch)
@@ -141,7 +141,7 @@ def test_two_lowest_tiles_of_one_height() -> None:
 
 
 def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_plan, "_HASHED", 4)
+    monkeypatch.setattr(choice, "_HASHED", 4)
     batch = make_batch([[*range(1, 11)], [20, *range(2, 11)], [*range(1, 6), 30, *range(7, 11)]])
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch), 0)
     planned.fill(batch)
@@ -158,9 +158,9 @@ def test_rows_that_share_ever_more_columns(seed: int) -> None:
     planned.fill(batch)
     planned.assert_equals_host(batch)
     order = forest_of(batch, 1).order
-    hangs, family = (planned.planner._buffers[name] for name in ("hangs", "family"))
+    links = Links(*(planned.planner._buffers[name] for name in ("links", "subtree_queries")))
     starts, (places, previous) = torch.from_numpy(batch.query_start_loc), torch.zeros(2, len(rows), dtype=torch.int32)
-    _places_kernel[(len(rows),)](starts, hangs, family, places, previous, len(rows), BLOCK=8)
+    _places_kernel[(len(rows),)](starts, links, places, previous, len(rows), BLOCK=8)
     assert np.array_equal(places.numpy()[order], np.arange(len(rows)))
     assert np.array_equal(previous.numpy()[order[1:]], order[:-1])
 
@@ -312,9 +312,12 @@ def test_what_the_host_can_see_is_checked(change: dict, error: type[Exception], 
 def test_buffers_are_allocated_once() -> None:
     rule = make_rule(4, 16, 1)
     planner = DevicePlanner(
-        ways_of(rule), Capacity(8, 8, 4, 10), tile_limits(rule, Capacity(8, 8, 4, 10)), 16, Card(1, False),
+        some_candidates(rule),
+        Capacity(8, 8, 4, 10),
+        tile_limits(rule, Capacity(8, 8, 4, 10)),
+        DeviceInfo(1, False),
         torch.device("cpu"),
-    )  # fmt: skip
+    )
     places = {name: buffer.data_ptr() for name, buffer in planner._buffers.items()}
     planned = prepare(rule, Capacity(8, 8, 4, 10))
     table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((2, 3), 2, 3))

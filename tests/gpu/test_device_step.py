@@ -7,16 +7,15 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, reserve
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, reserve
 from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.planner.row_tiles.choice import candidates, predict, tile_limits
+from trunkattn.planner.row_tiles.choice import candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
 
-from ..planner.specs import forest_of
-from ..planner.tile_cases import TREE_BATCH, make_rule
+from ..planner.tile_cases import TREE_BATCH, make_rule, predicted
 
 RULE = make_rule(4, 16, 1, num_kv_heads=2)
-CPU, CARD = torch.device("cpu"), Card(1, overlaps=False)
+CPU, CARD = torch.device("cpu"), DeviceInfo(1, overlaps=False)
 TABLE, LENS, STARTS = (
     torch.from_numpy(array) for array in (TREE_BATCH.block_table, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
 )
@@ -45,7 +44,7 @@ def test_only_tiles_of_16_rows_merge(group: int, merging: list[tuple[int, int]])
 def test_a_step_says_what_it_reads() -> None:
     on_device, plan = made()
     step = on_device.plan((TABLE, LENS, None), UNLIMITED, plan)
-    times = predict(RULE, forest_of(TREE_BATCH, 16), (TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc), UNLIMITED)
+    times = predicted(RULE, TREE_BATCH)
     stats = step.stats()
     assert stats.policy == min(candidates(RULE), key=lambda way: times[way]).name(RULE)
     assert stats.kv_tokens_per_query == 12 * 116

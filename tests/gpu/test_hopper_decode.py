@@ -13,7 +13,6 @@ from trunkattn.gpu import launch
 from trunkattn.gpu.hopper import decode as decode_hopper
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, reserve, upload
-from trunkattn.gpu.tuning.cards import runs_hopper_tiles
 from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
@@ -148,8 +147,3 @@ def test_a_plan_of_another_size_is_not_compiled_anew() -> None:
     parameters = {parameter.name: parameter for parameter in decode_hopper.decode_hopper_kernel.params}
     for name in decode_hopper.NUMBERS:
         assert parameters[name].do_not_specialize
-
-
-@pytest.mark.parametrize("name, runs", [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H20", False)])
-def test_cards_whose_times_are_known(name: str, runs: bool) -> None:
-    assert runs_hopper_tiles(name) == runs

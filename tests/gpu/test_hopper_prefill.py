@@ -11,12 +11,12 @@ import torch
 from trunkattn.gpu import launch
 from trunkattn.gpu.hopper import prefill as prefill_hopper
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, Tensors, upload
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
-CARD = Card(132, overlaps=True, hopper=True)
+CARD = DeviceInfo(132, overlaps=True, hopper=True)
 UNSUPPORTED = pytest.mark.parametrize(
     ("geometry", "tensors"),
     [

@@ -16,11 +16,11 @@ from trunkattn.attention import Plan
 from trunkattn.config import Capacity
 from trunkattn.gpu import launch
 from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.gpu.overlap import Overlap, make_overlap, ways_beside
-from trunkattn.gpu.tuning.cards import HybridTimes, Shares
+from trunkattn.gpu.overlap import Overlap, make_overlap, overlap_candidates
+from trunkattn.gpu.tuning.cards import H200, OverlapTimes, Shares, card_of
 from trunkattn.planner.planner import Batch
-from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles.choice import Tiling
+from trunkattn.planner.row_tiles.overlap import ChunkTimes
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
@@ -36,9 +36,9 @@ DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
 MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.int32))
 
 
-def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> HybridTimes:
+def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> OverlapTimes:
     """wide: None: as narrow."""
-    return HybridTimes(flops_per_ns, narrow, wide or narrow, 1000, item_ns, fixed_ns=5000, reads_percent=50)
+    return OverlapTimes(flops_per_ns, narrow, wide or narrow, 1000, item_ns, fixed_ns=5000, reads_percent=50)
 
 
 TIMES = times_of(600_000, Shares(80, 50))
@@ -48,6 +48,7 @@ TIMES = times_of(600_000, Shares(80, 50))
 def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=9, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("trunkattn.gpu.executor.card_of", lambda name, num_sms: H200)
 
 
 def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuExecutor:
@@ -78,7 +79,7 @@ def test_decodes_beside_chunks(hopper: None, window: int | None) -> None:
     first, last = beside(step)
     assert first == 0 and last > 0 and step.gpu_plan.execution == "overlapped"
     assert step.gpu_plan.arrays["counts"][0] == last
-    assert "beside chunks" in step.stats().policy and "one after the other" in step.stats().reason
+    assert "overlapped with chunks" in step.stats().policy and "one after the other" in step.stats().reason
     assert_right(executor, step, MIXED, window)
 
 
@@ -140,9 +141,10 @@ def test_auto_where_nothing_is_gained(hopper: None) -> None:
 def test_a_card_that_was_not_measured_overlaps_when_told_to(hopper: None) -> None:
     executor = make_executor()
     for name, execution, overlaps in (
-        ("NVIDIA H100 PCIe", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
+        ("NVIDIA H200", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
     ):  # fmt: skip
-        found = make_overlap(replace(CONFIG, execution=execution), name, 132, 128, executor._rule)
+        card = card_of(name, 132)
+        found = make_overlap(replace(CONFIG, execution=execution), card, 132, 128, executor._rule)
         assert (found is not None) == overlaps
 
 
@@ -197,7 +199,7 @@ def make_overlap_of_eight_heads() -> Overlap:
     """On 16 multiprocessors."""
     overlap = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))._overlap
     assert overlap is not None
-    return replace(overlap, times=TIMES, processors=16)
+    return replace(overlap, times=TIMES, num_sms=16)
 
 
 def together_ns(blocks: list[int], chunk_us: int) -> float:
@@ -216,7 +218,7 @@ def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chu
     overlap = make_overlap_of_eight_heads()
     runs.sort(reverse=True)
     blocks = [-(-run // 4) for run in runs]
-    found = overlap.beside(listed(runs), chunk_us * 1000, 0)
+    found = overlap.choose(listed(runs), ChunkTimes(chunk_us * 1000, 0))
     every = together_ns(blocks, chunk_us)
     assert found.total_ns <= every + 3
     if found.items == len(runs):
@@ -227,20 +229,20 @@ def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chu
         assert found.total_ns >= together_ns(blocks[: found.items], chunk_us) + longest - 3
 
 
-def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None:
     overlap = make_overlap_of_eight_heads()
-    assert overlap.beside(listed([64] * 10), 10**7, 0).items == 10
+    assert overlap.choose(listed([64] * 10), ChunkTimes(10**7, 0)).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
-    assert overlap.beside(listed([64] * 10), 10**3, 0) == (10, 5000 + 80 * 1000 + 625)
+    assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)) == (10, 5000 + 80 * 1000 + 625)
     # memory reads the chunks' keys in the meantime
-    assert overlap.beside(listed([64] * 10), 10**3, 700) == (10, 5000 + 80 * 1000 + 625 + 700)
+    assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
-    monkeypatch.setattr(tile_costs, "L2_BYTES_PER_US", 10**12)  # and keys come from it at once
     kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
-    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), bytes_per_us=10**9))
-    assert fast.beside(listed([64] * 40), 220_000, 0) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
-    assert overlap.beside(replace(listed([64] * 10), num_slots=3), 10**3, 0).total_ns == (
-        overlap.beside(listed([64] * 10), 10**3, 0).total_ns
+    card = overlap.rule.card._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
+    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card=card))
+    assert fast.choose(listed([64] * 40), ChunkTimes(220_000, 0)) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
+    assert overlap.choose(replace(listed([64] * 10), num_slots=3), ChunkTimes(10**3, 0)).total_ns == (
+        overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)).total_ns
         + overlap.rule.launch_ns
         + 3 * overlap.rule.partial_bytes * 1000 // overlap.rule.bytes_per_us
     ), "a merge"
@@ -253,18 +255,19 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
     overlap, tiles = replace(make_overlap_of_eight_heads(), times=times), listed([64] * 10)
     tiles.items[:, 4] = queries
     decode_ns = 80 * 1000 + 10 * 8 * 700 // 16
-    assert overlap.beside(tiles, 0, 0) == (10, 5000 + decode_ns)
+    assert overlap.choose(tiles, ChunkTimes(0, 0)) == (10, 5000 + decode_ns)
     chunk_ns = 1_000_000  # longer than the decodes beside it
-    assert overlap.beside(tiles, chunk_ns, 0) == (10, 5000 + chunk_ns + decode_ns * 100 // decode_percent * 20 // 100)
+    overlapped_ns = decode_ns * 100 // decode_percent
+    assert overlap.choose(tiles, ChunkTimes(chunk_ns, 0)) == (10, 5000 + chunk_ns + overlapped_ns * 20 // 100)
 
 
 def test_reading_what_chunks_see(hopper: None) -> None:
     """Half of the time of each request's keys and values, once, or of its window's: 8 heads of 512 bytes a token."""
     overlap = make_overlap_of_eight_heads()
     batch = Batch(np.zeros((2, 600), np.int32), np.array([9000, 500], np.int32), np.array([0, 64, 96]), UNLIMITED)
-    assert overlap.reads_ns(batch) == 9500 * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
-    windowed = replace(batch, window=1000)
-    assert overlap.reads_ns(windowed) == (1064 + 500) * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
+    for window, tokens in ((UNLIMITED, 9500), (1000, 1064 + 500)):
+        work = overlap.work_of(replace(batch, window=window))
+        assert overlap.chunk_times(work).reads_ns == tokens * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
 
 
 def test_lists_that_may_run_beside_chunks() -> None:
@@ -273,23 +276,33 @@ def test_lists_that_may_run_beside_chunks() -> None:
     alone, alone_fine = Tiling(0, alone=True), Tiling(0, alone=True, waves=4)
     others = [Tiling(1), Tiling(0, 1, 2), Tiling(0, 1, 2, waves=4)]
     times = dict(zip([*others, whole, fine, uncut, alone, alone_fine], [1, 2, 3, 20, 30, 10, 40, 50], strict=True))
-    assert ways_beside(list(times), times, 8) == [uncut, fine, alone, alone_fine]
-    assert ways_beside(list(times), times | {alone: 5, alone_fine: 6}, 8) == [alone, alone_fine]
-    assert ways_beside(list(times), times, 16) == [uncut, fine], "one query has as many rows as a tile"
-    assert ways_beside([uncut], times, 8) == [uncut]
+
+    def found(times: dict[Tiling, int], group_size: int) -> list[Tiling]:
+        tilings = list(times)
+        numbers = overlap_candidates(tilings, range(len(tilings)), list(times.values()), group_size)
+        return [tilings[number] for number in numbers]
+
+    assert found(times, 8) == [uncut, fine, alone, alone_fine]
+    assert found(times | {alone: 5, alone_fine: 6}, 8) == [alone, alone_fine]
+    assert found(times, 16) == [uncut, fine], "one query has as many rows as a tile"
+    assert found({uncut: 10}, 8) == [uncut]
 
 
 def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
     """768 tokens of 4 heads in items of 128 rows: 24 items, 192 tasks of 8 KV heads on 132 multiprocessors. One takes
     132 / 192 of the time of them all, and the last round leaves some multiprocessors idle for as long."""
-    overlap = replace(make_overlap_of_eight_heads(), processors=132)
+    overlap = replace(make_overlap_of_eight_heads(), num_sms=132)
     chunk = Batch(np.zeros((1, 600), np.int32), np.array([9000], np.int32), np.array([0, 768], np.int32), UNLIMITED)
-    idle_ns = overlap.chunks_ns(chunk) * 132 / 192
-    assert overlap.fills(chunk, int(idle_ns * 1.1)) and not overlap.fills(chunk, int(idle_ns * 0.9))
+    idle_ns = overlap.chunk_times(overlap.work_of(chunk)).alone_ns * 132 / 192
+
+    def fills(chunks: Batch, decode_ns: float) -> bool:
+        return overlap.fills(overlap.work_of(chunks), int(decode_ns))
+
+    assert fills(chunk, idle_ns * 1.1) and not fills(chunk, idle_ns * 0.9)
     longer = Batch(np.zeros((2, 9000), np.int32), np.array([131072, 9000], np.int32), np.array([0, 32, 800]), UNLIMITED)
-    assert not overlap.fills(longer, int(idle_ns * 1.1)), "one item would outlast decodes and all others"
+    assert not fills(longer, idle_ns * 1.1), "one item would outlast decodes and all others"
     short = replace(chunk, query_start_loc=np.array([0, 512], np.int32))
-    assert not overlap.fills(short, 10**9), "128 tasks are less than a round: cutting fills the card"
+    assert not fills(short, 10**9), "128 tasks are less than a round: cutting fills the card"
 
 
 @pytest.mark.parametrize("decodes", [64, 0])
@@ -310,17 +323,17 @@ def test_chunks_are_not_cut_where_decodes_fill_the_card(
 
 def test_a_gain_within_the_error_of_the_prediction_is_not_worth_it(hopper: None) -> None:
     overlap = replace(make_overlap_of_eight_heads(), forced=False)
-    assert overlap.worth(959, 1000) and not overlap.worth(960, 1000)
-    assert replace(overlap, forced=True).worth(2000, 1000)
+    assert overlap.is_worth(959, 1000) and not overlap.is_worth(960, 1000)
+    assert replace(overlap, forced=True).is_worth(2000, 1000)
 
 
 def test_time_of_chunks(hopper: None) -> None:
-    overlap = replace(make_overlap_of_eight_heads(), times=times_of(580_000, Shares(83, 50)), processors=132)
+    overlap = replace(make_overlap_of_eight_heads(), times=times_of(580_000, Shares(83, 50)), num_sms=132)
     table = np.zeros((1, 1024), np.int32)
 
     def us(tokens: int, context: int, window: int = UNLIMITED) -> float:
         batch = Batch(table, np.array([context], np.int32), np.array([0, tokens], np.int32), window)
-        return overlap.chunks_ns(batch) / 1000
+        return overlap.chunk_times(overlap.work_of(batch)).alone_ns / 1000
 
     # measured on an H200 by benchmarks/hybrid.py when the times were fitted (32/4 has the same work)
     assert us(2048, 16384) == pytest.approx(945, rel=0.1)

@@ -28,45 +28,6 @@ def test_on_a_cpu_it_is_run() -> None:
         CapturedRun(attention)(plan, q, cache, cache, out, return_lse=True)
 
 
-class Graph:
-    def __init__(self, events: list[str], pool: str) -> None:
-        self.events, self.memory = events, pool
-
-    def pool(self) -> str:
-        return self.memory
-
-    def replay(self) -> None:
-        self.events.append("replay")
-
-
-def test_work_runs_once_as_it_is_and_is_captured_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    def capture(work: object, stream: str, pool: str | None) -> Graph:
-        events.append(f"capture in {pool}")
-        return Graph(events, pool or "a new pool")
-
-    monkeypatch.setattr(captured_run, "capture", capture)
-    monkeypatch.setattr(captured_run, "_MOST_GRAPHS", 2)
-    run = CapturedRun(BatchAttention(CONFIG, "cpu"))
-    run._stream = "stream"
-    for layer in ("first", "second", "first", "second", "first", "third", "second", "first"):
-        run._repeat((layer,), lambda layer=layer: events.append(layer))
-    captures = ["capture in None", "replay", "capture in a new pool", "replay", "replay"]
-    assert events == ["first", "second", *captures, "third", "replay", "first"], "the oldest is dropped"
-
-
-def test_what_fails_is_not_kept() -> None:
-    run = CapturedRun(BatchAttention(CONFIG, "cpu"))
-
-    def fails() -> None:
-        raise ValueError("refused")
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="refused"):
-            run._repeat(("layer",), fails)
-
-
 def test_layers_are_told_apart_by_where_their_tensors_are_and_how_they_lie() -> None:
     cache = torch.zeros(2, 4, 4)
     place, first = captured_run._place, cache[0]

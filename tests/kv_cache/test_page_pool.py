@@ -25,7 +25,7 @@ def test_allocated_pages_are_distinct_and_referenced_once() -> None:
 def test_allocation_is_all_or_nothing() -> None:
     pool = PagePool(num_pages=4, page_size=16)
     pool.allocate(2)
-    with pytest.raises(OutOfPages, match="3 pages asked for, 2 of 4 are free"):
+    with pytest.raises(OutOfPages, match="3 pages are needed, and 2 of 4 are free"):
         pool.allocate(3)
     assert (pool.num_free, pool.num_used) == (2, 2)
     assert pool.allocate(0) == []
@@ -56,17 +56,17 @@ def test_release_keeps_the_order_of_its_argument() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda pool, used, kept, free: pool.share([used, free]), "is free and cannot be shared"),
-        (lambda pool, used, kept, free: pool.release([used, kept]), "has no reference to release"),
-        (lambda pool, used, kept, free: pool.release([used, free]), "has no reference to release"),
-        (lambda pool, used, kept, free: pool.release([used, used]), "must be distinct"),
+        (lambda pool, used, kept, free: pool.share([used, free]), "is free: expected used or kept pages"),
+        (lambda pool, used, kept, free: pool.release([used, kept]), "has no reference: expected used pages"),
+        (lambda pool, used, kept, free: pool.release([used, free]), "has no reference: expected used pages"),
+        (lambda pool, used, kept, free: pool.release([used, used]), "expected distinct pages"),
         (lambda pool, used, kept, free: pool.free([kept, used]), "is still referenced"),
         (lambda pool, used, kept, free: pool.free([kept, free]), "is already free"),
-        (lambda pool, used, kept, free: pool.free([kept, kept]), "must be distinct"),
-        (lambda pool, used, kept, free: pool.share([used, 3]), "page must be less than num_pages = 3, got 3"),
-        (lambda pool, used, kept, free: pool.share([used, -1]), "page must be at least 0, got -1"),
-        (lambda pool, used, kept, free: pool.allocate(-1), "n must be at least 0, got -1"),
-        (lambda pool, used, kept, free: pool.refcount(3), "page must be less than num_pages = 3, got 3"),
+        (lambda pool, used, kept, free: pool.free([kept, kept]), "expected distinct pages"),
+        (lambda pool, used, kept, free: pool.share([used, 3]), "page=3: expected an integer from 0 to 2"),
+        (lambda pool, used, kept, free: pool.share([used, -1]), "page=-1: expected an integer from 0 to 2"),
+        (lambda pool, used, kept, free: pool.allocate(-1), "n=-1: expected an integer of at least 0"),
+        (lambda pool, used, kept, free: pool.refcount(3), "page=3: expected an integer from 0 to 2"),
     ],
 )
 def test_a_wrong_call_raises_and_changes_nothing(call: Callable[..., object], message: str) -> None:
@@ -83,12 +83,12 @@ def test_a_wrong_call_raises_and_changes_nothing(call: Callable[..., object], me
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(0, 16), (-1, 16), (4, 0), (4, -16)])
 def test_sizes_must_be_positive(num_pages: int, page_size: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="expected an integer of at least 1"):
         PagePool(num_pages, page_size)
 
 
 def test_sizes_must_be_ints() -> None:
-    with pytest.raises(TypeError, match=r"num_pages must be an int, got 4\.0"):
+    with pytest.raises(TypeError, match=r"num_pages=4\.0: expected an integer of at least 1"):
         PagePool(4.0, 16)  # type: ignore[arg-type]
 
 

@@ -103,7 +103,7 @@ def test_the_least_recently_used_page_is_evicted_first() -> None:
 def test_a_referenced_page_is_not_evicted() -> None:
     index = PrefixIndex(page_size=1)
     insert(index, [1, 2], [10, 11])
-    with pytest.raises(ValueError, match="n must be at most num_evictable = 0, got 1"):
+    with pytest.raises(ValueError, match="n=1: expected an integer from 0 to 0"):
         index.evict(1)
     index.mark_unreferenced([11])
     assert index.evict(1) == [11]
@@ -130,7 +130,7 @@ def test_a_reused_page_does_not_revive_what_hung_below_it() -> None:
     insert(index, [6], [11])
     assert index.match([5, 2]) == [10]
     assert not index.is_indexed(leaf)
-    with pytest.raises(ValueError, match="the block of page 11 is no longer in the index"):
+    with pytest.raises(ValueError, match="the block of page 11 left the index"):
         index.insert(leaf, [3], [12])
 
 
@@ -148,12 +148,12 @@ def test_clear_forgets_everything() -> None:
 @pytest.mark.parametrize(
     ("tokens", "pages", "message"),
     [
-        ([9, 9, 9], [20], "tokens must fill 1 pages of 2 exactly, got 3"),
-        ([9, 9], [10], r"pages \[10\] must be distinct and not be indexed as another prefix"),
-        ([9, 9, 9, 9], [20, 20], r"pages \[20, 20\] must be distinct"),
-        ([9, 9, 9, 1.5], [20, 21], "tokens must be 32-bit integers"),
-        ([9, 9, 9, 1 << 31], [20, 21], "tokens must be 32-bit integers"),
-        ([9, 9, "a", "b"], [20, 21], "tokens must be 32-bit integers"),
+        ([9, 9, 9], [20], "tokens has length 3: expected 2, which fill 1 pages of 2"),
+        ([9, 9], [10], r"pages=\[10\]: expected distinct pages that are indexed as no other prefix"),
+        ([9, 9, 9, 9], [20, 20], r"pages=\[20, 20\]: expected distinct pages"),
+        ([9, 9, 9, 1.5], [20, 21], r"tokens\[\d:\]=.*: expected 32-bit integers"),
+        ([9, 9, 9, 1 << 31], [20, 21], r"tokens\[\d:\]=.*: expected 32-bit integers"),
+        ([9, 9, "a", "b"], [20, 21], r"tokens\[\d:\]=.*: expected 32-bit integers"),
     ],
 )
 def test_a_wrong_insert_changes_nothing(tokens: list[int], pages: list[int], message: str) -> None:
@@ -171,7 +171,7 @@ def test_only_indexed_pages_can_be_unreferenced_or_looked_up() -> None:
         index.mark_unreferenced([7])
     with pytest.raises(KeyError):
         index.block(7)
-    with pytest.raises(ValueError, match="page_size must be at least 1"):
+    with pytest.raises(ValueError, match="page_size=0: expected an integer of at least 1"):
         PrefixIndex(page_size=0)
 
 
@@ -182,7 +182,7 @@ def test_only_indexed_pages_can_be_unreferenced_or_looked_up() -> None:
         (lambda index: index.block(10).children.clear(), "cannot be reached"),
         (lambda index: setattr(index.block(11), "tokens", b""), "partial block"),
         (lambda index: setattr(index.block(11), "tokens", bytes(8)), "bucket of its key"),
-        (lambda index: index._buckets.setdefault(1, []), "hash buckets"),
+        (lambda index: index._buckets.setdefault(1, []), "a hash bucket is empty"),
         (lambda index: index._evictable.setdefault(99), "LRU order"),
         (lambda index: index._add(index.root, index.block(10).tokens, 12), "another page is indexed"),
     ],

@@ -82,20 +82,20 @@ def test_a_wrong_copy_raises_before_any_copy(copy: PageCopy) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_layer_index_is_checked(index: int) -> None:
-    with pytest.raises(ValueError, match="index must be"):
+    with pytest.raises(ValueError, match=r"index=.*: expected an integer from 0 to"):
         make().layer(index)
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"])
 def test_sizes_are_checked(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name}=0: expected an integer of at least 1"):
         make(**{name: 0})
-    with pytest.raises(TypeError, match=rf"{name} must be an int, got 2\.5"):
+    with pytest.raises(TypeError, match=rf"{name}=2\.5: expected an integer of at least 1"):
         make(**{name: 2.5})
 
 
 def test_dtype_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"dtype must be a floating-point type, got torch\.int8"):
+    with pytest.raises(ValueError, match=r"dtype=torch\.int8: expected a floating-point torch\.dtype"):
         make(dtype=torch.int8)
-    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got 'float16'"):
+    with pytest.raises(TypeError, match=r"dtype='float16': expected a floating-point torch\.dtype"):
         make(dtype="float16")

@@ -80,12 +80,22 @@ def test_paging_uses_most_of_what_it_holds_and_contiguous_reservation_little() -
 @pytest.mark.parametrize(
     ("max_model_len", "final_lens", "error", "message"),
     [
-        (None, {0: 8}, ValueError, "final_lens needs max_model_len"),
-        (8, {1: 8}, KeyError, "request_id 1 is not admitted"),
-        (8, {0: 5}, ValueError, r"final_lens\[0\] must be at least 6, got 5"),
-        (8, {0: 9}, ValueError, "max_model_len is 8, but request 0 holds 6 tokens of 9"),
-        (5, None, ValueError, "max_model_len is 5, but request 0 holds 6 tokens of 5"),
-        (8.0, None, TypeError, r"max_model_len must be an int, got 8\.0"),
+        (None, {0: 8}, ValueError, "max_model_len=None: expected a length in tokens together with final_lens"),
+        (8, {1: 8}, KeyError, "request_id=1: expected an admitted request"),
+        (8, {0: 5}, ValueError, r"final_lens\[0\]=5: expected an integer of at least 6"),
+        (
+            8,
+            {0: 9},
+            ValueError,
+            "max_model_len=8: expected at least the length of request 0, which holds 6 tokens and ends at 9",
+        ),
+        (
+            5,
+            None,
+            ValueError,
+            "max_model_len=5: expected at least the length of request 0, which holds 6 tokens and ends at 5",
+        ),
+        (8.0, None, TypeError, r"max_model_len=8\.0: expected an integer of at least 1"),
     ],
 )
 def test_wrong_lengths_are_refused(

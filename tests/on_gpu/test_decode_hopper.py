@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu import executor as attention_gpu
 from trunkattn.gpu.hopper import decode as decode_hopper
-from trunkattn.gpu.tuning.cards import runs_hopper_tiles
-from trunkattn.planner.row_tiles.choice import Tiling, candidates
+from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.planner.row_tiles.choice import candidates
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -26,7 +26,8 @@ TALLER = ("32x64", "32x64 fine", "32x64 uncut", "64x64", "64x64 fine", "64x64 un
 
 
 def runs_it() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0) and runs_hopper_tiles(torch.cuda.get_device_name())
+    properties = torch.cuda.get_device_properties("cuda")
+    return card_of(properties.name, properties.multi_processor_count).hopper_tiles
 
 
 @pytest.fixture
@@ -40,14 +41,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Makes `auto` choose one tiling, if the card has it."""
-    predict = attention_gpu.predict
+    predict = TiledStep.predict
 
-    def chosen(rule: Any, *given: Any) -> dict[Tiling, int]:
-        names = [way.name(rule) for way in candidates(rule)]
+    def chosen(step: TiledStep) -> np.ndarray:
+        names = [tiling.name(step.rule) for tiling in candidates(step.rule)]
         assert name in names or "32x64" not in names  # other cards and executions have other tiles
-        return {way: ns if way.name(rule) == name else 10**12 + ns for way, ns in predict(rule, *given).items()}
+        return predict(step) + 10**12 * (np.array(names) != name)
 
-    monkeypatch.setattr(attention_gpu, "predict", chosen)
+    monkeypatch.setattr(TiledStep, "predict", chosen)
 
 
 def poisoned(config: AttentionConfig, batch: PagedBatch) -> Layer:

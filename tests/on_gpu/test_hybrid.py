@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu.tuning.cards import HybridTimes, Shares
+from trunkattn.gpu.tuning.cards import Card, OverlapTimes, Shares, card_of
 from trunkattn.gpu.tuning.prefill import HYBRID_NARROW
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
@@ -112,11 +112,20 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, w
     return plan
 
 
+def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes) -> None:
+    """Lets this card overlap in those times."""
+
+    def card(name: str, num_sms: int) -> Card:
+        return replace(card_of(name, num_sms), overlap=times)
+
+    monkeypatch.setattr("trunkattn.gpu.executor.card_of", card)
+
+
 @pytest.fixture
 def all_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """All decodes are beside the chunks, as if those took so long."""
-    times = HybridTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0, 0)
-    monkeypatch.setattr("trunkattn.gpu.overlap.hybrid_times", lambda name: times)
+    times = OverlapTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0, 0)
+    set_times(monkeypatch, times)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
@@ -132,8 +141,10 @@ def test_logits_that_grow_from_block_to_block(
     if refused(config):
         return
     monkeypatch.setattr(
-        "trunkattn.gpu.executor.ways_beside",
-        lambda ways, *_: [way for way in ways if (way.low, way.tall, way.alone) == (0, None, single)],
+        "trunkattn.gpu.step_choice.overlap_candidates",
+        lambda tilings, numbers, *_: [
+            i for i in numbers if (tilings[i].low, tilings[i].tall, tilings[i].alone) == (0, None, single)
+        ],
     )
     layer = poisoned(config, mixed())
     keys = layer.k_cache.clone()
@@ -201,8 +212,8 @@ def test_every_row_is_as_in_serial(launched: list[int]) -> None:
 @pytest.mark.parametrize("gains", [True, False])
 def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
     percent = 100 if gains else 50
-    times = HybridTimes(600_000, Shares(percent, percent), Shares(percent, percent), 1000, 0, 0, 0)
-    monkeypatch.setattr("trunkattn.gpu.overlap.hybrid_times", lambda name: times)
+    times = OverlapTimes(600_000, Shares(percent, percent), Shares(percent, percent), 1000, 0, 0, 0)
+    set_times(monkeypatch, times)
     plan = check(GOOD, mixed())
     assert bool(launched) == (num_beside(plan) > 0) == (gains and hopper())
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.dtypes import POLICIES
+from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_kind, without_subtiles
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch, Planner
@@ -18,9 +19,7 @@ from trunkattn.planner.row_tiles.choice import (
     Tiling,
     TilingRule,
     candidates,
-    predict,
     stages_of,
-    tile_forest,
     tile_limits,
     tile_work,
 )
@@ -29,7 +28,7 @@ from trunkattn.planner.work_list import DIRECT, QUERY_END, QUERY_START, RUN_END,
 from trunkattn.workloads import parse_tree, tree_batch
 
 from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec
-from .tile_cases import arrays, cases, make_rule, tile, tree_tiles, unnested
+from .tile_cases import arrays, cases, make_rule, predicted, tile, tiled, tree_tiles, unnested
 
 
 def assert_runnable(tile_list: TileList, batch: Batch, rule: TilingRule) -> None:
@@ -65,9 +64,9 @@ def assert_runnable(tile_list: TileList, batch: Batch, rule: TilingRule) -> None
 @given(case=cases())
 def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, Batch]) -> None:
     rule, batch = case
-    forest = forest_of(batch, rule.page_size)
+    step = tiled(rule, batch)
     for tiling in candidates(rule):
-        tile_list = tile_forest(rule, tiling, forest, arrays(batch), batch.window)
+        tile_list = step.emit(tiling)
         assert_runnable(tile_list, batch, rule)
         assert tile_list.items.dtype == tile_list.runs.dtype == tile_list.queries.dtype == np.int32
 
@@ -101,8 +100,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
 def test_every_candidate_has_a_time_of_at_least_that_of_its_bytes(case: tuple[TilingRule, Batch]) -> None:
     rule, batch = case
     forest = forest_of(batch, rule.page_size)
-    times = predict(rule, forest, (batch.seq_lens, batch.query_start_loc), batch.window)
-    assert list(times) == candidates(rule)
+    times = predicted(rule, batch)
     read = int((forest.token_end.astype(np.int64) - forest.token_start).sum())
     assert min(times.values()) >= read * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
 
@@ -129,7 +127,7 @@ def test_without_a_query_the_tile_list_is_empty(rows: list[int]) -> None:
     ]:
         assert_runnable(tile_list, batch, rule)
         assert (len(tile_list.items), len(tile_list.runs), tile_list.num_slots) == (0, 0, 0)
-    times = predict(rule, forest_of(batch), (batch.seq_lens, batch.query_start_loc), UNLIMITED)
+    times = predicted(rule, batch)
     assert set(times.values()) == {0}
 
 
@@ -149,9 +147,9 @@ def test_candidates_hold_at_least_one_query_token() -> None:
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
     kinds = tuple(tile_kind(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
-    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, bytes_per_us=2_000_000, launch_ns=5000)
+    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card=card_of("NVIDIA A100", 108).times)
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
-    times = predict(rule, forest_of(batch, 16), (batch.seq_lens, batch.query_start_loc), UNLIMITED)
+    times = predicted(rule, batch)
     best = min(times, key=lambda way: times[way])
     assert 1 in (best.tall, best.low), best.name(rule)
 
@@ -200,13 +198,13 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, Batch
     seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.run == 0).all()
     for kind, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
         shape, uncut = rule.kinds[kind], stage._replace(num_parts=1)
-        predicted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.run)
+        counted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.run)
         emitted = tiles.emit_stage(forest, entries, batch.block_table, uncut, batch.window, rule.run, rule.page_size)
         height = shape.entries(rule.group_size) // shape.subtiles
         of_kind = np.array([[shape.subtiles, height, stage.private_runs]], np.int64)
         items = tiles.nest(emitted, np.zeros(len(emitted.items), np.int32), of_kind).items.tolist()
         step = stage.block_runs if shape.subtiles == 1 else stage.private_runs
-        for (whole, private, _, held), (start, full, end, first, last) in zip(predicted.tolist(), items, strict=True):
+        for (whole, private, _, held), (start, full, end, first, last) in zip(counted.tolist(), items, strict=True):
             blocks = (full - start) // stage.block_runs
             masked = -(-(end - full) // (step * shape.subtiles))
             place = entries.query.tolist().index(emitted.queries[first]) // stage.height * stage.height

@@ -5,16 +5,19 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from trunkattn.gpu.tuning.cards import H200
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_kind
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, tile_forest
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import TileLimits, TileList
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
 
+CARD = H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340)
 SEEDS = st.integers(0, 2**32 - 1)
 PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
 WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
@@ -40,8 +43,7 @@ def make_rule(
         group_size=group_size,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
-        launch_ns=2340,
-        bytes_per_us=4_540_000,
+        card=CARD,
         head_bytes=512,
         partial_bytes=group_size * num_kv_heads * 129 * 8,
         fuse_up_to=fuse_up_to,
@@ -100,8 +102,17 @@ def arrays(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch.block_table, batch.seq_lens, batch.query_start_loc
 
 
+def tiled(rule: TilingRule, batch: Batch, limits: TileLimits | None = None) -> TiledStep:
+    return TiledStep(rule, forest_of(batch, rule.page_size), batch, limits)
+
+
+def predicted(rule: TilingRule, batch: Batch) -> dict[Tiling, int]:
+    """Predicted ns of every candidate."""
+    return dict(zip(candidates(rule), tiled(rule, batch).predict().tolist(), strict=True))
+
+
 def tile(rule: TilingRule, tiling: Tiling, batch: Batch) -> TileList:
-    return tile_forest(rule, tiling, forest_of(batch, rule.page_size), arrays(batch), batch.window)
+    return tiled(rule, batch).emit(tiling)
 
 
 TREE = tree_batch(parse_tree("1,2,12_64,32,20"), 16, row_seed=0, page_seed=1)

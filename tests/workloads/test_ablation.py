@@ -79,8 +79,11 @@ def test_planned_bytes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--trees", "1,2"], "argument --trees: tree must look like '1,4,256_32,256,32', got '1,2'"),
-        (["--trees", "1,2_17,5"], "argument --trees: page_size must divide the tokens of every shared level"),
+        (["--trees", "1,2"], "argument --trees: tree '1,2': expected a tree such as '1,4,256_32,256,32'"),
+        (
+            ["--trees", "1,2_17,5"],
+            "argument --trees: page_size=16: expected a divisor of the tokens of every shared level",
+        ),
         (["--heads", "3/2"], "argument --heads: invalid choice: '3/2'"),
     ],
 )

@@ -109,5 +109,5 @@ def test_every_case_occurs_at_every_page_size() -> None:
 @pytest.mark.parametrize("name", ["page_size", "max_requests", "max_own_tokens", "max_query_len"])
 def test_a_size_below_one_is_refused(name: str) -> None:
     sizes = {"page_size": 16} | {name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name}=0: expected an integer of at least 1"):
         random_forest(np.random.default_rng(0), **sizes)

@@ -27,17 +27,17 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("", "not JSON"),
-        ("[1]", "must be a JSON object"),
-        ({"timestamp": 0, "input_length": 5}, "missing: output_length, hash_ids"),
-        (GOOD | {"timestamp": -1}, "timestamp must be at least 0, got -1"),
-        (GOOD | {"timestamp": 0.5}, "timestamp must be an integer, got 0.5"),
-        (GOOD | {"input_length": 0, "hash_ids": []}, "input_length must be at least 1, got 0"),
-        (GOOD | {"output_length": "9"}, "output_length must be an integer, got '9'"),
-        (GOOD | {"output_length": True}, "output_length must be an integer, got True"),
-        (GOOD | {"hash_ids": 3}, "hash_ids must be a list of integers, got 3"),
-        (GOOD | {"hash_ids": [0, None]}, "hash_ids must be an integer, got None"),
-        (GOOD | {"hash_ids": [0, -2]}, "hash_ids must be at least 0, got -2"),
-        (GOOD | {"hash_ids": [0]}, "input_length 600, which makes 2, got 1"),
+        ("[1]", "expected a JSON object"),
+        ({"timestamp": 0, "input_length": 5}, "output_length, hash_ids missing: expected timestamp"),
+        (GOOD | {"timestamp": -1}, "timestamp=-1: expected an integer of at least 0"),
+        (GOOD | {"timestamp": 0.5}, "timestamp=0.5: expected an integer of at least 0"),
+        (GOOD | {"input_length": 0, "hash_ids": []}, "input_length=0: expected an integer of at least 1"),
+        (GOOD | {"output_length": "9"}, "output_length='9': expected an integer of at least 0"),
+        (GOOD | {"output_length": True}, "output_length=True: expected an integer of at least 0"),
+        (GOOD | {"hash_ids": 3}, "hash_ids=3: expected a list of integers"),
+        (GOOD | {"hash_ids": [0, None]}, "hash_ids=None: expected an integer of at least 0"),
+        (GOOD | {"hash_ids": [0, -2]}, "hash_ids=-2: expected an integer of at least 0"),
+        (GOOD | {"hash_ids": [0]}, "hash_ids has 1 entries: expected 2, one per 512 tokens of input_length=600"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
@@ -79,11 +79,11 @@ def test_equal_blocks_share_the_pages_that_are_full_of_prompt() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"page_size": 48}, "page_size must divide 512, got 48"),
-        ({"step_ms": 0}, "step_ms must be at least 1, got 0"),
-        ({"stop_ms": -1}, r"stop_ms must not be before start_ms \(0\), got -1"),
-        ({"ms_per_token": 0.0}, "ms_per_token must be above 0, got 0.0"),
+        ({"page_size": 0}, "page_size=0: expected an integer of at least 1"),
+        ({"page_size": 48}, "page_size=48: expected a divisor of 512"),
+        ({"step_ms": 0}, "step_ms=0: expected an integer of at least 1"),
+        ({"stop_ms": -1}, "stop_ms=-1: expected at least start_ms=0"),
+        ({"ms_per_token": 0.0}, "ms_per_token=0.0: expected a number above 0"),
     ],
 )
 def test_a_bad_window_is_refused_at_once(change: dict[str, int], message: str) -> None:

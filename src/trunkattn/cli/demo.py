@@ -1,4 +1,4 @@
-"""`trunkattn demo`: a shop's assistant answers 32 customers, with and without sharing what their prompts share."""
+"""`trunkattn demo`: a shop's assistant answers 32 customers, with shared prefixes read once and read per request."""
 
 import json
 import sys
@@ -26,14 +26,14 @@ from trunkattn.planner.prefix_forest import Forest, build_forest
 
 POLICIES: Final = ("per_query", "auto")
 NUM_STREAMED: Final = 4  # customers whose answers are shown as they grow
-NUM_RUNS: Final = 3  # measured, of each policy
-WARM_UP_PROMPT, WARM_UP_ANSWER = 80, 4  # tokens: about the questions, a small tree of the same kind
+NUM_RUNS: Final = 3  # measured runs of each policy
+WARM_UP_PROMPT, WARM_UP_ANSWER = 80, 4  # tokens; the ends of the prompts, about the questions, form a small tree
 PICTURE: Final = "demo-forest.png"
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What every part of the demo needs."""
+    """The inputs of every part of the demo."""
 
     options: DemoOptions
     workload: DemoWorkload
@@ -51,7 +51,7 @@ def run_demo_command(options: DemoOptions) -> None:
     """The command: the whole workload on the packaged model."""
     model = find_demo_model()
     if model is None:
-        typer.echo(f"trunkattn demo: its model, {DEMO_MODEL}, is missing: {DEMO_MODEL_COMMAND}", err=True)
+        typer.echo(f"trunkattn demo: its model, {DEMO_MODEL}, is not installed: {DEMO_MODEL_COMMAND}", err=True)
         raise typer.Exit(1)
     result = run_demo(options, model, load_demo(), Console(file=sys.stderr) if options.as_json else Console())
     if options.as_json:
@@ -59,7 +59,8 @@ def run_demo_command(options: DemoOptions) -> None:
 
 
 def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console: Console) -> DemoResult:
-    """Loads, warms up, streams some answers, measures both policies, draws; prints the figures unless `as_json`."""
+    """Loads the model, warms up, streams some answers, measures both policies and draws the picture. Prints the figures
+    unless `as_json`."""
     make_folder(options.out)
     engines = {}
     for policy in POLICIES:
@@ -77,11 +78,11 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder for the picture, made before any work is done."""
+    """Makes the folder for the picture, before any other work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"{str(folder)!r}: expected a folder that exists or can be made ({error.strerror})"
+        message = f"{str(folder)!r}: expected a folder that exists or can be created ({error.strerror})"
         raise typer.BadParameter(message, param_hint="--out") from error
 
 
@@ -95,17 +96,17 @@ def tokenize(llm: LLM, workload: DemoWorkload) -> list[list[int]]:
 
 
 def warm_up(demo: Demo) -> None:
-    """Both engines compute a small batch, so that no measured step compiles or loads anything."""
+    """Runs a small batch on both engines, so that no measured step compiles or loads anything."""
     start = max(min(map(len, demo.prompts)) - WARM_UP_PROMPT, 0)
     prompts = [prompt[start:] for prompt in demo.prompts]
     params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_ANSWER, ignore_eos=True)
     for policy, llm in demo.engines.items():
-        with working(demo.console, f"Warming up {policy} (the first time compiles)"):
+        with working(demo.console, f"Warming up {policy} (the first time it compiles)"):
             run_batch(llm, prompts, params, lambda *_: None)
 
 
 def stream(demo: Demo) -> Widest:
-    """All customers at once, policy auto, not measured; some of the answers are shown as they grow."""
+    """Answers all customers at once with policy auto, unmeasured, and shows some of the answers as they grow."""
     tokens = sum(map(len, demo.prompts)) // len(demo.prompts)
     demo.console.print(
         f"\n[bold]{len(demo.prompts)} customers ask at the same time; each prompt has about {tokens:,} tokens. "
@@ -126,14 +127,14 @@ def stream(demo: Demo) -> Widest:
     ended = sum(output.outputs[0].finish_reason == "stop" for output in others)
     tokens = sum(len(output.outputs[0].token_ids) for output in others)
     demo.console.print(
-        f"… and {len(others)} more answers of {tokens} tokens; {ended} of these ended by themselves, "
+        f"… and {len(others)} more answers with {tokens} tokens in all: {ended} ended by themselves, "
         f"{len(others) - ended} at the limit of {demo.options.max_tokens} tokens.\n"
     )
     return widest
 
 
 def measure(demo: Demo) -> dict[str, BatchRun]:
-    """The same batch again and again, timed, the policies in turn; of each policy's runs the one of median time."""
+    """Times the same batch several times, the policies in turn, and returns each policy's run of median time."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     runs: dict[str, list[BatchRun]] = {policy: [] for policy in POLICIES}
     with Progress(*columns, console=demo.console) as progress:
@@ -146,7 +147,7 @@ def measure(demo: Demo) -> dict[str, BatchRun]:
 
 
 def draw(demo: Demo, widest: Widest) -> Path | None:
-    """The forest of the widest step as a picture; None without matplotlib."""
+    """Draws the forest of the widest step and returns the picture's path; None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
     from trunkattn.cli.picture import ForestPicture, draw_forest
@@ -170,7 +171,7 @@ def draw(demo: Demo, widest: Widest) -> Path | None:
 
 
 def _conversations(workload: DemoWorkload, outputs: Sequence[RequestOutput | None]) -> Group:
-    """Question and answer so far of the first customers, and what the others are doing."""
+    """Question and answer so far of the first customers, and how many customers have their answers."""
     panels = []
     for position, output in enumerate(outputs[:NUM_STREAMED]):
         answer = "" if output is None else output.outputs[0].text.strip()

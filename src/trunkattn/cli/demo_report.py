@@ -1,4 +1,4 @@
-"""The demo's figures: what is kept of the runs, and the two tables."""
+"""The demo's figures: the result of its runs, and the two tables."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,14 @@ from trunkattn.kv_cache.manager import SlotUsage
 
 
 class Widest:
-    """The decode step that held most pages, among those in which no request ended: the picture's and the caches'."""
+    """The decode step that held the most pages, among those in which no request ended. The picture and the table of the
+    caches show it."""
 
     def __init__(self) -> None:
         self._found: tuple[Snapshot, Step] | None = None
 
     def look(self, llm: LLM, step: Step, outputs: Sequence[RequestOutput | None]) -> None:
-        """Keeps the step that has just been computed if it is the widest so far."""
+        """Keeps the latest step if it is the widest so far."""
         taken = snapshot(llm, outputs)
         if not step.is_decode or len(taken.positions) != step.generated_tokens:
             return
@@ -48,16 +49,19 @@ class Widest:
 
     @property
     def step(self) -> Step:
-        """What it computed and read."""
+        """What the step computed and read."""
         assert self._found is not None, "no step decoded without a request ending in it"
         return self._found[1]
 
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """One way to hold the KV of the same requests, at the widest step; slots are tokens, memory is bytes.
+    """The KV of the same requests at the widest step, held in one of two ways.
 
-    `reserved`, `internal` and `external` are the three wastes of lecture §2.2; see `SlotUsage`.
+    Attributes:
+        tokens, held, reserved, internal, external: token slots, see `SlotUsage`.
+        utilisation: tokens / held.
+        held_bytes: memory of the held slots.
     """
 
     tokens: int
@@ -71,7 +75,7 @@ class CacheFigures:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All that the demo shows; `--json` prints these fields."""
+    """Everything that the demo shows. `--json` prints these fields."""
 
     settings: dict[str, Any]
     policies: dict[str, Measurement]
@@ -117,14 +121,14 @@ def summarise(
 
 
 def print_result(result: DemoResult, console: Console) -> None:
-    """Both tables and where the picture is."""
+    """Prints both tables and the path of the picture."""
     console.print()
     console.print(policy_table(result))
     console.print()
     console.print(cache_table(result))
     console.print()
     if result.picture is None:
-        console.print(r'No picture: it needs matplotlib: pip install "trunkattn\[bench]"')
+        console.print(r'There is no picture, because it needs matplotlib: pip install "trunkattn\[bench]"')
     else:
         console.print(f"Picture of the forest, with the bytes read and saved: [bold]{result.picture}[/]")
 
@@ -153,8 +157,8 @@ def policy_table(result: DemoResult) -> Table:
     equal = f"{result.identical_answers} of {total}"
     table.add_row("answers identical", "", equal, "yes" if result.identical_answers == total else "no")
     table.caption = (
-        "Same prompts and settings, greedy; prefix cache on, and empty at the start of each run; "
-        "kernels compiled before. Of several runs in turn, the one of median time."
+        "Same prompts and settings, greedy. The prefix cache is on, and empty at the start of each run; the kernels "
+        "are already compiled. The policies run in turn; each column is the run of median time."
     )
     return table
 
@@ -173,8 +177,8 @@ def cache_table(result: DemoResult) -> Table:
         ("slots held", "held"),
         ("slots that hold a token", "tokens"),
         ("waste: reserved for later tokens", "reserved"),
-        ("waste: internal, never to be filled", "internal"),
-        ("waste: external, too small for one", "external"),
+        ("waste: internal, never filled", "internal"),
+        ("waste: external, too small for a request", "external"),
     )
     for name, field in rows:
         table.add_row(name, f"{getattr(paged, field):,}", f"{getattr(contiguous, field):,}")

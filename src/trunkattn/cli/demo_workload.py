@@ -1,7 +1,7 @@
 """The demo's conversations: 32 customers of one shop, in two departments.
 
-Their prompts form the prefix tree that the demo shows: all share the shop's guide, half of them each department's
-notes, and only the question is a customer's own.
+Their prompts form the prefix tree that the demo shows: all begin with the shop's guide, half of them continue with each
+department's notes, and only the question is a customer's own.
 """
 
 import json
@@ -11,11 +11,11 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class DemoWorkload:
-    """One conversation per customer; the three tuples run in parallel.
+    """One conversation per customer. Each of the three tuples has one entry per customer.
 
     Attributes:
-        chats: messages in the form that chat templates take: `{"role": ..., "content": ...}`, the system message
-            (shop, then department) and the customer's question.
+        chats: messages as chat templates expect them, `{"role": ..., "content": ...}`: the system message (shop, then
+            department) and the customer's question.
         customers: first names.
         departments: name of the department that each customer asks.
     """

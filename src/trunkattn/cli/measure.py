@@ -1,4 +1,4 @@
-"""Runs a batch on an engine step by step, and what the steps say: speed, latency, KV read, KV held."""
+"""Runs a batch on an engine step by step and measures speed, latency, KV read and KV held."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.engine import LLM, EngineStats, RequestOutput, SamplingParams
-from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheUsage, SlotUsage
 from trunkattn.kv_cache.tensors import KVCache
 
@@ -26,7 +25,7 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every token that was computed is the newest of its request: no prompt was computed."""
+        """Whether the step computed no prompt: every computed token is the newest of its request."""
         return self.computed_tokens == self.generated_tokens
 
 
@@ -35,10 +34,10 @@ class Snapshot:
     """The cache between two steps.
 
     Attributes:
-        positions: which request of the batch each row is.
-        block_table: [rows, most pages] int32.
+        positions: position in the batch of each row's request.
+        block_table: [rows, most pages of a row] int32.
         seq_lens: [rows] int32, tokens whose KV is in the pages.
-        usage: what the slots are used for.
+        usage: what the token slots are used for.
     """
 
     positions: list[int]
@@ -49,7 +48,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class BatchRun:
-    """A batch from arrival to its last token; outputs in order of the prompts."""
+    """A batch from its arrival to its last token. The outputs are in order of the prompts."""
 
     outputs: list[RequestOutput]
     steps: list[Step]
@@ -59,15 +58,17 @@ class BatchRun:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One policy's run in figures. Times in seconds, speeds in tokens per second, means over requests or decode steps.
+    """The figures of one policy's run.
 
     Attributes:
-        decode_tokens_per_second: output tokens over the time of the steps that compute no prompt.
-        tokens_per_second: output tokens over the whole run, prompts included.
-        time_to_first_token, time_per_output_token: means over the requests.
-        kv_tokens_read: KV tokens that attention read in a decode step, per KV head and layer, mean.
+        policy: the packing policy.
+        decode_tokens_per_second: output tokens per second of the steps that compute no prompt.
+        tokens_per_second: output tokens per second of the whole run, prompts included.
+        time_to_first_token, time_per_output_token: seconds, averaged over the requests.
+        kv_tokens_read: KV tokens that attention reads in a decode step on average, per KV head and layer.
         kv_bytes_read: the same in bytes, over all heads and layers.
-        kv_bytes_held, kv_bytes_unshared: KV memory when most was held, and what it would be with a copy per request.
+        kv_bytes_held: KV memory at its peak, in bytes.
+        kv_bytes_unshared: KV memory at the peak if each request had its own copy, in bytes.
         decode_steps, output_tokens, seconds: size of the run.
     """
 
@@ -89,9 +90,9 @@ OnStep = Callable[[Step, Sequence[RequestOutput | None]], None]
 
 
 def run_batch(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, on_step: OnStep) -> BatchRun:
-    """Runs all prompts to their end on an empty prefix cache; `on_step` sees each step and the outputs so far."""
-    _scheduler(llm).cache.reset_prefix_cache()
+    """Runs all prompts to their end with an empty prefix cache, and calls `on_step` after each step."""
     engine = llm.engine
+    engine.reset_prefix_cache()
     started = time.monotonic()
     positions = {engine.add_request(prompt, params): position for position, prompt in enumerate(prompts)}
     outputs: list[RequestOutput | None] = [None] * len(prompts)
@@ -110,16 +111,12 @@ def run_batch(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 
 def snapshot(llm: LLM, outputs: Sequence[RequestOutput | None]) -> Snapshot:
-    """Whose pages the cache holds now; `outputs` are those of the batch, which tell which request a row is."""
-    scheduler = _scheduler(llm)
+    """The pages of the batch's running requests. `outputs`, in order of the prompts, tell which request a row is."""
+    tables = llm.engine.block_tables()
     positions = {output.request_id: position for position, output in enumerate(outputs) if output is not None}
-    running = [request for request in scheduler.running if request.owner_id in positions]
-    pages = [scheduler.cache.pages(request.request_id) for request in running]
-    table = np.zeros((len(running), max(map(len, pages), default=0)), dtype=np.int32)
-    for row, own in enumerate(pages):
-        table[row, : len(own)] = own
-    lens = np.array([scheduler.cache.num_tokens(request.request_id) for request in running], dtype=np.int32)
-    return Snapshot([positions[request.owner_id] for request in running], table, lens, llm.engine.usage())
+    rows = [row for row, request_id in enumerate(tables.request_ids) if request_id in positions]
+    of_rows = [positions[tables.request_ids[row]] for row in rows]
+    return Snapshot(of_rows, tables.block_table[rows], tables.seq_lens[rows], llm.engine.usage())
 
 
 def measurement(policy: str, run: BatchRun, llm: LLM) -> Measurement:
@@ -158,8 +155,8 @@ def kv_bytes_per_token(llm: LLM) -> int:
 def contiguous_usage(taken: Snapshot, outputs: Sequence[RequestOutput], max_model_len: int) -> SlotUsage:
     """What one contiguous reservation of `max_model_len` tokens per request would hold at a snapshot.
 
-    `reserved` are the slots that the request fills later, known now that it has ended (lecture §2.2); the last token
-    of an answer is never written.
+    `reserved` counts the slots that the requests fill later, which `outputs` tell because they have ended. The last
+    token of an answer is never written.
     """
     assert taken.usage.contiguous is not None
     final = [
@@ -183,8 +180,3 @@ def _difference(before: EngineStats, after: EngineStats) -> Step:
         kv_tokens_read=after.kv_tokens_read - before.kv_tokens_read,
         kv_tokens_per_query=after.kv_tokens_per_query - before.kv_tokens_per_query,
     )
-
-
-def _scheduler(llm: LLM) -> Scheduler:
-    """The engine has no public way to its block tables, nor to empty its prefix cache."""
-    return llm.engine.scheduler

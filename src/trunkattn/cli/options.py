@@ -1,4 +1,4 @@
-"""Options of the commands: dataclasses that typer reads, and how a bad value is reported."""
+"""Options of the commands: dataclasses from which typer makes a command line, and the report of bad values."""
 
 import inspect
 import re
@@ -11,16 +11,17 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from trunkattn.dtypes import POLICIES
+from trunkattn.validate import check_int
 
 Options = TypeVar("Options")
 
 SAMPLING, ENGINE, OUTPUT = "Sampling", "Engine", "Output"
 JSON_OPTION = typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
-LEAST_DEMO_TOKENS = 8  # fewer leave no step in which every customer decodes
+LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
 
 def integer(text: str) -> int:
-    """An option's value; the error names it."""
+    """An option's value as an integer. The library checks its range."""
     try:
         return int(text)
     except ValueError:
@@ -28,7 +29,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """An option's value; the error names it."""
+    """An option's value as a number. The library checks its range."""
     try:
         return float(text)
     except ValueError:
@@ -52,23 +53,26 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Command line of `trunkattn demo`; raises ValueError for too few tokens. The engine checks the page size."""
+    """Command line of `trunkattn demo`. Raises ValueError for too few tokens; the engine checks the page size."""
 
     max_tokens: Annotated[int, _integer(SAMPLING, f"Most tokens of an answer, at least {LEAST_DEMO_TOKENS}.")] = 64
     page_size: Annotated[int, _integer(ENGINE, "Tokens per KV page.")] = 8
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the picture of the forest goes.", rich_help_panel=OUTPUT)
+        Path, typer.Option(metavar="FOLDER", help="The folder for the forest's picture.", rich_help_panel=OUTPUT)
     ] = Path("out")
     as_json: Annotated[bool, JSON_OPTION] = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < LEAST_DEMO_TOKENS:
-            raise ValueError(f"max_tokens={self.max_tokens}: expected an integer >= {LEAST_DEMO_TOKENS}")
+        check_int("max_tokens", self.max_tokens, LEAST_DEMO_TOKENS)
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Command line of `trunkattn generate`. The sampling options are vLLM's; the library checks their values."""
+    """Command line of `trunkattn generate`.
+
+    An option that has the name of a field of `SamplingParams` or `EngineConfig` sets that field, which checks its
+    value. The sampling options have vLLM's names.
+    """
 
     model: Annotated[
         Path,
@@ -78,63 +82,68 @@ class GenerateOptions:
     ]
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="A prompt. Repeat it for several: what they share is read once."),
+        typer.Option(metavar="TEXT", help="A prompt. Repeat the option for more: a shared prefix is read once."),
     ] = None
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A UTF-8 text file that is one prompt. Repeat it for several."),
+        typer.Option(metavar="PATH", help="A UTF-8 text file with one prompt. Repeat the option for more."),
     ] = None
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Put each prompt into the model's chat template, or take it as it is. Default: --chat if the model "
+            help="Put each prompt into the model's chat template, or leave it as it is. Default: --chat if the model "
             "has a template.",
             show_default=False,
         ),
     ] = None
     max_tokens: Annotated[int, _integer(SAMPLING, "Most tokens of an answer.")] = 128
     temperature: Annotated[
-        float, _number(SAMPLING, "0 takes the most likely token; 1 samples from the model as it is.")
+        float, _number(SAMPLING, "0: always the most likely token. 1: sample from the model's own distribution.")
     ] = 0.0
-    top_p: Annotated[float, _number(SAMPLING, "Keep the fewest most likely tokens that sum to this probability.")] = 1.0
+    top_p: Annotated[
+        float, _number(SAMPLING, "Keep the fewest most likely tokens whose probabilities sum to this.")
+    ] = 1.0
     top_k: Annotated[int, _integer(SAMPLING, "Keep this many most likely tokens; 0 keeps all.")] = 0
     n: Annotated[int, _integer(SAMPLING, "Answers per prompt; the prompt is computed once.", "--n", "-n")] = 1
     seed: Annotated[int | None, _integer(SAMPLING, "The same seed gives the same answers.")] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Text that ends an answer. Repeat it for several.", rich_help_panel=SAMPLING),
+        typer.Option(
+            metavar="TEXT", help="A text that ends an answer. Repeat the option for more.", rich_help_panel=SAMPLING
+        ),
     ] = None
     logprobs: Annotated[
-        int | None, _integer(SAMPLING, "Report log-probabilities: this many most likely tokens at each step.")
+        int | None, _integer(SAMPLING, "Report the log-probabilities of this many most likely tokens at each step.")
     ] = None
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.", rich_help_panel=SAMPLING),
+        typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.", rich_help_panel=SAMPLING),
     ] = False
     policy: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help=f"How shared prefixes are packed: {', '.join(POLICIES)}. per_query shares nothing, auto takes the "
-            "cheapest. It changes the speed, not the answers.",
+            help=f"How shared prefixes are packed: {', '.join(POLICIES)}. per_query shares nothing, auto chooses the "
+            "cheapest packing. The policy changes the speed, not the answers.",
             rich_help_panel=ENGINE,
         ),
     ] = "auto"
     page_size: Annotated[int, _integer(ENGINE, "Tokens per KV page.")] = 16
-    max_num_seqs: Annotated[int, _integer(ENGINE, "Answers that are computed at once; the others wait.")] = 256
+    max_num_seqs: Annotated[int, _integer(ENGINE, "Most answers that run at once; the others wait.")] = 256
     max_num_batched_tokens: Annotated[
-        int, _integer(ENGINE, "Tokens of a step, at least --max-num-seqs. Fewer make steadier times between tokens.")
+        int, _integer(ENGINE, "Most tokens of a step, at least --max-num-seqs. Fewer: steadier times between tokens.")
     ] = 2048
     scheduler_policy: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="Who gets a step's tokens: hybrid, prefill_first. hybrid computes long prompts in chunks beside the "
-            "running answers, prefill_first whole while the running answers stall.",
+            help="How the tokens of a step are shared out: chunked_prefill, prefill_first. chunked_prefill (older "
+            "name: hybrid) computes long prompts in chunks together with the running answers; prefill_first computes "
+            "whole prompts while the running answers stall.",
             rich_help_panel=ENGINE,
         ),
-    ] = "hybrid"
+    ] = "chunked_prefill"
     device: Annotated[
         str,
         typer.Option(
@@ -145,17 +154,17 @@ class GenerateOptions:
     ] = "cpu"
     gpu_memory_utilization: Annotated[
         float | None,
-        _number(ENGINE, "Share of the GPU's free memory that the KV cache takes; 0.9 if not given."),
+        _number(ENGINE, "The KV cache's share of the GPU's free memory. Default: 0.9."),
     ] = None
     enforce_eager: Annotated[
         bool,
-        typer.Option("--enforce-eager", help="Use no CUDA graphs on a GPU.", rich_help_panel=ENGINE),
+        typer.Option("--enforce-eager", help="Capture no CUDA graphs on a GPU.", rich_help_panel=ENGINE),
     ] = False
     as_json: Annotated[bool, JSON_OPTION] = False
 
 
 def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Makes a function of one dataclass a command whose options are the dataclass's fields (typer reads signatures)."""
+    """Decorator: turns a function of one dataclass into a command with an option for each of the dataclass's fields."""
     parameters = [
         inspect.Parameter(
             field.name,
@@ -189,6 +198,12 @@ def reported_by_option(options: type[Any]) -> Iterator[None]:
         if name not in {field.name for field in fields(options)}:
             raise typer.BadParameter(str(error)) from error
         raise typer.BadParameter(value, param_hint=f"--{name.replace('_', '-')}") from error
+
+
+def fields_of(target: type[Any], options: Any) -> dict[str, Any]:
+    """The options that have the name of a field of the dataclass `target`."""
+    given = {field.name for field in fields(options)}
+    return {field.name: getattr(options, field.name) for field in fields(target) if field.name in given}
 
 
 def _split(message: str) -> tuple[str, str]:

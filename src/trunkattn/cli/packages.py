@@ -1,13 +1,13 @@
-"""Which packages the engine needs, and which of them are missing."""
+"""The packages that the engine needs, and which of them are missing."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Final
 
-ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate")
+ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate", "jinja2")
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:
-    """Those of the distributions that are not installed."""
+    """The distributions in `names` that are not installed."""
     missing = []
     for name in names:
         try:

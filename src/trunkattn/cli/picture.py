@@ -1,4 +1,4 @@
-"""The picture of a prefix forest: who shares which tokens, and what one decode step reads because of it."""
+"""The picture of a prefix forest: which requests share which tokens, and what one decode step reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +16,23 @@ from trunkattn.planner.prefix_forest import ROOT, Forest
 PRIVATE_COLOUR: Final = "#f2b36b"
 PER_QUERY_COLOUR: Final = "#b5b5b5"
 INK: Final = "#20303a"
-TRUNK_WIDTH: Final = 0.25  # of the picture, for tokens that all requests share; the rest has one scale
-LABEL_ROWS: Final = 4  # a node of fewer rows has no room for a label
+TRUNK_WIDTH: Final = 0.25  # share of the width for tokens that all requests share; the rest has one scale
+LABEL_ROWS: Final = 4  # a node with fewer rows has no room for a label
 
 
 @dataclass(frozen=True)
 class ForestPicture:
-    """What is drawn.
+    """The content of a picture.
 
     Attributes:
-        forest: of a block table whose rows are the requests.
-        names: of each row.
-        groups: of each row; a node that holds exactly one group's rows is labelled with it.
-        trunk_name: label of a node that holds all rows.
-        tokens_read, tokens_per_query: KV tokens that the decode step reads, and would read with one query at a time.
-        token_bytes: of one token's KV over all layers.
-        num_layers: for the bytes per layer.
+        forest: the forest of a block table whose rows are the requests.
+        names: name of each row.
+        groups: group of each row. A node with exactly one group's rows has the group as its label.
+        trunk_name: label of a node with all rows.
+        tokens_read: KV tokens that the decode step reads.
+        tokens_per_query: KV tokens that it would read with one query at a time.
+        token_bytes: bytes of one token's KV over all layers.
+        num_layers: layers of the model.
     """
 
     forest: Forest
@@ -56,7 +57,7 @@ class ForestPicture:
         return self.forest.order[self.forest.row_start[node] : self.forest.row_end[node]].tolist()
 
     def label(self, node: int) -> str | None:
-        """Name of a node: the trunk's, a group's, or none."""
+        """Label of a node: the trunk's name, a group, or None."""
         rows = self.rows(node)
         if len(rows) == len(self.names):
             return self.trunk_name
@@ -64,13 +65,13 @@ class ForestPicture:
         return groups.pop() if len(groups) == 1 and len(rows) == self.groups.count(self.groups[rows[0]]) else None
 
     def is_read_once(self, node: int) -> bool:
-        """Whether the step read the node once: what it read beyond every node once is less than this node."""
+        """Whether the step read the node once: it read fewer extra tokens in all than the node has."""
         lengths = self.forest.token_end - self.forest.token_start
         return self.tokens_read - int(lengths.sum()) < int(lengths[node])
 
 
 class TokenScale:
-    """Tokens to horizontal positions in [0, 1]: a long common trunk is compressed, so that the leaves can be seen."""
+    """Maps tokens to horizontal positions in [0, 1]. A long common trunk is compressed to leave room for the leaves."""
 
     def __init__(self, forest: Forest) -> None:
         self.end = int(forest.token_end.max())
@@ -82,7 +83,7 @@ class TokenScale:
         return float(np.interp(token, [0, self.trunk_end, self.end], [0, TRUNK_WIDTH if self.trunk_end else 0, 1]))
 
     def ticks(self) -> list[int]:
-        """Tokens to mark: round numbers, and the trunk's end."""
+        """Tokens with a mark: round numbers, and the trunk's end."""
         span = self.end - self.trunk_end
         step = next(size for size in (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if span / size <= 8)
         first = self.trunk_end + step // 2
@@ -107,7 +108,7 @@ def draw_forest(picture: ForestPicture, path: Path) -> None:
 
 
 def _draw_nodes(axes: Axes, picture: ForestPicture) -> None:
-    """The forest as an icicle: a node is as wide as its tokens and as high as the requests that share it."""
+    """Draws the forest as an icicle: a node's width is its tokens, its height the requests that share it."""
     forest, scale = picture.forest, TokenScale(picture.forest)
     sharing = (forest.row_end - forest.row_start).tolist()
     for node, count in enumerate(sharing):
@@ -140,14 +141,14 @@ def _draw_nodes(axes: Axes, picture: ForestPicture) -> None:
 
 
 def _draw_break(axes: Axes, x: float, rows: int) -> None:
-    """Two slanted white lines where the trunk is compressed."""
+    """Draws two slanted white lines where the trunk is compressed."""
     for shift in (0.0, 0.010):
         corners = [(x + shift, rows), (x + shift + 0.004, rows), (x + shift + 0.024, 0), (x + shift + 0.020, 0)]
         axes.add_patch(Polygon(corners, closed=True, facecolor="white", edgecolor="none"))
 
 
 def _draw_bytes(axes: Axes, picture: ForestPicture) -> None:
-    """Two bars to one scale: bytes read one query at a time, and with sharing."""
+    """Draws two bars to one scale: the bytes read with one query at a time, and with sharing."""
     bars = (
         ("one query\nat a time", picture.bytes_per_query, PER_QUERY_COLOUR),
         ("trunkattn", picture.bytes_read, _colour(len(picture.names), len(picture.names))),
@@ -168,7 +169,7 @@ def _draw_bytes(axes: Axes, picture: ForestPicture) -> None:
 
 
 def _colour(count: int, total: int) -> Any:
-    """Darker the more requests share; private tokens have a colour of their own."""
+    """The colour of a node: the more requests share it, the darker. Private tokens have their own colour."""
     if count == 1:
         return PRIVATE_COLOUR
     return colormaps["GnBu"](0.40 + 0.60 * (np.log(count) / np.log(total)) ** 2)
@@ -183,7 +184,7 @@ def _legend(count: int) -> str:
 
 
 def _wrap(label: str) -> str:
-    """One line per two words."""
+    """Breaks a label after every second word."""
     words = label.split()
     return "\n".join(" ".join(words[at : at + 2]) for at in range(0, len(words), 2))
 

@@ -1,400 +1,264 @@
-"""One task of the CPU executor, compiled: tiled attention with online softmax (FlashAttention), and the merge (PAT §7).
+"""The CPU attention kernel: tiled attention with online softmax (FlashAttention), and the merge of partials (PAT §7).
 
-A task is one work item for one KV head. Its query rows lie along the vector lanes, [head_dim, rows], so keys and values
-are used where they are in the paged cache, without a copy, whatever the page size: the register tile takes a list of
-row addresses. Softmax statistics are per lane; every row's arithmetic is the same whatever rows lie beside it. That is
-what makes batch-invariant plans possible.
+A task is one work item for one KV head. Its query rows lie along the vector lanes, [head_dim, lanes], so keys and
+values are used where they are in the paged cache, without a copy, whatever the page size: the register tile takes a
+list of row offsets. Softmax statistics are per lane; every row's arithmetic is the same whatever rows lie beside it.
+That is what makes batch-invariant plans possible.
+
+Functions with one caller are inlined: Numba would compile each of them alone, and once more in its caller.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from trunkattn.cpu.convert import as_float32, exp2, tanh, to_floats
-from trunkattn.cpu.microkernel import ACCUMULATE, LANES, OVERWRITE, OVERWRITE_AHEAD, TILES, multiply_add_tile
+from trunkattn.compiled import njit
+from trunkattn.cpu.arguments import arguments_at, array_at
+from trunkattn.cpu.block import (
+    NEG_INF,
+    Cache,
+    Keys,
+    Queries,
+    Shape,
+    attend_block,
+    look_ahead,
+    whole_tiles,
+    workspace_at,
+)
+from trunkattn.cpu.convert import exp2
+from trunkattn.cpu.microkernel import LANES, TILES
 from trunkattn.cpu.tuning import BLOCK_TOKENS
-from trunkattn.dtypes import FLOAT32
-from trunkattn.planner.work_list import DIRECT, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
-_NOTHING = np.float32(-1e30)  # maximum of no logit: finite, so that differences are never NaN
-
 _SCORE_KEYS = TILES.score_keys
-_SCORE_LANES = TILES.score_vectors * LANES
-_OUTPUT_ROWS, _OUTPUT_LANES = TILES.output_rows, TILES.output_vectors * LANES
-_SCORES_WIDE = TILES.score_keys * 10000 + TILES.score_vectors * 100 + OVERWRITE
-_SCORES_WIDE_AHEAD = TILES.score_keys * 10000 + TILES.score_vectors * 100 + OVERWRITE_AHEAD
-_SCORES_NARROW = TILES.score_keys * 10000 + 100 + OVERWRITE
-_SCORES_NARROW_AHEAD = TILES.score_keys * 10000 + 100 + OVERWRITE_AHEAD
-_OUTPUT_TALL_WIDE = TILES.output_rows * 10000 + TILES.output_vectors * 100 + ACCUMULATE
-_OUTPUT_TALL_NARROW = TILES.output_rows * 10000 + 100 + ACCUMULATE
-_OUTPUT_ROW_WIDE = 10000 + TILES.output_vectors * 100 + ACCUMULATE
-_OUTPUT_ROW_NARROW = 10000 + 100 + ACCUMULATE
-_LINE_BYTES = 64
 
 
-class Shape(NamedTuple):
-    """Sizes of one attention, and how the kernels read the cache (strides in elements)."""
+class Work(NamedTuple):
+    """A step's work list: addresses of int32 arrays, see `planner.work_list`. positions: of each query token."""
 
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    page_size: int
-    kv_kind: int
-    window: int
-    aligned_blocks: bool  # blocks of keys start at multiples of BLOCK_TOKENS, whatever the item's first token
+    block_table: int
+    table_columns: int
+    items: int
+    queries: int
+    slots: int
+    positions: int
 
 
-class Strides(NamedTuple):
-    """Element strides of a cache [num_pages, page_size, num_kv_heads, head_dim], last dimension contiguous."""
+class Options(NamedTuple):
+    """Addresses of float32 arrays: what logits and values are multiplied by, [num_kv_heads]; sinks [num_sinks]."""
 
-    page: int
-    token: int
-    head: int
-
-
-SHAPE_FIELDS = len(Shape._fields)
+    logit_scale: int
+    v_scale: int
+    sinks: int
+    num_sinks: int
 
 
-@njit(cache=True)
-def shape_of(sizes):
-    return Shape(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7] != 0)
+class Outputs(NamedTuple):
+    """Addresses of float32 arrays: final rows and their lse, and the partial states that are merged."""
+
+    out: int
+    lse: int
+    partial: int
+    partial_lse: int
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
-def _scores(scores, keys, key_rows, q, q_rows, rows, depth, tokens, ahead):
-    """scores[t, m] = keys[t] · q[:, m] for a block of keys; the lines of the next block are fetched meanwhile."""
-    for t in range(0, tokens, _SCORE_KEYS):
-        lines, at = ahead[t // _SCORE_KEYS], t * rows
-        if rows >= _SCORE_LANES:
-            m = _SCORE_LANES
-            multiply_add_tile(
-                (scores, at, rows), (keys, key_rows, t, 1), (q, q_rows, 0), depth, lines, _SCORES_WIDE_AHEAD
-            )
-        else:
-            m = LANES
-            multiply_add_tile(
-                (scores, at, rows), (keys, key_rows, t, 1), (q, q_rows, 0), depth, lines, _SCORES_NARROW_AHEAD
-            )
-        while m + _SCORE_LANES <= rows:
-            multiply_add_tile(
-                (scores, at + m, rows), (keys, key_rows, t, 1), (q, q_rows, m), depth, lines, _SCORES_WIDE
-            )
-            m += _SCORE_LANES
-        while m < rows:
-            multiply_add_tile(
-                (scores, at + m, rows), (keys, key_rows, t, 1), (q, q_rows, m), depth, lines, _SCORES_NARROW
-            )
-            m += LANES
+@njit(inline="always")
+def _keys_of(task, work, shape):
+    """Keys of a task. Blocks are equal, so that no short one is left over, or aligned to the sequence's start."""
+    item = array_at(work.items + 4 * ITEM_COLUMNS * (task // shape.num_kv_heads), np.int32)
+    pages = work.block_table + 4 * np.int64(item[KV_ROW]) * work.table_columns
+    start, end = np.int64(item[KV_START]), np.int64(item[KV_END])
+    first, step = start // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS
+    if not shape.aligned_blocks:
+        blocks = (end - start + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+        first, step = start, whole_tiles((end - start + blocks - 1) // blocks)
+    return Keys(pages, start, end, task % shape.num_kv_heads, first, step)
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
-def _outputs(out, scores, lane, values, value_rows, used, rows, width, tokens):
-    """out[m, :] += Σ_t scores[t, m] · values[t]."""
-    n, none = tokens, value_rows
-    for d in range(0, width // _OUTPUT_LANES * _OUTPUT_LANES, _OUTPUT_LANES):
-        m = 0
-        while m + _OUTPUT_ROWS <= used:
-            at = m * width + d
-            multiply_add_tile(
-                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_TALL_WIDE
-            )
-            m += _OUTPUT_ROWS
-        while m < used:
-            at = m * width + d
-            multiply_add_tile(
-                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_ROW_WIDE
-            )
-            m += 1
-    for d in range(width // _OUTPUT_LANES * _OUTPUT_LANES, width, LANES):
-        m = 0
-        while m + _OUTPUT_ROWS <= used:
-            at = m * width + d
-            multiply_add_tile(
-                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_TALL_NARROW
-            )
-            m += _OUTPUT_ROWS
-        while m < used:
-            at = m * width + d
-            multiply_add_tile(
-                (out, at, width), (scores, lane, m, rows), (values, value_rows, d), n, none, _OUTPUT_ROW_NARROW
-            )
-            m += 1
+@njit(inline="always")
+def _load_queries(q_at, work, begin, end, head, shape, scale, lanes, ws):
+    """ws.q[d, m] = q · scale, rows ordered by token, then head of the group; idle lanes are zero.
 
-
-@njit(cache=True, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
-def _soft_cap(scores, count, cap):
-    """Logits to cap · tanh(logit / cap), in base 2."""
-    for i in range(count):
-        scores[i] = cap * _LOG2_E * tanh(scores[i] / cap)
-
-
-@njit(cache=True)
-def _mask(scores, rows, used, position, first, tokens, kv_range, window):
-    """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
-    kv_start, kv_end = kv_range
-    for t in range(tokens):
-        token = first + t
-        outside = token < kv_start or token >= kv_end
-        for m in range(used):
-            if outside or token > position[m] or token <= position[m] - window:
-                scores[t * rows + m] = -np.inf
-
-
-@njit(cache=True, fastmath={"contract", "nsz"})
-def _online_softmax(scores, rows, tokens, top, total, rescale):
-    """Scores become weights 2^(s - max); `rescale` is what earlier weights must be multiplied by."""
-    for m in range(rows):
-        rescale[m] = top[m]
-    for t in range(tokens):
-        line = t * rows
-        for m in range(rows):
-            top[m] = max(top[m], scores[line + m])
-    for m in range(rows):
-        rescale[m] = exp2(rescale[m] - top[m])
-        total[m] *= rescale[m]
-    for t in range(tokens):
-        line = t * rows
-        for m in range(rows):
-            weight = exp2(scores[line + m] - top[m])
-            scores[line + m] = weight
-            total[m] += weight
-
-
-@njit(cache=True)
-def _block_rows(k_rows, v_rows, where, first, tokens, page_size, strides):
-    """Element offsets of a block's keys and values; tokens outside the item stand at one inside, and are masked."""
-    pages, kv_range, head = where
-    k_strides, v_strides = strides
-    token = min(max(first, kv_range[0]), kv_range[1] - 1)
-    column, offset = token // page_size, token % page_size
-    for t in range(tokens):
-        page = np.int64(pages[column])
-        k_rows[t] = page * k_strides.page + offset * k_strides.token + head * k_strides.head
-        v_rows[t] = page * v_strides.page + offset * v_strides.token + head * v_strides.head
-        if first + t >= token and token < kv_range[1] - 1:  # divisions would cost as much as the products do
-            token += 1
-            offset += 1
-            if offset == page_size:
-                offset = 0
-                column += 1
-
-
-@njit(cache=True)
-def _stage(staged, staged_rows, cache, cache_rows, tokens, width, padded, kind):
-    """Copies a block to float32, padded to whole vectors with zeros."""
-    for t in range(tokens):
-        at = t * padded
-        staged_rows[t] = at
-        to_floats(staged, at, cache, cache_rows[t], width, kind)
-        for d in range(width, padded):
-            staged[at + d] = np.float32(0.0)
-
-
-@njit(cache=True)
-def _load_queries(q, shape, scale, head, tokens, rows, q_lanes, positions, position):
-    """q_lanes[d, m] = q · scale, rows ordered by token then head of the group; idle lanes are zero."""
+    Returns the least and the greatest position of a row.
+    """
+    q, lane_q = array_at(q_at, np.float32), array_at(ws.q, np.float32)
+    queries, positions = array_at(work.queries, np.int32), array_at(work.positions, np.int32)
+    lane_positions = array_at(ws.positions, np.int64)
     group = shape.num_qo_heads // shape.num_kv_heads
-    used = len(tokens) * group
-    for i in range(len(tokens)):
+    first_position = last_position = np.int64(positions[queries[begin]])
+    for i in range(begin, end):
+        token = np.int64(queries[i])
+        position = np.int64(positions[token])
+        first_position, last_position = min(first_position, position), max(last_position, position)
         for g in range(group):
-            m = i * group + g
-            position[m] = positions[tokens[i]]
-            at = (np.int64(tokens[i]) * shape.num_qo_heads + head * group + g) * shape.head_dim
+            m = (i - begin) * group + g
+            lane_positions[m] = position
+            at = (token * shape.num_qo_heads + head * group + g) * shape.head_dim
             for d in range(shape.head_dim):
-                q_lanes[d * rows + m] = q[at + d] * scale
+                lane_q[d * lanes + m] = q[at + d] * scale
     for d in range(shape.head_dim):
-        for m in range(used, rows):
-            q_lanes[d * rows + m] = np.float32(0.0)
-    return used
+        for m in range((end - begin) * group, lanes):
+            lane_q[d * lanes + m] = np.float32(0.0)
+    return first_position, last_position
 
 
-@njit(cache=True, error_model="numpy")
-def _write(token, query_head, shape, state, target, sinks):
-    """Final output of one row: normalised state, value scale and sink applied. state: acc, at, total, lse, v_scale.
+@njit(inline="always")
+def _clear(ws, lanes, width):
+    """The state of no key."""
+    row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
+    acc = array_at(ws.acc, np.float32)
+    for m in range(lanes):
+        row_max[m] = NEG_INF
+        row_sum[m] = np.float32(0.0)
+    for i in range(lanes * width):
+        acc[i] = np.float32(0.0)
+
+
+@njit(inline="always")
+def _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap):
+    """All blocks of a task. `following`: the keys of the thread's next task, which the last block looks ahead to."""
+    itemsize = array_at(k_cache.address, kv_bits).itemsize
+    first = keys.first
+    while first < keys.end:
+        tokens = min(keys.step, whole_tiles(keys.end - first))
+        ahead = keys
+        ahead_first = first + keys.step
+        if ahead_first >= keys.end:
+            ahead = following
+            ahead_first = following.first
+        look_ahead(ws, tokens // _SCORE_KEYS, ahead, ahead_first, shape, k_cache, v_cache, itemsize)
+        attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
+        first += keys.step
+
+
+@njit(inline="always")
+def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
+    """A task's rows: final outputs of those that have no other task, partial states of the others."""
+    group = shape.num_qo_heads // shape.num_kv_heads
+    queries, slots = array_at(work.queries, np.int32), array_at(work.slots, np.int32)
+    row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
+    acc, v_scale = array_at(ws.acc, np.float32), array_at(options.v_scale, np.float32)
+    partial, partial_lse = array_at(outputs.partial, np.float32), array_at(outputs.partial_lse, np.float32)
+    for m in range(rows):
+        query_head = head * group + m % group
+        i = begin + m // group
+        lse = row_max[m] * _LN_2 + np.float32(np.log(row_sum[m]))
+        slot = np.int64(slots[i])
+        if slot == DIRECT:
+            token, at = np.int64(queries[i]), ws.acc + 4 * m * width
+            _write(token, query_head, shape, at, row_sum[m], lse, v_scale[head], outputs, options)
+        else:
+            row = slot * shape.num_qo_heads + query_head
+            for d in range(shape.head_dim_v):
+                partial[row * shape.head_dim_v + d] = acc[m * width + d] / row_sum[m]
+            partial_lse[row] = lse
+
+
+@njit(cached=False, error_model="numpy")
+def _write(token, query_head, shape, acc_at, row_sum, lse, v_scale, outputs, options):
+    """Final output of one row: normalised, value scale and sink applied.
 
     By NumPy's rules 0 / 0 is NaN in that row; by Python's it would end the batch.
     """
-    acc, at, total, lse, v_scale = state
-    out, out_lse = target
-    factor = v_scale / total
-    if len(sinks) > 0:  # an extra logit without a value
+    acc, out = array_at(acc_at, np.float32), array_at(outputs.out, np.float32)
+    sinks, out_lse = array_at(options.sinks, np.float32), array_at(outputs.lse, np.float32)
+    factor = v_scale / row_sum
+    if options.num_sinks > 0:  # an extra logit without a value
         factor *= np.float32(1.0) / (np.float32(1.0) + np.float32(np.exp(sinks[query_head] - lse)))
-    to = (np.int64(token) * shape.num_qo_heads + query_head) * shape.head_dim_v
+    row = token * shape.num_qo_heads + query_head
     for d in range(shape.head_dim_v):
-        out[to + d] = acc[at + d] * factor
-    out_lse[token, query_head] = lse
+        out[row * shape.head_dim_v + d] = acc[d] * factor
+    out_lse[row] = lse
 
 
-@njit(cache=True)
-def _carve(floats, ints, shape, rows, width):
-    """A task's arrays out of its thread's workspace; see `workspace_sizes`."""
-    block, depth = BLOCK_TOKENS, shape.head_dim
-    scores_at = depth * rows
-    acc_at = scores_at + block * rows
-    top_at = acc_at + rows * width
-    keys_at = top_at + 3 * rows
-    values_at = keys_at + block * depth
-    top, total = floats[top_at : top_at + rows], floats[top_at + rows : top_at + 2 * rows]
-    state = (floats[acc_at:top_at], top, total, floats[top_at + 2 * rows : keys_at])
-    staged = (floats[keys_at:values_at], floats[values_at : values_at + block * width])
-    q_rows, lane, position = ints[:depth], ints[depth : depth + rows], ints[depth + rows : depth + 2 * rows]
-    rows_at = depth + 2 * rows
-    ahead_at = rows_at + 4 * block
-    row_space = ints[rows_at:ahead_at].reshape(4, block)
-    ahead = ints[ahead_at : ahead_at + block // _SCORE_KEYS * depth].reshape(block // _SCORE_KEYS, depth)
-    for d in range(depth):
-        q_rows[d] = d * rows
-    for m in range(rows):
-        lane[m] = m
-    return floats[:scores_at], floats[scores_at:acc_at], state, staged, (q_rows, lane, position, row_space, ahead)
+@njit(inline="always")
+def _merge(token, slots, head, shape, outputs, options, acc_at):
+    """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3).
 
-
-@njit(cache=True)
-def _blocks(kv_range, aligned):
-    """First token of an item's first block, and tokens of a block: equal ones, so that no short one is left over."""
-    if aligned:
-        return kv_range[0] // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS
-    count = kv_range[1] - kv_range[0]
-    blocks = (count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    return kv_range[0], _whole_tiles((count + blocks - 1) // blocks)
-
-
-@njit(cache=True)
-def _whole_tiles(tokens):
-    return (tokens + _SCORE_KEYS - 1) // _SCORE_KEYS * _SCORE_KEYS
-
-
-@njit(cache=True)
-def _look_ahead(ahead, tiles, rows, where, first, step, shape, caches):
-    """Addresses of the cache lines of the block that follows, as many as fit into the steps of `tiles` tiles."""
-    k_cache, v_cache, k_strides, v_strides = caches
-    tokens = min(step, _whole_tiles(where[1][1] - first))
-    _block_rows(rows[0], rows[1], where, first, tokens, shape.page_size, (k_strides, v_strides))
-    k_bytes, v_bytes = shape.head_dim * k_cache.itemsize, shape.head_dim_v * v_cache.itemsize
-    k_base, v_base = k_cache.ctypes.data, v_cache.ctypes.data
-    lines = ahead.reshape(-1)[: tiles * shape.head_dim]
-    at = 0
-    for t in range(tokens):
-        k_at, v_at = k_base + rows[0, t] * k_cache.itemsize, v_base + rows[1, t] * v_cache.itemsize
-        if at + (k_bytes + v_bytes) // _LINE_BYTES + 2 > len(lines):
-            break
-        for d in range(0, k_bytes, _LINE_BYTES):
-            lines[at] = k_at + d
-            at += 1
-        for d in range(0, v_bytes, _LINE_BYTES):
-            lines[at] = v_at + d
-            at += 1
-    lines[at:] = k_base
-
-
-@njit(cache=True, fastmath={"contract", "nsz"})
-def _block(where, first, tokens, queries, shape, caches, arrays, soft_cap):
-    """One block of keys: scores, mask, online softmax, output."""
-    kv_range = where[1]
-    used, rows, width, lowest, highest = queries
-    k_cache, v_cache, k_strides, v_strides = caches
-    q_lanes, scores, (acc, top, total, rescale), (staged_k, staged_v), (q_rows, lane, position, row_space, ahead) = (
-        arrays
-    )
-    depth, kind = shape.head_dim, shape.kv_kind
-    stage_v = kind != FLOAT32 or width != shape.head_dim_v
-    _block_rows(row_space[0], row_space[1], where, first, tokens, shape.page_size, (k_strides, v_strides))
-    if kind != FLOAT32:
-        _stage(staged_k, row_space[2], k_cache, row_space[0], tokens, depth, depth, kind)
-    keys, key_rows = as_float32(k_cache, staged_k), row_space[2 if kind != FLOAT32 else 0]
-    _scores(scores, keys, key_rows, q_lanes, q_rows, rows, depth, tokens, ahead)
-    if soft_cap > 0:
-        _soft_cap(scores, tokens * rows, soft_cap)
-    last = first + tokens
-    if first < kv_range[0] or last > kv_range[1] or last - 1 > lowest or first <= highest - shape.window:
-        _mask(scores, rows, used, position, first, tokens, kv_range, shape.window)
-    _online_softmax(scores, rows, tokens, top, total, rescale)
-    for m in range(used):
-        if rescale[m] != np.float32(1.0):
-            for d in range(width):
-                acc[m * width + d] *= rescale[m]
-    if stage_v:
-        _stage(staged_v, row_space[3], v_cache, row_space[1], tokens, shape.head_dim_v, width, kind)
-    values = staged_v if stage_v else as_float32(v_cache, staged_v)
-    _outputs(acc, scores, lane, values, row_space[3 if stage_v else 1], used, rows, width, tokens)
-
-
-@njit(cache=True)
-def _where(task, shape, plan):
-    """Keys of a task: its row of the block table, token range and KV head."""
-    block_table, items = plan[0], plan[1]
-    item, head = task // shape.num_kv_heads, task % shape.num_kv_heads
-    return block_table[items[item, KV_ROW]], (np.int64(items[item, KV_START]), np.int64(items[item, KV_END])), head
-
-
-@njit(cache=True, error_model="numpy", fastmath={"contract", "nsz"})
-def run_task(task, following, shape, q, caches, plan, options, outputs, workspace):
-    """One work item for one KV head: its partial states, or the output of queries that have no other item.
-
-    `following` is the thread's next task, whose first keys are fetched while the last ones of this are used.
+    slots: the first and one past the last.
     """
-    _block_table, items, queries, slots, positions = plan
-    logit_scale, v_scale, soft_cap, sinks = options
-    out, out_lse, partial, partial_lse = outputs
-    item = task // shape.num_kv_heads
-    begin, end = items[item, QUERY_START], items[item, QUERY_END]
-    group = shape.num_qo_heads // shape.num_kv_heads
-    tokens = queries[begin:end]
-    rows = (len(tokens) * group + LANES - 1) // LANES * LANES
-    width = (shape.head_dim_v + LANES - 1) // LANES * LANES
-    arrays = _carve(workspace[0], workspace[1], shape, rows, width)
-    q_lanes, (acc, top, total, _), (position, row_space, ahead) = arrays[0], arrays[2], arrays[4][2:]
-    where, where_next = _where(task, shape, plan), _where(following, shape, plan)
-    head = where[2]
-    used = _load_queries(q, shape, logit_scale[head], head, tokens, rows, q_lanes, positions, position)
-    top[:] = _NOTHING
-    total[:] = np.float32(0.0)
-    acc[:] = np.float32(0.0)
-    work = (used, rows, width, position[:used].min(), position[:used].max())
-    first, step = _blocks(where[1], shape.aligned_blocks)
-    first_next, step_next = _blocks(where_next[1], shape.aligned_blocks)
-    while first < where[1][1]:
-        count = min(step, _whole_tiles(where[1][1] - first))
-        tiles = count // _SCORE_KEYS
-        if first + step < where[1][1]:
-            _look_ahead(ahead, tiles, row_space, where, first + step, step, shape, caches)
-        else:
-            _look_ahead(ahead, tiles, row_space, where_next, first_next, step_next, shape, caches)
-        _block(where, first, count, work, shape, caches, arrays, soft_cap)
-        first += step
-    for m in range(used):
-        query_head = head * group + m % group
-        lse = top[m] * _LN_2 + np.float32(np.log(total[m]))
-        slot = slots[begin + m // group]
-        if slot == DIRECT:
-            state = (acc, m * width, total[m], lse, v_scale[head])
-            _write(tokens[m // group], query_head, shape, state, (out, out_lse), sinks)
-        else:
-            for d in range(shape.head_dim_v):
-                partial[slot, query_head, d] = acc[m * width + d] / total[m]
-            partial_lse[slot, query_head] = lse
-
-
-@njit(cache=True)
-def run_merge(i, head, shape, merge, outputs, options, acc):
-    """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3)."""
-    merge_queries, merge_indptr = merge
-    out, out_lse, partial, partial_lse = outputs
-    _logit_scale, v_scale, _soft_cap, sinks = options
-    top = _NOTHING
-    for slot in range(merge_indptr[i], merge_indptr[i + 1]):
-        top = max(top, partial_lse[slot, head])
-    total = np.float32(0.0)
-    acc[: shape.head_dim_v] = np.float32(0.0)
-    for slot in range(merge_indptr[i], merge_indptr[i + 1]):
-        weight = exp2((partial_lse[slot, head] - top) * _LOG2_E)
-        total += weight
+    partial, partial_lse = array_at(outputs.partial, np.float32), array_at(outputs.partial_lse, np.float32)
+    v_scale, acc = array_at(options.v_scale, np.float32), array_at(acc_at, np.float32)
+    row_max = NEG_INF
+    for slot in range(slots[0], slots[1]):
+        row_max = max(row_max, partial_lse[slot * shape.num_qo_heads + head])
+    row_sum = np.float32(0.0)
+    for d in range(shape.head_dim_v):
+        acc[d] = np.float32(0.0)
+    for slot in range(slots[0], slots[1]):
+        row = slot * shape.num_qo_heads + head
+        p = exp2((partial_lse[row] - row_max) * _LOG2_E)
+        row_sum += p
         for d in range(shape.head_dim_v):
-            acc[d] += weight * partial[slot, head, d]
-    group = shape.num_qo_heads // shape.num_kv_heads
-    state = (acc, 0, total, top + np.float32(np.log(total)), v_scale[head // group])
-    _write(merge_queries[i], head, shape, state, (out, out_lse), sinks)
+            acc[d] += p * partial[row * shape.head_dim_v + d]
+    kv_head = head // (shape.num_qo_heads // shape.num_kv_heads)
+    lse = row_max + np.float32(np.log(row_sum))
+    _write(token, head, shape, acc_at, row_sum, lse, v_scale[kv_head], outputs, options)
+
+
+@njit(inline="always")
+def _shape_of(a):
+    sizes = (a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_v, a.page_size)
+    return Shape(*sizes, a.kv_kind, a.window, a.aligned_blocks != 0)
+
+
+@cache
+def attention_kernel(kv_bits: type[np.generic]) -> Any:
+    """The kernel of one thread's share of the tasks, for caches of one NumPy type; see `cpu.threads`.
+
+    While a task's last keys are used, the first of the thread's next task are fetched.
+    """
+
+    @njit(no_cfunc_wrapper=False, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(arguments, thread):
+        a = arguments_at(arguments)
+        shape = _shape_of(a)
+        options = Options(a.logit_scale, a.v_scale, a.sinks, a.num_sinks)
+        outputs = Outputs(a.out, a.lse, a.partial, a.partial_lse)
+        work = Work(a.block_table, a.table_columns, a.items, a.queries, a.slots, a.positions)
+        k_cache = Cache(a.k_cache, a.k_page_stride, a.k_token_stride, a.k_head_stride)
+        v_cache = Cache(a.v_cache, a.v_page_stride, a.v_token_stride, a.v_head_stride)
+        floats, ints = a.floats + 4 * thread * a.thread_floats, a.ints + 8 * thread * a.thread_ints
+        q, soft_cap = a.q, a.soft_cap
+        logit_scale = array_at(options.logit_scale, np.float32)
+        tasks, task_indptr = array_at(a.tasks, np.int32), array_at(a.task_indptr, np.int32)
+        group = shape.num_qo_heads // shape.num_kv_heads
+        width = (shape.head_dim_v + LANES - 1) // LANES * LANES
+        begin_task, end_task = np.int64(task_indptr[thread]), np.int64(task_indptr[thread + 1])
+        for t in range(begin_task, end_task):
+            task = np.int64(tasks[t])
+            keys = _keys_of(task, work, shape)
+            keys_after = _keys_of(np.int64(tasks[min(t + 1, end_task - 1)]), work, shape)
+            item = array_at(work.items + 4 * ITEM_COLUMNS * (task // shape.num_kv_heads), np.int32)
+            begin, end = np.int64(item[QUERY_START]), np.int64(item[QUERY_END])
+            rows = (end - begin) * group
+            lanes = (rows + LANES - 1) // LANES * LANES
+            ws = workspace_at(floats, ints, shape.head_dim, lanes, width)
+            scale = logit_scale[keys.head]
+            positions = _load_queries(q, work, begin, end, keys.head, shape, scale, lanes, ws)
+            _clear(ws, lanes, width)
+            queries = Queries(rows, lanes, width, positions[0], positions[1])
+            _attend_keys(keys, keys_after, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap)
+            _finish(work, begin, keys.head, rows, width, shape, ws, options, outputs)
+
+    return attend
+
+
+@njit(no_cfunc_wrapper=False)
+def merge_kernel(arguments, thread):
+    """One thread's share of the merges; see `cpu.threads`."""
+    a = arguments_at(arguments)
+    shape = _shape_of(a)
+    options = Options(a.logit_scale, a.v_scale, a.sinks, a.num_sinks)
+    outputs = Outputs(a.out, a.lse, a.partial, a.partial_lse)
+    merge_queries, merge_indptr = array_at(a.merge_queries, np.int32), array_at(a.merge_indptr, np.int32)
+    acc_at = a.floats + 4 * thread * a.thread_floats
+    heads = shape.num_qo_heads
+    total = a.num_merged * heads
+    for i in range(total * thread // a.num_threads, total * (thread + 1) // a.num_threads):
+        token = i // heads
+        slots = (np.int64(merge_indptr[token]), np.int64(merge_indptr[token + 1]))
+        _merge(np.int64(merge_queries[token]), slots, i % heads, shape, outputs, options, acc_at)

@@ -3,9 +3,10 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
+from trunkattn.compiled import njit
 from trunkattn.cpu.microkernel import bits_to_float, float_to_bits
 from trunkattn.dtypes import BFLOAT16, FLOAT8_E4M3
 
@@ -116,11 +117,15 @@ def _to_floats(out, to, values, at, count, kind):
 
 
 def as_float32(cache: Any, staged: Any) -> Any:
-    """The cache itself if it is float32, else the staged copy: decided when compiled. Compiled code only."""
+    """The cache itself if it is float32, else the staged copy: decided when compiled. Compiled code only.
+
+    Not an inlined overload: Numba follows one by a pass that drops stores to arrays which it takes for unused, among
+    them fields of a named tuple.
+    """
     raise TypeError("as_float32 runs in compiled code only")
 
 
-@overload(as_float32, inline="always")
+@overload(as_float32)
 def _as_float32(cache, staged):
     if cache.dtype == types.float32:
         return lambda cache, staged: cache

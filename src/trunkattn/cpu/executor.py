@@ -1,6 +1,5 @@
 """The CPU side of `BatchAttention`: a work list, a workspace that grows with the plans, and the run."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 
 from trunkattn.config import AttentionConfig
 from trunkattn.cpu import parallel
+from trunkattn.cpu.block import Shape, workspace_sizes
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.inputs import LayerInputs, scale_array
@@ -23,7 +23,6 @@ class CpuStep:
 
     planned: Planned
     prepared: parallel.CpuPlan
-    shape: parallel.Shape
 
     @property
     def num_query_tokens(self) -> int:
@@ -64,21 +63,23 @@ class CpuExecutor:
         self.config = config
         self._threads = torch.get_num_threads()
         self._planner = make_planner(config, cpu_device(self._threads))
-        self._floats = np.empty((self._threads, 0), np.float32)
-        self._ints = np.empty((self._threads, 0), np.int64)
-        self._partial = np.empty((0, config.num_qo_heads, config.value_dim), np.float32)
-        self._partial_lse = np.empty((0, config.num_qo_heads), np.float32)
+        self._workspace = parallel.Workspace(
+            floats=np.empty((self._threads, 0), np.float32),
+            ints=np.empty((self._threads, 0), np.int64),
+            partial=np.empty((0, config.num_qo_heads, config.value_dim), np.float32),
+            partial_lse=np.empty((0, config.num_qo_heads), np.float32),
+        )
 
     def plan(self, batch: Batch, into: CpuStep | None = None) -> CpuStep:
         """Plans a checked batch; a step has nothing fixed that `into` would have to keep."""
         planned = self._planner.plan(batch)
         config = self.config
         dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size)
-        shape = parallel.Shape(*dims, KV_KINDS[config.cache_dtype][0], batch.window, config.batch_invariant)
-        lens_and_starts = (planned.batch.seq_lens, planned.batch.query_start_loc)
-        prepared = parallel.prepare(planned.work, planned.batch.block_table, lens_and_starts, shape, self._threads)
+        shape = Shape(*dims, KV_KINDS[config.cache_dtype][0], batch.window, config.batch_invariant)
+        table, seq_lens, starts = planned.batch.block_table, planned.batch.seq_lens, planned.batch.query_start_loc
+        prepared = parallel.prepare(planned.work, table, seq_lens, starts, shape, self._threads)
         self._reserve(prepared, shape)
-        return CpuStep(planned, prepared, shape)
+        return CpuStep(planned, prepared)
 
     @property
     def plans_on_device(self) -> bool:
@@ -96,17 +97,19 @@ class CpuExecutor:
     def check(self) -> None:
         """Bad values are refused when a step is planned."""
 
-    def _reserve(self, prepared: parallel.CpuPlan, shape: parallel.Shape) -> None:
+    def _reserve(self, prepared: parallel.CpuPlan, shape: Shape) -> None:
         """Grows the workspace so that `run` does not allocate."""
-        floats, ints = parallel.workspace_sizes(prepared, shape)
-        if floats > self._floats.shape[1]:
-            self._floats = torch.empty(self._threads, -(-floats // 16) * 16).numpy()  # torch aligns to cache lines
-        if ints > self._ints.shape[1]:
-            self._ints = np.empty((self._threads, ints), np.int64)
-        slots = prepared.work.num_slots
-        if slots > len(self._partial):
-            self._partial = np.empty((slots, *self._partial.shape[1:]), np.float32)
-            self._partial_lse = np.empty((slots, self._partial_lse.shape[1]), np.float32)
+        floats, ints = workspace_sizes(prepared.max_lanes, shape)
+        space, slots, config = self._workspace, prepared.work.num_slots, self.config
+        if floats > space.floats.shape[1]:
+            aligned = torch.empty(self._threads, -(-floats // 16) * 16).numpy()  # torch aligns to cache lines
+            space = space._replace(floats=aligned)
+        if ints > space.ints.shape[1]:
+            space = space._replace(ints=np.empty((self._threads, ints), np.int64))
+        if slots > len(space.partial):
+            partial = np.empty((slots, config.num_qo_heads, config.value_dim), np.float32)
+            space = space._replace(partial=partial, partial_lse=np.empty((slots, config.num_qo_heads), np.float32))
+        self._workspace = space
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
@@ -114,13 +117,10 @@ class CpuExecutor:
         out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
         in_place = out.dtype == torch.float32 and out.is_contiguous()
         computed = out if in_place else torch.empty(out.shape, dtype=torch.float32)
+        queries = inputs.q[: step.num_query_tokens].to(torch.float32).contiguous()
         bits = KV_KINDS[self.config.cache_dtype][1]
-        k_flat, k_strides = parallel.flat(inputs.k_cache, bits)
-        v_flat, v_strides = parallel.flat(inputs.v_cache, bits)
-        queries = inputs.q[: step.num_query_tokens].to(torch.float32).contiguous().view(-1).numpy()
-        outputs = (computed.view(-1).numpy(), lse.numpy(), self._partial, self._partial_lse)
-        arrays, workspace = (queries, k_flat, v_flat, k_strides, v_strides), (self._floats, self._ints)
-        parallel.execute(step.prepared, step.shape, arrays, self._options(inputs), outputs, workspace)
+        layer = parallel.Layer(queries, inputs.k_cache, inputs.v_cache, bits, computed, lse)
+        parallel.execute(step.prepared, layer, self._options(inputs), self._workspace)
         if not in_place:
             out.copy_(computed)
         return lse
@@ -128,10 +128,8 @@ class CpuExecutor:
     def _options(self, inputs: LayerInputs) -> parallel.Options:
         config = self.config
         heads = config.num_kv_heads
-        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-        base = 1.0 if config.logits_soft_cap else math.log2(math.e)  # a soft cap changes the base itself
         q_scale, k_scale = scale_array(inputs.q_scale, heads), scale_array(inputs.k_scale, heads)
-        logit_scale = (q_scale.astype(np.float64) * k_scale * (scale * base)).astype(np.float32)
+        logit_scale = (q_scale.astype(np.float64) * k_scale * config.logit_scale).astype(np.float32)
         v_scale, sinks = scale_array(inputs.v_scale, heads), inputs.sinks
         extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
-        return parallel.Options(logit_scale, v_scale, np.float32(config.logits_soft_cap or 0.0), extra)
+        return parallel.Options(logit_scale, v_scale, config.logits_soft_cap or 0.0, extra)

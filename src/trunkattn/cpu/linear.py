@@ -4,23 +4,32 @@ A decode step multiplies every weight by a few rows, so it streams the whole mod
 panels in the order of use, and the lines of the next chunk are fetched one per step of the arithmetic.
 """
 
-from typing import Final
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import njit, prange
 from numpy.typing import NDArray
 
-from trunkattn.cpu.microkernel import ACCUMULATE_AHEAD, LANES, OVERWRITE_AHEAD, TILES, multiply_add_tile
-from trunkattn.cpu.threads import set_threads
+from trunkattn.compiled import njit
+from trunkattn.cpu.arguments import address_of, array_at
+from trunkattn.cpu.microkernel import (
+    LANES,
+    LINEAR_FIRST,
+    LINEAR_LATER,
+    LINEAR_ROW_FIRST,
+    LINEAR_ROW_LATER,
+    TILES,
+    LeftOperand,
+    OutputTile,
+    RightOperand,
+    multiply_add_tile,
+)
+from trunkattn.cpu.threads import call_on_threads, kernel_address
 
 _ROWS: Final = TILES.score_keys
 PANEL: Final = TILES.score_vectors * LANES
 _CHUNK_BYTES: Final = 24_576  # of a panel: stays in L1 while all rows pass over it
 _LINE_BYTES: Final = 64
-_FIRST: Final = _ROWS * 10000 + TILES.score_vectors * 100 + OVERWRITE_AHEAD
-_LATER: Final = _ROWS * 10000 + TILES.score_vectors * 100 + ACCUMULATE_AHEAD
-_FIRST_ROW: Final = 10000 + TILES.score_vectors * 100 + OVERWRITE_AHEAD
-_LATER_ROW: Final = 10000 + TILES.score_vectors * 100 + ACCUMULATE_AHEAD
 
 
 def pack_weight(weight: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -32,60 +41,86 @@ def pack_weight(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.ascontiguousarray(padded.reshape(panels, PANEL, in_features).transpose(0, 2, 1))
 
 
+class _Arguments(NamedTuple):
+    """Fields of what the kernel takes, all int64: addresses of contiguous float32 arrays, and sizes."""
+
+    x: int  # [rows, depth]
+    panels: int  # [num_panels, depth, PANEL]
+    out: int  # [rows, num_panels * PANEL]
+    rows: int
+    depth: int
+    num_panels: int
+    num_threads: int
+
+
 def multiply(x: NDArray[np.float32], panels: NDArray[np.float32], out: NDArray[np.float32], num_threads: int) -> None:
     """out[m, :] = panels · x[m, :]. x [rows, in_features], out [rows, len(panels) * PANEL]; contiguous, not checked."""
-    set_threads(num_threads)
     if len(x):
-        _multiply(x, panels, out, min(num_threads, len(panels)))
+        num_threads = min(num_threads, len(panels))
+        sizes = (*x.shape, len(panels), num_threads)
+        arguments = np.array(_Arguments(address_of(x), address_of(panels), address_of(out), *sizes), np.int64)
+        call_on_threads(_kernel(), address_of(arguments), num_threads)
 
 
-@njit(cache=True, parallel=True, nogil=True)
-def _multiply(x, panels, out, num_threads):
-    for thread in prange(num_threads):
-        _multiply_panels(x, panels, out, len(panels) * thread // num_threads, len(panels) * (thread + 1) // num_threads)
+@cache
+def _kernel() -> int:
+    return kernel_address(_multiply_panels)
 
 
-@njit(cache=True, fastmath={"contract", "nsz"})
-def _multiply_panels(x, panels, out, begin, end):
-    """Panel by panel in chunks of the depth: a chunk stays in L1 while all rows pass over it."""
-    rows, depth = x.shape
+@njit(no_cfunc_wrapper=False, fastmath={"contract", "nsz"})
+def _multiply_panels(arguments, thread):
+    """A thread's panels, one by one, in chunks of the depth: a chunk stays in L1 while all rows pass over it."""
+    numbers = array_at(arguments, np.int64)
+    a = _Arguments(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6])
     most = max(1, _CHUNK_BYTES // (4 * PANEL))
-    chunks = (depth + most - 1) // most
-    x_rows, weight_rows = np.arange(rows) * depth, np.arange(most) * PANEL
-    lines = np.empty((rows // _ROWS + _ROWS) * most, np.int64)
-    x_flat, weights, out_flat = x.reshape(-1), panels.reshape(-1), out.reshape(-1)
-    for panel in range(begin, end):
+    chunks = (a.depth + most - 1) // most
+    x_offsets, weight_offsets = np.empty(a.rows, np.int64), np.empty(most, np.int64)
+    for m in range(a.rows):
+        x_offsets[m] = m * a.depth
+    for k in range(most):
+        weight_offsets[k] = k * PANEL
+    lines = np.empty((a.rows // _ROWS + _ROWS) * most, np.int64)
+    for panel in range(a.num_panels * thread // a.num_threads, a.num_panels * (thread + 1) // a.num_threads):
+        out = array_at(a.out + 4 * panel * PANEL, np.float32)
         for chunk in range(chunks):
-            first, last = depth * chunk // chunks, depth * (chunk + 1) // chunks
-            at = (panel * depth + first) * PANEL
-            _lines_after(lines, weights, at + (last - first) * PANEL)
-            operands = (x_flat[first:], x_rows, weights[at:], weight_rows, lines)
-            target = (out_flat[panel * PANEL :], out.shape[1])
+            first, last = a.depth * chunk // chunks, a.depth * (chunk + 1) // chunks
+            weights = a.panels + 4 * (panel * a.depth + first) * PANEL
+            _fill_lines(lines, weights + 4 * (last - first) * PANEL, a.panels)
+            x = Operand(array_at(a.x + 4 * first, np.float32), x_offsets)
+            w = Operand(array_at(weights, np.float32), weight_offsets)
             if chunk == 0:
-                _multiply_chunk(target, operands, last - first, _FIRST, _FIRST_ROW)
+                _multiply_chunk(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_FIRST, LINEAR_ROW_FIRST)
             else:
-                _multiply_chunk(target, operands, last - first, _LATER, _LATER_ROW)
+                _multiply_chunk(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_LATER, LINEAR_ROW_LATER)
 
 
-@njit(cache=True)
-def _lines_after(lines, weights, at):
-    base = weights.ctypes.data + at * 4
+class Operand(NamedTuple):
+    """A flat array and the offsets of its rows."""
+
+    array: Any
+    offsets: Any
+
+
+@njit(inline="always")
+def _fill_lines(lines, following, harmless):
+    """Addresses of the cache lines of the chunk that follows; where there are more places, one that is harmless."""
     count = min(len(lines), _CHUNK_BYTES // _LINE_BYTES)
     for i in range(count):
-        lines[i] = base + i * _LINE_BYTES
-    lines[count:] = base
+        lines[i] = following + i * _LINE_BYTES
+    for i in range(count, len(lines)):
+        lines[i] = harmless
 
 
-@njit(inline="always")  # the tile's shape must stay a literal
-def _multiply_chunk(target, operands, depth, tile, row_tile):
-    out, width = target
-    x, x_rows, weights, weight_rows, lines = operands
-    rows, m = len(x_rows), 0
+@njit(inline="always")  # the tiles' shapes must stay literals
+def _multiply_chunk(out, width, x, weights, lines, depth, tile, row_tile):
+    """out (+)= x · weights, for all rows and one panel."""
+    right = RightOperand(weights.array, weights.offsets, 0)
+    rows, m = len(x.offsets), 0
     while m + _ROWS <= rows:
-        ahead = lines[m // _ROWS * depth :]
-        multiply_add_tile((out, m * width, width), (x, x_rows, m, 1), (weights, weight_rows, 0), depth, ahead, tile)
+        left, ahead = LeftOperand(x.array, x.offsets, m, 1), lines[m // _ROWS * depth :]
+        multiply_add_tile(OutputTile(out, m * width, width), left, right, depth, ahead, tile)
         m += _ROWS
     while m < rows:
-        ahead = lines[(m // _ROWS + m % _ROWS) * depth :]
-        multiply_add_tile((out, m * width, width), (x, x_rows, m, 1), (weights, weight_rows, 0), depth, ahead, row_tile)
+        left, ahead = LeftOperand(x.array, x.offsets, m, 1), lines[(m // _ROWS + m % _ROWS) * depth :]
+        multiply_add_tile(OutputTile(out, m * width, width), left, right, depth, ahead, row_tile)
         m += 1

@@ -1,10 +1,10 @@
 """The register tile: the innermost loop of the CPU executor, emitted as LLVM vector code.
 
-Neither a compiled loop nor the BLAS behind torch keeps enough accumulators in registers here (tile_table.py has the
-figures), so the loop is written out: `rows × vectors` accumulators, one broadcast and `vectors` loads per step.
+Neither a compiled loop nor the BLAS behind torch keeps enough accumulators in registers here, so the loop is written
+out: `rows × vectors` accumulators, one broadcast and `vectors` loads per step.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
@@ -25,51 +25,103 @@ def _host_lanes() -> int:
 
 TILES: Final = REGISTER_TILES[_host_lanes()]
 LANES: Final = TILES.lanes
-OVERWRITE, ACCUMULATE, OVERWRITE_AHEAD, ACCUMULATE_AHEAD = range(4)  # modes of the tile
 _VECTOR: Final = ir.VectorType(_FLOAT, LANES)
 
 
-@intrinsic(prefer_literal=True)
-def multiply_add_tile(typing_context, c, a, b, depth, ahead, shape):
-    """C[at + r·step + x] (+)= Σ_k A[rows[at + r] + k·step] · B[rows[k] + at + x], k < depth.
+class TileShape(NamedTuple):
+    """A register tile: rows × vectors of the output."""
 
-    c = (C, at, step), a = (A, rows, at, step), b = (B, rows, at): flat float32 arrays, arrays of their row offsets, and
-    int64 numbers. r < rows, x < vectors·LANES; depth >= 1. `shape` is the literal rows·10000 + vectors·100 + mode:
-    OVERWRITE or ACCUMULATE; with _AHEAD, step k also asks for the cache line at address ahead[k]: one line per step is
-    what memory delivers, a burst of them would stall the arithmetic.
+    rows: int
+    vectors: int
+    accumulates: bool = False  # adds to the output; else overwrites it
+    prefetches: bool = False  # asks for a cache line per step
+
+
+# `multiply_add_tile` names a shape by its place here: Numba keeps single integers literal, not tuples of them.
+TILE_SHAPES: Final = (
+    TileShape(TILES.score_keys, TILES.score_vectors),
+    TileShape(TILES.score_keys, TILES.score_vectors, prefetches=True),
+    TileShape(TILES.score_keys, 1),
+    TileShape(TILES.score_keys, 1, prefetches=True),
+    TileShape(TILES.output_rows, TILES.output_vectors, accumulates=True),
+    TileShape(TILES.output_rows, 1, accumulates=True),
+    TileShape(1, TILES.output_vectors, accumulates=True),
+    TileShape(1, 1, accumulates=True),
+    TileShape(TILES.score_keys, TILES.score_vectors, accumulates=True, prefetches=True),
+    TileShape(1, TILES.score_vectors, prefetches=True),
+    TileShape(1, TILES.score_vectors, accumulates=True, prefetches=True),
+)
+SCORES_WIDE, SCORES_WIDE_AHEAD, SCORES_NARROW, SCORES_NARROW_AHEAD = range(4)
+OUTPUT_WIDE, OUTPUT_NARROW, OUTPUT_ROW_WIDE, OUTPUT_ROW_NARROW = range(4, 8)
+LINEAR_FIRST, LINEAR_LATER, LINEAR_ROW_FIRST, LINEAR_ROW_LATER = SCORES_WIDE_AHEAD, 8, 9, 10
+
+
+class OutputTile(NamedTuple):
+    """C of `multiply_add_tile`: element (r, x) is array[at + r·step + x]."""
+
+    array: Any
+    at: int
+    step: int
+
+
+class LeftOperand(NamedTuple):
+    """A of `multiply_add_tile`: element (r, k) is array[offsets[at + r] + k·step]."""
+
+    array: Any
+    offsets: Any
+    at: int
+    step: int
+
+
+class RightOperand(NamedTuple):
+    """B of `multiply_add_tile`: element (k, x) is array[offsets[k] + at + x]."""
+
+    array: Any
+    offsets: Any
+    at: int
+
+
+@intrinsic(prefer_literal=True)
+def multiply_add_tile(typing_context, output, left, right, depth, lines, shape):
+    """C(r, x) (+)= Σ_k A(r, k) · B(k, x), k < depth, for the rows and columns of one register tile.
+
+    Arrays are flat float32, offsets and numbers int64; depth >= 1. `shape` is a literal place in TILE_SHAPES. A tile
+    that prefetches asks in step k for the cache line at address lines[k]: one line per step is what memory delivers, a
+    burst of them would stall the arithmetic.
     """
     if not isinstance(shape, types.Literal):
         return None
-    rows, vectors, mode = (
-        shape.literal_value // 10000,
-        shape.literal_value // 100 % 100,
-        shape.literal_value % 100,
-    )
-    index = types.int64
-    c_type, a_type = types.Tuple((c[0], index, index)), types.Tuple((a[0], a[1], index, index))
-    signature = types.void(c_type, a_type, types.Tuple((b[0], b[1], index)), index, ahead, shape)
+    tile = TILE_SHAPES[shape.literal_value]
+    signature = types.void(output, left, right, types.int64, lines, shape)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def part(argument: int, position: int) -> Any:
-            """An element of a tuple; of an array, where its data begin."""
-            value, kind = builder.extract_value(args[argument], position), signature.args[argument][position]
-            return context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+        def part(argument: int, field: str) -> Any:
+            """A field of an operand; of an array, where its data begin."""
+            kind = signature.args[argument]
+            position = kind.instance_class._fields.index(field)
+            value = builder.extract_value(args[argument], position)
+            if isinstance(kind.types[position], types.Array):
+                return context.make_array(kind.types[position])(context, builder, value).data
+            return context.cast(builder, value, kind.types[position], types.int64)
 
-        offsets = {"c_at": part(0, 1), "c_step": part(0, 2), "a_at": part(1, 2), "a_step": part(1, 3)}
-        offsets |= {"b_at": part(2, 2), "depth": args[3]}
-        c_pointers = _c_pointers(builder, part(0, 0), offsets, rows, vectors)
-        a_base, a_rows = part(1, 0), part(1, 1)
+        c_pointers = _c_pointers(builder, part(0, "array"), part(0, "at"), part(0, "step"), tile)
+        a_base, a_offsets, a_at = part(1, "array"), part(1, "offsets"), part(1, "at")
         a_pointers = [
-            builder.gep(a_base, [builder.load(builder.gep(a_rows, [builder.add(offsets["a_at"], _INT(r))]))])
-            for r in range(rows)
+            builder.gep(a_base, [builder.load(builder.gep(a_offsets, [builder.add(a_at, _INT(r))]))])
+            for r in range(tile.rows)
         ]
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        start = [
-            [_load(builder, p) if mode in (ACCUMULATE, ACCUMULATE_AHEAD) else zero for p in line] for line in c_pointers
-        ]
-        lines = context.make_array(signature.args[4])(context, builder, args[4]).data
-        fetched = lines if mode in (OVERWRITE_AHEAD, ACCUMULATE_AHEAD) else None
-        sums = _loop(builder, start, a_pointers, (part(2, 0), part(2, 1), fetched), offsets)
+        start = [[_load(builder, p) if tile.accumulates else zero for p in line] for line in c_pointers]
+        operands = _LoopOperands(
+            a_pointers=a_pointers,
+            a_step=part(1, "step"),
+            b_base=part(2, "array"),
+            b_offsets=part(2, "offsets"),
+            b_at=part(2, "at"),
+            lines=context.make_array(signature.args[4])(context, builder, args[4]).data if tile.prefetches else None,
+            depth=args[3],
+        )
+        sums = _loop(builder, start, operands)
         for line, pointers in zip(sums, c_pointers, strict=True):
             for value, pointer in zip(line, pointers, strict=True):
                 builder.store(value, pointer).align = 4
@@ -78,58 +130,67 @@ def multiply_add_tile(typing_context, c, a, b, depth, ahead, shape):
     return signature, codegen
 
 
+class _LoopOperands(NamedTuple):
+    """LLVM values that the loop over k reads."""
+
+    a_pointers: list[Any]
+    a_step: Any
+    b_base: Any
+    b_offsets: Any
+    b_at: Any
+    lines: Any  # None: no prefetch
+    depth: Any
+
+
 def _load(builder: Any, pointer: Any) -> Any:
     value = builder.load(pointer)
     value.align = 4
     return value
 
 
-def _c_pointers(builder: Any, base: Any, offsets: dict[str, Any], rows: int, vectors: int) -> list[list[Any]]:
+def _c_pointers(builder: Any, base: Any, at: Any, step: Any, tile: TileShape) -> list[list[Any]]:
     lines = []
-    for r in range(rows):
-        at = builder.add(offsets["c_at"], builder.mul(offsets["c_step"], _INT(r)))
-        elements = [builder.gep(base, [builder.add(at, _INT(w * LANES))]) for w in range(vectors)]
+    for r in range(tile.rows):
+        line_at = builder.add(at, builder.mul(step, _INT(r)))
+        elements = [builder.gep(base, [builder.add(line_at, _INT(w * LANES))]) for w in range(tile.vectors)]
         lines.append([builder.bitcast(p, _VECTOR.as_pointer()) for p in elements])
     return lines
 
 
-def _loop(
-    builder: Any, start: list[list[Any]], a_pointers: list[Any], b: tuple[Any, Any, Any], offsets: dict[str, Any]
-) -> Any:
+def _loop(builder: Any, start: list[list[Any]], operands: _LoopOperands) -> Any:
     """The loop over k, with one phi per accumulator; returns the sums."""
     rows, vectors = len(start), len(start[0])
-    b_base, b_rows, lines = b
     entry, body, done = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
     builder.branch(body)
     builder.position_at_end(body)
     k = builder.phi(_INT)
     k.add_incoming(_INT(0), entry)
     sums = [[builder.phi(_VECTOR) for _ in range(vectors)] for _ in range(rows)]
-    b_at = builder.add(builder.load(builder.gep(b_rows, [k])), offsets["b_at"])
+    b_at = builder.add(builder.load(builder.gep(operands.b_offsets, [k])), operands.b_at)
     b_vectors = []
     for w in range(vectors):
-        pointer = builder.gep(b_base, [builder.add(b_at, _INT(w * LANES))])
+        pointer = builder.gep(operands.b_base, [builder.add(b_at, _INT(w * LANES))])
         b_vectors.append(_load(builder, builder.bitcast(pointer, _VECTOR.as_pointer())))
     fma_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
     undefined = ir.Constant(_VECTOR, ir.Undefined)
     all_zero = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    a_at = builder.mul(k, offsets["a_step"])
+    a_at = builder.mul(k, operands.a_step)
     following = []
     for r in range(rows):
-        scalar = builder.load(builder.gep(a_pointers[r], [a_at]))
+        scalar = builder.load(builder.gep(operands.a_pointers[r], [a_at]))
         first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
         broadcast = builder.shuffle_vector(first, undefined, all_zero)
         following.append([builder.call(fma, [broadcast, b_vectors[w], sums[r][w]]) for w in range(vectors)])
-    if lines is not None:
-        _prefetch(builder, builder.load(builder.gep(lines, [k])))
+    if operands.lines is not None:
+        _prefetch(builder, builder.load(builder.gep(operands.lines, [k])))
     k_next = builder.add(k, _INT(1))
     k.add_incoming(k_next, body)
     for r in range(rows):
         for w in range(vectors):
             sums[r][w].add_incoming(start[r][w], entry)
             sums[r][w].add_incoming(following[r][w], body)
-    branch = builder.cbranch(builder.icmp_signed("<", k_next, offsets["depth"]), body, done)
+    branch = builder.cbranch(builder.icmp_signed("<", k_next, operands.depth), body, done)
     branch.set_metadata("llvm.loop", _never_unroll(builder.module))
     builder.position_at_end(done)
     return following
@@ -169,3 +230,15 @@ def float_to_bits(typing_context, value):
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.int32(types.float32), codegen
+
+
+@intrinsic
+def call_kernel(typing_context, kernel, arguments, thread):
+    """Calls the C function `void kernel(int64 arguments, int64 thread)` at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [_INT, _INT]).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen

@@ -1,22 +1,26 @@
-"""CPU executor of a work list (PAT §3.4: pack, forward, merge): deals tasks to threads and runs them.
-
-Two other ways to do the same work were measured (docs/performance.md): batched torch products with a gather, and
-torch's own CPU flash kernel over the packs.
-"""
+"""CPU executor of a work list (PAT §3.4: pack, forward, merge): deals tasks to threads and runs them."""
 
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
 from numpy.typing import NDArray
 
-from trunkattn.cpu.attention import SHAPE_FIELDS, Shape, Strides, run_merge, run_task, shape_of
-from trunkattn.cpu.microkernel import LANES, TILES
-from trunkattn.cpu.threads import set_threads
-from trunkattn.cpu.tuning import BLOCK_TOKENS
+from trunkattn.compiled import njit
+from trunkattn.cpu.arguments import ARGUMENTS, address_of
+from trunkattn.cpu.attention import attention_kernel, merge_kernel
+from trunkattn.cpu.block import Shape, padded
+from trunkattn.cpu.microkernel import LANES
+from trunkattn.cpu.threads import call_on_threads, kernel_address
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START, WorkList
+
+# The planner's unit of load is one query row × one key. Fetching a key and its value takes the time of so many rows:
+_FETCH_ROWS = 16
+# and beginning and ending a task that of so many rows × keys:
+_TASK_LOAD = 600
 
 
 @dataclass(frozen=True)
@@ -28,31 +32,89 @@ class CpuPlan:
     positions: NDArray[np.int32]
     tasks: NDArray[np.int32]  # item * num_kv_heads + head, by thread
     task_indptr: NDArray[np.int32]  # [num_threads + 1]
-    max_rows: int  # query rows of the tallest item, padded to whole vectors
+    max_lanes: int  # query rows of the tallest item, padded to whole vectors
+    arguments: NDArray[np.void]  # of the kernels, those that no layer changes
 
 
-def prepare(work: WorkList, block_table: NDArray[np.int32], batch: tuple, shape: Shape, num_threads: int) -> CpuPlan:
-    """Deals the tasks to threads, heaviest first to the least loaded. `batch`: seq_lens, query_start_loc (int32)."""
-    seq_lens, query_start_loc = batch
+class Layer(NamedTuple):
+    """One layer's tensors: q and out contiguous float32, lse float32, caches of any strides.
+
+    kv_bits: the dtype through which NumPy reads the caches' bits.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    kv_bits: torch.dtype
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Options(NamedTuple):
+    """logit_scale, v_scale [num_kv_heads] float32; soft_cap 0: none; sinks [num_qo_heads] float32, or empty."""
+
+    logit_scale: NDArray[np.float32]
+    v_scale: NDArray[np.float32]
+    soft_cap: float
+    sinks: NDArray[np.float32]
+
+
+class Workspace(NamedTuple):
+    """What a run writes besides its results. floats, ints: [num_threads, ...], see `block.workspace_sizes`.
+
+    partial [num_slots, num_qo_heads, head_dim_v], partial_lse [num_slots, num_qo_heads].
+    """
+
+    floats: NDArray[np.float32]
+    ints: NDArray[np.int64]
+    partial: NDArray[np.float32]
+    partial_lse: NDArray[np.float32]
+
+
+class Strides(NamedTuple):
+    """Element strides of a cache [num_pages, page_size, num_kv_heads, head_dim], last dimension contiguous."""
+
+    page: int
+    token: int
+    head: int
+
+
+def prepare(
+    work: WorkList,
+    block_table: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+    query_start_loc: NDArray[np.int32],
+    shape: Shape,
+    num_threads: int,
+) -> CpuPlan:
+    """Deals the tasks to threads, heaviest first to the least loaded."""
     group = shape.num_qo_heads // shape.num_kv_heads
     positions, tasks, indptr, most = _deal(
         work.items, seq_lens, query_start_loc, shape.num_kv_heads, group, num_threads
     )
-    return CpuPlan(work, block_table, positions, tasks, indptr, _padded(most))
+    arguments = np.zeros((), ARGUMENTS)
+    arrays = {
+        "block_table": block_table,
+        "items": work.items,
+        "queries": work.queries,
+        "slots": work.slots,
+        "positions": positions,
+        "tasks": tasks,
+        "task_indptr": indptr,
+        "merge_queries": work.merge_queries,
+        "merge_indptr": work.merge_indptr,
+    }
+    for name, array in arrays.items():
+        arguments[name] = address_of(array)
+    for name, value in zip(shape._fields, shape, strict=True):
+        arguments[name] = value
+    arguments["table_columns"] = block_table.shape[1]
+    arguments["num_merged"] = len(work.merge_queries)
+    arguments["num_threads"] = num_threads
+    return CpuPlan(work, block_table, positions, tasks, indptr, padded(most), arguments)
 
 
-def workspace_sizes(plan: CpuPlan, shape: Shape) -> tuple[int, int]:
-    """float32 and int64 elements that each thread needs."""
-    rows, values = plan.max_rows, _padded(shape.head_dim_v)
-    floats = rows * (shape.head_dim + BLOCK_TOKENS + values + 3) + BLOCK_TOKENS * (shape.head_dim + values)
-    return floats, shape.head_dim + 2 * rows + 4 * BLOCK_TOKENS + BLOCK_TOKENS // TILES.score_keys * shape.head_dim
-
-
-def _padded(count: int) -> int:
-    return (count + LANES - 1) // LANES * LANES
-
-
-@njit(cache=True)
+@njit
 def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
     positions = np.empty(query_start_loc[-1], np.int32)
     for row in range(len(seq_lens)):
@@ -68,15 +130,18 @@ def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
         item = task // num_kv_heads
         rows = (items[item, QUERY_END] - items[item, QUERY_START]) * group
         most = max(most, rows)
-        thread = np.argmin(load)
+        thread = 0
+        for other in range(1, num_threads):
+            if load[other] < load[thread]:
+                thread = other
         owner[task] = thread
         indptr[thread + 1] += 1
-        # 16: rows of arithmetic in the time of fetching a key and a value; 600: row × key products in that of a task
         lanes = (rows + LANES - 1) // LANES * LANES
-        load[thread] += np.int64(items[item, KV_END] - items[item, KV_START]) * (lanes + 16) + 600
+        load[thread] += np.int64(items[item, KV_END] - items[item, KV_START]) * (lanes + _FETCH_ROWS) + _TASK_LOAD
+    fill = np.empty(num_threads, np.int32)
     for thread in range(num_threads):
+        fill[thread] = indptr[thread]
         indptr[thread + 1] += indptr[thread]
-    fill = indptr[:-1].copy()
     tasks = np.empty(num_tasks, np.int32)
     for task in range(num_tasks):
         tasks[fill[owner[task]]] = task
@@ -84,83 +149,52 @@ def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
     return positions, tasks, indptr, most
 
 
-@njit(cache=True)
-def _run_tasks(thread, tasks, sizes, inputs, plan, options, outputs, floats, ints):
-    """One thread's share of the work items."""
-    task_list, task_indptr = tasks
-    q, k_cache, v_cache = inputs
-    shape = shape_of(sizes)
-    k_strides = Strides(sizes[SHAPE_FIELDS], sizes[SHAPE_FIELDS + 1], sizes[SHAPE_FIELDS + 2])
-    v_strides = Strides(sizes[SHAPE_FIELDS + 3], sizes[SHAPE_FIELDS + 4], sizes[SHAPE_FIELDS + 5])
-    caches = (k_cache, v_cache, k_strides, v_strides)
-    last = task_indptr[thread + 1] - 1
-    for i in range(task_indptr[thread], last + 1):
-        run_task(task_list[i], task_list[min(i + 1, last)], shape, q, caches, plan, options, outputs, (floats, ints))
-
-
-@njit(cache=True)
-def _run_merges(thread, num_threads, sizes, merge, outputs, options, floats):
-    """One thread's share of the merges."""
-    shape = shape_of(sizes)
-    heads = shape.num_qo_heads
-    total = len(merge[0]) * heads
-    for i in range(total * thread // num_threads, total * (thread + 1) // num_threads):
-        run_merge(i // heads, i % heads, shape, merge, outputs, options, floats)
-
-
-@njit(cache=True, parallel=True, nogil=True)
-def _execute(
-    sizes, q, k_cache, v_cache, table, items, queries, slots, positions, tasks, task_indptr,
-    merge_queries, merge_indptr, logit_scale, v_scale, soft_cap, sinks, out, lse, partial, partial_lse, floats, ints,
-):  # fmt: skip
-    """The parallel loops; their bodies take flat arguments because a parallel loop cannot capture a named tuple."""
-    num_threads = len(task_indptr) - 1
-    for thread in prange(num_threads):
-        options, outputs = (logit_scale, v_scale, soft_cap, sinks), (out, lse, partial, partial_lse)
-        plan, inputs = (table, items, queries, slots, positions), (q, k_cache, v_cache)
-        _run_tasks(thread, (tasks, task_indptr), sizes, inputs, plan, options, outputs, floats[thread], ints[thread])
-    for thread in prange(num_threads):
-        options, outputs = (logit_scale, v_scale, soft_cap, sinks), (out, lse, partial, partial_lse)
-        _run_merges(thread, num_threads, sizes, (merge_queries, merge_indptr), outputs, options, floats[thread])
-
-
-class Options(NamedTuple):
-    """logit_scale, v_scale [num_kv_heads] float32; soft_cap 0: none; sinks [num_qo_heads] float32, or empty."""
-
-    logit_scale: NDArray[np.float32]
-    v_scale: NDArray[np.float32]
-    soft_cap: np.float32
-    sinks: NDArray[np.float32]
+def strides_of(cache: torch.Tensor) -> Strides:
+    """A cache's strides, 0 where there is one page, token or head."""
+    return Strides(
+        *(stride if size > 1 else 0 for stride, size in zip(cache.stride()[:3], cache.shape[:3], strict=True))
+    )
 
 
 def flat(cache: torch.Tensor, dtype: torch.dtype) -> tuple[NDArray, Strides]:
     """A cache of any strides (last dimension contiguous) as a flat array, and its strides."""
     pages, tokens, heads, width = cache.shape
-    strides = Strides(
-        *(stride if size > 1 else 0 for stride, size in zip(cache.stride()[:3], cache.shape[:3], strict=True))
-    )
+    strides = strides_of(cache)
     span = (pages - 1) * strides.page + (tokens - 1) * strides.token + (heads - 1) * strides.head + width
     span = span if cache.numel() else 0
     return cache.as_strided((span,), (1,)).view(dtype).numpy(), strides
 
 
-def execute(
-    plan: CpuPlan,
-    shape: Shape,
-    inputs: tuple[NDArray, NDArray, NDArray, Strides, Strides],
-    options: Options,
-    outputs: tuple[NDArray, NDArray, NDArray, NDArray],
-    workspace: tuple[NDArray, NDArray],
-) -> None:
-    """Runs a plan.
+# NumPy's type of a cache's bits, by torch's.
+_NUMPY_TYPES = MappingProxyType({torch.float32: np.float32, torch.uint16: np.uint16, torch.uint8: np.uint8})
 
-    inputs: q (flat float32), keys, values and their strides. outputs: out (flat), lse, partial, partial_lse.
-    """
-    q, k_cache, v_cache, k_strides, v_strides = inputs
-    work = plan.work
-    set_threads(len(plan.task_indptr) - 1)
-    sizes = np.array([*shape, *k_strides, *v_strides], np.int64)
-    _execute(
-        sizes, q, k_cache, v_cache, plan.block_table, work.items, work.queries, work.slots, plan.positions, plan.tasks,
-        plan.task_indptr, work.merge_queries, work.merge_indptr, *options, *outputs, *workspace,
-    )  # fmt: skip
+
+def execute(plan: CpuPlan, layer: Layer, options: Options, workspace: Workspace) -> None:
+    """Runs a plan: writes `layer.out` and `layer.lse`."""
+    arguments = plan.arguments.copy()
+    for name, tensor in (
+        ("q", layer.q), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache), ("out", layer.out), ("lse", layer.lse),
+    ):  # fmt: skip
+        arguments[name] = tensor.data_ptr()
+    for prefix, kv in (("k", layer.k_cache), ("v", layer.v_cache)):
+        for name, stride in zip(Strides._fields, strides_of(kv), strict=True):
+            arguments[f"{prefix}_{name}_stride"] = stride
+    arrays = {"logit_scale": options.logit_scale, "v_scale": options.v_scale, "sinks": options.sinks}
+    for name, array in (*arrays.items(), *zip(workspace._fields, workspace, strict=True)):
+        arguments[name] = address_of(array)
+    arguments["soft_cap"], arguments["num_sinks"] = options.soft_cap, len(options.sinks)
+    arguments["thread_floats"], arguments["thread_ints"] = workspace.floats.shape[1], workspace.ints.shape[1]
+    num_threads, address = len(plan.task_indptr) - 1, address_of(arguments)
+    call_on_threads(_attention_address(_NUMPY_TYPES[layer.kv_bits]), address, num_threads)
+    if len(plan.work.merge_queries):
+        call_on_threads(_merge_address(), address, num_threads)
+
+
+@cache
+def _attention_address(kv_bits: type[np.generic]) -> int:
+    return kernel_address(attention_kernel(kv_bits))
+
+
+@cache
+def _merge_address() -> int:
+    return kernel_address(merge_kernel)

@@ -1,13 +1,18 @@
-"""Floor 5: the embedded engine. It serves a local Hugging Face or GGUF model with continuous batching."""
+"""The embedded engine: it serves a local Hugging Face or GGUF model on this machine with continuous batching.
+
+`LLM` is the way in. Behind it an `Engine` computes one batch per step: a `Scheduler` chooses the batch, a `ModelRunner`
+computes it, and a `CacheManager` (`trunkattn.kv_cache`) holds the pages.
+"""
 
 from trunkattn.engine.config import EngineConfig, SamplingParams
 from trunkattn.engine.engine import Engine, ModelLimits
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from trunkattn.engine.stats import EngineStats
+from trunkattn.engine.stats import BlockTables, EngineStats
 
 __all__ = [
     "LLM",
+    "BlockTables",
     "CompletionOutput",
     "Engine",
     "EngineConfig",

@@ -1,4 +1,4 @@
-"""What a request has answered so far: text and log-probabilities of each of its sequences, assembled into outputs."""
+"""A request's answers so far: text and log-probabilities of each of its sequences, assembled into outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,16 +21,16 @@ class Answer:
         self._cumulative_logprob = 0.0
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Take the sequence's newest token; returns the stop string that it completed."""
+        """Adds the sequence's newest token; returns the stop string that it completed, if any."""
         if self._logprobs is not None and logprobs is not None:
             self._cumulative_logprob += logprobs.logprobs[0]
             self._logprobs.append(self._entry(logprobs))
-        if self._detokenizer is None or self._sequence.finish_reason == "stop":  # the token that ends it is not text
+        if self._detokenizer is None or self._sequence.finish_reason == "stop":  # the token that ends it has no text
             return None
         return self._detokenizer.append(token_id)
 
     def output(self) -> CompletionOutput:
-        """The answer as far as it goes."""
+        """The answer so far."""
         sequence = self._sequence
         if sequence.is_finished and self._detokenizer is not None:
             self._detokenizer.flush()
@@ -58,9 +58,9 @@ class RequestAnswers:
     """One user request: its `n` sequences and their answers.
 
     Args:
-        request_id: the user's handle.
-        prompt: its text, None if it came as token ids.
-        sequences: the first one and the children to fork from it.
+        request_id: the request's id.
+        prompt: its text; None for a prompt given as token ids.
+        sequences: the first sequence, then the children that fork from it.
         tokenizer: a transformers tokenizer or None.
     """
 
@@ -78,11 +78,11 @@ class RequestAnswers:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def add(self, sequence: Request, token_id: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Take a sequence's newest token; returns the stop string that it completed."""
+        """Adds a sequence's newest token; returns the stop string that it completed, if any."""
         return self._answers[sequence.index].add(token_id, logprobs)
 
     def output(self) -> RequestOutput:
-        """The request as far as it goes."""
+        """The request's output so far."""
         first = self.sequences[0]
         started = [sequence.first_token_time for sequence in self.sequences if sequence.first_token_time is not None]
         ended = [sequence.finished_time for sequence in self.sequences if sequence.finished_time is not None]

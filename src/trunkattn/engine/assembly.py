@@ -1,4 +1,4 @@
-"""From a checked model and options to what executes batches: attention, KV cache, graphs, and their sizes."""
+"""From a checked model and options to a model runner: the attention, the KV cache, the graphs, and their sizes."""
 
 import os
 from dataclasses import replace
@@ -16,8 +16,11 @@ from trunkattn.kv_cache.tensors import KVCache
 
 
 def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
-    """The attention of every layer; raises ValueError for an unknown policy or execution, a geometry without a kernel
-    or a device that is not there."""
+    """The attention of every layer.
+
+    Raises:
+        ValueError: the policy or execution is unknown, the geometry has no kernel, or the device does not exist.
+    """
     layer = info.geometry.layer
     attention = AttentionConfig(
         num_qo_heads=layer.num_qo_heads,
@@ -35,17 +38,20 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
     if info.device.type == "cuda" and not reasons and (info.device.index or 0) >= torch.cuda.device_count():
         reasons.append(f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
     if reasons:
-        raise ValueError(f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}")
+        raise ValueError(
+            f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}; choose another device "
+            f"or model"
+        )
     return attention
 
 
 def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) -> tuple[int, int]:
     """Pages of the KV cache, and most tokens of a sequence within the model's limit and the cache's.
 
-    On a GPU without the loaded `model` they are upper bounds, which show what is wrong with the options early.
+    On a GPU without the loaded `model` both are upper bounds, which find bad options before the weights are loaded.
 
     Raises:
-        ValueError: naming the option that asks for too much, or the memory that is too little for one sequence.
+        ValueError: an option is too large, or the memory is too small for one sequence.
     """
     limit = info.max_model_len
     if config.max_model_len is not None:
@@ -68,7 +74,8 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
     if capacity < (config.max_model_len or 2):
         raise ValueError(
             f"the KV cache of {num_pages} pages holds {capacity} tokens: expected at least "
-            f"{config.max_model_len or 2} for one sequence; {page_bytes} bytes hold {config.page_size} tokens"
+            f"{config.max_model_len or 2} for one sequence; raise num_pages or kv_cache_bytes (a page of "
+            f"{config.page_size} tokens takes {page_bytes} bytes) or lower max_model_len"
         )
     return num_pages, min(limit, capacity)
 
@@ -90,8 +97,10 @@ def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:
 def make_runner(
     model: Any, info: ModelInfo, config: EngineConfig, kv_cache: KVCache, max_model_len: int
 ) -> ModelRunner:
-    """What executes batches; on a GPU with plans for any step that the options allow and, unless `enforce_eager`, with
-    graphs. Runners may share a model and a KV cache."""
+    """A model runner. On a GPU it has plans for any step that the options allow and, unless `enforce_eager`, graphs.
+
+    Runners may share a model and a KV cache.
+    """
     capacity = graphs = None
     if info.device.type == "cuda":
         capacity = Capacity(
@@ -109,16 +118,18 @@ def make_runner(
 
 
 def _step_tokens(config: EngineConfig, max_model_len: int) -> int:
-    """Most tokens of a step: `prefill_first` takes one prompt whole, however long."""
+    """Most tokens of a step: `prefill_first` computes a whole prompt in one step."""
     longest = max_model_len if config.scheduler_policy == "prefill_first" else 0
     return max(config.max_num_batched_tokens, longest)
 
 
 def _cache_bytes(info: ModelInfo, config: EngineConfig, model: Any | None, max_model_len: int) -> int:
-    """Bytes of the KV cache, of which it may leave some when they are more than useful."""
+    """Most bytes that the KV cache may have."""
     if info.device.type == "cpu":
         if config.gpu_memory_utilization is not None:
-            raise ValueError(f"gpu_memory_utilization={config.gpu_memory_utilization}: expected None on a CPU")
+            raise ValueError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization}: expected None on a CPU; use kv_cache_bytes"
+            )
         return min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, _free_bytes(info) // 2)
     if config.kv_cache_bytes is not None:
         _check_free(info, "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes)
@@ -129,7 +140,7 @@ def _cache_bytes(info: ModelInfo, config: EngineConfig, model: Any | None, max_m
 
 
 def _step_bytes(model: Any, info: ModelInfo, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a step of the most tokens takes besides weights and KV cache: found by running one, of padding."""
+    """Bytes that the largest step needs besides weights and KV cache, measured by running one of padding tokens."""
     before = torch.cuda.memory_allocated(info.device)
     torch.cuda.reset_peak_memory_stats(info.device)
     eager = replace(config, enforce_eager=True)
@@ -139,7 +150,7 @@ def _step_bytes(model: Any, info: ModelInfo, config: EngineConfig, max_model_len
 
 
 def _free_bytes(info: ModelInfo) -> int:
-    """Of a GPU, what is free; of a CPU, all of its memory."""
+    """Free bytes of a GPU, or all of a CPU's memory."""
     if info.device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     torch.cuda.empty_cache()
@@ -150,4 +161,6 @@ def _check_free(info: ModelInfo, name: str, value: int, num_bytes: int) -> None:
     free = _free_bytes(info)
     if num_bytes > free:
         kind = "memory" if info.device.type == "cpu" else "free memory"
-        raise ValueError(f"{name}={value}: expected at most the {kind} of {info.device}, {num_bytes} bytes of {free}")
+        raise ValueError(
+            f"{name}={value}: expected at most the {kind} of {info.device}, {free} bytes, but it needs {num_bytes}"
+        )

@@ -1,22 +1,34 @@
-"""What the engine can be told: `EngineConfig` once per engine, `SamplingParams` per request; validated when made."""
+"""The engine's options: `EngineConfig` once per engine, `SamplingParams` per request. Both check themselves."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
+from typing import Final
 
 from trunkattn.validate import check_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SCHEDULER_POLICIES = ("hybrid", "prefill_first")
-GREEDY_BELOW = 1e-5  # a smaller temperature is 0: its softmax is one-hot in float32 anyway
+SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
+OLDER_POLICY_NAMES: Final = MappingProxyType({"hybrid": "chunked_prefill"})  # still accepted
+GREEDY_BELOW = 1e-5  # a smaller temperature counts as 0: its softmax is one-hot in float32
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
-DEFAULT_GPU_SHARE = 0.9  # of the memory that is free
+DEFAULT_GPU_SHARE = 0.9  # of the free memory
+
+
+def check_scheduler_policy(name: str, value: object) -> str:
+    """The scheduler policy that `value` names, by its present name; raises ValueError if there is none."""
+    if isinstance(value, str):
+        value = OLDER_POLICY_NAMES.get(value, value)
+    if value not in SCHEDULER_POLICIES:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(SCHEDULER_POLICIES)}")
+    return str(value)
 
 
 def check_real(name: str, value: object, expected: str) -> float:
-    """`value` as a finite float; the caller checks the range that `expected` words."""
+    """`value` as a finite float. The caller checks the range that `expected` describes."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: expected {expected}")
     if not math.isfinite(value):
@@ -31,46 +43,54 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Raises TypeError or ValueError unless each of the sequences can decode a token within the budget of a step."""
+    """Raises TypeError or ValueError unless a step's token budget has one token for each running sequence."""
     check_int("max_num_seqs", max_num_seqs, 1)
     check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens={max_num_batched_tokens!r}: expected at least max_num_seqs={max_num_seqs!r}, so "
-            f"that every running decode gets its token in each step; raise the one or lower the other"
+            f"that every running answer gets a token in each step; raise max_num_batched_tokens or lower max_num_seqs"
         )
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine.
+    """Options of an engine. `LLM` accepts each of them as a keyword.
 
     Attributes:
         page_size: tokens per KV page.
-        num_pages: KV pages; None sizes the cache by bytes.
-        kv_cache_bytes: bytes of the KV cache, on a CPU at most half of the machine's. None: on a CPU 1 GiB, on a GPU by
-            `gpu_memory_utilization`.
-        gpu_memory_utilization: share for the KV cache of the GPU memory that is free beside the weights and what a step
-            takes; None: 0.9. At most one of these three is given.
+        num_pages: KV pages; None: the cache is sized in bytes. Of `num_pages`, `kv_cache_bytes` and
+            `gpu_memory_utilization` at most one can be given.
+        kv_cache_bytes: bytes of the KV cache, on a CPU at most half of the machine's memory. None: 1 GiB on a CPU; on a
+            GPU `gpu_memory_utilization` decides.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
-        scheduler_policy: who gets a step's tokens. "hybrid": every decode one, then prompts, a long one in chunks, the
-            rest of the budget (Sarathi-Serve's stall-free batching): steady times between tokens. "prefill_first":
-            whole prompts while any can start, one at least however long, and no decode beside them (the first vLLM):
-            early first tokens, but each new prompt stalls the running answers.
-        max_model_len: tokens of a sequence, prompt and output; None: the model's limit or the cache's, the lower.
-        policy, execution: packing policy, and on a GPU the way of launching kernels, of `AttentionConfig`.
+        scheduler_policy: how the tokens of a step are shared out. "chunked_prefill": each running answer gets one
+            token, and prompts get the rest of the budget, long ones in chunks (Sarathi-Serve's stall-free batching,
+            https://arxiv.org/abs/2403.02310, §4); the times between tokens are steady. Its older name "hybrid" is
+            accepted too. "prefill_first": steps with whole prompts come first, each with at least one prompt of any
+            length and no decode (as in the first vLLM); first tokens are early, but each new prompt stalls the running
+            answers.
+        max_model_len: most tokens of a sequence, prompt and output; None: the lower of the model's limit and the
+            cache's.
+        policy: packing policy of `AttentionConfig`.
         enable_prefix_caching: reuse the KV pages of equal prefixes.
-        dtype: weights, activations and KV: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16",
-            "float16" or the torch dtype of that name.
+        dtype: type of weights, activations and KV: "auto" (float32 on a CPU, else the checkpoint's), "float32",
+            "bfloat16", "float16" or the torch dtype of that name.
         device: "cpu", "cuda", or one GPU such as "cuda:1".
-        enforce_eager: on a GPU, launch every kernel of each step rather than replay CUDA graphs; on a CPU it is so
-            anyway.
-        load_format: "auto" loads the model's weights. "dummy" makes random ones, the same each time, from config.json
-            alone: for measuring speed.
+        gpu_memory_utilization: the KV cache's share, in (0, 1], of the GPU memory that the weights and a step leave
+            free; None: 0.9.
+        enforce_eager: on a GPU, launch every kernel of each step and capture no CUDA graphs. On a CPU there are none.
+        load_format: "auto" loads the model's weights. "dummy" makes random ones from config.json alone, the same each
+            time, to measure speed.
+        execution: execution of `AttentionConfig`: how a GPU launches the kernels.
 
     Raises:
-        TypeError, ValueError: naming the option, its value and what was expected.
+        TypeError, ValueError: naming the option, its value and what is expected.
+
+    Example:
+        >>> EngineConfig(page_size=32, max_num_seqs=8).scheduler_policy
+        'chunked_prefill'
     """
 
     page_size: int = 16
@@ -78,7 +98,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    scheduler_policy: str = "hybrid"
+    scheduler_policy: str = "chunked_prefill"
     max_model_len: int | None = None
     policy: str = "auto"
     enable_prefix_caching: bool = True
@@ -92,10 +112,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_int("page_size", self.page_size, 1)
         check_budget(self.max_num_seqs, self.max_num_batched_tokens)
-        if self.scheduler_policy not in SCHEDULER_POLICIES:
-            raise ValueError(
-                f"scheduler_policy={self.scheduler_policy!r}: expected one of {', '.join(SCHEDULER_POLICIES)}"
-            )
+        policy = check_scheduler_policy("scheduler_policy", self.scheduler_policy)
+        object.__setattr__(self, "scheduler_policy", policy)
         for name in ("num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
@@ -108,16 +126,18 @@ class EngineConfig:
         sizes = [name for name in ("num_pages", "kv_cache_bytes", "gpu_memory_utilization") if getattr(self, name)]
         if len(sizes) > 1:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in sizes)
-            raise ValueError(f"{given}: expected at most one of them")
+            raise ValueError(f"{given}: expected at most one of them; leave the others out")
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
         for name in ("policy", "execution"):
             if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name}={getattr(self, name)!r}: expected its name")
+                raise TypeError(f"{name}={getattr(self, name)!r}: expected a name, which AttentionConfig checks")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format={self.load_format!r}: expected one of {', '.join(LOAD_FORMATS)}")
         if self.dtype_name not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}, or the torch dtype")
+            raise ValueError(
+                f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}, or a torch dtype of that name"
+            )
 
     @property
     def dtype_name(self) -> str:
@@ -127,23 +147,27 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled; the names and defaults are vLLM's.
+    """How one request is sampled. The names and defaults are vLLM's.
 
     Attributes:
-        n: answers for the prompt, which is computed once.
-        temperature: divides the logits; below 1e-5 the most likely token is taken (greedy).
-        top_p: keep the fewest most likely tokens whose probabilities sum to at least this, 0 < top_p <= 1.
-        top_k: keep this many most likely tokens; 0 or -1 keeps all. Applied before top_p.
-        seed: the same seed gives the same answers whatever else is in the batch; answer i uses the stream (seed, i).
-        stop: string or strings that end the answer; the text ends before the string.
-        stop_token_ids: token ids that end the answer; they stay in `token_ids`, not in the text.
+        n: number of answers. The prompt is computed once for all of them.
+        temperature: the logits are divided by it, at least 0. Below 1e-5 the most likely token is taken (greedy).
+        top_p: keep the fewest most likely tokens whose probabilities sum to at least top_p, 0 < top_p <= 1.
+        top_k: keep the top_k most likely tokens; 0 or -1 keeps all. Applied before top_p.
+        seed: the same seed gives the same answers in any batch; answer i has its own random stream, (seed, i).
+        stop: a string or several that end the answer. The text ends before the string.
+        stop_token_ids: token ids that end the answer. They stay in `token_ids` and are not in the text.
         max_tokens: most tokens of an answer; None: up to the engine's `max_model_len`.
-        ignore_eos: go on after the end-of-sequence token.
-        logprobs: log-probabilities reported per token: this many most likely tokens and the sampled one, from the
-            unmodified logits; None: none.
+        ignore_eos: continue after the end-of-sequence token.
+        logprobs: report the natural-log probabilities of this many most likely tokens and of the sampled one, from the
+            unmodified logits; None: report none.
 
     Raises:
-        TypeError, ValueError: naming the parameter, its value and what was expected.
+        TypeError, ValueError: naming the parameter, its value and what is expected.
+
+    Example:
+        >>> SamplingParams(n=2, temperature=0.8, seed=1, stop="END").stop_strings
+        ('END',)
     """
 
     n: int = 1
@@ -176,6 +200,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether each token is simply the most likely one."""
         return self.temperature < GREEDY_BELOW
 
     @property
@@ -194,11 +219,11 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     if strings is None:
         return ()
     if not isinstance(strings, Iterable):
-        raise TypeError(f"stop={stop!r}: expected a string or several strings")
+        raise TypeError(f"stop={stop!r}: expected a string or a list of strings")
     strings = tuple(strings)
     for string in strings:
         if not isinstance(string, str):
-            raise TypeError(f"stop={stop!r}: expected a string or several strings")
+            raise TypeError(f"stop={stop!r}: expected a string or a list of strings")
         if not string:
             raise ValueError(f"stop={stop!r}: expected strings that are not empty")
     return strings
@@ -208,5 +233,5 @@ def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
     if token_ids is None:
         return ()
     if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
-        raise TypeError(f"stop_token_ids={token_ids!r}: expected several token ids")
+        raise TypeError(f"stop_token_ids={token_ids!r}: expected a list of token ids")
     return tuple(check_int("stop_token_ids", token_id, 0) for token_id in token_ids)

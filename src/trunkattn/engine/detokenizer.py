@@ -1,14 +1,19 @@
-"""Text of an answer as its tokens arrive: whole characters only, up to the first stop string."""
+"""Text of an answer as its tokens arrive: whole characters only, up to the first stop string.
+
+`tokenizers.decoders.DecodeStream` also decodes token by token, but only with the fast tokenizers of that library; a
+SentencePiece or Python tokenizer needs this one. It also ends an answer that stops within a character as `decode` does,
+where DecodeStream returns no text.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-NUM_CONTEXT_TOKENS = 6  # tokens of the prompt decoded along, so that a leading space is not lost
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes part of a character to
+NUM_CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the answer, so that its leading space is not lost
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for part of a character
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The part of a transformers tokenizer that the detokenizer uses."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
@@ -26,7 +31,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._token_ids = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
-        self._start = 0  # tokens [_start, _read) are decoded already; they are the context of what follows
+        self._start = 0  # tokens [_start, _read) are decoded: they are the context of the tokens after them
         self._read = len(self._token_ids)
         self._context = self._decode(self._token_ids)
         self._hold = max((len(string) - 1 for string in self._stop), default=0)
@@ -35,11 +40,11 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Text that no further token can change: before `flush`, without an end that might become a stop string."""
+        """Text that no further token can change: before `flush` an end that might become a stop string is missing."""
         return self._text if self._complete or not self._hold else self._text[: -self._hold]
 
     def append(self, token_id: int) -> str | None:
-        """Add a token; returns the stop string that it completed, and then the text ends before that string."""
+        """Adds a token; returns the stop string that it completed, if any. The text then ends before that string."""
         self._token_ids.append(token_id)
         decoded = self._decode(self._token_ids[self._start :])
         if len(decoded) <= len(self._context) or decoded.endswith(INCOMPLETE):
@@ -48,7 +53,7 @@ class Detokenizer:
         return self._extend(decoded)
 
     def flush(self) -> None:
-        """The answer is finished: an end that was held back is text, and so is part of a character."""
+        """Ends the answer: the text that was held back is added, part of a character included."""
         if not self._complete:
             self._extend(self._decode(self._token_ids[self._start :]))
             self._complete = True

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from trunkattn.engine.answers import RequestAnswers
@@ -13,28 +14,28 @@ from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, token_logprobs
-from trunkattn.engine.scheduler import Batch, Scheduler
-from trunkattn.engine.stats import EngineStats
+from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
+from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
 from trunkattn.validate import check_int
 
 
 class Runner(Protocol):
-    """What the engine needs of a `ModelRunner`."""
+    """The part of a `ModelRunner` that the engine uses."""
 
     last_reads: StepReads
 
-    def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
-        """Logits of the chunks that are sampled; they need not outlive the next call."""
+    def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
+        """Logits of the sampled chunks. The next call may overwrite them."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What requests are checked against.
+    """The limits that requests are checked against.
 
     Attributes:
         vocab_size: token ids are below it.
-        max_model_len: most tokens of a sequence, prompt and output; the cache holds that many.
+        max_model_len: most tokens of a sequence, prompt and output. The cache can hold one such sequence.
         eos_token_ids: tokens that end an answer.
     """
 
@@ -44,13 +45,19 @@ class ModelLimits:
 
 
 class Engine:
-    """Continuous batching over one model (PagedAttention; Sarathi-Serve).
+    """Continuous batching over one model: requests are added at any time, and each step computes one batch.
 
     Args:
         runner: computes batches.
-        scheduler: chooses them; its cache manager is the engine's.
+        scheduler: chooses batches; the engine uses its cache manager.
         limits: what requests are checked against.
         tokenizer: a transformers tokenizer; None: answers have no text.
+
+    Example:
+        >>> engine = LLM("path/to/model").engine  # doctest: +SKIP
+        >>> engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))  # doctest: +SKIP
+        >>> while engine.has_unfinished:  # doctest: +SKIP
+        ...     outputs = engine.step()
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, limits: ModelLimits, tokenizer: Any | None = None) -> None:
@@ -73,8 +80,22 @@ class Engine:
         return replace(self._stats, **vars(self.scheduler.stats))
 
     def usage(self) -> CacheUsage:
-        """What the KV cache holds now, and what a contiguous reservation per sequence would."""
+        """What the KV cache holds now, and what a contiguous reservation per sequence would hold."""
         return self.scheduler.cache.usage(self.limits.max_model_len)
+
+    def block_tables(self) -> BlockTables:
+        """The pages of the running sequences, as they are between two steps."""
+        cache, running = self.scheduler.cache, self.scheduler.running
+        pages = [cache.pages(sequence.request_id) for sequence in running]
+        table = np.zeros((len(running), max(map(len, pages), default=0)), dtype=np.int32)
+        for row, own in zip(table, pages, strict=True):
+            row[: len(own)] = own
+        lens = np.array([cache.num_tokens(sequence.request_id) for sequence in running], dtype=np.int32)
+        return BlockTables([sequence.owner_id for sequence in running], table, lens)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix: later requests compute their prompts from the first token."""
+        self.scheduler.cache.reset_prefix_cache()
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str = "prompt") -> None:
         """Raises TypeError or ValueError, naming the argument (`name` for the prompt), unless the request can run."""
@@ -83,17 +104,20 @@ class Engine:
             raise TypeError(f"sampling_params={params!r}: expected SamplingParams")
         if not 1 <= len(prompt_token_ids) <= limit:
             raise ValueError(
-                f"{name} has {len(prompt_token_ids)} tokens: expected 1 to {limit}, one less than max_model_len, which "
-                f"is what the model, the option and the KV cache's num_pages allow"
+                f"{name} has {len(prompt_token_ids)} tokens: expected 1 to {limit}, one less than max_model_len, the "
+                f"least of the model's limit, the option max_model_len and the KV cache's size"
             )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):
-            for token_id in prompt_token_ids:  # one of them is bad, or an integer of another type
+            for token_id in prompt_token_ids:  # one is bad or an integer of another type, which check_int accepts
                 check_int(f"{name}: token id", token_id, 0, highest)
         if params.logprobs is not None:
             check_int("logprobs", params.logprobs, 0, self.limits.vocab_size)
         if params.stop_strings and self._tokenizer is None:
-            raise ValueError(f"stop={params.stop!r}: expected none, because the model folder has no tokenizer")
+            raise ValueError(
+                f"stop={params.stop!r}: expected no stop strings, because the model folder has no tokenizer; use "
+                f"stop_token_ids"
+            )
 
     def add_request(
         self,
@@ -102,25 +126,25 @@ class Engine:
         prompt: str | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request; nothing is computed before `step`.
+        """Queues a request. `step` computes it.
 
         Args:
             prompt_token_ids: the prompt.
             params: how to sample.
             prompt: its text, for the output only.
-            request_id: unique among unfinished requests; None: the engine's choice.
+            request_id: unique among unfinished requests; None: the engine chooses one.
 
         Returns:
             The request id.
 
         Raises:
-            TypeError, ValueError: see `check_request`; nothing has changed then.
+            TypeError, ValueError: see `check_request`, or an unfinished request has this id; nothing has changed then.
         """
         self.check_request(prompt_token_ids, params)
         arrival = self._num_arrivals
         request_id = str(arrival) if request_id is None else request_id
         if request_id in self._requests:
-            raise ValueError(f"request_id={request_id!r}: expected one that no unfinished request has")
+            raise ValueError(f"request_id={request_id!r}: expected an id that no unfinished request has")
         num_tokens = len(prompt_token_ids)
         room = self.limits.max_model_len - num_tokens
         sequences = [
@@ -144,7 +168,8 @@ class Engine:
         return request_id
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request and give its pages back; returns what it has, None if there is no such unfinished request."""
+        """Ends a request and frees its pages. Returns its output so far, or None if no unfinished request has this
+        id."""
         answers = self._requests.pop(request_id, None)
         if answers is None:
             return None
@@ -154,7 +179,8 @@ class Engine:
         return answers.output()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; returns the requests that got a token. After an error they all wait and hold no page."""
+        """Computes one batch; returns the requests that got a token. After an error the requests of the batch hold no
+        page and wait to be recomputed."""
         started = time.monotonic()
         batch = self.scheduler.schedule()
         if not batch.chunks:
@@ -170,8 +196,8 @@ class Engine:
         self._count(batch, started)
         return outputs
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """A token and perhaps log-probabilities for each of `batch.samples`."""
+    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """For each of `batch.samples` a token, and log-probabilities if the request wants them."""
         rows = [sample.row for sample in batch.samples]
         if len(rows) != len(logits):  # new samples draw from their parent's row
             logits = logits[rows]
@@ -183,9 +209,9 @@ class Engine:
         return token_ids, token_logprobs(logits, specs, token_ids)
 
     def _answer(
-        self, batch: Batch, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+        self, batch: ScheduledBatch, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> list[RequestOutput]:
-        """Hand the tokens to their requests, stop at stop strings, and report every request that got one."""
+        """Hands the tokens to their requests, ends answers at stop strings, and returns the requests' outputs."""
         touched: dict[str, RequestAnswers] = {}
         for sample, token_id, logprob in zip(batch.samples, token_ids, logprobs, strict=True):
             answers = self._requests[sample.request.owner_id]
@@ -198,7 +224,7 @@ class Engine:
                 del self._requests[request_id]
         return [answers.output() for answers in touched.values()]
 
-    def _count(self, batch: Batch, started: float) -> None:
+    def _count(self, batch: ScheduledBatch, started: float) -> None:
         stats, cache = self._stats, self.scheduler.cache
         stats.steps += 1
         stats.computed_tokens += sum(chunk.num_tokens for chunk in batch.chunks)

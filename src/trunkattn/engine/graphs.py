@@ -1,8 +1,8 @@
-"""The forward pass at padded numbers of tokens, each captured in a CUDA graph when it is first needed.
+"""The forward pass at padded numbers of tokens, each captured in a CUDA graph when a step first needs it.
 
-A graph repeats its launches on the tensors that it was captured with. So these are made once for each padded number of
-tokens, filled with one copy per step, and what is too many in them writes no KV and has no logits. The attention's
-plans have room for any step and are refilled before (`BatchAttention.plan(..., into=plan)`).
+A graph repeats its launches on the tensors that it was captured with. So each padded number of tokens has its own
+tensors, and each step fills them with one copy. Padding tokens write no KV and have no logits. The attention's plans
+have room for any step and are refilled before each one (`BatchAttention.plan(..., into=plan)`).
 """
 
 from bisect import bisect_left
@@ -14,13 +14,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-LARGEST_GRAPH = 4096  # tokens; with more, a forward pass takes longer than its launches even of a small model
+from trunkattn.gpu.graphs import capture
+
+LARGEST_GRAPH = 4096  # tokens; a larger forward pass takes longer than its launches, even with a small model
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step on the host, int64. token_ids, positions, slots [T]; logits_rows [R]: tokens whose logits are wanted.
-    has_chunks: whether some plan of it has prompt chunks."""
+    """A step on the host. All arrays are int64.
+
+    Attributes:
+        token_ids, positions, slots: [T]; a slot is page * page_size + place in the page.
+        logits_rows: [R], the tokens whose logits the step needs.
+        has_chunks: whether one of its plans has prompt chunks.
+    """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -30,12 +37,12 @@ class StepArrays:
 
 
 class ForwardInputs:
-    """A step on the device, int64, with the fields of `StepArrays` and `mask` [1, T], which hides nothing.
+    """A step on the device, with the fields of `StepArrays` and an attention mask [1, T] of ones.
 
     Args:
-        num_tokens, num_rows: T and R, at least those of the steps it is filled with.
-        device: where.
-        has_chunks: whether their plans may have prompt chunks.
+        num_tokens, num_rows: T and R, at least those of each step that fills it.
+        device: where the tensors are.
+        has_chunks: whether the plans of its steps may have prompt chunks.
     """
 
     def __init__(self, num_tokens: int, num_rows: int, device: torch.device, has_chunks: bool = False) -> None:
@@ -46,8 +53,10 @@ class ForwardInputs:
         self.mask = torch.ones(1, num_tokens, dtype=torch.bool, device=device)
 
     def fill(self, step: StepArrays) -> None:
-        """Copies a step here, on the current stream. Padding tokens are token 0 at position 0 with slot -1; padding
-        rows are row 0."""
+        """Copies a step into the tensors, on the current stream.
+
+        Padding tokens are token 0 at position 0 with slot -1; padding rows are row 0.
+        """
         staging = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
         token_ids, positions, slots, logits_rows = (part.numpy() for part in staging.split(self._sizes))
         token_ids[: len(step.token_ids)] = step.token_ids
@@ -62,8 +71,8 @@ Work = Callable[[], None]
 
 
 def graph_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Padded numbers of tokens up to `max_tokens`: powers of two, from 16 on with multiples of 16 between them, so that
-    a step is padded by fewer than 16 tokens or by less than an eighth."""
+    """Padded numbers of tokens up to `max_tokens`: powers of two and, above 16, multiples of 16 between them. So a step
+    has fewer than 16 padding tokens, or less than an eighth."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_tokens]
     size = 16
     while size < max_tokens:
@@ -73,32 +82,29 @@ def graph_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 class CudaCapture:
-    """Captures work on one GPU in graphs that share their memory, as only one of them runs at a time."""
+    """Captures work on one GPU in graphs that share their memory, because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
-        """What repeats `work`'s launches on the current stream. Nothing is computed now.
+        """A function that repeats `work`'s launches on the current stream. Nothing is computed now.
 
         Raises:
             ValueError: the work waits for the device.
         """
-        graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # a graph's own memory cannot come from what the allocator keeps for later
         try:
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                work()
+            return capture(work, self._stream, self._pool).replay
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"enforce_eager=False: expected True for this model, whose forward pass cannot be captured in a CUDA "
-                f"graph ({reason})"
+                f"enforce_eager=False: expected True for this model, because its forward pass cannot be captured in a "
+                f"CUDA graph ({reason})"
             ) from error
-        return graph.replay
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Graphs:
     Attributes:
         sizes: padded numbers of tokens, ascending; see `graph_sizes`.
         max_num_seqs: most rows of logits of a step.
-        capture: makes of work what repeats it on the same tensors, such as `CudaCapture`.
+        capture: turns work into a function that repeats it on the same tensors, such as `CudaCapture`.
     """
 
     sizes: tuple[int, ...]
@@ -117,7 +123,7 @@ class Graphs:
 
 
 class EagerForward:
-    """Runs a forward pass on just a step's tokens.
+    """Runs a forward pass on exactly a step's tokens.
 
     Args:
         forward: logits [R, vocab_size] of its inputs.
@@ -139,13 +145,14 @@ class EagerForward:
 
 
 class GraphedForward:
-    """Runs a forward pass by the graph of the least padded number of tokens that holds a step; beyond the largest,
-    eagerly. Steps with prompt chunks have graphs of their own up to `decode_sizes`; larger ones mostly have chunks, and
-    those that do not take the same graph.
+    """Runs a forward pass by the graph of the smallest padded size that holds the step, and larger steps eagerly.
+
+    Sizes in `decode_sizes` have two graphs: one for steps with prompt chunks and one for decode alone. Larger steps
+    nearly always have chunks, so one graph serves them all.
 
     Args:
         forward, device: see `EagerForward`.
-        graphs: at which sizes, and by what.
+        graphs: the sizes, and the function that captures.
     """
 
     def __init__(self, forward: Forward, device: torch.device, graphs: Graphs) -> None:
@@ -156,12 +163,12 @@ class GraphedForward:
         self._graphs = graphs
         self._eager = EagerForward(forward, device)
         self._captured: dict[tuple[int, bool], tuple[ForwardInputs, Work]] = {}  # by padded tokens and has_chunks
-        self._logits: torch.Tensor | None = None  # of all graphs, which would otherwise each keep their own
+        self._logits: torch.Tensor | None = None  # all graphs write their logits here, so that none keeps its own
 
     def __call__(self, step: StepArrays) -> torch.Tensor:
-        """Logits [R, vocab_size], which the next call may overwrite.
+        """Logits [R, vocab_size]. The next call may overwrite them.
 
-        The first step of a padded number of tokens runs eagerly, which compiles kernels, and is then captured.
+        The first step of a padded size runs eagerly, which compiles its kernels, and is then captured.
         """
         place = bisect_left(self.sizes, len(step.token_ids))
         if place == len(self.sizes):

@@ -1,7 +1,7 @@
 """The bridge to transformers: an attention function that gets the step's plan by keyword.
 
-`model.forward(..., trunk_step=step)` hands the keyword to every attention layer, and the layer to `step.attend`. The
-step is a `TrunkStep`, which computes, or an `AttentionProbe`, which notes what the layers ask for.
+`model.forward(..., trunk_step=step)` passes the keyword to every attention layer, and the layer calls `step.attend`.
+The step is a `TrunkStep`, which computes, or an `AttentionProbe`, which records what each layer needs.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,21 @@ from trunkattn.kv_cache.tensors import KVCache
 from trunkattn.ops.write_kv import write_kv
 
 ATTENTION_NAME = "trunkattn"
-# Keywords that reach the attention and change nothing in it.
+# Keywords that transformers passes to the attention and that do not change it.
 NO_EFFECT = frozenset({"position_ids", "use_cache", "output_router_logits"})
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer's attention is.
+    """The attention of one layer.
 
     Attributes:
-        num_qo_heads, num_kv_heads, head_dim, head_dim_v: geometry; `head_dim_v` is that of the values.
+        num_qo_heads, num_kv_heads, head_dim: geometry of queries and keys.
+        head_dim_v: head dimension of the values.
         sm_scale: factor of the logits.
-        sliding_window: keys that a query sees, itself included; None: all.
+        sliding_window: keys that a query sees, its own included; None: all.
         logits_soft_cap: c of c * tanh(logits / c); None: no cap.
-        sinks: whether there is a sink logit per query head.
+        sinks: whether each query head has a sink logit.
     """
 
     num_qo_heads: int
@@ -54,7 +55,7 @@ class LayerTensors:
 
 
 class AttentionStep(Protocol):
-    """What a forward pass does with each layer's attention."""
+    """A forward pass calls it for each layer's attention."""
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
         """The layer's output, [T, Hq, Dv]."""
@@ -62,7 +63,7 @@ class AttentionStep(Protocol):
 
 @dataclass(frozen=True)
 class TrunkStep:
-    """One step's batch: writes the layer's K/V, then attends by the plan of the layer's window.
+    """One step's batch: it writes the layer's keys and values, then attends by the plan of the layer's window.
 
     Attributes:
         attention: shared by all layers.
@@ -87,13 +88,13 @@ class TrunkStep:
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """Notes each layer's attention; for a forward pass without weights, on the meta device."""
+    """Records each layer's attention in a forward pass without weights, on the meta device."""
 
     layers: dict[int, LayerAttention] = field(default_factory=dict)
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
         if layer_idx in self.layers:
-            raise ValueError(f"layer {layer_idx} calls its attention twice")
+            raise ValueError(f"layer {layer_idx} calls its attention twice: expected one call per layer")
         self.layers[layer_idx] = layer
         return tensors.q.new_empty(*tensors.q.shape[:2], layer.head_dim_v)
 
@@ -110,20 +111,20 @@ def trunk_attention(
     """transformers' attention interface over one packed batch.
 
     Args:
-        module: the attention layer; its `layer_idx` chooses the KV pages.
-        query, key, value: [1, heads, T, head_dim], rotary positions applied.
-        attention_mask: None; the plan knows who sees what.
+        module: the attention layer; its `layer_idx` selects the KV pages.
+        query, key, value: [1, heads, T, head_dim], after the rotary embedding.
+        attention_mask: must be None; the plan knows which keys each query sees.
         trunk_step: the step.
         options: `scaling`, `sliding_window`, `softcap` and `s_aux` as transformers' models pass them.
 
     Returns:
-        [1, T, Hq, Dv] and no weights.
+        The output [1, T, Hq, Dv], and None instead of attention weights.
 
     Raises:
-        ValueError: an option that changes attention in a way that is not known here.
+        ValueError: an option changes attention in a way that is not supported.
     """
     if trunk_step is None:
-        raise ValueError("the model does not pass keyword arguments on to its attention: expected trunk_step")
+        raise ValueError("trunk_step=None: expected the step; the model does not pass keywords on to its attention")
     scaling, soft_cap = options.pop("scaling", None), options.pop("softcap", None)
     window, sinks = options.pop("sliding_window", None), options.pop("s_aux", None)
     _check_options(module, attention_mask, options)
@@ -143,18 +144,18 @@ def trunk_attention(
 
 def _check_options(module: nn.Module, attention_mask: torch.Tensor | None, options: dict[str, Any]) -> None:
     if attention_mask is not None:
-        raise ValueError("the model builds an attention mask of its own: expected None")
+        raise ValueError("the model builds its own attention mask: expected none")
     if options.pop("dropout", 0.0):
         raise ValueError("the attention has dropout: expected a model in evaluation mode")
     if options.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
         raise ValueError("the attention is bidirectional: expected causal attention")
     unknown = sorted(name for name, value in options.items() if value is not None and name not in NO_EFFECT)
     if unknown:
-        raise ValueError(f"the attention takes {', '.join(unknown)}, which is not supported")
+        raise ValueError(f"the attention has the options {', '.join(unknown)}, which are not supported")
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: nothing is built, because the plan holds causality and windows."""
+    """transformers' mask interface: there is no mask, because the plan holds causality and windows."""
 
 
 AttentionInterface.register(ATTENTION_NAME, trunk_attention)

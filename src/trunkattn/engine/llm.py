@@ -34,25 +34,32 @@ class _Prepared:
 
 
 class LLM:
-    """A local language model that answers many prompts at once, reading each shared prefix once per step.
+    """A local language model that answers many prompts at once and reads each shared prefix once per step.
+
+    On a GPU each step replays a CUDA graph. A graph is captured at the first step of its padded number of tokens, which
+    makes that step some tenths of a second slower; `warm_up` captures all graphs at once. With `enforce_eager` there
+    are none.
 
     Args:
         model: a local Hugging Face folder (config.json and safetensors) or a GGUF file.
         options: fields of `EngineConfig`.
 
-    On a GPU the forward pass is captured in CUDA graphs, each when the first step of its padded number of tokens comes,
-    which takes that step some tenths of a second; `warm_up` captures all at once. With `enforce_eager` there are none.
-
     Raises:
-        TypeError, ValueError: an unknown or bad option, a file that is missing, truncated or foreign, a model that
-            needs what is not supported. Weights are loaded only when everything else has been checked.
+        TypeError, ValueError: an option is unknown or bad, a file is missing, truncated or foreign, or the model is not
+            supported. Weights are loaded only after all other checks.
+
+    Example:
+        >>> llm = LLM("path/to/model", max_num_seqs=32)  # doctest: +SKIP
+        >>> params = SamplingParams(temperature=0, max_tokens=32)  # doctest: +SKIP
+        >>> for output in llm.generate(["Why is the sky blue?", "Why is grass green?"], params):  # doctest: +SKIP
+        ...     print(output.outputs[0].text)
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         known = [option.name for option in fields(EngineConfig)]
         for name, value in options.items():
             if name not in known:
-                raise TypeError(f"{name}={value!r}: no such option; expected {', '.join(known)}")
+                raise TypeError(f"{name}={value!r}: there is no such option; expected one of {', '.join(known)}")
         self.config = EngineConfig(**options)
         info = inspect_model(model, self.config.dtype_name, self.config.device, self.config.load_format)
         attention_config(info, self.config)
@@ -73,12 +80,13 @@ class LLM:
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer)
         self.engine = Engine(self._runner, scheduler, ModelLimits(info.vocab_size, max_model_len, eos), self.tokenizer)
-        self._inbox: dict[str, RequestOutput] = {}  # newest output of each request, until its call fetches it
+        self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
 
     def warm_up(self) -> None:
-        """Compiles the planner, captures every CUDA graph, and compiles every kernel, which would otherwise wait for
-        the first step of its kind and size; on a CPU or with `enforce_eager` the planner alone. To be called while
-        nothing runs."""
+        """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
+
+        On a CPU or with `enforce_eager` it compiles the planner alone. Call it while no request is unfinished.
+        """
         self._runner.warm_up()
 
     @property
@@ -92,19 +100,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts.
+        """Answers prompts.
 
         Args:
             prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with "prompt" or
                 "prompt_token_ids".
-            sampling_params: for all prompts, or one for each; None: `SamplingParams()`.
+            sampling_params: one for all prompts, or one for each; None: `SamplingParams()`.
             use_tqdm: show a progress bar.
 
         Returns:
             One output per prompt, in their order.
 
         Raises:
-            TypeError, ValueError: naming the prompt or parameter; then no prompt of this call has been started.
+            TypeError, ValueError: naming the bad prompt or parameter. No prompt of this call has started then.
         """
         prepared = self._prepare(prompts, sampling_params)
         results: dict[int, RequestOutput] = {}
@@ -122,12 +130,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the tokenizer's chat template makes the prompts. See `generate`.
+        """Answers one conversation or several, whose prompts the tokenizer's chat template makes.
 
-        A message is a mapping with a role and, mostly, a content: what else the template knows it may have too.
+        Args:
+            messages: a list of messages, or a list of such lists. A message is a mapping with "role", usually
+                "content", and any other key that the template reads.
+            sampling_params, use_tqdm: see `generate`.
+
+        Returns:
+            One output per conversation, in their order.
+
+        Raises:
+            TypeError, ValueError: naming the bad message or parameter, or the model has no chat template.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("messages: the model has no chat template; use generate")
+            raise ValueError("messages: the model has no chat template; expected prompts, so call generate")
         _check_list("messages", messages)
         single = isinstance(messages[0], Mapping)
         conversations = {"messages": messages} if single else {f"messages[{i}]": it for i, it in enumerate(messages)}
@@ -140,10 +157,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Answer prompts, yielding (position of the prompt, its output so far) whenever one got a token.
+        """Answers prompts and yields (position of the prompt, its output so far) whenever a prompt gets a token.
 
-        Arguments are checked at once; computation starts with the first item. Closing the iterator aborts what is
-        unfinished. Several iterators, and `generate`, may be used in turn: they share the engine's steps.
+        The arguments are checked now; the computation starts with the first item. To close the iterator aborts its
+        unfinished prompts. Several iterators and `generate` may be used in turn: they share the engine's steps.
+
+        Args:
+            prompts, sampling_params: see `generate`.
+
+        Raises:
+            TypeError, ValueError: see `generate`.
+
+        Example:
+            >>> for position, output in llm.stream(["Hello", "Goodbye"]):  # doctest: +SKIP
+            ...     print(position, output.outputs[0].text)
         """
         return self._run(self._prepare(prompts, sampling_params))
 
@@ -154,11 +181,11 @@ class LLM:
         }
         try:
             while positions:
-                ready = [request_id for request_id in positions if request_id in self._inbox]
+                ready = [request_id for request_id in positions if request_id in self._unfetched]
                 if not ready:
-                    self._inbox.update((output.request_id, output) for output in self.engine.step())
+                    self._unfetched.update((output.request_id, output) for output in self.engine.step())
                 for request_id in ready:
-                    output = self._inbox.pop(request_id)
+                    output = self._unfetched.pop(request_id)
                     position = positions[request_id]
                     if output.finished:
                         del positions[request_id]
@@ -166,14 +193,14 @@ class LLM:
         finally:
             for request_id in positions:
                 self.engine.abort_request(request_id)
-                self._inbox.pop(request_id, None)
+                self._unfetched.pop(request_id, None)
 
     def _prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[_Prepared]:
-        """Every prompt tokenised and checked, so that a bad one stops the call before any is started."""
+        """Tokenises and checks every prompt, so that a bad one stops the call before any has started."""
         if not isinstance(prompts, str | Mapping | Sequence) or isinstance(prompts, bytes | bytearray):
             raise TypeError(f"prompts={prompts!r}: expected one prompt or a list of prompts")
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
@@ -199,7 +226,7 @@ class LLM:
     def _tokenize(self, prompt: object, name: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
-                raise ValueError(f"{name} has the keys {sorted(prompt)}: expected prompt or prompt_token_ids")
+                raise ValueError(f"{name} has the keys {sorted(prompt)}: expected one of prompt and prompt_token_ids")
             prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -208,7 +235,7 @@ class LLM:
                 raise ValueError(f"{name}={prompt!r}: expected a prompt that is not empty")
             return prompt, self.tokenizer(prompt)["input_ids"]
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise TypeError(f"{name}={prompt!r}: expected a string, token ids, or a mapping with one of them")
+            raise TypeError(f"{name}={prompt!r}: expected a string, a list of token ids, or a mapping with one of them")
         return None, list(prompt)
 
 
@@ -216,7 +243,7 @@ def _check_list(name: str, value: Any) -> None:
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         raise TypeError(f"{name}={value!r}: expected a list of messages, each with a role and a content")
     if not value:
-        raise ValueError(f"{name}={value!r}: expected a conversation of at least one message")
+        raise ValueError(f"{name}={value!r}: expected at least one message")
 
 
 def _fill_template(make: Callable[[list[Message]], list[int]], name: str, conversation: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are loaded; then its weights and tokenizer, all transformers' own."""
+"""What a model is before its weights are loaded; then its weights and tokenizer. transformers reads all of them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ DUMMY_SEED = 0
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A supported model, no weight loaded yet.
+    """A supported model before any weight is loaded.
 
     Attributes:
-        files: where it lies.
+        files: where it is.
         config: its transformers configuration.
         geometry: its attention.
         max_model_len: longest sequence, in tokens.
-        dtype, device: what it is loaded as, and to.
+        dtype, device: type and place of the weights.
         load_format: "auto" or "dummy", see `EngineConfig`.
     """
 
@@ -43,13 +43,13 @@ class ModelInfo:
 
 
 def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu", load_format: str = "auto") -> ModelInfo:
-    """Check that a model can run here, before any weight is loaded.
+    """Checks that a model can run here, before any weight is loaded.
 
     Args:
         model: a local Hugging Face folder (config.json and safetensors) or a GGUF file.
-        load_format: "dummy": the folder needs no safetensors.
         dtype: "auto" (float32 on a CPU, else the checkpoint's) or the name of a torch dtype.
         device: a torch device.
+        load_format: with "dummy" the folder needs no safetensors.
 
     Raises:
         TypeError, ValueError: naming the path and what is wrong: missing, foreign or truncated files, or the reasons
@@ -57,10 +57,7 @@ def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu", l
     """
     torch_device = _device(device)
     files = find_model_files(model, with_weights=load_format != "dummy")
-    try:
-        config = AutoConfig.from_pretrained(files.folder, **files.load_options)
-    except Exception as error:  # a foreign file can make transformers raise nearly anything
-        raise ValueError(f"model={str(model)!r}: transformers cannot read its configuration: {error}") from error
+    config = _read_config(files)
     reasons = check_supported(config)
     geometry, _ = (None, reasons) if reasons else probe_attention(config)
     if geometry is None:
@@ -73,13 +70,29 @@ def load_model(info: ModelInfo) -> Any:
     """The model with its weights, on `info.device`, in evaluation mode, with trunkattn's attention.
 
     Raises:
-        ValueError: the weights do not match the configuration.
+        ValueError: a weight is missing, or transformers cannot load the files.
     """
     model = _dummy_model(info) if info.load_format == "dummy" else _saved_model(info)
     model = model.to(info.device).eval().requires_grad_(False)
     if can_pack(info.dtype, info.device):
         pack_linears(model)
     return model
+
+
+def _read_config(files: ModelFiles) -> PretrainedConfig:
+    """The model's configuration. For a GGUF file this is also the check of its header and, for most architectures, of
+    its length; see `engine.model_files`."""
+    try:
+        return AutoConfig.from_pretrained(files.folder, **files.load_options)
+    except Exception as error:  # a foreign file can make a reader raise nearly anything
+        reason = f"{type(error).__name__}: {error}"
+        if files.gguf_file is None:
+            message = f"transformers cannot read its configuration ({reason}); correct its config.json"
+        else:
+            message = (
+                f"transformers cannot read it ({reason}); expected a complete GGUF file, so copy or download it again"
+            )
+        raise ValueError(f"model={str(files.path)!r}: {message}") from error
 
 
 def _saved_model(info: ModelInfo) -> Any:
@@ -92,19 +105,22 @@ def _saved_model(info: ModelInfo) -> Any:
             output_loading_info=True,
             **info.files.load_options,
         )
-    except Exception as error:  # as above
-        raise ValueError(f"model={str(info.files.folder)!r}: its weights cannot be loaded: {error}") from error
+    except Exception as error:  # as in _read_config
+        raise ValueError(
+            f"model={str(info.files.path)!r}: transformers cannot load its weights ({error}); expected the files that "
+            f"its configuration describes"
+        ) from error
     model, loading = loaded
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
         raise ValueError(
-            f"model={str(info.files.folder)!r}: the files lack {missing}; expected every weight of the model"
+            f"model={str(info.files.path)!r}: its files lack {missing}; expected every weight of the model"
         )
     return model
 
 
 def _dummy_model(info: ModelInfo) -> Any:
-    """Weights as the model's own code draws them for training, with one seed, made on the device."""
+    """Random weights as the model's own code initialises them for training, from one seed, made on the device."""
     devices = [info.device] if info.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(info.device):
         torch.manual_seed(DUMMY_SEED)
@@ -112,14 +128,14 @@ def _dummy_model(info: ModelInfo) -> Any:
 
 
 def load_tokenizer(info: ModelInfo) -> Any | None:
-    """The tokenizer; None if the folder has none (prompts are token ids then)."""
+    """The tokenizer; None if the folder has none, and then prompts are token ids."""
     if info.files.gguf_file is None and not any((info.files.folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return AutoTokenizer.from_pretrained(info.files.folder, **info.files.load_options)
 
 
 def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-sequence ids: the generation configuration's, one or several, else the tokenizer's."""
+    """End-of-sequence ids: those of the generation configuration, or else the tokenizer's."""
     eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -132,7 +148,9 @@ def _device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={name!r}: expected the name of a torch device") from error
+        raise ValueError(
+            f"device={name!r}: expected the name of a torch device, such as cpu, cuda or cuda:1"
+        ) from error
 
 
 def _dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:

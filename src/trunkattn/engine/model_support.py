@@ -1,4 +1,4 @@
-"""Whether a model can run here, found from its configuration alone: reasons why not, and its attention's geometry."""
+"""Whether a model can run here, from its configuration alone: the reasons if not, or its attention's geometry."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-UNSUPPORTED_OPTIONS = (  # set in the configuration -> what that means
+UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meaning
     ("is_encoder_decoder", "it is an encoder-decoder model"),
     ("kv_lora_rank", "it uses multi-head latent attention (MLA)"),
     ("alibi", "its attention has ALiBi position biases"),
@@ -41,32 +41,37 @@ def check_supported(config: PretrainedConfig) -> list[str]:
 
 
 def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None, list[str]]:
-    """The attention as the model's own code calls it, in a forward pass on the meta device; or the reasons against."""
+    """The attention as the model's own code calls it in a forward pass on the meta device, and the reasons against it.
+
+    Returns:
+        (geometry, []) or (None, reasons).
+    """
     probe = AttentionProbe()
     try:
         _forward_on_meta(copy.deepcopy(config), probe)
-    except Exception as error:  # whatever the model's code raises is the reason
-        return None, [f"its forward pass cannot be followed: {type(error).__name__}: {error}"]
+    except Exception as error:  # any error of the model's code is a reason
+        return None, [f"its forward pass fails on the meta device: {type(error).__name__}: {error}"]
     layers = probe.layers
     if sorted(layers) != list(range(config.num_hidden_layers)):
-        return None, [f"attention is called by layers {sorted(layers)}, not by all {config.num_hidden_layers}"]
+        return None, [f"only layers {sorted(layers)} call attention, not all {config.num_hidden_layers}"]
     in_order = [layers[index] for index in sorted(layers)]
     geometries = {_without_window(layer) for layer in in_order}
     if len(geometries) != 1:
         return None, [f"its layers differ in their attention: {sorted(map(str, geometries))}"]
     layer = geometries.pop()
     if layer.head_dim != layer.head_dim_v:
-        return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected one"]
+        return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected the same"]
     return AttentionGeometry(layer, tuple(found.sliding_window for found in in_order)), []
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """Longest sequence that the model is computed the same for whatever else is in the batch, in tokens.
+    """Longest sequence, in tokens, whose result does not depend on the other sequences of the batch.
 
-    "longrope" changes every position's rotation beyond its original length, so that is its limit.
+    The rope type "longrope" changes the rotation of every position once a sequence exceeds the original length, so that
+    length is its limit.
 
     Raises:
-        ValueError: the configuration names no limit.
+        ValueError: the configuration has no limit.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += [
@@ -76,7 +81,10 @@ def max_positions(config: PretrainedConfig) -> int:
     ]
     known = [int(limit) for limit in limits if limit]
     if not known:
-        raise ValueError(f"model: {config.model_type} names no max_position_embeddings: expected a positive number")
+        raise ValueError(
+            f"model: the configuration of {config.model_type} has no max_position_embeddings: expected a number of "
+            f"tokens of at least 1"
+        )
     return min(known)
 
 
@@ -102,13 +110,13 @@ def _config_reasons(config: PretrainedConfig) -> list[str]:
 
 def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
     with torch.device("meta"), torch.inference_mode():
-        # bfloat16, because some grouped matrix products exist on the meta device for nothing else.
+        # On the meta device some grouped matrix products exist for bfloat16 only.
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
         model.eval()(
             input_ids=token_ids,
             position_ids=token_ids,
-            attention_mask=torch.ones_like(token_ids),  # spares transformers a look at the values of position_ids
+            attention_mask=torch.ones_like(token_ids),  # without it transformers reads the values of position_ids
             use_cache=False,
             logits_to_keep=token_ids[0, :1],
             trunk_step=probe,
@@ -120,6 +128,6 @@ def _without_window(layer: LayerAttention) -> LayerAttention:
 
 
 def _rope_parameters(config: PretrainedConfig) -> Iterable[Mapping[str, Any]]:
-    """The rotary parameters: one mapping, or one per layer type."""
+    """The rotary parameters: one mapping for all layers, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters] if "rope_type" in parameters else [rope for rope in parameters.values() if rope]

@@ -1,4 +1,4 @@
-"""What a request gives back; the names and fields are vLLM's."""
+"""The outputs of a request. The names and fields are vLLM's."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,17 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer, as far as it goes.
+    """One answer so far.
 
     Attributes:
-        index: which of the `n` answers.
-        text: the answer without special tokens, stop string or stop token; "" without a tokenizer. While unfinished, an
-            end that could still become a stop string or part of a character is held back.
-        token_ids: generated tokens, the one that ended the answer included.
-        cumulative_logprob: sum over the tokens' log-probabilities; None unless `logprobs` was asked for.
-        logprobs: per token, token id -> Logprob: the most likely tokens and the sampled one; None unless asked for.
-        finish_reason: "stop", "length", "abort", or None while unfinished.
+        index: number of the answer among the request's `n`.
+        text: the answer without special tokens, stop string or stop token; "" without a tokenizer. Until the answer is
+            finished, an end that could become a stop string or is part of a character is held back.
+        token_ids: generated tokens, including the one that ended the answer.
+        cumulative_logprob: sum of the tokens' log-probabilities; None unless the request has `logprobs`.
+        logprobs: per token, token id -> Logprob of the most likely tokens and the sampled one; None unless the request
+            has `logprobs`.
+        finish_reason: "stop", "length" or "abort"; None while unfinished.
         stop_reason: the stop string or stop token id; None for end-of-sequence and other reasons.
     """
 
@@ -38,7 +39,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in seconds on the monotonic clock; the first token's and the end's are None until they are known."""
+    """Times in seconds on the monotonic clock; None while the first token or the end has not come."""
 
     arrival_time: float
     first_token_time: float | None
@@ -56,12 +57,12 @@ class RequestOutput:
 
     Attributes:
         request_id: as returned by `add_request`.
-        prompt: the text, or None for a prompt given as token ids.
-        prompt_token_ids: the tokens that were computed.
+        prompt: the text; None for a prompt given as token ids.
+        prompt_token_ids: the prompt's tokens.
         outputs: `n` answers in order of their index.
-        finished: whether all answers are.
+        finished: whether all answers are finished.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
-        metrics: when things happened.
+        metrics: times of arrival, first token and end.
     """
 
     request_id: str

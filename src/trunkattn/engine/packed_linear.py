@@ -1,8 +1,7 @@
 """Linear layers for a CPU in float32, with the weights stored in the order in which a decode step reads them.
 
-A library's product would be the first choice. But with 32 rows all of SmolLM2's layers take 30 ms on two Zen 5 cores
-with oneDNN's packed weights (torch's own BLAS: more than twice that), and 22 ms with the attention executor's register
-tile, which fetches weights from memory while it computes; at 512 rows the two are even (docs/performance.md).
+With few rows the attention executor's register tile is faster than torch's BLAS and than oneDNN's packed weights,
+because it fetches weights from memory while it computes. With many rows it is as fast as oneDNN.
 """
 
 import torch
@@ -21,11 +20,11 @@ class PackedLinear(nn.Module):
         self._panels = pack_weight(linear.weight.detach().numpy())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """y [..., out_features] of x [..., in_features]."""
         rows = x.detach().reshape(-1, self.in_features).contiguous()
         out = torch.empty(len(rows), len(self._panels) * PANEL)
         multiply(rows.numpy(), self._panels, out.numpy(), torch.get_num_threads())
-        out = out[:, : self.out_features].contiguous()  # a copy only where the last panel is not full
+        out = out[:, : self.out_features].contiguous()  # copies only if the last panel is not full
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
@@ -37,7 +36,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces every `nn.Linear` (exactly that class) of `model`; the unpacked weights are dropped where not tied."""
+    """Replaces every `nn.Linear` (exactly that class) of `model`. Unpacked weights stay only if they are tied."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: one sequence of tokens and how far its KV is computed. No torch here."""
+"""A request as the scheduler sees it: one sequence of tokens, and how many of them have their KV. No torch here."""
 
 import time
 from collections.abc import Sequence
@@ -11,22 +11,23 @@ from trunkattn.engine.config import SamplingParams
 class Request:
     """One sequence: a prompt and one of its `n` answers.
 
-    There is no prefill or decode phase: `num_computed_tokens` chases `num_tokens`, by a chunk or by one token per step.
+    There is no prefill or decode phase: in each step `num_computed_tokens` approaches `num_tokens`, by a chunk of the
+    prompt or by one token.
 
     Attributes:
         request_id: unique among the engine's sequences.
         token_ids: prompt and generated tokens.
-        num_prompt_tokens: how many of them are the prompt's.
+        num_prompt_tokens: tokens of the prompt.
         params: sampling parameters.
-        max_tokens: most tokens to generate; `max_model_len` is accounted for.
+        max_tokens: most tokens to generate, within `max_model_len`.
         eos_token_ids: end-of-sequence ids of the model; empty with `ignore_eos`.
-        arrival: rank in the order of arrival; the preemption victim is the last.
-        index: which of the `n` answers.
-        owner_id: the user's request that this is an answer to.
-        children: sequences to fork from this one once the prompt is computed (PagedAttention, parallel sampling).
-        num_computed_tokens: tokens whose KV is in the cache, or was before a preemption (then 0).
-        num_cached_tokens: prompt tokens found in the prefix cache when first scheduled; None before.
-        num_preemptions: times the pages were taken away.
+        arrival: rank in the order of arrival. The last arrival is preempted first.
+        index: number of the answer among the request's `n`.
+        owner_id: id of the user's request.
+        children: sequences that fork from this one once the prompt is computed (parallel sampling).
+        num_computed_tokens: tokens whose KV is in the cache; 0 after a preemption.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first scheduling; None before.
+        num_preemptions: times that the sequence lost its pages.
         finish_reason: "stop", "length" or "abort"; None while unfinished.
         stop_reason: the stop string or stop token id that ended the answer; None for end-of-sequence.
     """
@@ -71,7 +72,7 @@ class Request:
         return self.arrival, self.index
 
     def append(self, token_id: int) -> None:
-        """Add a generated token; finishes the request at an end-of-sequence or stop token or at `max_tokens`."""
+        """Adds a generated token; finishes the request at an end-of-sequence or stop token or at `max_tokens`."""
         self.token_ids.append(token_id)
         if self.first_token_time is None:
             self.first_token_time = time.monotonic()
@@ -83,6 +84,7 @@ class Request:
             self.finish("length")
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
+        """Marks the request as finished, now."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.finished_time = time.monotonic()

@@ -1,4 +1,4 @@
-"""Runs a scheduled batch through the model: arrays, plans, page copies, forward pass, logits."""
+"""Runs a scheduled batch through the model: page copies, arrays, plans, forward pass, logits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,22 @@ from trunkattn.attention import BatchAttention, Plan
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
 from trunkattn.engine.hf_attention import TrunkStep
 from trunkattn.engine.request import Request
-from trunkattn.engine.scheduler import Batch, ScheduledChunk
+from trunkattn.engine.scheduler import ScheduledBatch, ScheduledChunk
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.tensors import KVCache
 
-_SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256  # of plans that compile the planner; 2 chunks and 2 decodes may share pages
+# Size of the plans that compile the planner. Four rows are enough for two chunks and two decodes that share pages.
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256
 
 
 @dataclass(frozen=True)
 class StepReads:
-    """KV tokens that a step's attention read, mean over the layers; `per_query`: what each request alone would read."""
+    """KV tokens of one step, averaged over the layers.
+
+    Attributes:
+        kv_tokens_read: tokens that attention read.
+        kv_tokens_per_query: tokens that it would have read with one query at a time.
+    """
 
     kv_tokens_read: float = 0.0
     kv_tokens_per_query: float = 0.0
@@ -33,12 +39,12 @@ class ModelRunner:
 
     Args:
         model: from `load_model`.
-        attention: of every layer, on the model's device. With a capacity its plans, one per window, are made once and
-            refilled for each step; graphs need that.
+        attention: the attention of every layer, on the model's device. With a capacity its plans, one per window, are
+            made once and refilled for each step, which graphs need.
         windows: sliding window of each layer, None for full attention.
         kv_cache: pages of every layer.
-        max_num_seqs, max_model_len: capacity of the persistent arrays.
-        graphs: how the forward pass is captured; None: it is not.
+        max_num_seqs, max_model_len: most sequences of a step, and most tokens of a sequence.
+        graphs: how the forward pass is captured; None: every step runs eagerly.
     """
 
     def __init__(
@@ -58,19 +64,18 @@ class ModelRunner:
         self._layers_of_window = Counter(windows)
         self._page_size = attention.config.page_size
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
-        self._rows: list[tuple[Request, int]] = []  # whose pages each row of the table held in the last step
+        self._rows: list[tuple[Request, int]] = []  # the request of each row in the last step, and its preemptions
         self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
         forward = partial(_forward, model, attention, self._plans, kv_cache)
         self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
         if graphs is not None:
             self._forward = GraphedForward(forward, attention.device, graphs)
 
-    def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
-        """Compute the batch's tokens and write their KV.
+    def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
+        """Computes the batch's tokens and writes their KV.
 
         Returns:
-            logits [number of chunks that are sampled, vocab_size], in the order of the chunks; the next call may
-            overwrite them.
+            Logits [number of sampled chunks, vocab_size], in the order of the chunks. The next call may overwrite them.
         """
         self.kv_cache.copy_pages(batch.copies)
         starts = np.array([chunk.start for chunk in batch.chunks])
@@ -86,26 +91,31 @@ class ModelRunner:
         has_chunks = any(plan.has_chunks for plan in self._plans.values())
         wanted = query_start_loc[1:][sampled] - 1
         logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
-        self.last_reads = self._reads()  # while a GPU computes
+        self.last_reads = self._reads()  # the host counts while a GPU computes
         return logits
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
-        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size, behind
-        plans that compile the planner. It is captured with prompt chunks, and without them as far as
-        `GraphedForward.decode_sizes` go."""
+        """Runs the forward pass on padding tokens, which captures its graphs.
+
+        Args:
+            sizes: numbers of tokens; None: every graph size, after plans that compile the planner. Each size is
+                captured with prompt chunks, and each of `GraphedForward.decode_sizes` also without.
+        """
         if sizes is None:
             self._plan_samples()
-        nothing = np.zeros(0, dtype=np.int64)
-        self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
-        most = len(self._block_table)
-        room = any(plan.may_have_chunks for plan in self._plans.values())
-        for size in reversed(self._forward.sizes if sizes is None else sizes):  # the largest leaves room for the others
+        empty = np.zeros(0, dtype=np.int64)
+        self._plan(self._block_table[:0], empty, np.zeros(1, dtype=np.int64))
+        max_rows = len(self._block_table)
+        may_have_chunks = any(plan.may_have_chunks for plan in self._plans.values())
+        # Largest first: the smaller graphs then fit into its memory.
+        for size in reversed(self._forward.sizes if sizes is None else sizes):
             padding = np.zeros(size, dtype=np.int64)
-            for has_chunks in (room, False) if room and size in self._forward.decode_sizes else (room,):
-                self._forward(StepArrays(padding, padding, padding - 1, padding[:most], has_chunks))
+            both = may_have_chunks and size in self._forward.decode_sizes
+            for has_chunks in (True, False) if both else (may_have_chunks,):
+                self._forward(StepArrays(padding, padding, padding - 1, padding[:max_rows], has_chunks))
 
     def _plan_samples(self) -> None:
-        """Plans requests that share their pages and others that do not, of many query tokens, of one, and both."""
+        """Plans batches with and without shared pages: chunks alone, decodes alone, and both together."""
         capacity, (rows, columns) = self._attention.capacity, self._block_table.shape
         most = columns * self._page_size
         budget = capacity.max_query_tokens if capacity else rows * most
@@ -120,10 +130,10 @@ class ModelRunner:
                 self._plan(table, lens, np.concatenate(([0], query_lens.cumsum())))
 
     def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
-        """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
+        """[len(chunks), pages of the longest possible sequence]. The fixed width lets the planner patch its last plan.
 
-        Rewrites only the pages that this step writes to, or the row of another request than in the step before: one
-        that was in another row meanwhile has pages that this row never had.
+        A row whose request is the same as in the last step only gets the pages that this step writes to. Any other row
+        is rewritten whole, also for a request that was in this row before the last step.
         """
         owners = [(chunk.request, chunk.request.num_preemptions) for chunk in chunks]
         for row, chunk in enumerate(chunks):
@@ -135,7 +145,7 @@ class ModelRunner:
         return self._block_table[: len(chunks)]
 
     def _plan(self, block_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray) -> None:
-        """Plans the step for each window, on the host: the tables are there, and prompt chunks get their own kernel."""
+        """Plans the step for each window, on the host, where the tables are and prompt chunks get their own kernel."""
         table, lens, starts = (
             torch.from_numpy(array.astype(np.int32, copy=False)) for array in (block_table, seq_lens, query_start_loc)
         )
@@ -166,7 +176,7 @@ def _forward(
         output = model(
             input_ids=inputs.token_ids[None],
             position_ids=inputs.positions[None],
-            attention_mask=inputs.mask,  # spares transformers a look at the values of position_ids
+            attention_mask=inputs.mask,  # without it transformers reads the values of position_ids
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
             trunk_step=TrunkStep(attention, plans, kv_cache, inputs.slots),

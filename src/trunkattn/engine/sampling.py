@@ -7,17 +7,17 @@ import torch
 
 from trunkattn.engine.config import SamplingParams
 
-MIN_CANDIDATES = 256  # most likely tokens looked at first for top-p; more are looked at while their mass is too small
+MIN_CANDIDATES = 256  # top-p first considers this many most likely tokens, then more while their mass is too small
 
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """What one row of logits is sampled with. `index` and `position` choose the random stream of a seeded row.
+    """How one row of logits is sampled. `index` and `position` select the random stream of a seeded row.
 
     Attributes:
         params: the request's parameters.
-        index: which of the `n` answers.
-        position: tokens that the answer has already.
+        index: number of the answer among the request's `n`.
+        position: tokens of the answer before this one.
     """
 
     params: SamplingParams
@@ -27,7 +27,7 @@ class SampleSpec:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The unmodified log-probabilities that one row asked for: the sampled token first, then the most likely ones."""
+    """Log-probabilities of one row's unmodified logits: the sampled token first, then the most likely ones."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -37,20 +37,20 @@ class TokenLogprobs:
 class Sampler:
     """Samples one token per row.
 
-    A seeded row draws its number from a stream of its own, a function of (seed, index, position): neither the rest of
-    the batch nor a preemption changes its token. Greedy rows draw nothing. The other rows share one generator.
+    A seeded row draws its number from its own stream, a function of (seed, index, position), so neither the rest of the
+    batch nor a preemption changes its token. Greedy rows draw no number. The other rows share one generator.
     """
 
     def __init__(self) -> None:
         self._shared = torch.Generator()
         self._shared.seed()
-        self._seeded = torch.Generator()  # seeded anew for each row
+        self._seeded = torch.Generator()  # each row sets its seed
 
     def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         """Token ids, one per row.
 
         Args:
-            logits: [len(specs), vocab_size], any floating dtype; not changed.
+            logits: [len(specs), vocab_size], any floating dtype. They are not changed.
             specs: one per row.
         """
         token_ids = logits.argmax(dim=-1)
@@ -61,7 +61,7 @@ class Sampler:
         return token_ids.tolist()
 
     def _uniform(self, specs: Sequence[SampleSpec]) -> torch.Tensor:
-        """[len(specs), 1] float64 in [0, 1), drawn on the CPU: a seed means the same on every device."""
+        """[len(specs), 1] float64 in [0, 1), drawn on the CPU, so that a seed means the same on every device."""
         drawn = torch.empty(len(specs), 1, dtype=torch.float64)
         for row, spec in zip(drawn, specs, strict=True):
             generator = self._shared
@@ -74,7 +74,7 @@ class Sampler:
 def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """[rows] token ids drawn from `probs`, which need not be normalised, by inversion of the cumulative distribution.
 
-    Float64, because in float32 the rounding of a sum over a whole vocabulary exceeds many tokens' probabilities.
+    The sum is in float64: in float32 its rounding over a whole vocabulary exceeds many tokens' probabilities.
     """
     cumulative = probs.double().cumsum(dim=-1)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
@@ -84,7 +84,7 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, specs: Sequence[SampleSpec], token_ids: Sequence[int]
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities of each row's sampled and `params.logprobs` most likely tokens; None if not asked for.
+    """Log-probabilities of each row's sampled token and `params.logprobs` most likely ones; None where that is None.
 
     Args:
         logits: [len(specs), vocab_size], unmodified.
@@ -113,7 +113,7 @@ def token_logprobs(
 def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """[rows, vocab_size] float32 probabilities after temperature, top-k and top-p; not normalised after the cuts."""
     temperature = torch.tensor([[p.temperature] for p in params], device=logits.device)
-    # The maximum goes first, so that a small temperature cannot overflow.
+    # Subtract the maximum first, so that a small temperature cannot overflow.
     probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if rows:
@@ -122,7 +122,8 @@ def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Zero all but the top-k tokens, and of those all but the fewest whose share of their mass reaches top_p."""
+    """Sets all probabilities to zero but those of the top-k tokens, and of these keeps the fewest whose share of the
+    top-k mass reaches top_p."""
     vocab_size = probs.shape[1]
     top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab_size] for p in params], device=probs.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=probs.device)
@@ -140,7 +141,7 @@ def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
 
 
 def _stream(seed: int, index: int, position: int) -> int:
-    """A 63-bit generator seed that spreads (seed, index, position) well (SplitMix64's finaliser)."""
+    """A 63-bit generator seed that mixes (seed, index, position) well, with SplitMix64's finaliser."""
     mask = (1 << 64) - 1
     mixed = seed
     for part in (index, position):

@@ -1,8 +1,8 @@
-"""Continuous batching under a policy, preemption by recomputation and forked samples. No torch here.
+"""Continuous batching under a policy, preemption by recomputation, and forked samples. No torch here.
 
-A policy decides who gets tokens in a step, under one token budget: `hybrid` or `prefill_first`. Pages are taken on
-demand; when they run out the latest arrival gives its own back and is computed anew later (PagedAttention, preemption
-by recomputation).
+A policy, `chunked_prefill` or `prefill_first`, shares out the tokens of a step under one budget. Pages are allocated on
+demand. When they run out, the latest arrival gives its pages back and is recomputed later (PagedAttention,
+https://arxiv.org/abs/2309.06180, §4.5).
 """
 
 from bisect import insort
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from trunkattn.engine.config import check_budget
+from trunkattn.engine.config import check_budget, check_scheduler_policy
 from trunkattn.engine.request import Request
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
@@ -34,7 +34,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class Sample:
-    """One token to sample for `request` from logits row `row`; `parent` is the sequence it forks from, if it is new."""
+    """One token to sample for `request` from logits row `row`. A new sequence forks from `parent`."""
 
     request: Request
     row: int
@@ -42,12 +42,12 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScheduledBatch:
     """What one step computes.
 
     Attributes:
         chunks: one per sequence, oldest arrival first.
-        copies: page copies (copy-on-write) to do before any KV is written.
+        copies: page copies (copy-on-write) to carry out before any KV is written.
         samples: tokens to sample; row r of the logits belongs to the r-th chunk that `is_sampled`.
     """
 
@@ -58,7 +58,12 @@ class Batch:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the start. `prefix_cache_queries` and `prefix_cache_hits` are prompt tokens looked up and found."""
+    """Counts since the start.
+
+    Attributes:
+        preemptions: times that a sequence lost its pages.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found there.
+    """
 
     preemptions: int = 0
     prefix_cache_queries: int = 0
@@ -68,24 +73,23 @@ class SchedulerStats:
 class Scheduler:
     """Chooses what each step computes and keeps the cache manager in step with it.
 
+    Each request must fit alone: the cache has pages for `num_prompt_tokens + max_tokens` tokens.
+
     Args:
-        cache: the page manager; the scheduler alone calls it.
+        cache: the page manager. Only the scheduler changes it.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
-        policy: a name in `POLICIES`.
-
-    Every request must fit alone: `num_prompt_tokens + max_tokens` tokens within the cache's pages.
+        policy: see `EngineConfig.scheduler_policy`.
 
     Raises:
-        TypeError, ValueError: the budget cannot hold a token of each sequence, or there is no such policy.
+        TypeError, ValueError: the budget has less than one token per sequence, or the policy is unknown.
     """
 
     def __init__(
-        self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "hybrid"
+        self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "chunked_prefill"
     ) -> None:
         check_budget(max_num_seqs, max_num_batched_tokens)
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
+        policy = check_scheduler_policy("policy", policy)
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -99,17 +103,17 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; its children follow when its prompt is computed."""
+        """Queues a request. Its children follow when its prompt is computed."""
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
-        """End a request from outside (stop string, abort) and give its pages back."""
+        """Ends a request from outside (stop string, abort) and frees its pages."""
         request.finish(reason, stop_reason)
         self._discard(request)
 
-    def schedule(self) -> Batch:
-        """The next step's batch; empty only when nothing is unfinished."""
-        batch = Batch()
+    def schedule(self) -> ScheduledBatch:
+        """The next step's batch. It is empty only if every request has finished."""
+        batch = ScheduledBatch()
         self._fill(self, batch)
         sampled = (chunk.request for chunk in batch.chunks if chunk.is_sampled)
         for row, request in enumerate(sampled):
@@ -117,8 +121,9 @@ class Scheduler:
             batch.samples.extend(Sample(child, row, parent=request) for child in request.children)
         return batch
 
-    def update(self, batch: Batch, token_ids: Sequence[int]) -> None:
-        """Record a computed batch: commit its KV, append the sampled tokens, fork new samples, release the finished.
+    def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> None:
+        """Records a computed batch: commits its KV, appends the sampled tokens, forks new samples, and frees the pages
+        of finished sequences.
 
         Args:
             token_ids: one per `batch.samples`.
@@ -137,22 +142,21 @@ class Scheduler:
             if sample.request.is_finished:
                 self._discard(sample.request)
 
-    def roll_back(self, batch: Batch) -> None:
-        """Undo a batch that was not computed: its sequences lose their pages and wait to be computed anew."""
+    def roll_back(self, batch: ScheduledBatch) -> None:
+        """Undoes a batch that was not computed: its sequences lose their pages and wait to be recomputed."""
         for chunk in reversed(batch.chunks):
             self._preempt(chunk.request)
 
-    def continue_running(self, batch: Batch) -> int:
-        """Give each running sequence the tokens it lacks, as far as the budget goes and one at least, oldest first.
+    def continue_running(self, batch: ScheduledBatch) -> int:
+        """Schedules the missing tokens of each running sequence, oldest first, within the budget.
 
-        Returns:
-            The budget left.
+        Each sequence gets at least one token. Returns the rest of the budget.
         """
         budget = self.max_num_batched_tokens
         position = 0
         while position < len(self.running):
             request = self.running[position]
-            num_later = len(self.running) - position - 1  # each keeps one token of the budget
+            num_later = len(self.running) - position - 1  # one token of the budget is reserved for each of them
             start = request.num_computed_tokens
             num_tokens = min(request.num_tokens - start, budget - num_later)
             if not self._extend(request, start + num_tokens, batch):
@@ -162,26 +166,30 @@ class Scheduler:
             position += 1
         return budget
 
-    def _extend(self, request: Request, num_tokens: int, batch: Batch) -> bool:
-        """Room for `num_tokens`; takes pages from the latest arrivals. False if the request itself was the latest."""
+    def _extend(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> bool:
+        """Makes room for `num_tokens`, if necessary by preempting the latest arrivals.
+
+        Returns False if it had to preempt the request itself.
+        """
         while True:
             try:
                 batch.copies.extend(self.cache.extend(request.request_id, num_tokens))
             except OutOfPages:
-                victim = self.running[-1]  # never one that this step has scheduled: those stand before `request`
+                victim = self.running[-1]  # this step has not scheduled it: scheduled ones come before `request`
                 self._preempt(victim)
                 if victim is request:
                     return False
             else:
                 return True
 
-    def admit_waiting(self, batch: Batch, budget: int, chunked: bool) -> None:
-        """Start waiting sequences in order while tokens, slots and pages last.
+    def admit_waiting(self, batch: ScheduledBatch, budget: int, chunked: bool) -> None:
+        """Starts waiting sequences in order until tokens, sequence slots or pages run out.
 
         Args:
+            batch: receives their chunks.
             budget: most tokens.
-            chunked: whether the last one may start with the part that is left of the budget. If not, only whole ones
-                start, and the first of a batch though it is longer than the budget.
+            chunked: the last sequence may start with only the rest of the budget. Otherwise only whole ones start, and
+                the first of a batch may exceed the budget.
         """
         in_flight = PagesInFlight(self.cache.page_size)
         if self.cache.enable_prefix_caching:
@@ -203,8 +211,9 @@ class Scheduler:
                 in_flight.add(admitted)
         self.waiting.extendleft(reversed(deferred))
 
-    def _admit(self, request: Request, budget: int, chunked: bool, batch: Batch) -> ScheduledChunk | None:
-        """Start a request on its cached prefix; None, with nothing changed, if its tokens do not all fit now."""
+    def _admit(self, request: Request, budget: int, chunked: bool, batch: ScheduledBatch) -> ScheduledChunk | None:
+        """Starts a request on its cached prefix; None, with nothing changed, if the cache cannot hold all its tokens
+        now."""
         cached = self.cache.admit(request.request_id, request.token_ids)
         num_tokens = request.num_tokens - cached
         if chunked:
@@ -223,7 +232,7 @@ class Scheduler:
         return ScheduledChunk(request, cached, num_tokens)
 
     def _fork(self, parent: Request, child: Request) -> None:
-        """Let a new sample share its parent's pages, or wait like any request when every slot is taken."""
+        """Lets a new sample share its parent's pages, or wait like any request if `max_num_seqs` sequences run."""
         child.num_cached_tokens = parent.num_cached_tokens
         if len(self.running) < self.max_num_seqs:
             self.cache.fork(parent.request_id, child.request_id)
@@ -233,7 +242,7 @@ class Scheduler:
             insort(self.waiting, child, key=Request.order)
 
     def _preempt(self, request: Request) -> None:
-        """Take a running sequence's pages; it waits, tokens kept, ahead of every later arrival."""
+        """Frees a running sequence's pages. It keeps its tokens and waits ahead of every later arrival."""
         self.running.remove(request)
         self.cache.free(request.request_id)
         request.num_computed_tokens = 0
@@ -242,7 +251,7 @@ class Scheduler:
         insort(self.waiting, request, key=Request.order)
 
     def _discard(self, request: Request) -> None:
-        """Forget a finished sequence wherever it stands."""
+        """Forgets a finished sequence, running or waiting."""
         if request in self.running:
             self.running.remove(request)
             self.cache.free(request.request_id)
@@ -250,29 +259,35 @@ class Scheduler:
             self.waiting.remove(request)
 
 
-def hybrid(scheduler: Scheduler, batch: Batch) -> None:
-    """Sarathi-Serve's stall-free batching: a token for every decode, chunks of running prompts, then new requests."""
+def chunked_prefill(scheduler: Scheduler, batch: ScheduledBatch) -> None:
+    """A token for every decode, then chunks of running prompts, then new requests.
+
+    Source: Sarathi-Serve's stall-free batching, https://arxiv.org/abs/2403.02310, §4.2.
+    """
     budget = scheduler.continue_running(batch)
     scheduler.admit_waiting(batch, budget, chunked=True)
 
 
-def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
-    """The first vLLM's policy: whole prompts if any can start, and the decodes stall; else a token for every decode."""
+def prefill_first(scheduler: Scheduler, batch: ScheduledBatch) -> None:
+    """Whole prompts if any can start, while the decodes stall; otherwise a token for every decode.
+
+    Source: the first vLLM, https://arxiv.org/abs/2309.06180.
+    """
     scheduler.admit_waiting(batch, scheduler.max_num_batched_tokens, chunked=False)
     if not batch.chunks:
         scheduler.continue_running(batch)
 
 
-POLICIES: Final[Mapping[str, Callable[[Scheduler, Batch], None]]] = MappingProxyType(
-    {"hybrid": hybrid, "prefill_first": prefill_first}
+POLICIES: Final[Mapping[str, Callable[[Scheduler, ScheduledBatch], None]]] = MappingProxyType(
+    {"chunked_prefill": chunked_prefill, "prefill_first": prefill_first}
 )
 
 
 class PagesInFlight:
-    """The page that each sequence scheduled in this step is filling: a request that shares it can wait one step.
+    """The first page that each scheduled sequence fills in this step. A request that shares the page waits one step.
 
-    Without it, requests that arrive together with one long prefix would each compute it. A request only ever waits
-    behind a sequence that this very step advances, so waiting ends.
+    Otherwise requests that arrive together with one long prefix would each compute it. A request only waits for a
+    sequence that this step advances, so the wait ends.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -280,15 +295,15 @@ class PagesInFlight:
         self._requests: dict[int, dict[tuple[int, ...], Request]] = {}  # first token of page -> its tokens -> request
 
     def add(self, chunk: ScheduledChunk) -> None:
-        """Note the first page that the chunk computes: the pages before it are in the cache already."""
+        """Adds the first page that the chunk computes: the pages before it are already in the cache."""
         first = chunk.start - chunk.start % self._page_size
         if first + self._page_size <= chunk.request.num_tokens:
             self._requests.setdefault(first, {})[self._page(chunk.request, first)] = chunk.request
 
     def holds_next_page_of(self, request: Request) -> bool:
-        """Whether a scheduled sequence with the same tokens so far is filling a page that `request` could reuse."""
+        """Whether a scheduled sequence with the same tokens so far fills a page that `request` could reuse."""
         for first, requests in self._requests.items():
-            if first + self._page_size >= request.num_tokens:  # a request computes its last token itself
+            if first + self._page_size >= request.num_tokens:  # each request computes its own last token
                 continue
             other = requests.get(self._page(request, first))
             if other is not None and other.token_ids[:first] == request.token_ids[:first]:

@@ -1,8 +1,26 @@
-"""What an engine has done so far, in tokens, pages and seconds."""
+"""What an engine has done so far, in tokens, pages and seconds, and which pages its sequences hold."""
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trunkattn.kv_cache.manager import CacheUsage
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """The pages of the running sequences between two steps.
+
+    Attributes:
+        request_ids: the request of each row. A request with n > 1 has a row per answer.
+        block_table: [rows, most pages of a row] int32; columns after a row's pages are 0.
+        seq_lens: [rows] int32, tokens whose KV is in the pages.
+    """
+
+    request_ids: list[str]
+    block_table: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
 
 
 @dataclass
@@ -10,15 +28,15 @@ class EngineStats:
     """Counts since the engine started.
 
     Attributes:
-        steps: steps that computed something.
+        steps: steps that computed a batch.
         busy_seconds: time within those steps.
         computed_tokens: tokens that went through the model: prompts, recomputation and decode.
-        generated_tokens: tokens sampled.
-        kv_tokens_read: KV tokens that attention read, summed over the steps, mean over the layers.
-        kv_tokens_per_query: what it would have read with one query at a time.
+        generated_tokens: sampled tokens.
+        kv_tokens_read: KV tokens that attention read, summed over the steps, averaged over the layers.
+        kv_tokens_per_query: KV tokens that it would have read with one query at a time.
         preemptions: times that a sequence lost its pages.
-        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found.
-        peak_usage: the cache at the step that held most pages; None before the first step.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found there.
+        peak_usage: the cache's usage after the step that held the most pages; None before the first step.
     """
 
     steps: int = 0

@@ -8,7 +8,7 @@ from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_plan
-from trunkattn.planner.planner import Batch, Planned, Planner
+from trunkattn.planner.planner import Batch, Planned
 from trunkattn.planner.prompt_chunks import Division, divide, limits_broken, prefill_limits
 from trunkattn.planner.split_schedule import work_time
 from trunkattn.planner.work_list import PlanStats, PrefillLimits
@@ -46,14 +46,13 @@ class ChunkPlanner:
     """Plans the requests with more query tokens than a decode tile holds."""
 
     def __init__(
-        self, config: AttentionConfig, tile: PrefillTile, processors: int, capacity: Capacity | None = None
+        self, config: AttentionConfig, tile: PrefillTile, num_sms: int, capacity: Capacity | None = None
     ) -> None:
         self.tile, self._config = tile, config
-        device = prefill_device(processors, tile)
+        device = prefill_device(num_sms, tile)
         self._planner = make_planner(config, device)
-        alone = replace(config, policy="per_query")
-        self._alone = make_planner(alone, device)
-        self._spare = make_planner(alone, replace(device, num_slots=1))  # of one slot: nothing is cut
+        self._alone = self._planner.spec
+        self._whole = make_planner(config, replace(device, num_slots=1)).spec  # of one slot: nothing is cut
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
         self.limits: PrefillLimits | None = None
@@ -64,39 +63,48 @@ class ChunkPlanner:
         """None: no request has so many query tokens."""
         return divide(batch, self._above, self._config.page_size)
 
-    def plan(self, division: Division, free_slots: int | None, whole: bool = False) -> PlannedChunks:
-        """free_slots: partial slots that a plan of fixed size has left; None: of any size. whole: `auto` does not cut
-        chunks that share nothing."""
-        planned = self._cheapest(division)
-        if whole and self._config.policy == "auto" and planned.policy == "per_query" and planned.work.num_slots:
-            reason = "whole items, as decodes fill what their last round leaves of the device"
-            planned = replace(self._plan(self._spare, division), reason=reason)
+    def plan(self, division: Division, free_slots: int | None, keeps_whole: bool = False) -> PlannedChunks:
+        """The work list of the chunks.
+
+        Args:
+            division: whose chunks to plan.
+            free_slots: partial slots that a plan of fixed size has left; None: of any size.
+            keeps_whole: `auto` does not cut chunks that share nothing.
+        """
+        chunks, auto = division.chunks, self._config.policy == "auto"
+        self._planner.forget()  # the rows may be other requests than in the step before
+        keeps_whole = keeps_whole and auto
+        if keeps_whole and bool(self._planner.forest(chunks)[0].is_leaf.all()):
+            planned = self._keep_whole(chunks)
+        else:
+            planned = self._cheapest(chunks)
+            if keeps_whole and planned.policy == "per_query" and planned.work.num_slots:
+                planned = self._keep_whole(chunks)
         if self.limits and free_slots is not None:
             broken = limits_broken(planned.work, self.limits, free_slots)
-            if broken and self._config.policy != "auto":
+            if broken and not auto:
                 raise ValueError(no_room(self._config.policy, broken))
             if broken:
-                planned = self._plan(self._spare, division)
                 reason = f"the cheapest makes {', '.join(broken)} that a plan of this capacity holds"
-                planned = replace(planned, reason=reason)
+                planned = self._planner.plan_unshared(chunks, self._whole, reason)
         return PlannedChunks(planned, division)
 
-    def _cheapest(self, division: Division) -> Planned:
-        """As the policy has it; `auto` shares nothing where the device would end sooner so, for sharing may leave it
-        with too few items."""
-        planned = self._plan(self._planner, division)
+    def _keep_whole(self, chunks: Batch) -> Planned:
+        reason = "whole items, as decodes fill what their last round leaves of the device"
+        return self._planner.plan_unshared(chunks, self._whole, reason)
+
+    def _cheapest(self, chunks: Batch) -> Planned:
+        """As the policy has it. `auto` shares nothing where the device would end sooner that way, because sharing may
+        leave it with too few items."""
+        planned = self._planner.plan(chunks)
         if self._config.policy != "auto" or planned.policy == "per_query":
             return planned
-        alone, rule = self._plan(self._alone, division), planned.spec.rule
+        alone, rule = self._planner.plan_unshared(chunks, self._alone, ""), planned.spec.rule
         times = [int(work_time(rule, it.work.items, it.work.num_slots)) for it in (planned, alone)]
         if times[1] >= times[0]:
             return planned
         share = 100 * times[1] // times[0]
         return replace(alone, reason=f"{share} % of the predicted time of {planned.policy}: too few items to share")
-
-    def _plan(self, planner: Planner, division: Division) -> Planned:
-        planner.forget()  # the rows may be other requests than in the step before
-        return planner.plan(division.chunks)
 
 
 def no_room(policy: str, broken: list[str]) -> str:

@@ -1,10 +1,9 @@
 """The GPU side of `BatchAttention`: row tiles over the prefix forest, prompt chunks, their upload, and the launches.
 
-Requests with more than a few query tokens are work items of `kernels.prefill`, all others rows of tiles. Of a
-batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it.
+Requests with more than a few query tokens are prompt chunks, which the prefill kernel computes. All others are rows of
+tiles. In a batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,81 +14,42 @@ from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.chunk_planner import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice, tile_stats
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.overlap import make_overlap, ways_beside
-from trunkattn.gpu.plan import Card, Geometry, GpuPlan, Tensors, refill, reserve, upload
+from trunkattn.gpu.overlap import Overlap, make_overlap
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, reserve, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.tuning.cards import GpuLimits, gpu_limits, runs_hopper_tiles
-from trunkattn.gpu.tuning.decode import decode_tiles, gpu_device, tile_kind, without_subtiles
+from trunkattn.gpu.step_choice import PackingChoice, StepChoice, choose_step
+from trunkattn.gpu.tuning.cards import Card, card_of
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_kind, without_subtiles
 from trunkattn.gpu.tuning.prefill import prefill_tile
-from trunkattn.inputs import LayerInputs, scale_tensor
+from trunkattn.gpu.workspace import Scales, Workspace
+from trunkattn.inputs import LayerInputs
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.planner import Batch
-from trunkattn.planner.prefix_forest import Forest
-from trunkattn.planner.prompt_chunks import join
-from trunkattn.planner.row_tiles.choice import (
-    Tiling,
-    TilingRule,
-    predict,
-    query_positions,
-    tile_forest,
-    tile_limits,
-    tile_work,
-    ways_within,
-)
+from trunkattn.planner.prompt_chunks import Division, join
+from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, tile_limits, tile_work
+from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, PlanStats, PrefillList, TileList
+from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, PlanStats, TileList
 
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
 
 
-class _Said(NamedTuple):
-    """policy: what a step is planned by; reason: why. For `stats`."""
+class _Halves(NamedTuple):
+    """A step before it is planned: what becomes rows of tiles, and what becomes prompt chunks, if anything does."""
 
-    policy: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A tiling, and what it was chosen by: put into words when asked for, as that takes as long as the choice itself.
-
-    times: predicted ns of all tilings. num_fit: of them, those that fit the capacity. limits: whose they are. both_ns:
-    predicted, of the chunks and the rest one after the other, and with some beside them; None: there are no chunks.
-    overlapped: some are.
-    """
-
-    rule: TilingRule
-    tiling: Tiling
-    times: dict[Tiling, int]
-    num_fit: int
-    limits: str
-    both_ns: tuple[int, int] | None = None
-    overlapped: bool = False
-
-    @property
-    def policy(self) -> str:
-        return self.tiling.name(self.rule) + (" beside chunks" if self.overlapped else "")
-
-    @property
-    def reason(self) -> str:
-        number = len(self.times)
-        passed = "" if self.num_fit == number else f" of the {self.num_fit} of {number} that fit the capacity"
-        listed = ", ".join(f"{each.name(self.rule)} {time / 1e3:.3g} µs" for each, time in self.times.items())
-        text = f"least predicted time{passed} on {self.limits}: {listed}"
-        if self.both_ns is None:
-            return text
-        serial, beside = (time / 1e3 for time in self.both_ns)
-        return f"{text}; with chunks {serial:.3g} µs one after the other, {beside:.3g} µs with some beside them"
+    rest: Batch
+    division: Division | None
 
 
-class _Tiled(NamedTuple):
-    """A step without its chunks. beside: items that run beside them. ns: predicted, alone."""
+class _Lists(NamedTuple):
+    """The planned halves. rest: with the block table that its forest was made of."""
 
+    rest: Batch
     tile_list: TileList
-    choice: _Choice
-    beside: int
-    ns: int
+    choice: StepChoice | PackingChoice
+    chunks: PlannedChunks | None
 
 
 @dataclass(frozen=True)
@@ -100,7 +60,7 @@ class GpuStep:
     batch: Batch
     rule: TilingRule
     gpu_plan: GpuPlan
-    choice: _Choice | _Said
+    choice: StepChoice | PackingChoice
     chunks: PlannedChunks | None
 
     @property
@@ -144,74 +104,27 @@ class GpuExecutor:
 
     @torch.inference_mode(False)  # what it keeps is written to outside of it too
     def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
+        facts = _facts_of(device)
+        card = card_of(facts.name, facts.num_sms)
         self.config, self.device, self._capacity = config, device, capacity
-        # of a step that is not overlapped: no other was faster in the cases measured, but for `pat` in streams on one
-        # of three trees, by 0.6 % (benchmarks/results/ablation-h200.json)
+        self._card_description = card.description
+        self._card = DeviceInfo(facts.num_sms, overlaps=facts.capability >= 90, hopper=facts.capability == 90)
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
-        properties = torch.cuda.get_device_properties(device)
-        self._processors = properties.multi_processor_count
-        capability = 10 * properties.major + properties.minor
-        hopper = capability == 90
-        self._card = Card(self._processors, overlaps=properties.major >= 9, hopper=hopper)
-        limits = gpu_limits(properties.name)
-        self._tiled = config.policy == "auto" and not config.batch_invariant
-        width, group = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
-        in_turn = config.execution in ("auto", "serial", "overlapped")
-        roles = hopper and in_turn and config.on_hopper and runs_hopper_tiles(properties.name)
-        tiles = decode_tiles(config.tile_itemsize, width, group, roles, capability)
-        self._tiles = tiles if self._tiled else without_subtiles(tiles)
-        if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
-            self._tiles = self._tiles[-1:]
-        self._planner = make_planner(config, gpu_device(self._processors, self._tiles[-1].block_m))
-        self._chunks = self._overlap = None
-        if not config.batch_invariant:
-            tile = prefill_tile(config.tile_itemsize, width, capability)
-            self._chunks = ChunkPlanner(config, tile, self._processors, capacity)
-        self._rule = self._tiling_rule(limits, properties.L2_cache_size)
-        if self._chunks and hopper:
-            rows = self._chunks.tile.block_m
-            self._overlap = make_overlap(config, properties.name, self._processors, rows, self._rule)
-        heads = config.num_kv_heads
-        self._ones = torch.ones(heads, device=device)
-        scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-        self._scale = self._ones * (scale * (1.0 if config.logits_soft_cap else math.log2(math.e)))
-        self._partial = torch.empty(1, config.num_qo_heads, config.value_dim, device=device)
-        self._partial_lse = torch.empty(1, config.num_qo_heads, device=device)
-        self._limits_reason = limits.reason
-        chunk = INVARIANT_CHUNK_TOKENS if config.batch_invariant else 0
-        pieces = chunk and -(-(capacity.max_pages_per_request if capacity else 0) * config.page_size // chunk) + 1
-        self._limits = None if capacity is None else tile_limits(self._rule, capacity, pieces)
+        self._is_tiled = config.policy == "auto" and not config.batch_invariant
+        self._tiles = choose_tiles(config, card, facts.capability)
+        self._planner = make_planner(config, gpu_device(facts.num_sms, self._tiles[-1].block_m))
+        in_order = capacity is None or (self._is_tiled and self._execution == "serial")
+        self._rule = make_rule(config, self._tiles, card, facts, self._planner.spec.model, may_fuse=in_order)
+        self._chunks = make_chunk_planner(config, facts, capacity)
+        self._overlap: Overlap | None = None
+        if self._chunks and self._card.hopper:
+            self._overlap = make_overlap(config, card, facts.num_sms, self._chunks.tile.block_m, self._rule)
+        self._limits = tile_limits(self._rule, capacity, _invariant_parts(config, capacity)) if capacity else None
+        self._workspace = Workspace(config, self._limits.slots if self._limits else 1, device)
+        self._scales = Scales(config, device)
         self._on_device: OnDevice | None = None
-        if self._limits:
-            self._reserve(self._limits.slots)
-            if capacity and self._tiled:
-                self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
-
-    def _tiling_rule(self, limits: GpuLimits, l2_bytes: int) -> TilingRule:
-        config, model = self.config, self._planner.spec.model
-        # 8-bit keys and values take as much arithmetic as 16-bit ones
-        size = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
-        return TilingRule(
-            kinds=tuple(tile_kind(tile, self._processors, size) for tile in self._tiles),
-            group_size=model.group_size,
-            num_kv_heads=config.num_kv_heads,
-            page_size=config.page_size,
-            launch_ns=limits.launch_ns,
-            bytes_per_us=limits.bytes_per_us,
-            head_bytes=model.kv_bytes // config.num_kv_heads,
-            partial_bytes=model.partial_bytes,
-            fuse_up_to=_FUSE_UP_TO if self._may_fuse else 0,
-            l2_bytes=l2_bytes,
-            uniform=config.batch_invariant,
-        )
-
-    @property
-    def _may_fuse(self) -> bool:
-        """Whether items may merge partials: not if other executions or launches of fixed size could run them too early,
-        nor if that depended on the batch."""
-        if self.config.batch_invariant or not self._tiles[0].merges:
-            return False
-        return self._capacity is None or (self._tiled and self._execution == "serial")
+        if capacity and self._limits and self._is_tiled:
+            self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
 
     def plan(self, batch: Batch, into: GpuStep | DeviceStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
@@ -246,33 +159,43 @@ class GpuExecutor:
             self._on_device.check()
 
     def _plan(self, batch: Batch, into: GpuStep | DeviceStep | None) -> GpuStep:
+        lists = self._plan_halves(self._split(batch, into))
+        gpu_plan = self._place(lists, batch, into)
+        rest = lists.rest
+        kept = Batch(rest.block_table, rest.seq_lens.copy(), rest.query_start_loc.copy(), rest.window)
+        return GpuStep(lists.tile_list, kept, self._rule, gpu_plan, lists.choice, lists.chunks)
+
+    def _split(self, batch: Batch, into: GpuStep | DeviceStep | None) -> _Halves:
+        """Takes out prompt chunks, if the plan has room for any."""
         chunk_planner = self._chunks_for(into)
         division = chunk_planner.divide(batch) if chunk_planner else None
-        rest = division.rest if division else batch
-        lens, starts = rest.seq_lens, rest.query_start_loc
-        choice: _Choice | _Said
-        beside, whole = 0, False
-        if self._tiled:
-            forest, table = self._planner.forest(rest)
-            beside_chunks = division.chunks if division and self._overlap and starts[-1] else None
-            tile_list, choice, beside, ns = self._tile(forest, Batch(table, lens, starts, rest.window), beside_chunks)
-            whole = bool(beside_chunks and self._overlap and self._overlap.fills(beside_chunks, ns))
-        else:
-            planned = self._planner.plan(rest)
-            table, choice = planned.batch.block_table, _Said(planned.policy, planned.reason)
-            tile_list = tile_work(self._rule, planned.work, (table, lens, starts), rest.window)
+        return _Halves(division.rest if division else batch, division)
+
+    def _plan_halves(self, halves: _Halves) -> _Lists:
+        """Plans the rest, then the chunks in what is left of the capacity."""
+        rest, division = halves
+        chunks = division.chunks if division else None
+        rest, tile_list, choice = self._plan_tiles(rest, chunks) if self._is_tiled else self._plan_packs(rest)
         if self._limits and (broken := self._limits.broken_by(tile_list)):
             raise ValueError(no_room(self.config.policy, broken))
-        joined, listed, chunks = tile_list, None, None
-        if chunk_planner and division:
-            free = self._limits.slots - tile_list.num_slots if self._limits else None
-            chunks = chunk_planner.plan(division, free, whole)
-            joined, listed = join(tile_list, chunks.planned.work, division)
-        several = bool((np.diff(starts) > 1).any())
-        positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        gpu_plan = self._place(joined, listed, beside, positions, self._geometry(batch.window, several), into)
-        kept = Batch(table, lens.copy(), starts.copy(), batch.window)
-        return GpuStep(tile_list, kept, self._rule, gpu_plan, choice, chunks)
+        if division is None or self._chunks is None:
+            return _Lists(rest, tile_list, choice, None)
+        free_slots = self._limits.slots - tile_list.num_slots if self._limits else None
+        return _Lists(rest, tile_list, choice, self._chunks.plan(division, free_slots, choice.keeps_chunks_whole))
+
+    def _plan_tiles(self, rest: Batch, chunks: Batch | None) -> tuple[Batch, TileList, StepChoice]:
+        forest, table = self._planner.forest(rest)
+        rest = Batch(table, rest.seq_lens, rest.query_start_loc, rest.window)
+        step = TiledStep(self._rule, forest, rest, self._limits)
+        choice = choose_step(step, self._card_description, self._overlap, chunks)
+        return rest, step.emit(choice.tiling), choice
+
+    def _plan_packs(self, rest: Batch) -> tuple[Batch, TileList, PackingChoice]:
+        planned = self._planner.plan(rest)
+        rest = Batch(planned.batch.block_table, rest.seq_lens, rest.query_start_loc, rest.window)
+        tables = rest.block_table, rest.seq_lens, rest.query_start_loc
+        tile_list = tile_work(self._rule, planned.work, tables, rest.window)
+        return rest, tile_list, PackingChoice(planned.policy, planned.reason)
 
     def _chunks_for(self, into: GpuStep | DeviceStep | None) -> ChunkPlanner | None:
         """What plans prompt chunks; None: they are rows of tiles too."""
@@ -281,53 +204,22 @@ class GpuExecutor:
         room = self._chunks.limits if into is None else into.gpu_plan.prefill
         return self._chunks if room else None
 
-    def _tile(self, forest: Forest, batch: Batch, chunks: Batch | None) -> _Tiled:
-        """The tiling of least predicted time that fits the capacity; low tiles that are not cut always do. chunks: what
-        decodes may run beside."""
-        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-        times = predict(self._rule, forest, arrays[1:], batch.window)
-        ways = list(times)
-        if self._limits:
-            ways = ways_within(self._rule, self._limits, forest, arrays[1:], batch.window)
-        tiling = min(ways, key=lambda way: times[way])
-        tile_list = tile_forest(self._rule, tiling, forest, arrays, batch.window)
-        choice = _Choice(self._rule, tiling, times, len(ways), self._limits_reason)
-        if chunks is None:
-            return _Tiled(tile_list, choice, 0, times[tiling])
-        assert self._overlap
-        lists = {
-            way: tile_list if way == tiling else tile_forest(self._rule, way, forest, arrays, batch.window)
-            for way in ways_beside(ways, times, self._rule.group_size)
-        }
-        chunk_ns, reads_ns = self._overlap.chunks_ns(chunks), self._overlap.reads_ns(chunks)
-        found = {way: self._overlap.beside(each, chunk_ns, reads_ns) for way, each in lists.items()}
-        low = min(found, key=lambda way: found[way].total_ns)
-        serial, total = chunk_ns + times[tiling], found[low].total_ns
-        choice = replace(choice, both_ns=(serial, total))
-        if self._overlap.worth(total, serial):
-            choice = replace(choice, tiling=low, overlapped=True)
-            return _Tiled(lists[low], choice, found[low].items, times[tiling])
-        return _Tiled(tile_list, choice, 0, times[tiling])
-
-    def _place(
-        self,
-        tile_list: TileList,
-        listed: PrefillList | None,
-        beside: int,
-        positions: np.ndarray,
-        geometry: Geometry,
-        into: GpuStep | DeviceStep | None,
-    ) -> GpuPlan:
-        """Sends a tile list, and prompt chunks, to the device. beside: items that run beside those; geometry: of a plan
-        that holds no other batch."""
-        if self._limits is None:
-            self._reserve(tile_list.num_slots)
-            chunks = Chunks(listed, self._chunks.tile) if listed and self._chunks else None
-            execution = "overlapped" if beside else self._execution
-            return upload(tile_list, positions, geometry, self._card, execution, self.device, chunks, beside)
-        placed = into.gpu_plan if into else self._reserved(geometry.window, self._chunks)
-        refill(placed, tile_list, positions, listed, beside)
-        return placed
+    def _place(self, lists: _Lists, batch: Batch, into: GpuStep | DeviceStep | None) -> GpuPlan:
+        """Sends the lists of a batch to the device."""
+        tile_list, listed = lists.tile_list, None
+        if lists.chunks:
+            tile_list, listed = join(tile_list, lists.chunks.planned.work, lists.chunks.division)
+        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        if self._limits is not None:
+            placed = into.gpu_plan if into else self._reserved(batch.window, self._chunks)
+            refill(placed, tile_list, positions, listed, lists.choice.num_overlapped)
+            return placed
+        self._workspace.grow(tile_list.num_slots)
+        num_overlapped = lists.choice.num_overlapped
+        execution = "overlapped" if num_overlapped else self._execution
+        chunks = Chunks(listed, self._chunks.tile) if listed and self._chunks else None
+        geometry = self._geometry(batch.window, bool((np.diff(lists.rest.query_start_loc) > 1).any()))
+        return upload(tile_list, positions, geometry, self._card, execution, self.device, chunks, num_overlapped)
 
     def _reserved(self, window: int, chunks: ChunkPlanner | None) -> GpuPlan:
         """An empty plan for any batch of the capacity. chunks: plans prompt chunks; None: they are rows of tiles."""
@@ -346,27 +238,25 @@ class GpuExecutor:
             self._rule.run, window, several or window != UNLIMITED, config.logits_soft_cap, config.sinks,
         )  # fmt: skip
 
-    def _reserve(self, slots: int) -> None:
-        if slots > len(self._partial):
-            self._partial = torch.empty(slots, *self._partial.shape[1:], device=self.device)
-            self._partial_lse = torch.empty(slots, self._partial.shape[1], device=self.device)
-
     def run(self, step: GpuStep | DeviceStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
-        lse = torch.empty(out.shape[:2], device=self.device) if inputs.return_lse else self._partial_lse
-        scale, v_scale = self._scale, self._ones
-        for value in (inputs.q_scale, inputs.k_scale):
-            if value is not None and not _is_one(value):
-                scale = scale * scale_tensor(value)
-        if inputs.v_scale is not None and not _is_one(inputs.v_scale):
-            v_scale = self._ones * scale_tensor(inputs.v_scale)
+        workspace, (logit_scale, v_scale) = self._workspace, self._scales.of(inputs)
+        lse = torch.empty(out.shape[:2], device=self.device) if inputs.return_lse else workspace.partial_lse
         # the kernels take any strides but that of the last dimension
         q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
         computed = out if out.stride(2) == 1 else out.contiguous()
         tensors = Tensors(
-            q, inputs.k_cache, inputs.v_cache, computed, lse, self._partial, self._partial_lse, scale, v_scale,
-            self._ones if inputs.sinks is None else inputs.sinks.contiguous(),
-        )  # fmt: skip
+            q=q,
+            k_cache=inputs.k_cache,
+            v_cache=inputs.v_cache,
+            out=computed,
+            lse=lse,
+            partial=workspace.partial,
+            partial_lse=workspace.partial_lse,
+            logit_scale=logit_scale,
+            v_scale=v_scale,
+            sinks=self._scales.ones if inputs.sinks is None else inputs.sinks.contiguous(),
+        )
         with torch.cuda.device(inputs.q.device):  # launches go to the current device
             execute(step.gpu_plan, tensors, self._tiles, self._card, inputs.return_lse)
         if computed is not out:
@@ -374,6 +264,73 @@ class GpuExecutor:
         return lse
 
 
-def _is_one(scale: float | torch.Tensor) -> bool:
-    """Whether a scale changes nothing, as far as the host can see."""
-    return not isinstance(scale, torch.Tensor) and scale == 1
+class GpuFacts(NamedTuple):
+    """What CUDA says of a GPU. capability: 90 for 9.0."""
+
+    name: str
+    num_sms: int
+    capability: int
+    l2_bytes: int
+
+
+def _facts_of(device: torch.device) -> GpuFacts:
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return GpuFacts(properties.name, properties.multi_processor_count, capability, properties.L2_cache_size)
+
+
+def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[GpuTile, ...]:
+    """The decode tiles of an attention on a card, ascending heights."""
+    width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
+    in_turn = config.execution in ("auto", "serial", "overlapped")
+    on_hopper = capability == 90 and in_turn and config.on_hopper and card.hopper_tiles
+    tiles = decode_tiles(config.tile_itemsize, width, group_size, on_hopper, capability)
+    if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
+        return without_subtiles(tiles)[-1:]
+    return tiles if config.policy == "auto" else without_subtiles(tiles)
+
+
+def make_rule(
+    config: AttentionConfig,
+    tiles: tuple[GpuTile, ...],
+    card: Card,
+    facts: GpuFacts,
+    model: CostModel,
+    *,
+    may_fuse: bool,
+) -> TilingRule:
+    """What the planner must know of tiles on a card.
+
+    may_fuse: items may merge partials, because no execution or launch of fixed size could run them too early. A
+    batch-invariant plan never does, since which items merge depends on the batch.
+    """
+    # 8-bit keys and values take as much arithmetic as 16-bit ones
+    key_bytes = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
+    fuses = may_fuse and tiles[0].merges and not config.batch_invariant
+    return TilingRule(
+        kinds=tuple(tile_kind(tile, facts.num_sms, key_bytes) for tile in tiles),
+        group_size=model.group_size,
+        num_kv_heads=config.num_kv_heads,
+        page_size=config.page_size,
+        card=card.times,
+        head_bytes=model.kv_bytes // config.num_kv_heads,
+        partial_bytes=model.partial_bytes,
+        fuse_up_to=_FUSE_UP_TO if fuses else 0,
+        l2_bytes=facts.l2_bytes,
+        uniform=config.batch_invariant,
+    )
+
+
+def make_chunk_planner(config: AttentionConfig, facts: GpuFacts, capacity: Capacity | None) -> ChunkPlanner | None:
+    """None: all requests are rows of tiles, because a token's bits must not depend on how many came with it."""
+    if config.batch_invariant:
+        return None
+    tile = prefill_tile(config.tile_itemsize, max(config.head_dim, config.value_dim), facts.capability)
+    return ChunkPlanner(config, tile, facts.num_sms, capacity)
+
+
+def _invariant_parts(config: AttentionConfig, capacity: Capacity) -> int:
+    """Most parts that the plan of a query is cut into, if the plan is batch-invariant; 0: it is not."""
+    if not config.batch_invariant:
+        return 0
+    return -(-capacity.max_pages_per_request * config.page_size // INVARIANT_CHUNK_TOKENS) + 1

@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 
 from trunkattn.gpu.bound import BoundLaunch, layer_key
-from trunkattn.gpu.plan import Card, GpuPlan, Launch, Tensors
+from trunkattn.gpu.plan import DeviceInfo, GpuPlan, Launch, Tensors
 from trunkattn.gpu.triton import arguments, decode, merge, prefill
 from trunkattn.gpu.tuning.decode import GpuTile
 
 Run = Callable[[Tensors], None]
 
 
-def execute(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+def execute(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
     """Computes a layer on the current stream. The plan's launches are bound once for all layers of a kind."""
     key = layer_key(t, return_lse)
     run = plan.bound.get(key)
@@ -62,7 +62,7 @@ class _Streams:
 class _Binder:
     """Decides which kernels compute a plan for layers like `t`, and binds their arguments."""
 
-    def __init__(self, plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: Card, return_lse: bool) -> None:
+    def __init__(self, plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
         self._plan, self._t, self._tiles, self._card, self._return_lse = plan, t, tiles, card, return_lse
 
     def bind(self) -> Run:

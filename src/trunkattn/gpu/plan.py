@@ -41,9 +41,14 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Card:
-    """processors: multiprocessors. overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
-    hopper: it is an sm_90, which has kernels of its own."""
+class DeviceInfo:
+    """What a device says of itself.
+
+    Attributes:
+        processors: multiprocessors.
+        overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
+        hopper: it is an sm_90, which has kernels of its own.
+    """
 
     processors: int
     overlaps: bool
@@ -94,8 +99,8 @@ class GpuPlan(Packed):
 
 
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: Card, execution: str, device: torch.device,
-    chunks: Chunks | None = None, beside: int = 0,
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: DeviceInfo, execution: str,
+    device: torch.device, chunks: Chunks | None = None, beside: int = 0,
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
     beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
@@ -119,7 +124,7 @@ def upload(
 
 @torch.inference_mode(False)
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: Card, execution: str,
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: DeviceInfo, execution: str,
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
@@ -162,12 +167,13 @@ def _host_arrays(
     tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
 ) -> dict[str, NDArray[np.int32]]:
     """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
-    counts = np.append(tiles.counts, len(tiles.merge_queries)).astype(np.int32)
-    queries = np.diff(tiles.items[:beside, [QUERY_START, QUERY_END]])
+    counts = np.empty(len(tiles.counts) + 1, np.int32)
+    counts[:-1], counts[-1] = tiles.counts, len(tiles.merge_queries)
     counts[0] += beside
+    most = int((tiles.items[:beside, QUERY_END] - tiles.items[:beside, QUERY_START]).max()) if beside else 0
     return {
         "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
-        "beside": np.array([0, beside, queries.max(initial=0)], np.int32), "positions": positions,
+        "beside": np.array([0, beside, most], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
         "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
     }  # fmt: skip

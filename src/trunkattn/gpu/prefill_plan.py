@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.planner.work_list import ITEM_COLUMNS, PrefillLimits, PrefillList
 
@@ -32,16 +33,24 @@ class Packed:
         """The parts of `flat` by name."""
         return dict(zip(self.sizes, self.flat.split(list(self.sizes.values())), strict=True))
 
+    @cached_property
+    def _begins(self) -> NDArray[np.int64]:
+        return np.cumsum([0, *self.sizes.values()])
+
     def send(self, host: dict[str, NDArray[np.int32]]) -> None:
         """Fills the arrays, in one copy up to the end of what the last one gets; host: in their order."""
         last = list(host)[-1]
-        used = sum(self.sizes.values()) - self.sizes[last] + host[last].size
+        used = int(self._begins[-2]) + host[last].size
         staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda)
-        at, flat = 0, staging.numpy()
-        for name, array in host.items():
-            flat[at : at + array.size] = array.ravel()
-            at += self.sizes[name]
+        _scatter(staging.numpy(), self._begins, tuple([array.ravel() for array in host.values()]))
         self.flat[:used].copy_(staging, non_blocking=True)
+
+
+@njit
+def _scatter(flat, begins, arrays):
+    """Copies arrays to where each begins in `flat`."""
+    for i in range(len(arrays)):
+        flat[begins[i] : begins[i] + len(arrays[i])] = arrays[i]
 
 
 @dataclass(frozen=True)

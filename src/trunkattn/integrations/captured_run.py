@@ -1,14 +1,12 @@
 """`BatchAttention.run` without the host's time for it: a layer's launches, captured once in a CUDA graph."""
 
-from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 import torch
 
 from trunkattn.attention import BatchAttention, Plan
-from trunkattn.gpu.graphs import capture
+from trunkattn.gpu.graphs import GraphCache
 
 _MOST_GRAPHS: Final = 1024  # models have some hundred layers; more mean that caches come and go
 
@@ -33,7 +31,6 @@ class CapturedRun:
     @torch.inference_mode(False)
     def __init__(self, attention: BatchAttention) -> None:
         self._attention = attention
-        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
         if attention.device.type != "cuda":
             return
         if attention.capacity is None:
@@ -43,7 +40,7 @@ class CapturedRun:
             torch.zeros(tokens, config.num_qo_heads, dim, dtype=config.dtype, device=attention.device)
             for dim in (config.head_dim, config.value_dim)
         )
-        self._stream = torch.cuda.Stream(attention.device)
+        self._graphs = GraphCache(attention.device, _MOST_GRAPHS)
 
     def __call__(
         self, plan: Plan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor,
@@ -73,22 +70,8 @@ class CapturedRun:
         key = (plan, *((name, _place(value)) for name, value in sorted(layer.items())))
         with torch.cuda.device(q.device):
             own_q.copy_(q)
-            self._repeat(key, partial(run, q=self._q, out=self._out))
+            self._graphs.run(key, partial(run, q=self._q, out=self._out))
             out.copy_(own_out)
-
-    def _repeat(self, key: tuple[Any, ...], work: Callable[[], object]) -> None:
-        """Runs the work; the first time as it is, which compiles it and checks what it is given."""
-        if key not in self._graphs:
-            work()
-            self._graphs[key] = None
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-            return
-        graph = self._graphs[key]
-        if graph is None:
-            pool = next((other.pool() for other in self._graphs.values() if other is not None), None)
-            graph = self._graphs[key] = capture(work, self._stream, pool)
-        graph.replay()
 
 
 def _alike(given: Any, own: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""Floor 4: the paged KV cache. Everything exported here is free of torch; the tensors are in `cache.kv_cache`."""
+"""The paged KV cache: who holds which pages, which prefixes are cached, and the tensors behind the pages.
+
+Everything exported here works without torch; the tensors are in `trunkattn.kv_cache.tensors`.
+"""
 
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage, SlotUsage
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy, PagePool

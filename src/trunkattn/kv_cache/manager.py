@@ -1,4 +1,7 @@
-"""The cache as the scheduler sees it: who holds which pages, what is shared, what can be evicted; no torch."""
+"""The cache as the scheduler sees it: who holds which pages, what is shared, what can be evicted. Needs no torch.
+
+The method is PagedAttention's (Kwon et al., 2023, https://arxiv.org/abs/2309.06180, §4.2 to §4.5).
+"""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,10 +14,13 @@ from trunkattn.validate import check_int
 
 @dataclass(frozen=True)
 class SlotUsage:
-    """What the token slots that requests hold are used for, and the three wastes of lecture §2.2, all in slots.
+    """What the token slots are used for, and the three kinds of waste of the PagedAttention paper, §3.1.
 
-    `tokens`: slots that hold a token's KV. `reserved`: held, empty, for tokens still to come. `internal`: held, empty,
-    for no token that is known of. `external`: held by nobody, and yet no use to any further request.
+    Attributes:
+        tokens: slots that hold a token's KV.
+        reserved: empty slots that a request holds for tokens it will write later.
+        internal: empty slots that a request holds and will not fill (internal fragmentation).
+        external: slots that nobody holds and no further request can use (external fragmentation).
     """
 
     tokens: int
@@ -35,15 +41,17 @@ class SlotUsage:
 
 @dataclass(frozen=True)
 class CacheUsage(SlotUsage):
-    """The paged cache's usage (PagedAttention, lecture §3.5); a page that several requests share counts once.
+    """The usage of the paged cache. A page that several requests share counts once.
 
-    `tokens`: distinct slots whose KV is committed. `reserved`: slots granted by `extend` whose KV is not committed yet,
-    that is, the tokens of the step in progress. `internal`: all other empty slots of the held pages, nearly always
-    the ends of last pages. `external`: 0, since a free page serves any request. So `utilisation` is
-    tokens / (pages_held * page_size).
-
-    `unshared_pages`: what the same requests would hold if each had its own copy of every page. `contiguous`: what one
-    contiguous reservation of the maximum length for each of them would hold (lecture §2.2), None if not asked for.
+    Attributes:
+        tokens: distinct slots whose KV is committed.
+        reserved: slots that `extend` has granted and nobody has committed: the tokens of the step in progress.
+        internal: all other empty slots of the held pages, nearly always the ends of last pages.
+        external: 0, because a free page serves any request.
+        pages_held: distinct pages that requests hold; `utilisation` is tokens / (pages_held * page_size).
+        unshared_pages: pages that the same requests would hold if each had its own copy of every page.
+        contiguous: slots that the same requests would hold if each had one contiguous reservation of the maximum
+            length; None unless asked for.
     """
 
     pages_held: int
@@ -55,38 +63,52 @@ class CacheUsage(SlotUsage):
 class _Request:
     pages: list[int]
     num_tokens: int  # committed: their KV is in the pages
-    room: int  # granted: slots num_tokens..room-1 may be written, and belong to this request alone
+    room: int  # granted: this request alone may write slots num_tokens..room-1
     num_indexed: int  # leading full pages whose prefix is in the index, as the chain that ends in `tail`
-    tail: CachedBlock | None  # None: nothing of this request may be indexed
+    tail: CachedBlock | None  # None: the index accepts no page of this request
 
 
 class CacheManager:
-    """Pages for requests: allocation on demand, prefix sharing, copy-on-write, LRU eviction (lecture §3.3 to §3.5).
+    """Pages for requests: allocation on demand, prefix sharing, copy-on-write, LRU eviction.
 
-    A request's life: `admit`; then, step after step, `extend` (slots for the step's tokens), the forward pass,
-    `commit` (their KV is there); at last `free`. A preempted request is freed and admitted again. Request ids are any
-    hashable values. Every method either does all it says or raises and changes nothing: KeyError for an unknown id,
-    ValueError or TypeError for another bad argument, OutOfPages when there is no room.
+    A request's life: `admit`; then in each step `extend` (slots for the step's tokens), the forward pass and `commit`
+    (the KV is written); at the end `free`. A preempted request is freed and admitted again. Request ids are any
+    hashable values.
 
-    Only full pages are indexed, and a page is written only by the one request that references it, into slots that no
-    other request has ever counted as committed. So a shared or cached page never changes.
+    Only full pages are indexed. Only the one request that references a page writes to it, into slots that no other
+    request has ever counted as committed. So a shared or cached page never changes.
 
-    `prefix_cache_queries` and `prefix_cache_hits` count, over all admissions, the tokens looked up in the prefix
-    index and those found there; both stay 0 without prefix caching.
+    Args:
+        num_pages: pages of the cache.
+        page_size: tokens per page.
+        enable_prefix_caching: keep full pages after their requests end, and share them between requests.
+
+    Raises:
+        KeyError: a method gets the id of a request that is not admitted.
+        ValueError, TypeError: a method gets another bad argument.
+        OutOfPages: there is no room. After any of these errors nothing has changed.
+
+    Example:
+        >>> cache = CacheManager(num_pages=8, page_size=2)
+        >>> cache.admit("a", [1, 2, 3, 4, 5])
+        0
+        >>> cache.extend("a", 5)
+        []
+        >>> cache.commit("a", [1, 2, 3, 4, 5])
+        >>> cache.admit("b", [1, 2, 3, 4, 9])  # two full pages are shared
+        4
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.index = PrefixIndex(page_size)
         self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
         self.page_size = page_size
         self._requests: dict[Hashable, _Request] = {}
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that `extend` can hand out: those in the free list and those cached for nobody in particular."""
+        """Pages that `extend` can hand out: those in the free list, and cached ones that no request references."""
         return self.pool.num_free + self.index.num_evictable
 
     @property
@@ -99,19 +121,19 @@ class CacheManager:
         return tuple(self._request(request_id).pages)
 
     def num_tokens(self, request_id: Hashable) -> int:
-        """How many of the request's tokens, from the first, have their KV in its pages."""
+        """Leading tokens of the request whose KV is in its pages."""
         return self._request(request_id).num_tokens
 
     def admit(self, request_id: Hashable, tokens: Sequence[int]) -> int:
-        """Start a request with the cached pages of its longest known prefix; return how many tokens they hold.
+        """Starts a request with the cached pages of its longest known prefix; returns how many tokens they hold.
 
         The number is a multiple of page_size and less than len(tokens): at least one token is left to compute, for
-        its logits. Allocates nothing; cached pages that nobody used are no longer free, though.
+        its logits. Nothing is allocated, but `num_free_pages` falls by the cached pages that nobody referenced before.
         """
         if request_id in self._requests:
-            raise ValueError(f"request_id {request_id!r} is already admitted")
+            raise ValueError(f"request_id={request_id!r}: expected one that is not admitted; free it first")
         if len(tokens) == 0:
-            raise ValueError("tokens must not be empty")
+            raise ValueError("tokens has length 0: expected at least one token")
         if not self.enable_prefix_caching:
             self._requests[request_id] = _Request([], num_tokens=0, room=0, num_indexed=0, tail=None)
             return 0
@@ -121,8 +143,6 @@ class CacheManager:
         tail = self.index.block(pages[-1]) if pages else self.index.root
         num_cached = len(pages) * self.page_size
         self._requests[request_id] = _Request(pages, num_cached, room=num_cached, num_indexed=len(pages), tail=tail)
-        self.prefix_cache_queries += len(tokens)
-        self.prefix_cache_hits += num_cached
         return num_cached
 
     def can_extend(self, request_id: Hashable, num_tokens: int) -> bool:
@@ -131,12 +151,19 @@ class CacheManager:
         return sum(self._growth(request, num_tokens)) <= self.num_free_pages
 
     def extend(self, request_id: Hashable, num_tokens: int) -> list[PageCopy]:
-        """Grow the request to room for `num_tokens` tokens in all, evicting cached pages if need be.
+        """Grows the request to room for `num_tokens` tokens in all. Evicts cached pages if it must.
 
-        Returns the page copies (none or one) to carry out before the new slots are written: where the first of them
-        lies in a page that other requests hold too, the request gets its own copy of that page. `num_tokens` is not
-        less than the committed tokens; room granted earlier and not used (rejected draft tokens) is kept.
-        Raises OutOfPages.
+        Args:
+            request_id: an admitted request.
+            num_tokens: at least the committed tokens. Room that was granted earlier and not used, for example by
+                rejected draft tokens, is kept.
+
+        Returns:
+            The page copies (none or one) to carry out before the new slots are written. If the first new slot lies in
+            a page that other requests hold too, the request gets its own copy of that page.
+
+        Raises:
+            OutOfPages: too few pages are free or evictable.
         """
         request = self._request(request_id)
         num_new, num_copied = self._growth(request, num_tokens)
@@ -153,22 +180,28 @@ class CacheManager:
         return copies
 
     def commit(self, request_id: Hashable, tokens: Sequence[int], num_tokens: int | None = None) -> None:
-        """Record that the KV of the request's first `num_tokens` tokens (default: all of `tokens`) is in its pages.
+        """Records that the KV of the request's first `num_tokens` tokens is in its pages.
 
-        `tokens` are the request's tokens from its first one; with `num_tokens` it may go on beyond what is computed,
-        which spares the caller a slice in every step. Pages that became full are indexed, except where another page
-        is indexed for the same prefix already. Never shrinks, and never exceeds the room that `extend` granted.
+        Pages that became full are indexed, unless another page is already indexed for the same prefix.
+
+        Args:
+            request_id: an admitted request.
+            tokens: the request's tokens from its first one. They may continue beyond `num_tokens`, which saves the
+                caller a slice in every step.
+            num_tokens: from the committed tokens to the room that `extend` granted; None: all of `tokens`.
         """
         request = self._request(request_id)
         count = len(tokens) if num_tokens is None else num_tokens
         check_int("num_tokens", count, max(request.num_tokens, 1))
         if count > request.room or count > len(tokens):
-            limits = f"the room of {request.room} tokens that extend granted and len(tokens) = {len(tokens)}"
-            raise ValueError(f"num_tokens must be at most {limits}, got {count}")
+            raise ValueError(
+                f"num_tokens={count}: expected at most the {request.room} tokens that extend granted and the "
+                f"{len(tokens)} in tokens; call extend first"
+            )
         num_full = count // self.page_size
         if num_full > request.num_indexed and request.tail is not None:
             tail, start = request.tail, request.num_indexed
-            if not self.index.is_indexed(tail):  # another request's page, evicted meanwhile: index our own
+            if not self.index.is_indexed(tail):  # it was another request's page, now evicted: index our own
                 tail, start = self.index.root, 0
             full_tokens = tokens[start * self.page_size : num_full * self.page_size]
             request.tail = self.index.insert(tail, full_tokens, request.pages[start:num_full])
@@ -176,48 +209,51 @@ class CacheManager:
         request.num_tokens = count
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Start `child_id` as a copy of `parent_id`, for parallel sampling (n > 1): they share all committed tokens.
+        """Starts `child_id` as a copy of `parent_id`, for parallel sampling (n > 1): they share all committed tokens.
 
-        A partly filled last page is shared too; whoever writes into it first gets a copy. So slots that the parent
-        was granted and has not committed are void: it has to `extend` again before it writes.
+        They share a partly filled last page too; the first to write into it gets a copy. So the parent loses the slots
+        that it was granted and has not committed: it has to `extend` again before it writes.
         """
         parent = self._request(parent_id)
         if child_id in self._requests:
-            raise ValueError(f"child_id {child_id!r} is already admitted")
+            raise ValueError(f"child_id={child_id!r}: expected one that is not admitted; free it first")
         pages = parent.pages[: self._pages_for(parent.num_tokens)]
         self.pool.share(pages)
         parent.room = parent.num_tokens
         self._requests[child_id] = _Request(pages, parent.num_tokens, parent.room, parent.num_indexed, parent.tail)
 
     def free(self, request_id: Hashable) -> None:
-        """End the request. Indexed pages that nobody else holds stay cached, the others go to the free list."""
+        """Ends the request. Indexed pages that no other request holds stay cached; the others become free."""
         pages = self._request(request_id).pages
         del self._requests[request_id]
-        # Last page first: the longer prefix is of less use to others, so it is evicted earlier.
+        # Last page first: fewer requests share the longer prefix, so it is evicted earlier.
         unreferenced = self.pool.release(pages[::-1])
         self.index.mark_unreferenced(page for page in unreferenced if page in self.index)
         self.pool.free([page for page in unreferenced if page not in self.index])
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, because KV computed so far is not to be reused (new weights, say).
+        """Forgets every cached prefix, so that no KV computed so far is reused, for example after new weights.
 
-        Running requests keep their pages, but nothing of theirs is indexed any more, since it rests on that KV.
+        Running requests keep their pages, but these are not indexed any more, because they hold the old KV.
         """
         self.pool.free(self.index.clear())
         for request in self._requests.values():
             request.tail = None
 
     def usage(self, max_model_len: int | None = None, final_lens: Mapping[Hashable, int] | None = None) -> CacheUsage:
-        """How the slots are used now; see CacheUsage for how each number is computed. Linear in the requests.
+        """How the slots are used now. The time is linear in the number of requests.
 
-        With `max_model_len`, in tokens, also what a contiguous reservation of that length for each request would hold:
-        `tokens` are the committed tokens of every request, nothing being shared; `reserved` are the empty slots up to
-        the request's final length; `internal` those beyond it; `external` is the rest of the pool that is too small
-        for one more reservation, num_slots mod max_model_len. The final length is known to the caller at best: it is
-        taken from `final_lens`, and is `max_model_len` for a request that is not in there.
+        With `max_model_len` the result also has `contiguous`, for a reservation of that length per request. There
+        `tokens` counts every request's committed tokens, because nothing is shared; `reserved` counts the empty slots
+        up to the request's final length and `internal` those beyond it; `external` is the remainder of the pool that
+        is too small for another reservation, num_slots mod max_model_len.
+
+        Args:
+            max_model_len: tokens of a contiguous reservation; None: only the paged cache's usage.
+            final_lens: final length of a request in tokens, where the caller knows it; `max_model_len` for the others.
         """
         if max_model_len is None and final_lens is not None:
-            raise ValueError("final_lens needs max_model_len, got max_model_len=None")
+            raise ValueError("max_model_len=None: expected a length in tokens together with final_lens")
         partial: dict[int, tuple[int, int]] = {}  # page -> its committed and its granted slots
         for request in self._requests.values():
             for position in range(request.num_tokens // self.page_size, len(request.pages)):
@@ -236,9 +272,9 @@ class CacheManager:
         )
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless pool, index and requests agree: no page is lost, none is held without a count.
+        """Raises RuntimeError unless pool, index and requests agree: no page is lost or held without a reference.
 
-        Linear in the pages; meant for tests and for an idle engine.
+        The time is linear in the number of pages. It is meant for tests and for an idle engine.
         """
         self.pool.check_integrity()
         self.index.check_integrity()
@@ -248,7 +284,7 @@ class CacheManager:
                 held = f"{references[page]} requests hold page {page}"
                 raise RuntimeError(f"{held}, its reference count is {self.pool.refcount(page)}")
         if set(self.pool.kept_pages()) != set(self.index.evictable_pages()):
-            raise RuntimeError("a page that is neither free nor referenced is not evictable, or the other way round")
+            raise RuntimeError("the kept pages and the evictable pages differ")
         if not references.keys() | self.index.evictable_pages() >= set(self.index):
             raise RuntimeError("a free page is indexed")
         filled: dict[int, tuple[int, int]] = {}  # page -> its position and its committed slots
@@ -262,7 +298,7 @@ class CacheManager:
     def _check_request(self, request_id: Hashable, request: _Request) -> None:
         capacity = len(request.pages) * self.page_size
         if not 0 <= request.num_indexed * self.page_size <= request.num_tokens <= request.room <= capacity:
-            raise RuntimeError(f"request {request_id!r}: indexed, committed, granted and held slots are out of order")
+            raise RuntimeError(f"request {request_id!r}: expected indexed <= committed <= granted <= held slots")
         if len(set(request.pages)) != len(request.pages):
             raise RuntimeError(f"request {request_id!r} holds a page twice")
         for position in range(request.num_tokens // self.page_size, len(request.pages)):
@@ -271,7 +307,7 @@ class CacheManager:
                 raise RuntimeError(f"page {page} is indexed and not full")
             writable = self._slots_at(position, request.room) > self._slots_at(position, request.num_tokens)
             if writable and self.pool.refcount(page) > 1:
-                raise RuntimeError(f"request {request_id!r} may write to page {page}, which others hold too")
+                raise RuntimeError(f"request {request_id!r} may write to page {page}, which other requests hold too")
         if request.tail is not None and self.index.is_indexed(request.tail):
             depth, block = 0, request.tail
             while block.parent is not None:
@@ -283,17 +319,17 @@ class CacheManager:
         try:
             return self._requests[request_id]
         except KeyError:
-            raise KeyError(f"request_id {request_id!r} is not admitted") from None
+            raise KeyError(f"request_id={request_id!r}: expected an admitted request; call admit first") from None
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def _slots_at(self, position: int, num_tokens: int) -> int:
-        """How many of the slots of a request's page number `position` its first `num_tokens` tokens take."""
+        """Slots that a request's first `num_tokens` tokens fill in its page number `position`."""
         return min(max(num_tokens - position * self.page_size, 0), self.page_size)
 
     def _growth(self, request: _Request, num_tokens: int) -> tuple[int, int]:
-        """Pages that growing to `num_tokens` takes: new ones at the end, and copies of shared ones (0 or 1)."""
+        """Pages that growth to `num_tokens` needs: new ones at the end, and copies of shared ones (0 or 1)."""
         check_int("num_tokens", num_tokens, request.num_tokens)
         if num_tokens <= request.room:
             return 0, 0
@@ -305,7 +341,9 @@ class CacheManager:
     def _allocate(self, n: int) -> list[int]:
         shortfall = n - self.pool.num_free
         if shortfall > self.index.num_evictable:
-            raise OutOfPages(f"{n} pages needed, {self.num_free_pages} of {self.pool.num_pages} are free or evictable")
+            raise OutOfPages(
+                f"{n} pages are needed, and {self.num_free_pages} of {self.pool.num_pages} are free or evictable"
+            )
         if shortfall > 0:
             self.pool.free(self.index.evict(shortfall))
         return self.pool.allocate(n)
@@ -318,8 +356,10 @@ class CacheManager:
         for request_id, request in self._requests.items():
             final_len = final_lens.get(request_id, max_model_len)
             if max(request.num_tokens, final_len) > max_model_len:
-                lengths = f"holds {request.num_tokens} tokens of {final_len}"
-                raise ValueError(f"max_model_len is {max_model_len}, but request {request_id!r} {lengths}")
+                raise ValueError(
+                    f"max_model_len={max_model_len}: expected at least the length of request {request_id!r}, which "
+                    f"holds {request.num_tokens} tokens and ends at {final_len}"
+                )
             tokens += request.num_tokens
             reserved += final_len - request.num_tokens
             internal += max_model_len - final_len

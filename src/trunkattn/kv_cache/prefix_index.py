@@ -1,4 +1,4 @@
-"""Which page holds the KV of which prefix: a hash chain over full blocks, verified against the tokens; no torch."""
+"""Which page holds the KV of which prefix: a hash chain over full blocks, checked against the tokens. No torch here."""
 
 from array import array
 from collections import OrderedDict
@@ -24,21 +24,23 @@ def _hash_block(parent_key: int, tokens: bytes) -> int:
 
 
 class PrefixIndex:
-    """Maps prefixes of token ids, in whole pages, to the pages that hold their KV, for sharing between requests.
+    """Maps prefixes of token ids, in whole pages, to the pages that hold their KV, so that requests can share them.
 
     A block's key is the hash of its parent's key and its own tokens. A key only finds candidates: a candidate is
-    accepted if its parent *is* the block matched so far and its tokens are equal, so that by induction the whole
-    prefix is equal, whatever the hash function returns. No hash reaches a result; nothing depends on hash order.
+    accepted if its parent *is* the block matched so far and its tokens are equal. So, by induction, the whole prefix
+    is equal for any hash function, and no result depends on a hash or on its order.
 
-    **Eviction** takes the least recently used of the pages that nobody references. The caller marks a request's pages
-    unreferenced last page first, so that a leaf is normally evicted before its ancestors. Only where two requests
-    computed one prefix at the same time (the first one's pages are indexed, the second one's continuation hangs below
-    them) can the oldest page have descendants that are in use. They leave the index with it: then every indexed
-    block can be reached from the root, and every unreferenced page can be evicted, so that counting them is exact.
-    Refusing to evict a block with children would give up the second property. A descendant that is referenced is
-    only forgotten; it stays with the request that holds it.
+    **Eviction** removes the least recently used page that nobody references. The caller marks a request's pages
+    unreferenced from the last to the first, so a leaf normally goes before its ancestors. There is one exception: two
+    requests compute one prefix at the same time, the first one's pages are indexed, and the second one's continuation
+    is a child of theirs. Then the oldest page can have descendants in use, and these leave the index with it. This
+    keeps two properties: every indexed block can be reached from the root, and every unreferenced page can be evicted,
+    so their count is exact. (To refuse the eviction of a block with children would break the second one.) A referenced
+    descendant is only forgotten; its request keeps it.
 
-    `hash_block(parent_key, tokens) -> int` can be replaced, so that collisions can be tested.
+    Args:
+        page_size: tokens per page.
+        hash_block: hash_block(parent_key, tokens) -> int; tests replace it to make collisions.
     """
 
     def __init__(self, page_size: int, hash_block: Callable[[int, bytes], int] = _hash_block) -> None:
@@ -79,51 +81,57 @@ class PrefixIndex:
         return self._blocks[page]
 
     def is_indexed(self, block: CachedBlock) -> bool:
-        """Whether `block` is still in the index, and so are its ancestors; the root always is."""
+        """Whether `block`, and with it its ancestors, is still in the index. The root always is."""
         return block is self.root or self._blocks.get(block.page) is block
 
     def insert(self, parent: CachedBlock, tokens: Sequence[int], pages: Sequence[int]) -> CachedBlock:
-        """Index `pages`, which hold the KV of `tokens`, as the continuation of `parent`; return the last block.
+        """Indexes `pages`, which hold the KV of `tokens`, as the continuation of `parent`; returns the last block.
 
-        `tokens` fills the pages exactly. A block that another page is already indexed for keeps that page, and what
-        follows is chained to it. New pages are referenced by someone (call `mark_unreferenced` when that ends).
-        Raises ValueError, before any change, if a new page is already indexed as another prefix.
+        A block that already has a page keeps that page, and the blocks after it become its children. The new pages
+        count as referenced until the caller calls `mark_unreferenced`.
+
+        Raises:
+            ValueError: `tokens` does not fill the pages exactly, or a page is already indexed as another prefix.
+                Nothing has changed then.
         """
         if len(tokens) != len(pages) * self.page_size:
-            raise ValueError(f"tokens must fill {len(pages)} pages of {self.page_size} exactly, got {len(tokens)}")
+            raise ValueError(
+                f"tokens has length {len(tokens)}: expected {len(pages) * self.page_size}, which fill {len(pages)} "
+                f"pages of {self.page_size}"
+            )
         if not self.is_indexed(parent):
-            raise ValueError(f"parent: the block of page {parent.page} is no longer in the index")
+            raise ValueError(f"parent: the block of page {parent.page} left the index: expected one that is in it")
         contents = list(self._pack(tokens))
         known = self._walk(parent, contents)
         new_pages = pages[len(known) :]
         if len(set(new_pages)) != len(new_pages) or any(page in self._blocks for page in new_pages):
-            raise ValueError(f"pages {list(new_pages)} must be distinct and not be indexed as another prefix")
+            raise ValueError(f"pages={list(new_pages)}: expected distinct pages that are indexed as no other prefix")
         block = known[-1] if known else parent
         for content, page in zip(contents[len(known) :], new_pages, strict=True):
             block = self._add(block, content, page)
         return block
 
     def mark_referenced(self, pages: Iterable[int]) -> None:
-        """Somebody references these indexed pages: they cannot be evicted."""
+        """Protects these indexed pages from eviction, because a request references them."""
         for page in pages:
             self._evictable.pop(page, None)
 
     def mark_unreferenced(self, pages: Iterable[int]) -> None:
-        """Nobody references these indexed pages any more: they become, in this order, the most recently used."""
+        """Makes these indexed pages evictable: in this order they become the most recently used."""
         for page in pages:
             if page not in self._blocks:
-                raise ValueError(f"pages: page {page} is not indexed")
+                raise ValueError(f"pages: page {page} is not indexed: expected indexed pages")
             self._evictable[page] = None
 
     def evict(self, n: int) -> list[int]:
-        """Drop the `n` least recently used unreferenced pages and their descendants; return those now unused.
+        """Drops the `n` least recently used unreferenced pages and their descendants; returns the unreferenced ones.
 
-        At least `n` pages come back: unreferenced descendants are among them. Raises ValueError if fewer than `n`
-        pages are evictable.
+        Because of the descendants the result can have more than `n` pages.
+
+        Raises:
+            ValueError: fewer than `n` pages are evictable.
         """
-        check_int("n", n, 0)
-        if n > len(self._evictable):
-            raise ValueError(f"n must be at most num_evictable = {len(self._evictable)}, got {n}")
+        check_int("n", n, 0, len(self._evictable))
         evicted: list[int] = []
         while len(evicted) < n:
             oldest = next(iter(self._evictable))
@@ -131,7 +139,7 @@ class PrefixIndex:
         return evicted
 
     def clear(self) -> list[int]:
-        """Forget every prefix; return the pages that nobody references."""
+        """Forgets every prefix; returns the pages that nobody references."""
         unreferenced = self.evictable_pages()
         self.root.children.clear()
         self._buckets.clear()
@@ -140,7 +148,8 @@ class PrefixIndex:
         return unreferenced
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless tree, hash buckets, page map and LRU order agree. Linear in the indexed pages."""
+        """Raises RuntimeError unless tree, hash buckets, page map and LRU order agree. The time is linear in the
+        number of indexed pages."""
         reached = list(self.root.children)
         for block in reached:
             reached.extend(block.children)
@@ -156,18 +165,18 @@ class PrefixIndex:
         if len(reached) != len(self._blocks):
             raise RuntimeError("an indexed page cannot be reached from the root")
         if sum(map(len, self._buckets.values())) != len(self._blocks) or not all(self._buckets.values()):
-            raise RuntimeError("the hash buckets hold a block that is not in the index, or are empty")
+            raise RuntimeError("a hash bucket is empty, or it holds a block that is not in the index")
         if not self._evictable.keys() <= self._blocks.keys():
             raise RuntimeError("the LRU order holds a page that is not indexed")
 
     def _pack(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The full blocks of `tokens`, one at a time: a match that fails early has not read the rest."""
+        """The full blocks of `tokens`, one at a time, so that a match that fails early does not read the rest."""
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             block = tokens[start : start + self.page_size]
             try:
                 yield array("i", block).tobytes()
             except (TypeError, OverflowError) as error:
-                raise ValueError(f"tokens must be 32-bit integers, got {block!r} at {start}") from error
+                raise ValueError(f"tokens[{start}:]={block!r}: expected 32-bit integers") from error
 
     def _walk(self, parent: CachedBlock, contents: Iterable[bytes]) -> list[CachedBlock]:
         found: list[CachedBlock] = []
@@ -193,8 +202,8 @@ class PrefixIndex:
         return block
 
     def _remove(self, block: CachedBlock) -> list[int]:
-        """Take `block` and its descendants out of the index; return the pages among them that nobody references."""
-        assert block.parent is not None  # the root has no page, so nobody evicts it
+        """Removes `block` and its descendants from the index; returns the pages among them that nobody references."""
+        assert block.parent is not None  # the root has no page, so it is never evicted
         del block.parent.children[block]
         unreferenced = []
         pending = [block]

@@ -9,10 +9,18 @@ from trunkattn.validate import check_int
 
 
 class KVCache:
-    """Keys and values of `num_layers` layers in pages of `page_size` tokens (PagedAttention, lecture §3.3).
+    """Keys and values of `num_layers` layers in pages of `page_size` tokens.
 
-    One allocation of `num_bytes` bytes for the whole model, zeroed, so that a slot nobody has written holds no NaN.
-    `dtype` is any floating-point type torch can store, fp8 included.
+    The whole model has one allocation of `num_bytes` bytes. It starts as zeros, so that a slot that was never written
+    holds no NaN.
+
+    Args:
+        num_layers, num_pages, page_size, num_kv_heads, head_dim: sizes, each at least 1; `page_size` in tokens.
+        dtype: any floating-point type that torch can store, fp8 included.
+        device: where the tensors are.
+
+    Raises:
+        TypeError, ValueError: a size is not an integer of at least 1, or `dtype` is not a floating-point type.
     """
 
     def __init__(
@@ -29,14 +37,14 @@ class KVCache:
         _check_shape(num_layers, page_size, num_kv_heads, head_dim, dtype)
         self.num_layers = num_layers
         self.num_pages = num_pages
-        # Head-major: one head's keys of a page are one run of memory, 3 % faster decode on a CPU than token-major.
+        # Head-major: one head's keys of a page are contiguous, which a CPU decodes faster than token-major pages.
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self._storage]
 
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one page's keys and values over all layers: a memory budget divided by it gives `num_pages`."""
+        """Bytes of one page's keys and values over all layers. A memory budget divided by it gives `num_pages`."""
         _check_shape(num_layers, page_size, num_kv_heads, head_dim, dtype)
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
@@ -50,22 +58,20 @@ class KVCache:
 
         The last dimension is contiguous; no other stride is promised.
         """
-        check_int("index", index, 0)
-        if index >= self.num_layers:
-            raise ValueError(f"index must be less than num_layers = {self.num_layers}, got {index}")
+        check_int("index", index, 0, self.num_layers - 1)
         return self._layers[index]
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the keys and values of `src` to `dst` in every layer, one copy after the other, on the current stream.
+        """Copies the keys and values of `src` to `dst` in every layer, one copy after the other, on the current stream.
 
-        The order is kept because a page that one copy fills may be the source of the next. Everything is checked
+        The order matters, because a page that one copy fills may be the source of the next. Everything is checked
         before the first copy.
         """
-        for copy in copies:
-            check_int("copies: src", copy.src, 0)
-            check_int("copies: dst", copy.dst, 0)
-            if max(copy) >= self.num_pages or copy.src == copy.dst:
-                raise ValueError(f"copies: expected two different pages below {self.num_pages}, got {copy}")
+        for index, copy in enumerate(copies):
+            check_int(f"copies[{index}].src", copy.src, 0, self.num_pages - 1)
+            check_int(f"copies[{index}].dst", copy.dst, 0, self.num_pages - 1)
+            if copy.src == copy.dst:
+                raise ValueError(f"copies[{index}]={copy}: expected two different pages")
         for src, dst in copies:
             self._storage[:, :, dst].copy_(self._storage[:, :, src])
 
@@ -76,6 +82,6 @@ def _check_shape(num_layers: int, page_size: int, num_kv_heads: int, head_dim: i
     check_int("num_kv_heads", num_kv_heads, 1)
     check_int("head_dim", head_dim, 1)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        raise TypeError(f"dtype={dtype!r}: expected a floating-point torch.dtype")
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type, got {dtype}")
+        raise ValueError(f"dtype={dtype}: expected a floating-point torch.dtype")

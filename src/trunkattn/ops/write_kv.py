@@ -1,8 +1,8 @@
 """New keys and values into the paged cache (PagedAttention, lecture §3.3)."""
 
 import torch
-from numba import njit
 
+from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
 from trunkattn.dtypes import KV_KINDS, NO_E4M3, has_e4m3
 
@@ -74,7 +74,7 @@ def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -
         raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
 
 
-@njit(cache=True)
+@njit
 def _first_outside(slots, num_slots):
     for i in range(len(slots)):
         if slots[i] < -1 or slots[i] >= num_slots:
@@ -82,7 +82,7 @@ def _first_outside(slots, num_slots):
     return -1
 
 
-@njit(cache=True)
+@njit
 def _scatter(target, strides, source, slots, page_size, num_heads):
     """One thread: a step writes a few hundred kilobytes, less than waking a second thread costs."""
     page_stride, token_stride, head_stride = strides

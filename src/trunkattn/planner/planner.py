@@ -5,9 +5,9 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.packing import policies as packing
 from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.packing.optimal import count_states, optimal
@@ -104,9 +104,15 @@ class Planner:
         start, policy, reason = last.starts[batch.window]
         if policy in _DEPENDS_ON_TAILS or batch.window != UNLIMITED:
             del last.starts[batch.window]
-        packs, work = _assemble(last.forest, start, batch, self.spec)
-        kept = Batch(last.batch.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
-        return Planned(work, kept, len(packs.kv_row), policy, reason, self.spec)
+        return _planned(last, start, batch, self.spec, (policy, reason))
+
+    def plan_unshared(self, batch: Batch, spec: PlannerSpec, reason: str) -> Planned:
+        """Work list of the batch that was planned last, or whose forest was asked for, if nothing is shared. spec: may
+        cut by another rule than the planner's own."""
+        assert self._last is not None
+        forest = self._last.forest
+        start = packing.per_query(forest, np.empty(0, np.int64), spec.model)
+        return _planned(self._last, start, batch, spec, ("per_query", reason))
 
     def forest(self, batch: Batch) -> tuple[Forest, Int32Array]:
         """The prefix forest of a validated batch, and the block table it was made for."""
@@ -156,6 +162,13 @@ class Planner:
         return found[name], name, reason
 
 
+def _planned(last: _Last, start: Starts, batch: Batch, spec: PlannerSpec, choice: tuple[str, str]) -> Planned:
+    """choice: policy and reason."""
+    packs, work = _assemble(last.forest, start, batch, spec)
+    kept = Batch(last.batch.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
+    return Planned(work, kept, len(packs.kv_row), *choice, spec)
+
+
 def _list_costs(costs: dict[str, int]) -> str:
     return ", ".join(f"{name} {cost / 1e6:.3g} MB" for name, cost in costs.items())
 
@@ -166,32 +179,27 @@ def _cost(forest: Forest, start: Starts, lowest: Int32Array, query_lens: Int32Ar
 
 def _lowest_token(batch: Batch) -> Int32Array:
     """[num_requests] the first token that any of a request's query tokens sees."""
+    if batch.window == UNLIMITED:
+        return np.zeros(len(batch.seq_lens), np.int32)
     first_query = batch.seq_lens.astype(np.int64) - np.diff(batch.query_start_loc)
     return np.maximum(first_query + 1 - batch.window, 0).astype(np.int32)
 
 
 def _assemble(forest: Forest, start: Starts, batch: Batch, spec: PlannerSpec) -> tuple[packing.Packs, WorkList]:
-    packs, *arrays = _assemble_arrays(
-        forest, start, (batch.seq_lens, batch.query_start_loc, batch.window), spec.model.queries_per_tile, spec.rule
-    )
-    return packs, WorkList(*arrays)
+    packs = packing.collect_packs(forest, start, _lowest_token(batch))
+    tables = (batch.seq_lens, batch.query_start_loc, batch.window)
+    return packs, WorkList(*_assemble_arrays(packs, tables, spec.model.queries_per_tile, spec.rule))
 
 
-@njit(cache=True)
-def _assemble_arrays(forest, start, batch, queries_per_tile, rule):
+@njit
+def _assemble_arrays(packs, batch, queries_per_tile, rule):
     seq_lens, query_start_loc, window = batch
-    lowest = np.zeros(len(seq_lens), np.int32)
-    if window != UNLIMITED:
-        for row in range(len(seq_lens)):
-            first_query = seq_lens[row] - (query_start_loc[row + 1] - query_start_loc[row])
-            lowest[row] = max(0, first_query + 1 - window)
-    packs = packing.collect_packs(forest, start, lowest)
     tiles, query, position = row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile)
     parts = part_length(rule, tiles)
-    return (packs, *emit(packs, tiles, parts, query, position, window, rule, query_start_loc[-1]))
+    return emit(packs, tiles, parts, query, position, window, rule, query_start_loc[-1])
 
 
-@njit(cache=True)
+@njit
 def _grow(forest, old, new, units):
     """True, with the old table and the leaves brought up to date, if nothing but private tails grew."""
     old_table, old_lens, old_loc = old
@@ -227,7 +235,7 @@ def _grow(forest, old, new, units):
     return True
 
 
-@njit(cache=True)
+@njit
 def tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):
     """KV tokens that one pack per request would read."""
     tokens = np.int64(0)

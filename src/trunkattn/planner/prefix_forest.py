@@ -13,8 +13,9 @@ in depth-first order with children in the order of their lowest row.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
 
 ROOT = -1
 _EMPTY = -1
@@ -37,7 +38,7 @@ class Forest(NamedTuple):
     leaf_of: NDArray[np.int32]  # [R] leaf node of order[i]
 
 
-@njit(cache=True)
+@njit
 def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     """Builds the forest in one pass over the shared part of the table.
 
@@ -60,15 +61,15 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
         buckets *= 2
     slots = np.full(buckets, _EMPTY, np.int32)  # open addressing: (parent, block of pages) -> child
     rep[0], col_start[0], col_end[0] = 0, 0, 0
-    count = 1
+    count = np.int64(1)  # not a literal, for which the helpers would be compiled once more
     for row in range(num_rows):
         if query_lens[row] == 0:
             continue
         full = seq_lens[row] // page_size // share_columns * share_columns
-        node, col = 0, 0
+        node, col = np.int64(0), np.int64(0)
         while col < full:
             slot = _find(slots, parent, rep, col_start, table, row, col, node, share_columns)
-            child = slots[slot]
+            child = np.int64(slots[slot])
             if child == _EMPTY:
                 break
             end = col + share_columns
@@ -98,7 +99,7 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     return _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_end, seq_lens, page_size)
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _same(table, row_a, row_b, col, width):
     equal = True
     for j in range(col, col + width):
@@ -106,12 +107,12 @@ def _same(table, row_a, row_b, col, width):
     return equal
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _hash(node, page, mask):
     return ((np.int64(node) * np.int64(0x9E3779B1) + np.int64(page)) * np.int64(0x85EBCA77) >> np.int64(15)) & mask
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _find(slots, parent, rep, col_start, table, row, col, node, width):
     """The slot of the child of `node` whose first block of pages equals the row's at `col`, or the free slot for it."""
     mask = len(slots) - 1
@@ -124,13 +125,14 @@ def _find(slots, parent, rep, col_start, table, row, col, node, width):
     return slot
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _insert(slots, parent, rep, col_start, table, child, width):
-    col = col_start[child]
-    slots[_find(slots, parent, rep, col_start, table, rep[child], col, parent[child], width)] = child
+    col = np.int64(col_start[child])
+    row, node = np.int64(rep[child]), np.int64(parent[child])
+    slots[_find(slots, parent, rep, col_start, table, row, col, node, width)] = child
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _append_child(child, node, first_child, last_child, next_sibling, prev_sibling):
     prev_sibling[child] = last_child[node]
     next_sibling[child] = _EMPTY
@@ -141,7 +143,7 @@ def _append_child(child, node, first_child, last_child, next_sibling, prev_sibli
     last_child[node] = child
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _replace_child(new, old, node, first_child, last_child, next_sibling, prev_sibling):
     before, after = prev_sibling[old], next_sibling[old]
     prev_sibling[new], next_sibling[new] = before, after
@@ -155,7 +157,7 @@ def _replace_child(new, old, node, first_child, last_child, next_sibling, prev_s
         prev_sibling[after] = new
 
 
-@njit(cache=True)
+@njit(inline="always")
 def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_end, seq_lens, page_size):
     """Depth-first numbering: nodes, rows and tokens as `Forest` holds them. The root itself is left out."""
     num_nodes = count - 1
@@ -171,7 +173,7 @@ def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_e
     row_end = np.empty(num_nodes, np.int32)
     token_start = np.empty(num_nodes, np.int32)
     token_end = np.empty(num_nodes, np.int32)
-    is_leaf = np.zeros(num_nodes, np.bool_)
+    is_leaf = np.empty(num_nodes, np.bool_)
     number = np.full(count, ROOT, np.int32)
     node, next_number, rows = first_child[0], 0, 0
     while node != _EMPTY:
@@ -184,10 +186,10 @@ def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_e
         row_start[k] = rows
         token_start[k] = col_start[node] * page_size
         token_end[k] = col_end[node] * page_size
-        if leaf_row[node] != _EMPTY:
+        is_leaf[k] = leaf_row[node] != _EMPTY
+        if is_leaf[k]:
             row = leaf_row[node]
             order[rows], leaf_of[rows] = row, k
-            is_leaf[k] = True
             token_end[k] = seq_lens[row]
             rows += 1
         if first_child[node] != _EMPTY:

@@ -1,10 +1,12 @@
 """A step divided: requests with many query tokens become work items of prompt chunks, the others row tiles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.config import Capacity
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.split_schedule import FINEST
@@ -25,42 +27,113 @@ class Division:
     chunk_tokens: Int32Array
 
 
+class _Split(NamedTuple):
+    """Rows that are chunks, their longest sequence, and query starts and tokens of each half."""
+
+    rows: NDArray[np.int64]
+    longest: int
+    rest_starts: Int32Array
+    chunk_starts: Int32Array
+    rest_tokens: Int32Array
+    chunk_tokens: Int32Array
+
+
 def divide(batch: Batch, above: int, page_size: int) -> Division | None:
     """Takes out the requests with more than `above` query tokens; None: there are none."""
-    table, lens, starts = batch.block_table, batch.seq_lens, batch.query_start_loc
-    query_lens = np.diff(starts)
-    if query_lens.max(initial=0) <= above:
+    table, lens = batch.block_table, batch.seq_lens
+    split = _split_rows(lens, batch.query_start_loc, above)
+    if not len(split.rows):
         return None
-    of_chunk = query_lens > above
-    rows = np.flatnonzero(of_chunk)
-    columns = -(-int(lens[rows].max()) // page_size)
-    in_chunk = np.repeat(of_chunk, query_lens)
+    columns = -(-split.longest // page_size)
     return Division(
-        Batch(table, lens, _starts(np.where(of_chunk, 0, query_lens)), batch.window),
-        Batch(table[rows, :columns], lens[rows], _starts(query_lens[rows]), batch.window),
-        np.flatnonzero(~in_chunk).astype(np.int32),
-        np.flatnonzero(in_chunk).astype(np.int32),
+        rest=Batch(table, lens, split.rest_starts, batch.window),
+        chunks=Batch(table[split.rows, :columns], lens[split.rows], split.chunk_starts, batch.window),
+        rest_tokens=split.rest_tokens,
+        chunk_tokens=split.chunk_tokens,
     )
 
 
-def _starts(query_lens: NDArray[np.integer]) -> Int32Array:
-    return np.append(0, np.cumsum(query_lens)).astype(np.int32)
+@njit
+def _split_rows(seq_lens, query_start_loc, above):
+    num_rows, num_chunks, num_tokens, longest = len(seq_lens), 0, 0, 0
+    for row in range(num_rows):
+        queries = query_start_loc[row + 1] - query_start_loc[row]
+        if queries > above:
+            num_chunks += 1
+            num_tokens += queries
+            longest = max(longest, seq_lens[row])
+    rows = np.empty(num_chunks, np.int64)
+    rest_starts, chunk_starts = np.zeros(num_rows + 1, np.int32), np.zeros(num_chunks + 1, np.int32)
+    rest_tokens = np.empty(query_start_loc[-1] - num_tokens, np.int32)
+    chunk_tokens = np.empty(num_tokens, np.int32)
+    chunk = 0
+    for row in range(num_rows):
+        first, last = query_start_loc[row], query_start_loc[row + 1]
+        begin, taken = rest_starts[row], 0
+        if last - first > above:
+            rows[chunk] = row
+            for i in range(last - first):
+                chunk_tokens[chunk_starts[chunk] + i] = first + i
+            chunk_starts[chunk + 1] = chunk_starts[chunk] + last - first
+            chunk += 1
+        else:
+            taken = last - first
+            for i in range(taken):
+                rest_tokens[begin + i] = first + i
+        rest_starts[row + 1] = begin + taken
+    return _Split(rows, longest, rest_starts, chunk_starts, rest_tokens, chunk_tokens)
+
+
+class _Joined(NamedTuple):
+    """What two halves' lists become in query tokens and partial slots of the whole step."""
+
+    queries: Int32Array  # of the tile list
+    merge_queries: Int32Array
+    merge_ranges: Int32Array
+    chunk_queries: Int32Array
+    chunk_slots: Int32Array
 
 
 def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, PrefillList]:
     """Both halves' lists in query tokens and partial slots of the whole step; the tile list merges for both."""
-    ranges = np.column_stack([work.merge_indptr[:-1], work.merge_indptr[1:]]) + np.int32(tiles.num_slots)
-    merges = division.rest_tokens[tiles.merge_queries], division.chunk_tokens[work.merge_queries]
-    joined = replace(
-        tiles,
-        queries=division.rest_tokens[tiles.queries],
-        merge_queries=np.concatenate(merges),
-        merge_ranges=np.concatenate([tiles.merge_ranges, ranges]),
-        num_slots=tiles.num_slots + work.num_slots,
+    joined = _Joined(
+        *_join(
+            (tiles.queries, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots),
+            (work.queries, work.slots, work.merge_queries, work.merge_indptr),
+            (division.rest_tokens, division.chunk_tokens),
+        )
     )
-    slots = np.where(work.slots == DIRECT, np.int32(DIRECT), work.slots + np.int32(tiles.num_slots))
-    queries = division.chunk_tokens[work.queries]
-    return joined, PrefillList(work.items, queries, slots, division.chunks.block_table)
+    whole = TileList(
+        items=tiles.items,
+        runs=tiles.runs,
+        queries=joined.queries,
+        slots=tiles.slots,
+        parts=tiles.parts,
+        counts=tiles.counts,
+        merge_queries=joined.merge_queries,
+        merge_ranges=joined.merge_ranges,
+        num_slots=tiles.num_slots + work.num_slots,
+        merges_taller=tiles.merges_taller,
+    )
+    return whole, PrefillList(work.items, joined.chunk_queries, joined.chunk_slots, division.chunks.block_table)
+
+
+@njit
+def _join(tiles, work, tokens):
+    """tiles, work: the queries, slots and merges of both lists; tokens: the query tokens of both halves."""
+    queries, merge_queries, merge_ranges, num_slots = tiles
+    chunk_queries, chunk_slots, chunk_merges, indptr = work
+    rest_tokens, chunk_tokens = tokens
+    both_queries = np.concatenate((rest_tokens[merge_queries], chunk_tokens[chunk_merges]))
+    both_ranges = np.empty((len(both_queries), 2), np.int32)
+    both_ranges[: len(merge_ranges)] = merge_ranges
+    for i in range(len(chunk_merges)):
+        both_ranges[len(merge_ranges) + i, 0] = indptr[i] + num_slots
+        both_ranges[len(merge_ranges) + i, 1] = indptr[i + 1] + num_slots
+    slots = np.empty(len(chunk_slots), np.int32)
+    for i in range(len(slots)):
+        slots[i] = DIRECT if chunk_slots[i] == DIRECT else chunk_slots[i] + num_slots
+    return _Joined(rest_tokens[queries], both_queries, both_ranges, chunk_tokens[chunk_queries], slots)
 
 
 def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> PrefillLimits:

@@ -8,8 +8,8 @@ with which the slots, given the heaviest item next, would end first.
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from trunkattn.compiled import njit
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 
 _NEVER: Final = np.iinfo(np.int64).max
@@ -17,14 +17,41 @@ _MERGE: Final = 2  # a merge is a launch more, which takes about as long as it t
 FINEST: Final = 3  # items of a slot, at most, that tiles are cut for
 
 
-@njit(cache=True)
+@njit(inline="always")
 def weight_of(rule, tokens, queries):
     """Time of one item on one head, in bytes."""
     rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) & -rule.row_unit
     return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
 
 
-@njit(cache=True)
+@njit(cached=False)
+def heaviest_first(weights):
+    """The order of items by falling weight; equal ones stay as they are. A merge sort from the bottom up.
+
+    NumPy's argsort costs Numba a second to compile.
+    """
+    count = len(weights)
+    order, merged = np.empty(count, np.int32), np.empty(count, np.int32)
+    for i in range(count):
+        order[i] = i
+    width = 1
+    while width < count:
+        for begin in range(0, count, 2 * width):
+            middle, end = min(begin + width, count), min(begin + 2 * width, count)
+            left, right = begin, middle
+            for i in range(begin, end):
+                if right == end or (left < middle and weights[order[left]] >= weights[order[right]]):
+                    merged[i] = order[left]
+                    left += 1
+                else:
+                    merged[i] = order[right]
+                    right += 1
+        order, merged = merged, order
+        width *= 2
+    return order
+
+
+@njit
 def scheduled_parts(rule, tiles):
     """[T] int32: tokens of each part a tile is cut into, as `splitting.part_length`."""
     lengths = tiles[:, 2] - tiles[:, 1]
@@ -49,7 +76,7 @@ def scheduled_parts(rule, tiles):
     return best if best_time + _MERGE * rule.item_bytes < whole_time - whole_time // 16 else whole
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _cut(rule, lengths, weights, most):
     """Parts of about equal weight, of at most `most` but for the grid."""
     parts = np.empty(len(lengths), np.int32)
@@ -60,7 +87,7 @@ def _cut(rule, lengths, weights, most):
     return parts
 
 
-@njit(cache=True)
+@njit
 def _time(rule, tiles, weights, parts):
     """Time until the last slot ends, and the slots' shares of the partials."""
     most = np.int64(0)
@@ -79,7 +106,7 @@ def _time(rule, tiles, weights, parts):
     return _end(rule, items) + partials * rule.num_kv_heads // rule.num_slots
 
 
-@njit(cache=True)
+@njit
 def work_time(rule, items, num_partials):
     """Time of a work list's items until the last slot ends, and of its partials: one for each query token and slot."""
     weights = np.empty(len(items), np.int64)
@@ -90,17 +117,17 @@ def work_time(rule, items, num_partials):
     return _end(rule, weights) + partials + (_MERGE * rule.item_bytes if num_partials else 0)
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _end(rule, weights):
     """When the last slot ends, the heaviest item going next to the slot that ends first, once for each head."""
     ends = np.zeros(rule.num_slots, np.int64)  # a heap: no slot ends later than its two children
-    for item in np.argsort(-weights, kind="mergesort"):
+    for item in heaviest_first(weights):
         for _ in range(rule.num_kv_heads):
             _take(ends, weights[item])
     return ends.max()
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _take(ends, weight):
     """Gives an item to the slot that ends first."""
     end, at = ends[0] + weight, 0

@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from trunkattn.compiled import njit
 from trunkattn.planner.packing.cost import CostModel
-from trunkattn.planner.split_schedule import scheduled_parts, weight_of
+from trunkattn.planner.split_schedule import heaviest_first, scheduled_parts, weight_of
 from trunkattn.planner.work_list import (
     DIRECT,
     ITEM_COLUMNS,
@@ -32,7 +32,7 @@ class SplitRule(NamedTuple):
     row_bytes: int  # one row × one key, in the same unit
     row_unit: int  # a power of two
     group_size: int
-    by_schedule: bool = False  # see `planner.schedule`; then also:
+    by_schedule: bool | None = None  # True: see `planner.split_schedule`; None: not, and it is not compiled either
     item_bytes: int = 0  # fixed cost of an item of one head
     partial_bytes: int = 0  # one row's partial output and lse, written and read
 
@@ -49,13 +49,13 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
         row_bytes=max(1, 2 * head_dims // device.flops_per_byte),
         row_unit=device.row_unit,
         group_size=model.group_size,
-        by_schedule=device.by_schedule,
+        by_schedule=True if device.by_schedule else None,
         item_bytes=device.item_bytes,
         partial_bytes=model.partial_bytes // (num_kv_heads * model.group_size),
     )
 
 
-@njit(cache=True)
+@njit(inline="always")
 def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
     """Cuts each pack's query tokens into tiles.
 
@@ -97,10 +97,15 @@ def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
     return tiles[:count], query, position
 
 
-@njit(cache=True)
+@njit(inline="always")
 def part_length(rule, tiles):
     """[T] int32: tokens of each part a tile is cut into; the cut points lie on the grid."""
-    if rule.by_schedule:
+    return _part_length(rule, rule.by_schedule, tiles)
+
+
+@njit(cached=False)
+def _part_length(rule, by_schedule, tiles):
+    if by_schedule is not None:  # of an argument, Numba compiles the one branch that its type takes
         return scheduled_parts(rule, tiles)
     num_tiles = len(tiles)
     tokens, work = np.int64(0), np.int64(0)
@@ -127,21 +132,21 @@ def part_length(rule, tiles):
     return parts
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _next_cut(rule, begin, end, part):
     if rule.fixed_chunk > 0:
         return min(end, (begin // rule.fixed_chunk + 1) * rule.fixed_chunk)
     return min(end, begin + part)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     """The work list's arrays, items heaviest first (ties: as they were cut)."""
     num_items, num_entries = 0, 0
     for t in range(len(tiles)):
-        begin, end = tiles[t, 1], tiles[t, 2]
+        begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
         while begin < end:
-            begin = _next_cut(rule, begin, end, parts[t])
+            begin = _next_cut(rule, begin, end, np.int64(parts[t]))
             num_items += 1
             num_entries += tiles[t, 4] - tiles[t, 3]
     items = np.empty((num_items, ITEM_COLUMNS), np.int32)
@@ -150,9 +155,9 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     pieces = np.zeros(num_queries + 1, np.int32)
     count, filled = 0, 0
     for t in range(len(tiles)):
-        begin, end = tiles[t, 1], tiles[t, 2]
+        begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
         while begin < end:
-            cut = _next_cut(rule, begin, end, parts[t])
+            cut = _next_cut(rule, begin, end, np.int64(parts[t]))
             first, low, high = filled, UNLIMITED, 0
             for i in range(tiles[t, 3], tiles[t, 4]):
                 if position[i] >= begin and position[i] + 1 - window < cut:  # it sees a token of this part
@@ -169,12 +174,17 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
                 weight[count] = weight_of(rule, items[count, KV_END] - items[count, KV_START], filled - first)
                 count += 1
             begin = cut
-    slots, merge_queries, merge_indptr = _partial_slots(queries[:filled], pieces, num_queries)
-    heaviest_first = np.argsort(-weight[:count], kind="mergesort")
-    return items[:count][heaviest_first], queries[:filled].copy(), slots, merge_queries, merge_indptr
+    queries = queries[:filled].copy()
+    slots, merge_queries, merge_indptr = _partial_slots(queries, pieces, num_queries)
+    order = heaviest_first(weight[:count])
+    ordered = np.empty((count, ITEM_COLUMNS), np.int32)
+    for i in range(count):
+        for column in range(ITEM_COLUMNS):
+            ordered[i, column] = items[order[i], column]
+    return ordered, queries, slots, merge_queries, merge_indptr
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _partial_slots(queries, pieces, num_queries):
     """Consecutive slots per query in several pieces; items were cut in token order, so slots are too."""
     num_merged = 0

@@ -1,4 +1,4 @@
-"""Batches to plan and to measure: prefix trees, random forests, recorded traffic. NumPy only."""
+"""Batches to plan and to measure: prefix trees, random forests, conversations, recorded traffic. Needs only NumPy."""
 
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.forests import random_forest

@@ -1,4 +1,4 @@
-"""Random prefix forests with every irregularity that an engine can produce, for property tests and benchmarks."""
+"""Random prefix forests, as irregular as an engine can make them, for property tests and benchmarks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
 
-# How often a row is of each kind.
+# The kinds of rows, and the probability of each.
 ROW_KINDS = ("padding", "one_token", "new", "fork", "prefix", "equal")
 ROW_KIND_ODDS = (0.1, 0.1, 0.2, 0.3, 0.1, 0.2)
 
@@ -30,20 +30,20 @@ def random_forest(
 ) -> PagedBatch:
     """A batch whose rows share prefixes at random: a forest of any depth, possibly empty.
 
-    Rows fork from earlier rows at a page boundary, are a strict prefix of one, or equal one (then they share a partly
-    filled last page too, as samples of one prompt do); others are new, or one token long. Padding rows have query
-    length 0, with or without a sequence. Rows and page ids come in random order, and the columns past a row's pages
-    hold stale ids: pages of other rows, -1 and 2**31 - 1.
+    A row forks from an earlier row at a page boundary, is a strict prefix of it, or equals it (and then shares a partly
+    filled last page too, as samples of one prompt do); or it is new, or one token long. Padding rows have query length
+    0, with or without a sequence. Rows and page ids are in random order, and the columns after a row's pages hold stale
+    ids: pages of other rows, -1 and 2**31 - 1.
 
     Args:
-        rng: the only source of randomness: an equally seeded generator gives an equal batch.
+        rng: the only source of randomness: generators with equal seeds give equal batches.
         page_size: tokens per page.
         max_requests: the batch has 0 to `max_requests` rows.
-        max_own_tokens: most tokens that a row adds to what it shares, before rounding up to whole pages (one in four).
+        max_own_tokens: most tokens that a row adds to its shared ones. One row in four rounds them up to whole pages.
         max_query_len: most query tokens of a request; 1 gives a decode batch.
 
     Raises:
-        ValueError: if an argument is not at least 1.
+        ValueError: an argument is below 1.
     """
     require_positive(
         page_size=page_size, max_requests=max_requests, max_own_tokens=max_own_tokens, max_query_len=max_query_len
@@ -72,7 +72,7 @@ def random_forest(
 
 
 def _share(rng: np.random.Generator, parent: _Row, page_size: int, max_own_tokens: int) -> tuple[int, int]:
-    """How many of `parent`'s pages a new row shares, and how many tokens it adds."""
+    """The number of `parent`'s pages that a new row shares, and of tokens that it adds."""
     own_tokens = int(rng.integers(1, max_own_tokens + 1))
     if rng.random() < 0.25:
         own_tokens = pages_for(own_tokens, page_size) * page_size
@@ -91,7 +91,7 @@ def _share(rng: np.random.Generator, parent: _Row, page_size: int, max_own_token
 
 
 def _block_table(rng: np.random.Generator, rows: list[_Row], num_pages: int) -> NDArray[np.int32]:
-    """[num_requests, max_pages] int32 with shuffled page ids, and stale ones after each row's own."""
+    """[num_requests, max_pages] int32 with shuffled page ids, and stale ids after each row's own."""
     physical = rng.permutation(num_pages)
     shape = (len(rows), max([1, *(len(row.pages) for row in rows)]) + int(rng.integers(0, 3)))
     table = rng.integers(0, num_pages, size=shape)
@@ -104,7 +104,8 @@ def _block_table(rng: np.random.Generator, rows: list[_Row], num_pages: int) -> 
 
 
 def _query_lens(rng: np.random.Generator, seq_lens: NDArray[np.int32], max_query_len: int) -> NDArray[np.int32]:
-    """[num_requests] int32: half of the requests decode one token, one in ten has no query, the others a few tokens."""
+    """[num_requests] int32: half of the requests decode one token, one in ten has no query token, the others have a
+    few."""
     longest = np.minimum(seq_lens, max_query_len)
     several = 1 + rng.integers(0, np.maximum(longest, 1))
     draw = rng.random(len(seq_lens))

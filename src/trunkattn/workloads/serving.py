@@ -1,4 +1,8 @@
-"""Requests and decode batches as assistants and agents make them, drawn at random (PAT §8.2; POD-Attention §5.3)."""
+"""Random requests and decode batches like those of assistants and agents.
+
+Sources: PAT's workloads (https://arxiv.org/abs/2511.22333, §8.2) and POD-Attention's (https://arxiv.org/abs/2410.18038,
+§5.3).
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -8,15 +12,15 @@ from numpy.typing import NDArray
 
 from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
 
-# PAT's conversation workload: a system instruction whose language and country fields are drawn at random.
+# Tokens per level of PAT's conversation workload: a system instruction with a random language and country.
 CONVERSATION_LEVELS = (46, 348, 2123)
 
-# Agents: a common root, a tool's own instructions below it, then a session of several turns. The numbers make the mean
-# input 8,596 tokens, the mean output 182 and the share of input tokens that an unlimited cache holds 59 %.
+# Agents: a common root, then a tool's instructions, then a session of several turns. With these numbers an input has
+# 8,596 tokens and an output 182 on average, and an unlimited cache holds 59 % of the input tokens.
 _ROOT_TOKENS, _TOOL_TOKENS, _NUM_TOOLS, _ZIPF = 256, 1290, 64, 1.0
 _NEW_TOKENS, _OUTPUT_TOKENS, _MORE_TURNS = 3524, 182, 0.5
 
-# Mooncake's conversation trace: inputs nearly log-normal, outputs with a mean of 343 tokens.
+# Mooncake's conversation trace: inputs are nearly log-normal, outputs have 343 tokens on average.
 _CONVERSATION_INPUT, _CONVERSATION_SIGMA, _CONVERSATION_OUTPUT = 6900, 1.4, 343
 
 
@@ -25,8 +29,8 @@ class AgentRequest:
     """One turn of an agent's session.
 
     Attributes:
-        tool, session, turn: whose instructions and history the input begins with.
-        prefix: (name, tokens) of each part of the input that other requests may begin with, in order.
+        tool, session, turn: the input begins with this tool's instructions and this session's earlier turns.
+        prefix: (name, tokens) of each part of the input with which other requests can begin, in order.
         new_tokens: input tokens of this turn alone.
         output_tokens: generated tokens.
     """
@@ -47,14 +51,17 @@ class AgentRequest:
 def batch_of_prefixes(
     prefixes: Sequence[Sequence[tuple[Hashable, int]]], private_tokens: Sequence[int], page_size: int
 ) -> PagedBatch:
-    """A decode batch of requests that begin with named parts and end with tokens of their own.
+    """A decode batch of requests that begin with named parts and end with private tokens.
 
     Two requests share a page if it is full of tokens of parts and all parts up to its end are equal.
 
     Args:
-        prefixes: per request, (name, tokens) of the parts in order; a name means the same tokens after the same parts.
-        private_tokens: per request, tokens after them, at least 1.
+        prefixes: per request, (name, tokens) of the parts in order. Equal names after equal parts mean equal tokens.
+        private_tokens: per request, tokens after the parts, at least 1.
         page_size: tokens per page.
+
+    Raises:
+        ValueError: `page_size` or an entry of `private_tokens` is below 1.
     """
     require_positive(page_size=page_size, private_tokens=min(private_tokens, default=1))
     known: dict[Hashable, int] = {}
@@ -84,9 +91,9 @@ def batch_of_prefixes(
 def conversation_batch(
     private_tokens: Sequence[int], page_size: int, seed: int, num_languages: int = 4, num_countries: int = 8
 ) -> PagedBatch:
-    """One decoding request per entry of `private_tokens`, behind PAT's three-level system instruction.
+    """One decoding request per entry of `private_tokens`, after PAT's three-level system instruction.
 
-    The language (second level) and the country (third) are drawn at random and evenly; PAT does not say of how many.
+    The language (second level) and the country (third) are uniformly random. PAT does not give their numbers.
     """
     require_positive(num_languages=num_languages, num_countries=num_countries)
     rng = np.random.default_rng(seed)
@@ -101,13 +108,13 @@ def conversation_batch(
 
 
 def agent_requests(num_requests: int, seed: int) -> tuple[AgentRequest, ...]:
-    """Turns of agents' sessions in order of arrival; tools are drawn by Zipf's law."""
+    """Turns of agents' sessions in order of arrival. The tools follow Zipf's law."""
     require_positive(num_requests=num_requests)
     rng = np.random.default_rng(seed)
     popularity = 1 / np.arange(1, _NUM_TOOLS + 1) ** _ZIPF
     popularity /= popularity.sum()
     lengths = rng.gamma(4, size=_NUM_TOOLS)
-    lengths *= _TOOL_TOKENS / (lengths @ popularity)  # the mean over requests, not over tools
+    lengths *= _TOOL_TOKENS / (lengths @ popularity)  # the average over requests, not over tools
     found: list[AgentRequest] = []
     open_sessions: list[AgentRequest] = []
     while len(found) < num_requests:
@@ -127,7 +134,7 @@ def agent_requests(num_requests: int, seed: int) -> tuple[AgentRequest, ...]:
 
 
 def agent_batch(num_requests: int, page_size: int, seed: int) -> PagedBatch:
-    """A decode batch of requests in flight at one moment, at most one turn of a session, somewhere in their output."""
+    """A decode batch of the requests at one moment: at most one turn per session, at a random place in its output."""
     rng = np.random.default_rng(seed)
     latest = {request.session: request for request in agent_requests(4 * num_requests, seed)}
     chosen = [list(latest.values())[int(index)] for index in rng.permutation(len(latest))[:num_requests]]
@@ -136,7 +143,7 @@ def agent_batch(num_requests: int, page_size: int, seed: int) -> PagedBatch:
 
 
 def conversation_lengths(num_requests: int, seed: int) -> NDArray[np.int64]:
-    """[num_requests, 2] prompt and output tokens, distributed nearly as in Mooncake's conversation trace."""
+    """[num_requests, 2] prompt and output tokens, with nearly the distribution of Mooncake's conversation trace."""
     require_positive(num_requests=num_requests)
     rng = np.random.default_rng(seed)
     prompts = _CONVERSATION_INPUT * np.exp(_CONVERSATION_SIGMA * rng.standard_normal(num_requests))
@@ -145,9 +152,9 @@ def conversation_lengths(num_requests: int, seed: int) -> NDArray[np.int64]:
 
 
 def poisson_arrivals(num_requests: int, rate: float, seed: int) -> NDArray[np.float64]:
-    """[num_requests] seconds from the beginning, the first at 0: a Poisson process of `rate` requests per second."""
+    """[num_requests] seconds of a Poisson process with `rate` requests per second. The first is 0."""
     require_positive(num_requests=num_requests)
     if not (rate > 0 and np.isfinite(rate)):
-        raise ValueError(f"rate must be a number above 0, got {rate}")
+        raise ValueError(f"rate={rate!r}: expected a finite number above 0")
     gaps = np.random.default_rng(seed).exponential(1 / rate, num_requests)
     return np.cumsum(gaps) - gaps[0]

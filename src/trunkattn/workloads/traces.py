@@ -1,4 +1,4 @@
-"""Recorded traffic in Mooncake's JSONL format, and the decode batches that it leads to."""
+"""Recorded traffic in Mooncake's JSONL format (https://arxiv.org/abs/2407.00079), and its decode batches."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,14 +34,14 @@ class TraceRequest:
         for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
             _require_integer(name, getattr(self, name), least)
         if not isinstance(self.hash_ids, tuple):
-            raise TypeError(f"hash_ids must be a tuple of integers, got {self.hash_ids!r}")
+            raise TypeError(f"hash_ids={self.hash_ids!r}: expected a tuple of integers")
         for hash_id in self.hash_ids:
             _require_integer("hash_ids", hash_id, 0)
         blocks = pages_for(self.input_length, HASH_BLOCK_TOKENS)
         if len(self.hash_ids) != blocks:
             raise ValueError(
-                f"hash_ids must have one entry per {HASH_BLOCK_TOKENS} tokens of input_length "
-                f"{self.input_length}, which makes {blocks}, got {len(self.hash_ids)}"
+                f"hash_ids has {len(self.hash_ids)} entries: expected {blocks}, one per {HASH_BLOCK_TOKENS} tokens of "
+                f"input_length={self.input_length}"
             )
 
 
@@ -49,7 +49,7 @@ def read_trace(path: str | PathLike[str]) -> tuple[TraceRequest, ...]:
     """Reads a trace: one JSON object per line with timestamp, input_length, output_length and hash_ids.
 
     Raises:
-        ValueError: naming the file, the line and what is wrong with it.
+        ValueError: naming the file, the line, and what is wrong with it.
     """
     requests = []
     with Path(path).open(encoding="utf-8") as lines:
@@ -72,56 +72,55 @@ def decode_batches(
 ) -> Iterator[PagedBatch]:
     """The requests in decode at `start_ms`, `start_ms + step_ms`, … before `stop_ms`, in order of the trace.
 
-    Every request starts on arrival and takes `ms_per_token` for its prompt and for each token after the first; so at
-    time t it has run for n = (t - timestamp) // ms_per_token tokens, and decodes while 1 ≤ n < output_length, with a
-    KV length of input_length + n. Pages that are full of prompt tokens are shared where the trace says that the blocks
-    are equal; the page that takes new tokens is the request's own. A moment with nothing in decode gives an empty
-    batch.
+    A request starts on arrival and needs `ms_per_token` for its prompt and for each token after the first. So at time t
+    it has n = (t - timestamp) // ms_per_token tokens, and it decodes while 1 ≤ n < output_length, with a KV length of
+    input_length + n. Pages full of prompt tokens are shared where the trace has equal blocks; the page for new tokens
+    belongs to the request. A moment without decoding requests gives an empty batch.
 
     Args:
         requests: the trace.
         start_ms, stop_ms, step_ms: the moments, in milliseconds from the beginning of the trace.
-        page_size: tokens per page; divides the 512 tokens of a hash block.
+        page_size: tokens per page, a divisor of a hash block's 512 tokens.
         ms_per_token: time per output token, in milliseconds.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: an argument is out of range.
     """
     require_positive(step_ms=step_ms, page_size=page_size)
     if HASH_BLOCK_TOKENS % page_size:
-        raise ValueError(f"page_size must divide {HASH_BLOCK_TOKENS}, got {page_size}")
+        raise ValueError(f"page_size={page_size}: expected a divisor of {HASH_BLOCK_TOKENS}")
     if not ms_per_token > 0:
-        raise ValueError(f"ms_per_token must be above 0, got {ms_per_token}")
+        raise ValueError(f"ms_per_token={ms_per_token}: expected a number above 0")
     if stop_ms < start_ms:
-        raise ValueError(f"stop_ms must not be before start_ms ({start_ms}), got {stop_ms}")
+        raise ValueError(f"stop_ms={stop_ms}: expected at least start_ms={start_ms}")
     return (_batch_at(requests, now, page_size, ms_per_token) for now in range(start_ms, stop_ms, step_ms))
 
 
 def _require_integer(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name}={value!r}: expected an integer of at least {least}")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+        raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
 
 
 def _parse_line(line: str) -> TraceRequest:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from error
+        raise ValueError(f"it is not JSON ({error}); expected a JSON object") from error
     if not isinstance(entry, dict):
-        raise ValueError(f"must be a JSON object, got {line.strip()!r}")
+        raise ValueError(f"{line.strip()!r}: expected a JSON object")
     fields = ("timestamp", "input_length", "output_length", "hash_ids")
     missing = [field for field in fields if field not in entry]
     if missing:
-        raise ValueError(f"must have {', '.join(fields)}; missing: {', '.join(missing)}")
+        raise ValueError(f"{', '.join(missing)} missing: expected {', '.join(fields)}")
     if not isinstance(entry["hash_ids"], list):
-        raise ValueError(f"hash_ids must be a list of integers, got {entry['hash_ids']!r}")
+        raise ValueError(f"hash_ids={entry['hash_ids']!r}: expected a list of integers")
     return TraceRequest(entry["timestamp"], entry["input_length"], entry["output_length"], tuple(entry["hash_ids"]))
 
 
 def _batch_at(requests: Sequence[TraceRequest], now: int, page_size: int, ms_per_token: float) -> PagedBatch:
-    """The decode batch at one moment; its pages are numbered from 0 in order of use."""
+    """The decode batch at one moment. Its pages are numbered from 0 in order of their first use."""
     running = []
     for request in requests:
         num_tokens = int((now - request.timestamp) // ms_per_token)
@@ -143,21 +142,21 @@ def _batch_at(requests: Sequence[TraceRequest], now: int, page_size: int, ms_per
 
 
 class _PrefixPages:
-    """Gives out page numbers: the same ones for the same block after the same prefix."""
+    """Assigns page numbers: equal ones to equal blocks after equal prefixes."""
 
     def __init__(self) -> None:
         self.num_pages = 0
-        self._runs: dict[tuple[int, int], list[int]] = {}
+        self._blocks: dict[tuple[int, int], list[int]] = {}  # (page before, hash id) -> pages of the block
 
     def new(self, count: int) -> list[int]:
         self.num_pages += count
         return list(range(self.num_pages - count, self.num_pages))
 
     def shared(self, previous_page: int, hash_id: int, count: int) -> list[int]:
-        """The first `count` pages of a block that follows `previous_page` (-1: at the start)."""
-        run = self._runs.setdefault((previous_page, hash_id), [])
-        run += self.new(max(0, count - len(run)))
-        return run[:count]
+        """The first `count` pages of a block after `previous_page` (-1: at the start)."""
+        block = self._blocks.setdefault((previous_page, hash_id), [])
+        block += self.new(max(0, count - len(block)))
+        return block[:count]
 
 
 def _pages_of(request: TraceRequest, seq_len: int, page_size: int, pages: _PrefixPages) -> list[int]:

@@ -1,4 +1,7 @@
-"""Prefix trees written as text, such as `1,4,256_32,256,32`, as decode batches (PAT §8.3)."""
+"""Decode batches of prefix trees, which are written as text such as `1,4,256_32,256,32`.
+
+Source: PAT's kernel study, https://arxiv.org/abs/2511.22333, §8.3.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,7 @@ from numpy.typing import NDArray
 
 from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
 
-# The trees of PAT's kernel study: 18 with shared prefixes, then two with none.
+# The trees of PAT's kernel study: 18 with shared prefixes, then two without.
 PAT_TREES = (
     "1,10_4096,416",
     "1,256_256,32",
@@ -34,10 +37,10 @@ PAT_TREES = (
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """A forest given level by level, trunks first; every node of the last level is one request.
+    """A forest by levels, trunks first. Every node of the last level is one request.
 
     Attributes:
-        nodes: number of nodes of each level, never fewer than on the level above.
+        nodes: number of nodes of each level, at least that of the level above.
         tokens: tokens that each node of the level adds.
     """
 
@@ -47,13 +50,13 @@ class PrefixTree:
     def __post_init__(self) -> None:
         if not self.nodes or len(self.nodes) != len(self.tokens):
             raise ValueError(
-                f"tree must give one token count per level, got {len(self.nodes)} levels of nodes "
-                f"and {len(self.tokens)} of tokens"
+                f"the tree has {len(self.nodes)} levels of nodes and {len(self.tokens)} of tokens: expected one token "
+                f"count per level"
             )
         if min(self.nodes + self.tokens) < 1:
-            raise ValueError(f"tree must have node and token counts of at least 1, got {self}")
+            raise ValueError(f"tree {self}: expected node and token counts of at least 1")
         if list(self.nodes) != sorted(self.nodes):
-            raise ValueError(f"tree must not have fewer nodes on a level than on the one above, got {self}")
+            raise ValueError(f"tree {self}: expected at least as many nodes on a level as on the level above")
 
     def __str__(self) -> str:
         return f"{','.join(map(str, self.nodes))}_{','.join(map(str, self.tokens))}"
@@ -69,7 +72,7 @@ class PrefixTree:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens stored once each: what an attention step must read at least."""
+        """Tokens of all nodes: the least that an attention step must read."""
         return sum(nodes * tokens for nodes, tokens in zip(self.nodes, self.tokens, strict=True))
 
 
@@ -77,13 +80,13 @@ def parse_tree(text: str) -> PrefixTree:
     """Reads `nodes per level _ tokens per level`, as in `1,4,256_32,256,32`.
 
     Raises:
-        ValueError: if `text` does not have this form or the counts do not describe a tree.
+        ValueError: `text` does not have this form, or the counts do not describe a tree.
     """
     halves = text.split("_")
     try:
         nodes, tokens = (tuple(int(number) for number in half.split(",")) for half in halves)
     except ValueError:
-        raise ValueError(f"tree must look like '1,4,256_32,256,32', got {text!r}") from None
+        raise ValueError(f"tree {text!r}: expected a tree such as '1,4,256_32,256,32'") from None
     return PrefixTree(nodes, tokens)
 
 
@@ -92,22 +95,22 @@ def tree_batch(
 ) -> PagedBatch:
     """A decode batch with one query token per request of the tree.
 
-    Children go to parents in order and as evenly as possible: where the numbers do not divide, some parents have one
-    child more. Lengths are never rounded: a shared level must fill whole pages, since only full pages can be shared;
-    the last level may end inside a page.
+    The children are spread over the parents in order and as evenly as possible, so that some parents can have one child
+    more than others. Lengths are never rounded: a shared level must fill whole pages, because only full pages can be
+    shared, and the last level may end within a page.
 
     Args:
         tree: the levels.
         page_size: tokens per page.
-        row_seed: None leaves the requests in tree order, a number shuffles the rows.
-        page_seed: None numbers the pages level by level from 0, a number shuffles them.
+        row_seed: None: the requests are in tree order; a number shuffles the rows.
+        page_seed: None: the pages are numbered level by level from 0; a number shuffles them.
 
     Raises:
-        ValueError: if a shared level does not fill whole pages of `page_size` tokens.
+        ValueError: a shared level does not fill whole pages of `page_size` tokens.
     """
     require_positive(page_size=page_size)
     if any(tokens % page_size for tokens in tree.tokens[:-1]):
-        raise ValueError(f"page_size must divide the tokens of every shared level of {tree}, got {page_size}")
+        raise ValueError(f"page_size={page_size}: expected a divisor of the tokens of every shared level of {tree}")
 
     block_table: NDArray[np.int64] = np.empty((1, 0), dtype=np.int64)  # one row above the first level, without pages
     num_pages = 0

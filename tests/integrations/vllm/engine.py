@@ -85,7 +85,7 @@ def _run(llm: LLM, sampling: SamplingParams, rounds: int) -> Run:
         specs={type(group.kv_cache_spec).__name__ for group in groups},
         block_sizes={group.kv_cache_spec.block_size for group in groups},
         steps=max(traffic.steps if traffic else 0 for traffic in traffics),
-        kv_bytes_saved=sum(traffic.alone - traffic.read for traffic in traffics if traffic),
+        kv_bytes_saved=sum(traffic.saved for traffic in traffics if traffic),
     )
 
 

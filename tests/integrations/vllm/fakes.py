@@ -122,14 +122,14 @@ def run_step(builder: Any, batch: CommonAttentionMetadata, spare: int = 3) -> tu
     total, live = batch.num_actual_tokens, int(batch.query_start_loc[-1])
     for module in builder.modules.values():
         impl = module.impl
-        query = torch.randn(total + spare, HEADS, DIM).to(impl.kind.dtype)
+        query = torch.randn(total + spare, HEADS, DIM).to(impl.layer_spec.dtype)
         out = torch.full_like(query, 7.0)
         impl.forward(ONE, query, query, query, module.kv_cache, step, out, output_scale=None, output_block_scale=None)
         caches = [cache.float() for cache in versions.split_cache(module.kv_cache, DIM, impl.cache_dtype)]
         expected, _ = paged_attention(
             query[:live], *caches, batch.block_table_tensor.where(batch.block_table_tensor < PAGES, 0),
-            batch.seq_lens, batch.query_start_loc, sm_scale=SCALE, sliding_window=impl.kind.sliding_window,
-            logits_soft_cap=impl.kind.logits_soft_cap, sinks=impl.sinks,
+            batch.seq_lens, batch.query_start_loc, sm_scale=SCALE, sliding_window=impl.layer_spec.sliding_window,
+            logits_soft_cap=impl.layer_spec.logits_soft_cap, sinks=impl.sinks,
         )  # fmt: skip
         assert (out[live:] == 7.0).all(), "rows of no token are left alone"
         errors.append((out[:live].double() - expected).abs().max())

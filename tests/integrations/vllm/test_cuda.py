@@ -11,7 +11,8 @@ from vllm.v1.attention.backends import fa_utils
 
 from trunkattn import AttentionConfig
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.vllm import cuda, cuda_impl, flash
+from trunkattn.integrations.common import with_regular_strides
+from trunkattn.integrations.vllm import cuda, cuda_impl
 
 from .fakes import (
     DIM,
@@ -55,7 +56,7 @@ def test_decoding_and_prompts_in_one_step(gpu_engine: VllmConfig, flash_kernel: 
     assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (30, WIDTH * PAGE)
     assert (call["softmax_scale"], call["causal"], call["window_size"]) == (SCALE, True, [-1, -1])
     assert (call["softcap"], call["s_aux"], call["fa_version"]) == (0.0, None, 3)
-    ((table, lens, starts, _),) = builder.attentions[layer.kind].planned
+    ((table, lens, starts, _),) = builder.attentions[layer.layer_spec].planned
     assert torch.equal(table, batch.block_table_tensor[:2])
     assert (lens.tolist(), starts.tolist()) == ([21, 41], [0, 1, 2])
 
@@ -70,9 +71,9 @@ def test_layers_run_in_graphs_of_their_own_unless_eager(
     builder = make_builder(gpu_engine, windowed, full)
     step, errors = run_step(builder, make_batch([1, 1, 20], [20, 40, 60]))
     assert max(errors) < 0.02
-    (run, plan), (other, other_plan) = step.plans[windowed.kind], step.plans[full.kind]
+    (run, plan), (other, other_plan) = step.plans[windowed.layer_spec], step.plans[full.layer_spec]
     assert plan is not other_plan
-    assert run == other == builder.attentions[full.kind].run if eager else run is other
+    assert run == other == builder.attentions[full.layer_spec].run if eager else run is other
     assert isinstance(run, CapturedRun) is not eager
 
 
@@ -83,7 +84,7 @@ def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> N
     assert max(errors) < 0.02
     assert (step.decodes, step.plans, step.prefill.tokens) == (0, {}, slice(0, 37))
     assert flash_kernel.calls[0]["cu_seqlens_q"].tolist() == [0, 7, 37]
-    assert builder.attentions[layer.kind].planned == []
+    assert builder.attentions[layer.layer_spec].planned == []
 
 
 def test_windows_soft_caps_and_sinks_reach_both_kernels(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
@@ -114,7 +115,7 @@ def test_drafts_are_verified_by_our_kernels(gpu_engine: VllmConfig, flash_kernel
     step, errors = run_step(builder, make_batch([4, 4, 2, 9], [20, 40, 60, 3]))
     assert max(errors) < 0.02
     assert (step.decodes, step.decode_tokens, step.prefill.tokens) == (3, 10, slice(10, 19))
-    limits = builder.attentions[layer.kind].limits
+    limits = builder.attentions[layer.layer_spec].limits
     assert (limits.max_requests, limits.max_query_tokens, limits.max_query_len) == (SEQUENCES, 4 * SEQUENCES, 4)
     assert (limits.max_pages_per_request, limits.num_pages) == (WIDTH, PAGES)
 
@@ -126,10 +127,10 @@ def test_plans_stay_where_they_are(gpu_engine: VllmConfig, flash_kernel: FlashRe
     dummy = make_batch([1] * SEQUENCES, [0] * SEQUENCES)
     dummy.block_table_tensor.zero_()
     captured = builder.build_for_cudagraph_capture(dummy)
-    attention, (_, plan) = builder.attentions[layer.kind], captured.plans[layer.kind]
+    attention, (_, plan) = builder.attentions[layer.layer_spec], captured.plans[layer.layer_spec]
     batch = make_batch([1, 1, 1], [20, 40, 60], padding=1)
     step = builder.build(0, batch)
-    assert step.plans[layer.kind] == captured.plans[layer.kind]
+    assert step.plans[layer.layer_spec] == captured.plans[layer.layer_spec]
     assert (step.decodes, step.decode_tokens, step.prefill) == (4, 4, None), "padding belongs to the graph"
     assert attention.planned[0][-1] is None
     assert attention.planned[1][-1] is plan
@@ -161,7 +162,7 @@ def test_what_flash_attention_cannot_do(
     builder = make_builder(gpu_engine, layer)
     step, errors = run_step(builder, make_batch([1, 5, 30], [20, 60, 0]))
     assert max(errors) < (1e-5 if cache == "auto" else 0.02)
-    attention, _ = step.prefill.plans[layer.kind]
+    attention, _ = step.prefill.plans[layer.layer_spec]
     assert (attention.host_planned, attention.limits) == (1, None)
     assert flash_kernel.calls == []
 
@@ -170,7 +171,7 @@ def test_what_flash_attention_cannot_do(
     ("version", "extra", "found"),
     [
         (2, {}, "FlashAttention 2"),
-        (2, {"sinks": torch.zeros(HEADS)}, "no sinks"),
+        (2, {"sinks": torch.zeros(HEADS)}, "does not support sinks"),
         (4, {"sinks": torch.zeros(HEADS)}, "FlashAttention 4"),
         (None, {}, "no FlashAttention for this GPU"),
     ],
@@ -243,11 +244,11 @@ def test_strides_of_axes_of_one(shape: tuple[int, ...]) -> None:
     odd = stored.as_strided(
         shape, [3 if size == 1 else stride for size, stride in zip(shape, stored.stride(), strict=True)]
     )
-    regular = flash.with_regular_strides(odd)
+    regular = with_regular_strides(odd)
     assert torch.equal(regular, odd)
     assert regular.data_ptr() == odd.data_ptr()
     assert all(stride % 8 == 0 for stride in regular.stride()[:-1])
-    assert flash.with_regular_strides(regular) is regular
+    assert with_regular_strides(regular) is regular
 
 
 def test_a_refusal_of_vllm_says_what_to_do() -> None:
@@ -259,7 +260,7 @@ def test_a_refusal_of_vllm_says_what_to_do() -> None:
     validate = cuda.TrunkAttentionCudaBackend.validate_configuration
     assert validate(**options) == []
     assert validate(**options, use_batch_invariant=True) == [
-        "batch invariance not supported", "turn this off, or leave attention_backend out"
+        "batch invariance not supported", "turn this off or leave attention_backend out"
     ]  # fmt: skip
 
 

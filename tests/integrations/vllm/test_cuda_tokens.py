@@ -35,7 +35,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(backend, "TrunkAttentionBackend", cuda.TrunkAttentionCudaBackend)
     monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
     monkeypatch.setattr(cuda_impl, "gpu_refusals", lambda *arguments: [])
-    monkeypatch.setattr(cuda_impl, "find_flash", lambda kind: (FlashPrefill(kind, 3, kernel), "FlashAttention 3"))
+    monkeypatch.setattr(cuda_impl, "find_flash", lambda spec: (FlashPrefill(spec, 3, kernel), "FlashAttention 3"))
     monkeypatch.setattr(cuda_impl._custom_ops, "reshape_and_cache_flash", write)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return kernel.calls

@@ -40,11 +40,11 @@ def make_step(layer: TrunkAttentionImpl) -> tuple[metadata.StepPlans, tuple[torc
     """Two requests, of 21 and 40 tokens, whose prompts are computed in this step; (plans, batch, slots)."""
     table = torch.tensor([[3, 4, 99], [7, 2, 5]], dtype=torch.int32)
     lens, starts = torch.tensor([21, 40], dtype=torch.int32), torch.tensor([0, 21, 61], dtype=torch.int32)
-    attention = BatchAttention(layer.kind.config(PAGE), "cpu")
-    plan = attention.plan(table, lens, starts, sliding_window=layer.kind.sliding_window)
+    attention = BatchAttention(layer.layer_spec.config(PAGE), "cpu")
+    plan = attention.plan(table, lens, starts, sliding_window=layer.layer_spec.sliding_window)
     slots = [int(table[row, i // PAGE]) * PAGE + i % PAGE for row, n in enumerate((21, 40)) for i in range(n)]
     batch = (table.where(table < PAGES, 0), lens, starts)
-    return metadata.StepPlans({layer.kind: (attention, plan)}), batch, torch.tensor(slots)
+    return metadata.StepPlans({layer.layer_spec: (attention, plan)}), batch, torch.tensor(slots)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 
+from trunkattn.integrations import common
 from trunkattn.integrations.vllm import metrics
 
 from .fakes import DIM, KV_HEADS, PAGE, FlashRecorder, make_batch, make_builder, make_layer, run_step
@@ -20,7 +21,7 @@ from .fakes import DIM, KV_HEADS, PAGE, FlashRecorder, make_batch, make_builder,
     ],
 )
 def test_paths_on_a_cpu(query_lens: list[int], decode_query_len: int, path: str) -> None:
-    assert metrics.step_path(torch.tensor(query_lens), decode_query_len) == path
+    assert common.step_path(torch.tensor(query_lens), decode_query_len) == path
 
 
 def test_counters(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,25 +38,25 @@ def test_counters(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypat
     builder.build(0, single)
     builder._device_traffic.send()
     builder.build(0, single)
-    ledger, traffic = builder.ledger, builder.traffic
-    assert dict(ledger._paths) == {"decode": 2, "mixed": 1, "prefill": 1, "full_graph": 3}
-    assert dict(ledger._unshared) == {"no_decode": 1, "one_request": 3, "nothing_shared": 1}
+    stats, traffic = builder.stats, builder.traffic
+    assert dict(stats.paths) == {"decode": 2, "mixed": 1, "prefill": 1, "full_graph": 3}
+    assert dict(stats.unshared) == {"no_decode": 1, "one_request": 3, "nothing_shared": 1}
     width = 2 * DIM * KV_HEADS * 2
     alone = [(2 * (111 + 113 + 115 + 3 * 16)), 2 * (41 + 16), 21 + 16, 21 + 31 + 2 * 16]
-    assert traffic.alone == sum(alone) * width
-    assert traffic.alone - traffic.read == 2 * 2 * 6 * PAGE * width, "two steps saved six blocks for two rows each"
+    assert traffic.unshared == sum(alone) * width
+    assert traffic.saved == 2 * 2 * 6 * PAGE * width, "two steps saved six blocks for two rows each"
     labels = {"model_name": "None", "engine": "0", "rank": "17", "attention": "window 16+full"}
     assert REGISTRY.get_sample_value("trunkattn_kv_bytes_read_total", labels) == traffic.read
-    assert REGISTRY.get_sample_value("trunkattn_kv_bytes_saved_total", labels) == traffic.alone - traffic.read
+    assert REGISTRY.get_sample_value("trunkattn_kv_bytes_saved_total", labels) == traffic.saved
     assert REGISTRY.get_sample_value("trunkattn_steps_total", labels | {"path": "full_graph"}) == 3
     assert REGISTRY.get_sample_value("trunkattn_steps_unshared_total", labels | {"reason": "one_request"}) == 3
 
 
 def test_the_ring_is_fetched_when_it_is_full(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
     builder, batch = make_builder(gpu_engine, make_layer()), make_batch([1], [40])
-    for _ in range(2 * metrics.RING_STEPS + 1):
+    for _ in range(2 * common.RING_STEPS + 1):
         builder.build(0, batch)
-    assert builder.traffic.alone == 2 * metrics.RING_STEPS * 41 * 2 * DIM * KV_HEADS * 2
+    assert builder.traffic.unshared == 2 * common.RING_STEPS * 41 * 2 * DIM * KV_HEADS * 2
 
 
 def test_the_log(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_the_log(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatc
     for _ in range(3):
         run_step(builder, batch)
     assert lines == []
-    monkeypatch.setattr(metrics, "LOG_INTERVAL", -1.0)
+    monkeypatch.setattr(common, "LOG_INTERVAL", -1.0)
     run_step(builder, batch)
     run_step(builder, batch)
     assert len(lines) == 2, "the first sends the counts that the second has"

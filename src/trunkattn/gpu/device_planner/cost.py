@@ -1,233 +1,213 @@
-"""Planning on the device, third step: the time of every tiling (`planner.tile_costs.ways_ns`), and its items by tile.
+"""Planning on the device, third step: the time of every candidate tiling, and its items by tile.
 
-One program for each stage of each tiling finds its time from sums and maxima over its tiles, and the number of items of
-each tile. Whoever comes after takes the tiling of least time, the first of equals.
+One program for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
+of each tile (`planner.row_tiles.cost.ways_ns`, `ways_fit`). Whoever comes after takes the candidate of least time, the
+first of equals.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.prefix_forest import NUM_ENTRIES, in_turn
-from trunkattn.gpu.device_planner.row_tiles import (
-    BLOCK_RUNS,
-    HEIGHT,
-    PRIVATE_RUNS,
-    SUBTILES,
-    TILE_FIELDS,
-    TILE_FULL,
-    TILE_MASKED,
-    TILE_RUNS,
-    TOTAL_AGAIN,
-    TOTAL_COMMON,
-    TOTAL_ONCE,
-    TOTAL_RUNS,
-    TOTALS,
-)
-
-# Columns of the table of tilings: the same for each of two stages
-USE_STAGE = tl.constexpr(0)  # -1: none
-USE_KIND = tl.constexpr(1)
-USE_PARTS = tl.constexpr(2)
-USE_SHAPE = tl.constexpr(3)  # the stage's own columns
-USE_SUBTILE_ENTRIES = tl.constexpr(10)
-USE_COLUMNS = tl.constexpr(11)
-
-# Columns of the table of tile kinds, int64
-KIND_FULL_NS = tl.constexpr(0)
-KIND_MASKED_NS = tl.constexpr(1)
-KIND_FULL_CHAIN_NS = tl.constexpr(2)
-KIND_MASKED_CHAIN_NS = tl.constexpr(3)
-KIND_SLOTS = tl.constexpr(4)
-KIND_READ_PERCENT = tl.constexpr(5)
-KIND_TOGETHER = tl.constexpr(6)
-KIND_COLUMNS = tl.constexpr(7)
-
-# Places in the costs, int64
-LAUNCH_NS = tl.constexpr(0)
-BYTES_PER_US = tl.constexpr(1)
-TOKEN_BYTES = tl.constexpr(2)
-PARTIAL_BYTES = tl.constexpr(3)
-L2_TOKENS = tl.constexpr(4)
-RUN_TOKENS = tl.constexpr(5)
-FILLED_NS = tl.constexpr(6)
-ALONE_PERCENT = tl.constexpr(7)
-HIDDEN_PARTS = tl.constexpr(8)
-IDLE_PERCENT = tl.constexpr(9)
-L2_PERCENT = tl.constexpr(10)
-
-# Fields of a tiling's use of a stage
-CUT_SHARE = tl.constexpr(0)  # runs of an item
-CUT_ITEMS = tl.constexpr(1)
-CUT_FIELDS = tl.constexpr(2)
+from trunkattn.gpu.device_planner.common import counts_of, trigger_and_wait
+from trunkattn.gpu.device_planner.formulas import item_ns, listed_runs, load_ns, memory_tokens, share_of, step_of
+from trunkattn.gpu.device_planner.row_tiles import TileArrays, Totals, tile_arrays, totals_of
+from trunkattn.planner.row_tiles.cost import StageLoad, TileTimes
 
 NEVER = tl.constexpr(1 << 61)  # ns of what does not fit
 
 
-@triton.jit
-def parts_of(runs, share, block_runs):
-    """Runs of each item of a tile, and how many items it has; as `planner.tiles.emit_stage` cuts it."""
-    parts = tl.maximum((runs + share // 2) // share, 1)
-    step = tl.cdiv(tl.cdiv(runs, parts), block_runs) * block_runs
-    return step, tl.cdiv(runs, tl.maximum(step, 1))
+class Pass(NamedTuple):
+    """One of the two launches of a candidate: a stage, and how it is cut. The table of passes has these columns."""
+
+    stage: Any  # -1: the candidate has no such launch
+    kind: Any  # of its tile
+    num_parts: Any  # items wanted
+    height: Any
+    block_runs: Any
+    subtiles: Any
+    private_runs: Any
+    subtile_entries: Any
+
+
+PASS_COLUMNS = tl.constexpr(len(Pass._fields))
+_TILE_COLUMNS = tl.constexpr(len(TileTimes._fields))
+
+
+class ChoiceArrays(NamedTuple):
+    """The candidates, and what each of their passes comes to.
+
+    passes: [candidates, 2, fields of Pass].
+    times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, runs or partial states than
+        its share of the limits.
+    num_items, share: [candidates, 2] items, and runs of each.
+    item_starts: [candidates, 2, tokens] items before each tile.
+    """
+
+    passes: Any
+    times: Any
+    num_items: Any
+    share: Any
+    item_starts: Any
 
 
 @triton.jit
-def _parameters(use, uses, kinds):
-    """(stage or -1, num_parts, its shape, its kind) of a tiling's use of a stage, all loaded at once."""
-    of = uses + use * USE_COLUMNS
-    stage, which, num_parts = tl.load(of + USE_STAGE), tl.load(of + USE_KIND), tl.load(of + USE_PARTS)
-    of, kind = of + USE_SHAPE, kinds + tl.maximum(which, 0) * KIND_COLUMNS
-    shape = (tl.load(of + HEIGHT), tl.load(of + BLOCK_RUNS), tl.load(of + SUBTILES), tl.load(of + PRIVATE_RUNS))
-    times = (
-        tl.load(kind + KIND_FULL_NS), tl.load(kind + KIND_MASKED_NS), tl.load(kind + KIND_FULL_CHAIN_NS),
-        tl.load(kind + KIND_MASKED_CHAIN_NS), tl.load(kind + KIND_SLOTS), tl.load(kind + KIND_READ_PERCENT),
-        tl.load(kind + KIND_TOGETHER),
-    )  # fmt: skip
-    return stage, num_parts, shape, times
-
-
-@triton.jit
-def _sums_and_maxima(
-    work_a, partials_a, pieces_a, dearest_a, longest_a, work_b, partials_b, pieces_b, dearest_b, longest_b
-):
-    """Three sums and two maxima: one reduction waits for the program's warps once."""
-    return (
-        work_a + work_b, partials_a + partials_b, pieces_a + pieces_b,
-        tl.maximum(dearest_a, dearest_b), tl.maximum(longest_a, longest_b),
-    )  # fmt: skip
-
-
-@triton.jit
-def _tile_loads(tiles, tile, end, ENTRIES: tl.constexpr):
-    """Blocks that all of a tile sees, other blocks, runs; of tiles before `end`."""
-    return (
-        tl.load(tiles + TILE_FULL * ENTRIES + tile, mask=tile < end, other=0),
-        tl.load(tiles + TILE_MASKED * ENTRIES + tile, mask=tile < end, other=0),
-        tl.load(tiles + TILE_RUNS * ENTRIES + tile, mask=tile < end, other=0),
+def load_pass(passes, number):
+    """A row of the table of passes; of a candidate, 2 * candidate and the one after."""
+    row = passes + number * PASS_COLUMNS
+    return Pass(
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+        tl.load(row + 7),
     )
 
 
 @triton.jit
-def _work(
-    tiles, num_tiles, num_entries, share, shape, kind, one_stage, item_starts, ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of a stage: places that its items' queries take in the lists of partial states, where there are such; and (how
-    many items, their time in all, the dearest, the longest chain, entries of partial states). share: see `parts_of`.
-    item_starts: items before each tile."""
-    height, block_runs, subtiles, _private = shape
-    full_ns, masked_ns, full_chain_ns, masked_chain_ns, _slots, _read_percent, _together = kind
-    num_items, pieces = tl.zeros([], tl.int32), tl.zeros([BLOCK], tl.int64)
-    work, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-    dearest, longest = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+def _load_tile(tiles, kind):
+    row = tiles + tl.maximum(kind, 0) * _TILE_COLUMNS
+    return TileTimes(
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+    )
+
+
+@triton.jit
+def num_parts_of(runs, step):
+    """Items of a tile, of `step` runs each."""
+    return tl.cdiv(runs, step)
+
+
+class _Sums(NamedTuple):
+    """Three sums and two maxima over the items of a pass."""
+
+    work_ns: Any
+    partials: Any  # entries of the parts of tiles that are cut
+    slots: Any  # entries that leave partial states, as far as a plan must hold them
+    max_item_ns: Any
+    max_chain_ns: Any
+
+
+@triton.jit
+def _joined(work_a, partials_a, slots_a, item_a, chain_a, work_b, partials_b, slots_b, item_b, chain_b):
+    """One reduction waits for the program's warps once."""
+    return (
+        work_a + work_b,
+        partials_a + partials_b,
+        slots_a + slots_b,
+        tl.maximum(item_a, item_b),
+        tl.maximum(chain_a, chain_b),
+    )
+
+
+@triton.jit
+def _load_tiles(arrays, tile, end):
+    """Blocks and runs of tiles before `end`."""
+    used = tile < end
+    return TileArrays(
+        runs=tl.load(arrays.runs + tile, mask=used, other=0),
+        full=tl.load(arrays.full + tile, mask=used, other=0),
+        masked=tl.load(arrays.masked + tile, mask=used, other=0),
+    )
+
+
+@triton.jit
+def _cut(arrays, num_tiles, num_entries, share, a_pass, times, is_alone, item_starts, SIZES: tl.constexpr):
+    """(number of items, sums over them) of a pass whose items have `share` runs. is_alone: the candidate has no other
+    pass. item_starts: items before each tile, which are stored."""
+    BLOCK: tl.constexpr = SIZES.candidate_block
+    num_items = tl.zeros([], tl.int32)
+    work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    max_item, max_chain = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     tile = tl.arange(0, BLOCK)
-    full, masked, runs = _tile_loads(tiles, tile, tl.cdiv(ENTRIES, height), ENTRIES)  # before num_tiles is there
+    loaded = _load_tiles(arrays, tile, tl.cdiv(SIZES.tokens, a_pass.height))  # before num_tiles is there
     for _begin in range(0, num_tiles, BLOCK):
-        some = tile < num_tiles
-        full, masked = tl.where(some, full, 0).to(tl.int64), tl.where(some, masked, 0).to(tl.int64)
-        runs = tl.where(some, runs, 0)
-        _step, parts = parts_of(runs, share, block_runs)
+        used = tile < num_tiles
+        full, masked = tl.where(used, loaded.full, 0).to(tl.int64), tl.where(used, loaded.masked, 0).to(tl.int64)
+        runs = tl.where(used, loaded.runs, 0)
+        parts = num_parts_of(runs, step_of(runs, share, a_pass.block_runs))
         ends = num_items + tl.cumsum(parts, 0)
-        tl.store(item_starts + tile, ends - parts, mask=tile < num_tiles)
+        tl.store(item_starts + tile, ends - parts, mask=used)
         num_items = tl.max(ends, 0)
-        rows = tl.minimum(height, tl.maximum(num_entries - tile * height, 0))
-        pieces += tl.where((parts > 1) | (one_stage == 0), parts * rows, 0)
-        each = tl.maximum(parts, 1)
-        masked *= tl.where(parts > 1, subtiles, 1)
-        cost = (full * full_ns + masked * masked_ns) // each
-        work += cost * parts
-        dearest = tl.maximum(dearest, cost)
-        longest = tl.maximum(longest, (full * full_chain_ns + masked * masked_chain_ns) // each)
+        rows = tl.minimum(a_pass.height, tl.maximum(num_entries - tile * a_pass.height, 0))
+        slots += tl.where((parts > 1) | (is_alone == 0), parts * rows, 0)
         partials += tl.where(parts > 1, parts * rows, 0)
+        cost = item_ns(full, masked, parts, a_pass.subtiles, times.full_ns, times.masked_ns)
+        chain = item_ns(full, masked, parts, a_pass.subtiles, times.full_chain_ns, times.masked_chain_ns)
+        work += cost * parts
+        max_item, max_chain = tl.maximum(max_item, cost), tl.maximum(max_chain, chain)
         tile += BLOCK
-        full, masked, runs = _tile_loads(tiles, tile, num_tiles, ENTRIES)
-    work, partials, pieces, dearest, longest = tl.reduce(
-        (work, partials, pieces, dearest, longest), 0, _sums_and_maxima
+        loaded = _load_tiles(arrays, tile, num_tiles)
+    work, partials, slots, max_item, max_chain = tl.reduce((work, partials, slots, max_item, max_chain), 0, _joined)
+    return num_items, _Sums(work, partials, slots, max_item, max_chain)
+
+
+@triton.jit
+def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """Fills `choice`, one program for each pass of each candidate. costs: those of the host, their table of tiles on
+    the device and int32."""
+    number = tl.program_id(0) * 2 + tl.program_id(1)
+    a_pass = load_pass(choice.passes, number)
+    times = _load_tile(costs.tiles, a_pass.kind)
+    is_alone = tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0  # the second pass has no stage
+    trigger_and_wait(PDL)  # the tables were there before
+    num_entries = tl.load(counts_of(status).num_entries)
+    is_used = a_pass.stage >= 0
+    stage = tl.maximum(a_pass.stage, 0)
+    num_tiles = tl.where(is_used, tl.cdiv(num_entries, a_pass.height), 0)
+    at = totals_of(layout.totals, stage)
+    total = Totals(
+        runs=tl.load(at.runs, mask=is_used, other=0),
+        once=tl.load(at.once, mask=is_used, other=0),
+        common=tl.load(at.common, mask=is_used, other=0),
+        again=tl.load(at.again, mask=is_used, other=0),
     )
-    return pieces, (num_items, work, dearest, longest, partials)
+    share = share_of(total.runs, a_pass.num_parts, a_pass.block_runs).to(tl.int32)
+    num_items, sums = _cut(
+        tile_arrays(layout.tiles, stage, SIZES.tokens),
+        num_tiles,
+        num_entries,
+        share,
+        a_pass,
+        times,
+        is_alone,
+        choice.item_starts + number * SIZES.tokens,
+        SIZES,
+    )
+    tl.store(choice.share + number, share)
+    tl.store(choice.num_items + number, num_items)
+    is_last = is_alone | (tl.program_id(1) == 1)
+    load = StageLoad(
+        num_items=num_items,
+        work_ns=sums.work_ns,
+        max_item_ns=sums.max_item_ns,
+        max_chain_ns=sums.max_chain_ns,
+        num_partials=tl.where(is_last, sums.partials, num_entries),
+        tokens=total.runs * costs.run_tokens,
+        memory_tokens=memory_tokens(total.once, total.common, total.again, costs.l2_tokens),
+    )
+    time = tl.where(total.runs > 0, load_ns(load, times, costs, a_pass.subtiles == 1, is_last), 0)
+    part = tl.where(is_alone, 1, 2)  # of the limits
+    fits = (num_items <= limits.items // part) & (sums.slots <= limits.slots // part)
+    fits = fits & (listed_runs(total.runs, num_items, a_pass) <= limits.runs // part)
+    tl.store(choice.times + number, tl.where(fits, time, NEVER))
 
 
 @triton.jit
-def _stage_ns(work, memory, tokens, num_queries, kind, low, last, costs):
-    """As `planner.tile_costs.stage_ns`. work: the second of what `_work` returns; tokens: of all runs; low: without
-    subtiles."""
-    slots, read_percent, together = kind[4], kind[5], kind[6]
-    items, total, dearest, longest, partials = work
-    launch_ns, bytes_per_us, token_bytes, partial_bytes = costs[0], costs[1], costs[2], costs[3]
-    filled_ns, alone_percent, hidden_parts, idle_percent, l2_percent = costs[4], costs[5], costs[6], costs[7], costs[8]
-    mean = total // tl.maximum(items, 1)
-    few, meet = slots.to(tl.int32), together.to(tl.int32)  # a division of 64 bits is a function call
-    several = tl.maximum(total // slots + dearest - mean, (items + few - 1) // few * mean)
-    most = (items * meet + few - 1) // few
-    one_round = tl.maximum(dearest * items // slots, dearest * most * alone_percent // (100 * together))
-    busy = tl.where(items <= slots, one_round, several)
-    percent = 100 + idle_percent.to(tl.int32) * tl.maximum(few - items, 0) // few
-    tokens = tl.maximum(tokens, 1)
-    read = tl.maximum(memory, tokens * l2_percent // 100)
-    bytes_ns = read * token_bytes * 1000 // bytes_per_us * percent // read_percent
-    slower = tl.maximum(longest - filled_ns, 0) * tl.minimum(memory, tokens) // (3 * tokens)
-    bytes_ns = tl.where(low & (items <= slots), tl.maximum(bytes_ns, longest + slower), bytes_ns)
-    left, some = items % few, tl.maximum(items, 1)
-    rounds_ns = bytes_ns * (items - left) // some + tl.maximum(bytes_ns * left // some, longest)
-    bytes_ns = tl.where(left > 0, rounds_ns, bytes_ns)
-    partials = tl.where(last, partials, num_queries)
-    launches = tl.where(last & (partials > 0), 2, 1)
-    alone = tl.maximum(busy, longest)
-    seen = tl.where(items > slots, tl.minimum(alone, bytes_ns) // hidden_parts, 0)
-    return tl.maximum(alone, bytes_ns) + seen + launches * launch_ns + (partials * partial_bytes * 1000 // bytes_per_us)
-
-
-@triton.jit
-def choice_kernel(
-    uses, kinds, costs, tiles, totals, state, times, cuts, item_starts, max_items, max_runs, max_slots,
-    ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
-):  # fmt: skip
-    """One program a tiling and stage. times [tilings, 2] int64: predicted ns, NEVER where it might have more items,
-    runs or partial states than its share of the limits; cuts [tilings, 2, CUT_FIELDS] int32; item_starts [tilings, 2,
-    ENTRIES]: items of the stage before each tile. See `planner.tile_costs.ways_fit`."""
-    way, nth = tl.program_id(0), tl.program_id(1)
-    use = way * 2 + nth
-    stage, num_parts, shape, kind = _parameters(use, uses, kinds)
-    one_stage = tl.load(uses + (way * 2 + 1) * USE_COLUMNS + USE_STAGE) < 0
-    prices = (
-        tl.load(costs + LAUNCH_NS), tl.load(costs + BYTES_PER_US), tl.load(costs + TOKEN_BYTES),
-        tl.load(costs + PARTIAL_BYTES), tl.load(costs + FILLED_NS), tl.load(costs + ALONE_PERCENT),
-        tl.load(costs + HIDDEN_PARTS), tl.load(costs + IDLE_PERCENT), tl.load(costs + L2_PERCENT),
-    )  # fmt: skip
-    kept, run_tokens = tl.load(costs + L2_TOKENS), tl.load(costs + RUN_TOKENS)
-    in_turn(FOLLOWS, LEADS)  # the tables were there before
-    num_entries = tl.load(state + NUM_ENTRIES)
-    height, block_runs, subtiles, private = shape
-    its_tiles = tiles + tl.maximum(stage, 0) * TILE_FIELDS * ENTRIES
-    num_tiles = tl.where(stage >= 0, tl.cdiv(num_entries, height), 0)
-    of = totals + tl.maximum(stage, 0) * TOTALS
-    used = stage >= 0
-    runs, once = tl.load(of + TOTAL_RUNS, mask=used, other=0), tl.load(of + TOTAL_ONCE, mask=used, other=0)
-    common, again = tl.load(of + TOTAL_COMMON, mask=used, other=0), tl.load(of + TOTAL_AGAIN, mask=used, other=0)
-    share = tl.maximum((runs + num_parts - 1) // tl.maximum(num_parts, 1), block_runs)
-    share = tl.where(num_parts > 0, share, runs + 1)
-    pieces, work = _work(
-        its_tiles, num_tiles, num_entries, share.to(tl.int32), shape, kind, one_stage, item_starts + use * ENTRIES,
-        ENTRIES, BLOCK,
-    )  # fmt: skip
-    num_items = work[0]
-    tl.store(cuts + use * CUT_FIELDS + CUT_SHARE, share.to(tl.int32))
-    tl.store(cuts + use * CUT_FIELDS + CUT_ITEMS, num_items)
-    memory = once + again * tl.maximum(common - kept, 0) // tl.maximum(common, 1)
-    tokens, last = runs * run_tokens, one_stage | (nth == 1)
-    time = _stage_ns(work, memory, tokens, num_entries, kind, subtiles == 1, last, prices)
-    time = tl.where(runs > 0, time, 0)
-    listed = tl.where(subtiles == 1, runs, runs * subtiles + num_items * subtiles * private)
-    parts = tl.where(one_stage, 1, 2)
-    fits = (num_items <= max_items // parts) & (listed <= max_runs // parts) & (pieces <= max_slots // parts)
-    tl.store(times + use, tl.where(fits, time, NEVER))
-
-
-@triton.jit
-def chosen(times, NUM_WAYS: tl.constexpr, WAYS: tl.constexpr):
-    """The tiling of least time, the first of equals."""
-    way = tl.arange(0, WAYS)
-    time = tl.load(times + 2 * way, mask=way < NUM_WAYS, other=NEVER)
-    time += tl.load(times + 2 * way + 1, mask=way < NUM_WAYS, other=NEVER)
+def chosen(times, SIZES: tl.constexpr):
+    """The candidate of least time, the first of equals."""
+    candidate = tl.arange(0, SIZES.candidate_lanes)
+    used = candidate < SIZES.candidates
+    time = tl.load(times + 2 * candidate, mask=used, other=NEVER)
+    time += tl.load(times + 2 * candidate + 1, mask=used, other=NEVER)
     return tl.argmin(time, 0)  # ties to the left

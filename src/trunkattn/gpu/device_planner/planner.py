@@ -1,54 +1,39 @@
 """The planner's twin on a GPU (PAT §5.1, §5.2): fills a reserved plan from tensors on the device.
 
-`DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.tiling.tile_forest` and `gpu.refill`, for the
-tiling that the host predicts to be the fastest, without reading anything back, and in the same seven launches for every
-batch, so that a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
+`DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.row_tiles.choice.tile_forest` and
+`gpu.plan.refill`, for the tiling that the host predicts to be the fastest. It reads nothing back and makes the same
+seven launches for every batch, so a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import (
-    cost as device_choice,
-)
-from trunkattn.gpu.device_planner import (
-    items as device_items,
-)
-from trunkattn.gpu.device_planner import (
-    prefix_forest as device_order,
-)
-from trunkattn.gpu.device_planner import (
-    row_tiles as device_tiles,
-)
-from trunkattn.gpu.device_planner import (
-    work_list as device_lists,
-)
-from trunkattn.gpu.plan import Card, GpuPlan
+from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
+from trunkattn.gpu.device_planner.choice import Candidates, sizes_of
+from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Pdl, Status, Tables
+from trunkattn.gpu.device_planner.prefix_forest import Links
+from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.planner.work_list import TileLimits
 
-ERRORS: Final = MappingProxyType({
-    device_order.BAD_QUERIES.value: "query_start_loc is not ascending from 0, or has more tokens than the sequence "
-    "or the capacity: these requests were left out",
-    device_order.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
-    device_order.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
-    device_order.MANY_ITEMS.value: "more items than the plan holds",
-    device_order.MANY_RUNS.value: "more runs than the plan holds",
-    device_order.MANY_QUERIES.value: "more queries than the plan holds",
-    device_order.MANY_SLOTS.value: "more partial states than the plan holds",
-})  # fmt: skip
-# What a row hangs on is one int64: see `device_order`
-MOST_ROWS: Final = device_order.ALL_ROWS.value
-MOST_COLUMNS: Final = device_order.ALL_COLUMNS.value
-_PAIRS: Final = 1024  # other rows that a program compares its row with at once
-_RADIX: Final = 9  # parts that a round of the search over the columns tells apart
-_BLOCK: Final = 512  # elements of a program's pass over rows, tiles, items or tokens
-_HASHED: Final = 256  # columns of a row that are hashed at once
+ERRORS: Final = MappingProxyType(
+    {
+        common.BAD_QUERIES.value: "query_start_loc is not ascending from 0, or has more tokens than the sequence or "
+        "the capacity: these requests were left out",
+        common.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
+        common.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
+        common.MANY_ITEMS.value: "more items than the plan holds",
+        common.MANY_RUNS.value: "more runs than the plan holds",
+        common.MANY_QUERIES.value: "more queries than the plan holds",
+        common.MANY_SLOTS.value: "more partial states than the plan holds",
+    }
+)
+# A row's link is one int64: see `prefix_forest`
+MOST_ROWS: Final = prefix_forest.ALL_ROWS.value
+MOST_COLUMNS: Final = prefix_forest.ALL_COLUMNS.value
 
 
 def errors_of(bits: int) -> list[str]:
@@ -56,63 +41,12 @@ def errors_of(bits: int) -> list[str]:
     return [text for bit, text in ERRORS.items() if bits & bit]
 
 
-@dataclass(frozen=True)
-class TileWays:
-    """The candidates for a step, as `planner.tiling.price` lists them; int64.
-
-    stages [stages, 7]: fields of `planner.tiles.Stage`. uses [ways, 2, 3]: stage or -1, tile kind and num_parts. kinds
-    [kinds, 8]: ns of a block and of a chained block, full and masked each; slots; percent of the bandwidth; programs of
-    a multiprocessor; entries of a subtile. costs [11]: launch_ns, bytes_per_us, token_bytes, partial_bytes,
-    l2_tokens, run, FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT, l2_percent. run: tokens of a run. fuse_up_to:
-    partial states an item may merge.
-    """
-
-    stages: NDArray[np.int64]
-    uses: NDArray[np.int64]
-    kinds: NDArray[np.int64]
-    costs: NDArray[np.int64]
-    run: int
-    fuse_up_to: int
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Constants of the kernels; powers of two but for the numbers of stages and ways."""
-
-    stages: int
-    ways: int
-    nodes: int  # of a tile: two an entry
-    least: int
-    windows: int
-    subtiles: int
-    rounds: int  # of a search over the columns
-
-
-def _sizes(ways: TileWays, max_pages: int) -> _Sizes:
-    unlimited = device_order.BIG.value
-    height, least, below = (ways.stages[:, column] for column in range(3))
-    limits = [*least[least > 1].tolist(), *below[below < unlimited].tolist(), 2]
-    rounds = next(n for n in range(1, 33) if _RADIX**n > max_pages)
-    return _Sizes(
-        stages=len(ways.stages),
-        ways=len(ways.uses),
-        nodes=2 * _power(int(height.max())),
-        least=_power(max(limits)),
-        windows=_power(int(height.max()) + max(limits)),
-        subtiles=int(ways.stages[:, 5].max()),
-        rounds=rounds,
-    )
-
-
-def _use_rows(ways: TileWays) -> NDArray[np.int64]:
-    """[ways, 2, USE_COLUMNS]: a use, its stage and its kind's entries of a subtile, so that one load finds them."""
-    stage, kind, _ = np.moveaxis(np.maximum(ways.uses, 0), 2, 0)
-    return np.concatenate([ways.uses, ways.stages[stage], ways.kinds[kind, 7:]], 2)
-
-
-def _power(size: int) -> int:
-    """The power of two that holds it."""
-    return 1 << (size - 1).bit_length()
+class _Arrays(NamedTuple):
+    status: Status
+    links: Links
+    entries: EntryArrays
+    layout: row_tiles.Layout
+    choice: cost.ChoiceArrays
 
 
 class DevicePlanner:
@@ -123,47 +57,67 @@ class DevicePlanner:
 
     def __init__(
         self,
-        ways: TileWays,
+        candidates: Candidates,
         capacity: Capacity,
         limits: TileLimits,
-        page_size: int,
-        card: Card,
+        device_info: DeviceInfo,
         device: torch.device,
     ) -> None:
         """limits: those that the plans were reserved with."""
-        self._ways, self._capacity, self._limits = ways, capacity, limits
-        self._page_size, self._card, self._device = page_size, card, device
-        self._most_queries = capacity.max_query_len or capacity.max_query_tokens  # of a request
-        self._sizes = _sizes(ways, capacity.max_pages_per_request)
-        self._tables = {
-            "stages": torch.from_numpy(ways.stages.astype(np.int32)).to(device),
-            "uses": torch.from_numpy(_use_rows(ways).astype(np.int32)).to(device),
-            "kinds": torch.from_numpy(ways.kinds[:, :7].astype(np.int64)).contiguous().to(device),
-            "costs": torch.from_numpy(ways.costs.astype(np.int64)).to(device),
-        }
-        rows, tokens, sizes = capacity.max_requests, capacity.max_query_tokens, self._sizes
-        shapes: dict[str, tuple[int, ...]] = {
-            "family": (rows,), "state": (device_order.STATE_FIELDS.value,),
-            "entry_token": (tokens,), "entry_position": (tokens,), "entry_row": (tokens,), "entry_length": (tokens,),
-            "entry_shared": (tokens,), "pieces": (device_items.PIECE_FIELDS.value, tokens),
-            "nodes": (sizes.stages, device_tiles.NODE_FIELDS.value, 2 * tokens),
-            "tiles": (sizes.stages, device_tiles.TILE_FIELDS.value, tokens),
-            "cuts": (sizes.ways, 2, device_choice.CUT_FIELDS.value), "item_starts": (sizes.ways, 2, tokens),
-            "items": (device_items.ITEM_FIELDS.value, limits.items), "errors": (1,),
-        }  # fmt: skip
-        self._buffers = {
-            name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
-        } | {
-            "hashes": torch.zeros(capacity.max_pages_per_request, rows, dtype=torch.int64, device=device),
-            "hangs": torch.zeros(rows, dtype=torch.int64, device=device),
-            "totals": torch.zeros(sizes.stages, device_tiles.TOTALS.value, dtype=torch.int64, device=device),
-            "times": torch.zeros(sizes.ways, 2, dtype=torch.int64, device=device),
-        }
+        self._capacity, self._device_info, self._device = capacity, device_info, device
+        self._limits = Limits(
+            num_pages=capacity.num_pages,
+            max_query_len=capacity.max_query_len or capacity.max_query_tokens,
+            items=limits.items,
+            runs=limits.runs,
+            queries=limits.queries,
+            merged=limits.merged,
+            slots=limits.slots,
+        )
+        self._sizes = sizes_of(candidates, capacity)
+        self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
+        self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
+        self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)
+        tiles = torch.from_numpy(candidates.costs.tiles.astype("int32")).to(device)
+        self._costs = candidates.costs._replace(tiles=tiles)  # type: ignore[arg-type]  # as kernels take it
+        self._buffers = self._allocate()
         self.errors = self._buffers["errors"]
+
+    def _allocate(self) -> dict[str, torch.Tensor]:
+        sizes, capacity = self._sizes, self._capacity
+        rows, tokens, stages, candidates = sizes.rows, sizes.tokens, sizes.stages, sizes.candidates
+        int32: dict[str, tuple[int, ...]] = {
+            "subtree_queries": (rows,),
+            "counts": (len(common.Counts._fields),),
+            "errors": (1,),
+            "entry_token": (tokens,),
+            "entry_position": (tokens,),
+            "entry_row": (tokens,),
+            "entry_length": (tokens,),
+            "entry_shared": (tokens,),
+            "pieces": (common.NUM_PIECES.value, tokens),
+            "nodes": (stages, row_tiles.NODE_FIELDS.value, 2 * tokens),
+            "tiles": (stages, row_tiles.TILE_FIELDS.value, tokens),
+            "num_items": (candidates, 2),
+            "share": (candidates, 2),
+            "item_starts": (candidates, 2, tokens),
+            "items": (items.ITEM_FIELDS.value, self._limits.items),
+        }
+        int64: dict[str, tuple[int, ...]] = {
+            "hashes": (capacity.max_pages_per_request, rows),
+            "links": (rows,),
+            "totals": (stages, row_tiles.TOTAL_FIELDS.value),
+            "times": (candidates, 2),
+        }
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=self._device)
+            for dtype, shapes in ((torch.int32, int32), (torch.int64, int64))
+            for name, shape in shapes.items()
+        }
 
     @property
     def times(self) -> torch.Tensor:
-        """[ways] int64: predicted ns of each candidate in the last batch; at least 2**61 where it may not fit."""
+        """[candidates] int64: predicted ns of each in the last batch; at least 2**61 where it may not fit."""
         return self._buffers["times"].sum(1)
 
     def fill(
@@ -185,10 +139,10 @@ class DevicePlanner:
             ValueError: if a tensor has another shape, stride or device.
         """
         self.check(block_table, seq_lens, query_start_loc)
-        batch = (block_table, seq_lens, query_start_loc)
-        self._order(plan, batch, window)
+        tables = Tables(block_table, seq_lens, query_start_loc)
+        self._order(plan, tables, window)
         self._tile(window)
-        self._list(plan, batch, window)
+        self._list(plan, tables, window)
 
     def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Raises what `fill` does."""
@@ -204,84 +158,93 @@ class DevicePlanner:
             if not fits:
                 shape = f"at most {self._capacity.max_requests} rows, one each, query_start_loc one more"
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {shape}")
-            if tensor.device != self._buffers["state"].device or (tensor.numel() and tensor.stride(-1) != 1):
+            if tensor.device != self.errors.device or (tensor.numel() and tensor.stride(-1) != 1):
                 found = f"on {tensor.device} with strides {tensor.stride()}"
                 raise ValueError(f"{name} {found}: expected contiguous rows on {self._device}")
 
-    def _order(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
-        """Hashes, what each row hangs on, entries."""
-        table, seq_lens, starts = batch
-        b, capacity = self._buffers, self._capacity
-        rows, tokens = capacity.max_requests, capacity.max_query_tokens
-        width, most = min(table.shape[1], capacity.max_pages_per_request), self._most_queries
-        bounds = (len(table), width, tokens, most)
-        shape = {"PAGE_SIZE": self._page_size, "ROWS": rows}
-        device_order.hash_kernel[(rows + 1,)](
-            table, seq_lens, starts, b["hashes"], b["pieces"], b["totals"], b["state"], b["errors"], len(table), width,
-            table.stride(0), tokens, most, capacity.num_pages, window, **shape, ENTRIES=tokens,
-            TOTALS=b["totals"].numel(), BLOCK=_HASHED, num_warps=8, **self._turn(follows=False),
-        )  # fmt: skip
-        block = min(_power(rows), _PAIRS)
-        device_order.hang_kernel[(rows,)](
-            seq_lens, starts, b["hashes"], b["hangs"], b["family"], *bounds, **shape, ROUNDS=self._sizes.rounds,
-            RADIX=_RADIX, BLOCK=block, num_warps=max(1, block // (32 if block <= 256 else 64)), **self._turn(),
-        )  # fmt: skip
-        device_order.entries_kernel[(rows,)](
-            table, seq_lens, starts, b["hangs"], b["family"],
-            *(b["entry_" + name] for name in ("token", "position", "row", "length", "shared")),
-            plan.arrays["positions"], len(table), width, table.stride(0), tokens, most,
-            PAGE_SIZE=self._page_size, ENTRIES=tokens, BLOCK=min(_power(rows), _BLOCK),
-            COLUMNS=min(_power(capacity.max_pages_per_request), _BLOCK), num_warps=8, **self._turn(),
-        )  # fmt: skip
+    @cached_property
+    def _arrays(self) -> _Arrays:
+        """The buffers as the kernels take them."""
+        b = self._buffers
+        return _Arrays(
+            Status(b["counts"], b["errors"]),
+            Links(b["links"], b["subtree_queries"]),
+            EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields)),
+            row_tiles.Layout(b["nodes"], b["tiles"], b["totals"]),
+            cost.ChoiceArrays(self._passes, b["times"], b["num_items"], b["share"], b["item_starts"]),
+        )
+
+    def _order(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+        """Hashes, links and entries of the rows."""
+        b, arrays, sizes, limits = self._buffers, self._arrays, self._sizes, self._limits
+        num_rows, num_columns, row_stride = len(tables.block_table), self._columns(tables), tables.block_table.stride(0)
+        prefix_forest.hash_kernel[(sizes.rows + 1,)](
+            *(tables, num_rows, num_columns, row_stride, window, b["hashes"], b["pieces"], b["totals"]),
+            *(arrays.status, limits),
+            SIZES=sizes,
+            num_warps=8,
+            **self._pdl(wait=False),
+        )
+        prefix_forest.links_kernel[(sizes.rows,)](
+            *(tables, num_rows, num_columns, b["hashes"], arrays.links, limits),
+            SIZES=sizes,
+            num_warps=max(1, sizes.pairs // (32 if sizes.pairs <= 256 else 64)),
+            **self._pdl(),
+        )
+        prefix_forest.entries_kernel[(sizes.rows,)](
+            *(tables, num_rows, num_columns, row_stride, arrays.links, arrays.entries, plan.arrays["positions"]),
+            limits,
+            SIZES=sizes,
+            num_warps=8,
+            **self._pdl(),
+        )
 
     def _tile(self, window: int) -> None:
-        """The tiles of every stage, and the time of every tiling."""
-        b, tables, sizes = self._buffers, self._tables, self._sizes
-        tokens = self._capacity.max_query_tokens
-        tasks = int((-(-tokens // self._ways.stages[:, 0])).sum())
-        device_tiles.tiles_kernel[(tasks,)](
-            b["entry_position"], b["entry_length"], b["entry_shared"], b["state"], tables["stages"], b["nodes"],
-            b["tiles"], b["totals"], window, ENTRIES=tokens, RUN=self._ways.run, NODES=sizes.nodes,
-            NUM_STAGES=sizes.stages, STAGES=_power(sizes.stages), MOST_LEAST=sizes.least, WINDOWS=sizes.windows,
-            MOST_SUBTILES=sizes.subtiles, num_warps=min(16, max(4, sizes.nodes // 8)), **self._turn(),
-        )  # fmt: skip
-        device_choice.choice_kernel[(sizes.ways, 2)](
-            tables["uses"], tables["kinds"], tables["costs"], b["tiles"], b["totals"], b["state"], b["times"],
-            b["cuts"], b["item_starts"], self._limits.items, self._limits.runs, self._limits.slots,
-            ENTRIES=tokens, BLOCK=256, num_warps=8, **self._turn(),
-        )  # fmt: skip
+        """The tiles of every stage, and the time of every candidate."""
+        arrays, sizes = self._arrays, self._sizes
+        row_tiles.tiles_kernel[(self._num_tiles,)](
+            *(arrays.entries, arrays.status, self._stages, arrays.layout, window),
+            SIZES=sizes,
+            num_warps=min(16, max(4, sizes.nodes // 8)),
+            **self._pdl(),
+        )
+        cost.candidates_kernel[(sizes.candidates, 2)](
+            *(self._costs, arrays.layout, arrays.status, arrays.choice, self._limits),
+            SIZES=sizes,
+            num_warps=8,
+            **self._pdl(),
+        )
 
-    def _list(self, plan: GpuPlan, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], window: int) -> None:
-        """Items, lists."""
-        table = batch[0]
-        row_tokens = min(table.shape[1], self._capacity.max_pages_per_request) * self._page_size
-        b, tables, sizes, limits = self._buffers, self._tables, self._sizes, self._limits
-        arrays, kinds = plan.arrays, len(self._ways.kinds)
-        # batches that share have fewer items than multiprocessors
-        most = min(8, -(-self._capacity.max_query_tokens // 256))
-        programs = min(limits.items, self._card.processors * most)
-        device_items.items_kernel[(programs,)](
-            *batch[1:], len(table), row_tokens, self._capacity.max_query_tokens, self._most_queries, window,
-            b["entry_token"], b["state"], tables["uses"], b["nodes"], b["tiles"], b["totals"], b["times"],
-            b["cuts"], b["item_starts"], b["items"], b["pieces"], b["errors"], plan.summary, limits.items,
-            self._ways.fuse_up_to, kinds, ENTRIES=self._capacity.max_query_tokens, NODES=sizes.nodes,
-            NUM_WAYS=sizes.ways, WAYS=_power(sizes.ways), MOST_SUBTILES=sizes.subtiles, BLOCK=_BLOCK, **self._turn(),
-        )  # fmt: skip
-        names = ("counts", "items", "queries", "slots", "parts", "merge_queries", "merge_ranges", "runs")
-        # of 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128, and spills.
-        # 8 warps, of groups of one head, take turns
+    def _list(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+        """The items, and the plan's arrays."""
+        arrays, sizes, limits = self._arrays, self._sizes, self._limits
+        work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)
+        # Batches that share have fewer items than the device has SMs.
+        programs = min(limits.items, self._device_info.processors * min(8, -(-sizes.tokens // 256)))
+        items.items_kernel[(programs,)](
+            *(tables, len(tables.block_table), self._columns(tables), window, arrays.entries, arrays.status),
+            *(arrays.layout, arrays.choice, work, limits),
+            SIZES=sizes,
+            **self._pdl(),
+        )
+        # With 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128 and spills.
+        # With 8 warps, for groups of one head, they take turns.
         warps = max(4, sizes.nodes // 16)
-        device_lists.lists_kernel[(max(4, 3 * self._card.processors),)](
-            table, b["entry_token"], b["entry_row"], b["state"], tables["uses"], b["nodes"], b["items"], b["pieces"],
-            b["errors"], *(arrays[name] for name in names), table.stride(0), self._capacity.num_pages, kinds,
-            limits.items, limits.runs, limits.queries, limits.merged, limits.slots,
-            ENTRIES=self._capacity.max_query_tokens, NODES=sizes.nodes, BUCKETS=_power(2 * kinds + 1),
-            RUN=self._ways.run, PAGE_SIZE=self._page_size, BLOCK=_BLOCK,
-            RUN_BLOCK=max(32, 2048 // max(32, sizes.nodes)), num_warps=warps, maxnreg=168 if warps == 4 else 255,
-            **self._turn(leads=False),
-        )  # fmt: skip
+        lists = work_list.PlanArrays(*(plan.arrays[name] for name in work_list.PlanArrays._fields))
+        work_list.lists_kernel[(max(4, 3 * self._device_info.processors),)](
+            *(tables, tables.block_table.stride(0), arrays.entries, arrays.status, arrays.layout, arrays.choice),
+            *(work, lists, limits),
+            SIZES=sizes,
+            num_warps=warps,
+            maxnreg=168 if warps == 4 else 255,
+            **self._pdl(trigger=False),
+        )
 
-    def _turn(self, follows: bool = True, leads: bool = True) -> dict[str, Any]:
+    def _columns(self, tables: Tables) -> int:
+        """Columns of the block table that are looked at."""
+        return min(tables.block_table.shape[1], self._capacity.max_pages_per_request)
+
+    def _pdl(self, trigger: bool = True, wait: bool = True) -> dict[str, Any]:
         """How a launch follows the one ahead of it: it starts before that one ends, where the card can, and waits."""
-        follows, leads = follows and self._card.overlaps, leads and self._card.overlaps
-        return {"FOLLOWS": follows, "LEADS": leads} | ({"launch_pdl": True} if follows else {})
+        trigger, wait = trigger and self._device_info.overlaps, wait and self._device_info.overlaps
+        return {"PDL": Pdl(trigger, wait)} | ({"launch_pdl": True} if wait else {})

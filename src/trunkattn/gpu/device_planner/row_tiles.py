@@ -1,64 +1,170 @@
-"""Planning on the device, second step: the tiles of every stage, and what they cost (`planner.tiles`, `tile_costs`).
+"""Planning on the device, second step: the tiles of every stage, and what they cost (`planner.row_tiles`).
 
 A stage's tile holds consecutive entries, so of the forest it needs only what separates those: between two entries
 stands the number of tokens that they share. A node of the forest, clipped to the tile, is a range of entries whose
 separators are no lower than its end; nodes that are clipped to the same entries stand one after the other and are taken
-as one. A tile therefore has at most two nodes an entry, found from all pairs of them.
+as one. A tile therefore has at most two nodes for each entry, found from all pairs of them (`_nodes`).
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.prefix_forest import BIG, NUM_ENTRIES, NUMBERS, in_turn
+from trunkattn.gpu.device_planner.common import BIG, NUMBERS, counts_of, trigger_and_wait
+from trunkattn.gpu.device_planner.formulas import tile_blocks
+from trunkattn.planner.row_tiles.layout import Stage
 
-# Columns of the table of stages, as in `planner.tiles.Stage`
-HEIGHT = tl.constexpr(0)
-LEAST = tl.constexpr(1)
-BELOW = tl.constexpr(2)
-BLOCK_RUNS = tl.constexpr(3)
-SUBTILES = tl.constexpr(5)
-PRIVATE_RUNS = tl.constexpr(6)
-STAGE_COLUMNS = tl.constexpr(7)
+_STAGE_COLUMNS = tl.constexpr(len(Stage._fields))
 
-# Fields of a tile, an array for each stage
-TILE_RUNS = tl.constexpr(0)
-TILE_FULL = tl.constexpr(1)  # blocks that all of it sees
-TILE_MASKED = tl.constexpr(2)  # other blocks
-TILE_FIELDS = tl.constexpr(3)
 
-# Sums over the tiles of a stage, int64
-TOTAL_RUNS = tl.constexpr(0)
-TOTAL_ONCE = tl.constexpr(1)  # tokens, see `planner.tile_costs.stage_tokens`
-TOTAL_COMMON = tl.constexpr(2)
-TOTAL_AGAIN = tl.constexpr(3)
-TOTALS = tl.constexpr(4)
+class Layout(NamedTuple):
+    """The tiles of all stages. nodes [stages, NODE_FIELDS, 2 * tokens]; tiles [stages, TILE_FIELDS, tokens]; totals
+    [stages, TOTAL_FIELDS], sums over the tiles."""
 
-# Fields of a node, arrays of two elements an entry for each stage
-NODE_ROWS = tl.constexpr(0)  # first entry of the tile | end << 8
-NODE_START = tl.constexpr(1)  # first token seen
-NODE_END = tl.constexpr(2)
-NODE_OFFSET = tl.constexpr(3)  # runs of the tile before it
-NODE_RUNS = tl.constexpr(4)
-NODE_FULL = tl.constexpr(5)  # runs of the tile [FULL, FULL_END) are whole and seen by all the node's entries
-NODE_FULL_END = tl.constexpr(6)
-NODE_FIELDS = tl.constexpr(7)
+    nodes: Any
+    tiles: Any
+    totals: Any
+
+
+class NodeArrays(NamedTuple):
+    """Nodes of the tiles of a stage, two for each entry, each tile's from twice its first entry on."""
+
+    rows: Any  # first entry of the tile | end << 8
+    start: Any
+    end: Any
+    offset: Any
+    runs: Any
+    full: Any
+    full_end: Any
+
+
+NODE_FIELDS = tl.constexpr(len(NodeArrays._fields))
+
+
+class Node(NamedTuple):
+    """A node of a tile. The loads of fields that a kernel does not use are not compiled."""
+
+    first: Any  # entry of the tile
+    stop: Any
+    start: Any  # first token that one of its entries sees
+    end: Any
+    offset: Any  # runs of the tile before it
+    runs: Any
+    full: Any  # the runs [full, full_end) of the tile are whole and seen by all of the node's entries
+    full_end: Any
+
+
+class TileArrays(NamedTuple):
+    """Tiles of a stage."""
+
+    runs: Any
+    full: Any  # blocks that all of the tile sees
+    masked: Any  # other blocks
+
+
+TILE_FIELDS = tl.constexpr(len(TileArrays._fields))
+
+
+class Totals(NamedTuple):
+    """Sums over the tiles of a stage, int64. The last three: tokens, see `planner.row_tiles.cost.stage_tokens`."""
+
+    runs: Any
+    once: Any
+    common: Any
+    again: Any
+
+
+TOTAL_FIELDS = tl.constexpr(len(Totals._fields))
 
 
 @triton.jit
-def _stage_of(task, tiles, STAGES: tl.constexpr):
-    """(stage, tile) of a task, where the tiles of all stages are numbered through."""
-    chosen = tl.sum((tl.cumsum(tiles, 0) <= task).to(tl.int32), 0)
-    return chosen, task - tl.sum(tl.where(tl.arange(0, STAGES) < chosen, tiles, 0), 0)
+def load_stage(stages, stage):
+    """A row of the table of stages, whose columns are the fields of `Stage`."""
+    row = stages + stage * _STAGE_COLUMNS
+    return Stage(
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+    )
 
 
 @triton.jit
-def _tall_tokens(at, first, end, least, num_entries, entry_shared, MOST_LEAST: tl.constexpr, WINDOWS: tl.constexpr):
+def node_arrays(nodes, ENTRIES: tl.constexpr):
+    """The arrays from a tile's first node on. nodes: where that stands in the first array of its stage."""
+    size: tl.constexpr = 2 * ENTRIES
+    return NodeArrays(
+        nodes, nodes + size, nodes + 2 * size, nodes + 3 * size, nodes + 4 * size, nodes + 5 * size, nodes + 6 * size
+    )
+
+
+@triton.jit
+def first_node(stage, entry, ENTRIES: tl.constexpr):
+    """Where the nodes of a tile begin. entry: its first."""
+    return stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
+
+
+@triton.jit
+def load_nodes(arrays, k, used):
+    """Nodes k of a tile; without runs where they are not `used`."""
+    rows = tl.load(arrays.rows + k, mask=used, other=0)
+    return Node(
+        first=rows & 255,
+        stop=rows >> 8,
+        start=tl.load(arrays.start + k, mask=used, other=0),
+        end=tl.load(arrays.end + k, mask=used, other=0),
+        offset=tl.load(arrays.offset + k, mask=used, other=0),
+        runs=tl.load(arrays.runs + k, mask=used, other=0),
+        full=tl.load(arrays.full + k, mask=used, other=0),
+        full_end=tl.load(arrays.full_end + k, mask=used, other=0),
+    )
+
+
+@triton.jit
+def store_nodes(arrays, k, node, used):
+    """See `load_nodes`."""
+    tl.store(arrays.rows + k, node.first | node.stop << 8, mask=used)
+    tl.store(arrays.start + k, node.start, mask=used)
+    tl.store(arrays.end + k, node.end, mask=used)
+    tl.store(arrays.offset + k, node.offset, mask=used)
+    tl.store(arrays.runs + k, node.runs, mask=used)
+    tl.store(arrays.full + k, node.full, mask=used)
+    tl.store(arrays.full_end + k, node.full_end, mask=used)
+
+
+@triton.jit
+def tile_arrays(tiles, stage, ENTRIES: tl.constexpr):
+    """The arrays of a stage."""
+    of_stage = tiles + stage * TILE_FIELDS * ENTRIES
+    return TileArrays(of_stage, of_stage + ENTRIES, of_stage + 2 * ENTRIES)
+
+
+@triton.jit
+def totals_of(totals, stage):
+    """Where the sums of a stage stand."""
+    row = totals + stage * TOTAL_FIELDS
+    return Totals(row, row + 1, row + 2, row + 3)
+
+
+@triton.jit
+def _tile_of(task, num_tiles, LANES: tl.constexpr):
+    """(stage, tile) of a task. num_tiles: of each stage; the tiles of all stages are numbered through."""
+    stage = tl.sum((tl.cumsum(num_tiles, 0) <= task).to(tl.int32), 0)
+    return stage, task - tl.sum(tl.where(tl.arange(0, LANES) < stage, num_tiles, 0), 0)
+
+
+@triton.jit
+def _tall_tokens(at, first, end, least, num_entries, shared, SIZES: tl.constexpr):
     """Tokens of each entry's path, from the start, that belong to nodes of at least `least` entries: the most that any
     `least` consecutive entries, this one among them, have in common. at: entries of [first, end)."""
-    window = first - least + 1 + tl.arange(0, WINDOWS)
-    gap = tl.arange(0, MOST_LEAST)
+    window = first - least + 1 + tl.arange(0, SIZES.windows)
+    gap = tl.arange(0, SIZES.most_least)
     used = (window >= 0) & (window < end) & (window + least <= num_entries)
-    separators = entry_shared + window[:, None] + 1 + gap[None, :]
+    separators = shared + window[:, None] + 1 + gap[None, :]
     common = tl.min(tl.load(separators, mask=used[:, None] & (gap < least - 1)[None, :], other=BIG), 1)
     common = tl.where(used, common, 0)
     holds = (window[None, :] <= at[:, None]) & (at[:, None] < window[None, :] + least)
@@ -66,66 +172,87 @@ def _tall_tokens(at, first, end, least, num_entries, entry_shared, MOST_LEAST: t
 
 
 @triton.jit
-def _nodes(value, base, position, rows_used, window, RUN: tl.constexpr, NODES: tl.constexpr):
-    """The nodes of a tile. Vectors of NODES: 2i is the separator before entry i, 2i + 1 the entry itself; `value` is
-    the end of the tokens that it stands for, -1 for none; base: where the stage's part of the path begins. Returns
-    first and end entry, first and end token, runs before, runs, and which runs of the tile all its entries see whole.
+def _nodes(value, base, position, num_rows, window, RUN: tl.constexpr, NODES: tl.constexpr):
+    """The nodes of a tile, a vector of NODES places.
+
+    An odd place stands for an entry, and its value is the number of tokens on the entry's path. An even place stands
+    for the separator before an entry, and its value is the number of tokens that the entry shares with the one before.
+
+        value
+         116          e0              e1              e2
+          96           |      s1       |               |
+          64           |       |       |      s2       |
+           0   s0      |       |       |       |       |
+        place   0      1       2       3       4       5
+
+    Around each place lies the widest range of values that are no lower. It spans the entries of one node, whose tokens
+    end at the place's value and begin at the greater of the two values that bound the range: around s1 lie e0 and e1,
+    which share the tokens [64, 96); around e0 lies only itself, with the tokens [96, 116). Of equal values in one range
+    the first stands for the node.
+
+    Args:
+        value: -1 where a place is not used.
+        base: where the stage's part of an entry's path begins.
+        position: of the entry, at both of its places.
+        num_rows: entries of the tile.
     """
-    k = tl.arange(0, NODES)
-    j = k[None, :]
-    smaller = value[None, :] < value[:, None]
-    left = tl.max(tl.where(smaller & (j < k[:, None]), j, 0), 1)
-    right = tl.min(tl.where(smaller & (j > k[:, None]), j, 2 * rows_used), 1)
-    inside = (j > left[:, None]) & (j < right[:, None])
-    bounds = (j == left[:, None]) | (j == right[:, None])
-    parent = tl.max(tl.where(bounds, value[None, :], 0), 1)
-    repeated = tl.max((inside & (j < k[:, None]) & (value[None, :] == value[:, None])).to(tl.int32), 1)
+    place = tl.arange(0, NODES)
+    other = place[None, :]
+    lower = value[None, :] < value[:, None]
+    left = tl.max(tl.where(lower & (other < place[:, None]), other, 0), 1)
+    right = tl.min(tl.where(lower & (other > place[:, None]), other, 2 * num_rows), 1)
+    inside = (other > left[:, None]) & (other < right[:, None])
+    is_bound = (other == left[:, None]) | (other == right[:, None])
+    parent_end = tl.max(tl.where(is_bound, value[None, :], 0), 1)
+    earlier = inside & (other < place[:, None])
+    is_repeated = tl.max((earlier & (value[None, :] == value[:, None])).to(tl.int32), 1)
     lowest = tl.min(tl.where(inside, position[None, :], BIG), 1)
     highest = tl.max(tl.where(inside, position[None, :], -1), 1)
-    start = tl.maximum(tl.maximum(parent, base), lowest + 1 - window)
+    start = tl.maximum(tl.maximum(parent_end, base), lowest + 1 - window)
     end = tl.minimum(value, highest + 1)
-    runs = tl.where((repeated == 0) & (start < end), tl.cdiv(end, RUN) - start // RUN, 0)
+    runs = tl.where((is_repeated == 0) & (start < end), tl.cdiv(end, RUN) - start // RUN, 0)
     first, stop = left // 2, right // 2
-    before = (first[None, :] < first[:, None]) | ((first[None, :] == first[:, None]) & smaller)
+    before = (first[None, :] < first[:, None]) | ((first[None, :] == first[:, None]) & lower)
     offset = tl.sum(tl.where(before, runs[None, :], 0), 1)
     full = offset + tl.cdiv(tl.maximum(start, highest + 1 - window), RUN) - start // RUN
     full_end = offset + tl.minimum(end, lowest + 1) // RUN - start // RUN
-    return first, stop, start, end, offset, runs, full, full_end
+    return Node(first, stop, start, end, offset, runs, full, full_end)
 
 
 @triton.jit
-def _blocks(first, stop, runs, rows, shape, MOST_SUBTILES: tl.constexpr):
-    """Blocks of keys of a tile that is not cut: of nodes that hold all of it, and others."""
-    block_runs, subtiles = tl.load(shape + BLOCK_RUNS), tl.load(shape + SUBTILES)
-    step = tl.where(subtiles == 1, block_runs, tl.load(shape + PRIVATE_RUNS))
-    height = tl.maximum(tl.load(shape + HEIGHT) // subtiles, 1)
-    all_of_it = (first == 0) & (stop == rows)
-    whole = tl.sum(tl.where(all_of_it, runs, 0), 0)
-    longest = 0
-    for subtile in tl.static_range(MOST_SUBTILES):
-        touches = (first // height <= subtile) & ((stop - 1) // height >= subtile) & (subtile < subtiles)
-        longest = tl.maximum(longest, tl.sum(tl.where(touches & (all_of_it == 0), runs, 0), 0))
-    return whole // block_runs, tl.cdiv(longest + whole % block_runs, step)
+def _blocks(node, runs, num_rows, stage, SUBTILES: tl.constexpr):
+    """Blocks of keys of a tile that is not cut: those that all of it sees, and others."""
+    height = tl.maximum(stage.height // stage.subtiles, 1)
+    is_shared = (node.first == 0) & (node.stop == num_rows)
+    shared_runs = tl.sum(tl.where(is_shared, runs, 0), 0)
+    private_runs = 0
+    for subtile in tl.static_range(SUBTILES):
+        touches = (node.first // height <= subtile) & ((node.stop - 1) // height >= subtile)
+        touches = touches & (subtile < stage.subtiles) & (is_shared == 0)
+        private_runs = tl.maximum(private_runs, tl.sum(tl.where(touches, runs, 0), 0))
+    return tile_blocks(shared_runs, private_runs, stage)
 
 
 @triton.jit
-def _seen(at, used, begin, tile, tall, height, shape, entry_position, entry_shared, window, NODES: tl.constexpr):
-    """Tokens of a tile, as `planner.tile_costs.stage_tokens` counts them. at: its entries, each once in `used`."""
-    position = tl.load(entry_position + at, mask=used, other=0)
-    previous = tl.load(entry_position + at - 1, mask=used & (at > 0), other=0)
-    shared = tl.minimum(tl.load(entry_shared + at, mask=used, other=0), previous + 1)
+def _tokens(at, used, tile, tall, stage, entries, window, NODES: tl.constexpr):
+    """(once, common, again) of a tile, as `planner.row_tiles.cost.stage_tokens` counts them. at: its entries, each once
+    in `used`."""
+    begin = tile * stage.height
+    position = tl.load(entries.position + at, mask=used, other=0)
+    previous = tl.load(entries.position + at - 1, mask=used & (at > 0), other=0)
+    shared = tl.minimum(tl.load(entries.shared + at, mask=used, other=0), previous + 1)
     end = position + 1
     start = tl.maximum(end - window, 0)
-    end = tl.where(tl.load(shape + LEAST) > 1, tl.minimum(end, tall), end)
-    start = tl.where(tl.load(shape + BELOW) < BIG, tl.maximum(start, tall), start)
+    end = tl.where(stage.least > 1, tl.minimum(end, tall), end)
+    start = tl.where(stage.below < BIG, tl.maximum(start, tall), start)
     once = tl.sum(tl.where(used, tl.maximum(end - tl.maximum(start, shared), 0), 0), 0)
     leads = used & (at == tl.where(tile > 0, begin, -1))
     crossing = tl.where(leads, tl.maximum(tl.minimum(end, shared) - start, 0), 0)
-    back = begin - height + tl.arange(0, NODES)
+    back = begin - stage.height + tl.arange(0, NODES)
     inside = (back > 0) & (back <= tl.where(tile > 1, begin, 0))
     before = tl.minimum(
-        tl.load(entry_shared + back, mask=inside, other=BIG),
-        tl.load(entry_position + back - 1, mask=inside, other=BIG) + 1,
+        tl.load(entries.shared + back, mask=inside, other=BIG),
+        tl.load(entries.position + back - 1, mask=inside, other=BIG) + 1,
     )
     carried = tl.where(tile > 1, tl.min(before, 0), 0)
     common = crossing - tl.minimum(crossing, tl.maximum(carried - start, 0))
@@ -133,61 +260,52 @@ def _seen(at, used, begin, tile, tall, height, shape, entry_position, entry_shar
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def tiles_kernel(
-    entry_position, entry_length, entry_shared, state, stages, nodes, tiles, totals, window,
-    ENTRIES: tl.constexpr, RUN: tl.constexpr, NODES: tl.constexpr, NUM_STAGES: tl.constexpr, STAGES: tl.constexpr,
-    MOST_LEAST: tl.constexpr, WINDOWS: tl.constexpr, MOST_SUBTILES: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
-):  # fmt: skip
-    """Every tile of every stage: its nodes [stages, NODE_FIELDS, 2 * ENTRIES], runs and blocks [stages, TILE_FIELDS,
-    ENTRIES]; sums over them [stages, TOTALS]."""
-    every = tl.arange(0, STAGES)
-    heights = tl.load(stages + every * STAGE_COLUMNS + HEIGHT, mask=every < NUM_STAGES, other=BIG)
-    most = tl.where(every < NUM_STAGES, tl.cdiv(ENTRIES, heights), 0)  # of the capacity: known before the batch is
-    stage, tile = _stage_of(tl.program_id(0), most, STAGES)
-    shape = stages + stage * STAGE_COLUMNS
-    height, least, below = tl.load(shape + HEIGHT), tl.load(shape + LEAST), tl.load(shape + BELOW)
-    begin = tile * height
-    k = tl.arange(0, NODES)
+def tiles_kernel(entries, status, stages, layout, window, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """Every tile of every stage."""
+    lane = tl.arange(0, SIZES.stage_lanes)
+    heights = tl.load(stages + lane * _STAGE_COLUMNS, mask=lane < SIZES.stages, other=BIG)  # the first column
+    # tiles of the whole capacity, which are known before the batch is
+    most = tl.where(lane < SIZES.stages, tl.cdiv(SIZES.tokens, heights), 0)
+    number, tile = _tile_of(tl.program_id(0), most, SIZES.stage_lanes)
+    stage = load_stage(stages, number)
+    begin = tile * stage.height
+    k = tl.arange(0, SIZES.nodes)
     at = begin + k // 2
-    in_turn(FOLLOWS, LEADS)
-    num_entries = tl.load(state + NUM_ENTRIES)
-    length = tl.load(entry_length + at, mask=at < ENTRIES, other=0)
-    shared = tl.load(entry_shared + at, mask=at < ENTRIES, other=0)
-    position = tl.load(entry_position + at, mask=at < ENTRIES, other=0)
+    trigger_and_wait(PDL)
+    num_entries = tl.load(counts_of(status).num_entries)
+    length = tl.load(entries.length + at, mask=at < SIZES.tokens, other=0)
+    shared = tl.load(entries.shared + at, mask=at < SIZES.tokens, other=0)
+    position = tl.load(entries.position + at, mask=at < SIZES.tokens, other=0)
     if begin >= num_entries:
         return
-    rows = tl.minimum(height, num_entries - begin)
-    used = k < 2 * rows
+    num_rows = tl.minimum(stage.height, num_entries - begin)
+    used = k < 2 * num_rows
     value = tl.where(k % 2 == 1, length, tl.where(k > 0, shared, -1))
+    NODES: tl.constexpr = SIZES.nodes
     base, tall = tl.zeros([NODES], tl.int32), tl.zeros([NODES], tl.int32)
-    if (least > 1) | (below < BIG):
-        tall = _tall_tokens(
-            at, begin, begin + rows, tl.where(least > 1, least, below), num_entries, entry_shared,
-            MOST_LEAST, WINDOWS,
-        )  # fmt: skip
-        base = tl.where(least > 1, 0, tall)
-        value = tl.where(least > 1, tl.minimum(value, tall), value)
+    if (stage.least > 1) | (stage.below < BIG):
+        least = tl.where(stage.least > 1, stage.least, stage.below)
+        tall = _tall_tokens(at, begin, begin + num_rows, least, num_entries, entries.shared, SIZES)
+        base = tl.where(stage.least > 1, 0, tall)
+        value = tl.where(stage.least > 1, tl.minimum(value, tall), value)
     value = tl.where(used, value, -1)
-    first, stop, start, end, offset, runs, full, full_end = _nodes(value, base, position, rows, window, RUN, NODES)
-    to = nodes + stage * NODE_FIELDS * 2 * ENTRIES + 2 * begin + k
-    tl.store(to + NODE_ROWS * 2 * ENTRIES, first | stop << 8, mask=used)
-    tl.store(to + NODE_START * 2 * ENTRIES, start, mask=used)
-    tl.store(to + NODE_END * 2 * ENTRIES, end, mask=used)
-    tl.store(to + NODE_OFFSET * 2 * ENTRIES, offset, mask=used)
-    tl.store(to + NODE_RUNS * 2 * ENTRIES, runs, mask=used)
-    tl.store(to + NODE_FULL * 2 * ENTRIES, full, mask=used)
-    tl.store(to + NODE_FULL_END * 2 * ENTRIES, full_end, mask=used)
-    whole, masked = _blocks(first, stop, tl.where(used, runs, 0), rows, shape, MOST_SUBTILES)
-    once, common, again = _seen(
-        at, used & (k % 2 == 1), begin, tile, tall, height, shape, entry_position, entry_shared, window, NODES
-    )
-    to = tiles + stage * TILE_FIELDS * ENTRIES + tile
-    size = tl.sum(runs, 0)
-    tl.store(to + TILE_RUNS * ENTRIES, size)
-    tl.store(to + TILE_FULL * ENTRIES, whole)
-    tl.store(to + TILE_MASKED * ENTRIES, masked)
-    field = tl.arange(0, TOTALS)
-    total = tl.where(field == TOTAL_RUNS, size, tl.where(field == TOTAL_ONCE, once, again))
-    total = tl.where(field == TOTAL_COMMON, common, total).to(tl.int64)
-    tl.atomic_add(totals + stage * TOTALS + field, total, sem="relaxed")
+    node = _nodes(value, base, position, num_rows, window, SIZES.run, SIZES.nodes)
+    store_nodes(node_arrays(layout.nodes + first_node(number, begin, SIZES.tokens), SIZES.tokens), k, node, used)
+    full, masked = _blocks(node, tl.where(used, node.runs, 0), num_rows, stage, SIZES.subtiles)
+    is_entry = used & (k % 2 == 1)
+    once, common, again = _tokens(at, is_entry, tile, tall, stage, entries, window, SIZES.nodes)
+    arrays = tile_arrays(layout.tiles, number, SIZES.tokens)
+    runs = tl.sum(node.runs, 0)
+    tl.store(arrays.runs + tile, runs)
+    tl.store(arrays.full + tile, full)
+    tl.store(arrays.masked + tile, masked)
+    _add_totals(totals_of(layout.totals, number), Totals(runs, once, common, again))
+
+
+@triton.jit
+def _add_totals(to, totals):
+    """Adds a tile's numbers in one instruction for the whole program."""
+    field = tl.arange(0, TOTAL_FIELDS)
+    value = tl.where(field == 0, totals.runs, tl.where(field == 1, totals.once, totals.again))
+    value = tl.where(field == 2, totals.common, value).to(tl.int64)
+    tl.atomic_add(to.runs + field, value, sem="relaxed")

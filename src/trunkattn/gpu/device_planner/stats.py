@@ -3,28 +3,26 @@
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.cost import USE_COLUMNS, USE_STAGE
-from trunkattn.gpu.device_planner.prefix_forest import lengths_of
-from trunkattn.gpu.device_planner.row_tiles import TOTAL_AGAIN, TOTAL_ONCE, TOTALS
-
-# Places in a plan's summary
-WAY = tl.constexpr(0)  # the tiling that was taken
-TOKENS_READ = tl.constexpr(1)  # by all tiles
-TOKENS_ALONE = tl.constexpr(2)  # had every request read its own
+from trunkattn.gpu.device_planner.cost import PASS_COLUMNS
+from trunkattn.gpu.device_planner.prefix_forest import load_request
+from trunkattn.gpu.device_planner.row_tiles import totals_of
 
 
 @triton.jit
-def summarize(way, batch, uses, totals, summary, window, BLOCK: tl.constexpr):
-    """summary [3] int64, of one plan. batch: as of `lengths_of`."""
+def summarize(candidate, tables, bounds, window, passes, totals, summary, SIZES: tl.constexpr):
+    """summary [3] int64, of one plan: the candidate that was taken, the tokens that all of its tiles read, and those
+    that are read if every request reads its own."""
+    BLOCK: tl.constexpr = SIZES.block
     read, alone = tl.zeros([], tl.int64), tl.zeros([BLOCK], tl.int64)
     for nth in tl.static_range(2):
-        stage = tl.load(uses + (way * 2 + nth) * USE_COLUMNS + USE_STAGE)
+        stage = tl.load(passes + (candidate * 2 + nth) * PASS_COLUMNS)
         if stage >= 0:
-            read += tl.load(totals + stage * TOTALS + TOTAL_ONCE) + tl.load(totals + stage * TOTALS + TOTAL_AGAIN)
-    for begin in range(0, batch[2], BLOCK):
-        length, queries, _end = lengths_of(begin + tl.arange(0, BLOCK), batch)
-        seen = tl.minimum(length.to(tl.int64), queries.to(tl.int64) + window - 1)
-        alone += tl.where(queries > 0, seen, 0)
-    tl.store(summary + WAY, way.to(tl.int64))
-    tl.store(summary + TOKENS_READ, read)
-    tl.store(summary + TOKENS_ALONE, tl.sum(alone, 0))
+            total = totals_of(totals, stage)
+            read += tl.load(total.once) + tl.load(total.again)
+    for begin in range(0, bounds.num_rows, BLOCK):
+        request = load_request(begin + tl.arange(0, BLOCK), tables, bounds, SIZES)
+        seen = tl.minimum(request.length.to(tl.int64), request.queries.to(tl.int64) + window - 1)
+        alone += tl.where(request.queries > 0, seen, 0)
+    tl.store(summary, candidate.to(tl.int64))
+    tl.store(summary + 1, read)
+    tl.store(summary + 2, tl.sum(alone, 0))

@@ -1,22 +1,20 @@
 """Plans made on the device, from tables that never leave it: no copy, no wait."""
 
-from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, TileWays, errors_of
-from trunkattn.gpu.graphs import capture
-from trunkattn.gpu.plan import Card, GpuPlan
+from trunkattn.gpu.device_planner.choice import candidates_of
+from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, errors_of
+from trunkattn.gpu.graphs import GraphCache
+from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import Batch, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
-from trunkattn.planner.row_tiles.cost import ALONE_PERCENT, FILLED_NS, HIDDEN_PARTS, IDLE_PERCENT
 from trunkattn.planner.work_list import PlanStats, TileLimits, TileList
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
@@ -81,8 +79,8 @@ class DeviceStep:
     def stats(self) -> PlanStats:
         """See PlanStats. Waits for the device."""
         assert self.gpu_plan.summary is not None
-        way = self.rule.priced.ways[int(self.gpu_plan.summary[0])]
-        described = way.name(self.rule), "least predicted time, found on the device"
+        tiling = self.rule.priced.ways[int(self.gpu_plan.summary[0])]
+        described = tiling.name(self.rule), "least predicted time, found on the device"
         return tile_stats(self.tile_list(), self.batch(), self.rule, *described)
 
     def check(self) -> None:
@@ -108,7 +106,7 @@ class OnDevice:
 
     @torch.inference_mode(False)
     def __init__(
-        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
+        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, device_info: DeviceInfo, device: torch.device
     ) -> None:
         most = {  # places in the cache are int32, and what orders the requests is one int64
             "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
@@ -119,13 +117,11 @@ class OnDevice:
             if (value := getattr(capacity, name)) > bound:
                 raise ValueError(f"{name}={value}: expected at most {bound} to plan on the device")
         self._rule, self._device = rule, device
-        self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
-        # by plan and tensors; an engine pads a step to some numbers of rows, and may have one plan for each window
-        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
-        self._most_graphs = 256 + 2 * capacity.max_requests
+        self._planner = DevicePlanner(candidates_of(rule), capacity, limits, device_info, device)
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # to capture on
+            # An engine pads a step to some numbers of rows, and may have one plan for each window.
+            self._graphs = GraphCache(device, 256 + 2 * capacity.max_requests)
 
     def plan(
         self, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], window: int, plan: GpuPlan
@@ -146,17 +142,7 @@ class OnDevice:
         assert plan.summary is not None
         places = [value for table in tables for value in (table.dtype, table.data_ptr(), *table.shape, *table.stride())]
         key = (plan.flat.data_ptr(), plan.summary.data_ptr(), window, *places)
-        seen, graph = key in self._graphs, self._graphs.pop(key, None)
-        if graph is None:
-            self._planner.check(*tables)  # before anything begins
-            graph = capture(partial(self._planner.fill, plan, *tables, window), self._stream) if seen else None
-        self._graphs[key] = graph
-        if len(self._graphs) > self._most_graphs:
-            self._graphs.popitem(last=False)
-        if graph is None:
-            self._planner.fill(plan, *tables, window)
-        else:
-            graph.replay()
+        self._graphs.run(key, partial(self._planner.fill, plan, *tables, window))
 
     @property
     def errors(self) -> torch.Tensor:
@@ -170,16 +156,3 @@ class OnDevice:
         if bits:
             self._planner.errors.zero_()
             raise ValueError(f"plans made on the device: {'; '.join(errors_of(bits))}")
-
-
-def tile_ways(rule: TilingRule) -> TileWays:
-    """The candidates of a rule as the kernels take them."""
-    _, stages, uses, costs = rule.priced
-    subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
-    timed = (costs.block_ns, costs.chain_ns, costs.slots, costs.read_percent, costs.together)
-    kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
-    scalars = (
-        costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
-        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT, costs.l2_percent,
-    )  # fmt: skip
-    return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

@@ -1,44 +1,33 @@
-"""Cards."""
+"""One record for each card: everything that was fitted to it."""
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from trunkattn.planner.row_tiles.cost import CardTimes
 
-@dataclass(frozen=True)
-class GpuLimits:
-    """Of a card. launch_ns: what a launch adds that waits for another, fitted with the tiles' times. reason: for
-    `stats.reason`."""
-
-    bytes_per_us: int
-    launch_ns: int
-    reason: str
-
-
-_LIMITS: Final = MappingProxyType(
-    {
-        "NVIDIA H200": GpuLimits(4_665_000, 5300, "NVIDIA H200"),  # measured: a reduction over 4 GiB
-        "NVIDIA H100": GpuLimits(3_125_000, 5300, "NVIDIA H100"),  # likewise; launch_ns of the H200
-    }
-)
-
-
-_OTHER_CARD: Final = GpuLimits(2_000_000, 5000, "an unmeasured card (2 TB/s assumed)")
+TIMED_CAPABILITY: Final = 90  # compute capability of the cards on which the tiles were timed
 
 
 class Shares(NamedTuple):
-    """Speed of chunks and of decodes while the hybrid kernel computes both, of their speed there alone."""
+    """Speed of prompt chunks and of decodes while one kernel computes both, of their speed there alone."""
 
     chunk_percent: int
     decode_percent: int
 
 
 @dataclass(frozen=True)
-class HybridTimes:
-    """Of the hybrid kernel on a card. flops_per_ns: of prompt chunks alone. narrow, wide: with decode tiles of 8 rows
-    and of 16. block_ns: of a block of a decode item; item_ns: of an item besides; a multiprocessor computes one at a
-    time. fixed_ns: of its launch, and of what follows. reads_percent: of the time in which memory gives the chunks'
-    keys once; decodes wait for so much of it."""
+class OverlapTimes:
+    """The kernel that computes prompt chunks and decodes at once.
+
+    Attributes:
+        flops_per_ns: of prompt chunks alone.
+        narrow: with decode tiles of 8 rows.
+        wide: with decode tiles of 16 rows.
+        block_ns: of a block of a decode item. An SM computes one item at a time.
+        item_ns: of an item besides its blocks.
+        fixed_ns: of the launch, and of what follows it.
+        reads_percent: decodes wait for so much of the time in which memory gives the chunks' keys and values once.
+    """
 
     flops_per_ns: int
     narrow: Shares
@@ -49,37 +38,96 @@ class HybridTimes:
     reads_percent: int
 
 
-MEASURED_CARD: Final = "NVIDIA H200"
+@dataclass(frozen=True)
+class Card:
+    """A model of card.
+
+    Attributes:
+        description: for `stats.reason`.
+        times: for the choice of row tiles.
+        hopper_tiles: whether the times of `DECODE_TILES_HOPPER` hold. Other cards of compute capability 9.0 may have
+            less arithmetic to spare.
+        overlap: for decodes beside prompt chunks; None: nothing is known of them on this card.
+    """
+
+    description: str
+    times: CardTimes
+    hopper_tiles: bool = False
+    overlap: OverlapTimes | None = None
 
 
-_HYBRID: Final = MappingProxyType(
-    {
-        # fitted to every fifth of the 330 batches of benchmarks/hybrid.py, each with four tile lists whose decodes all
-        # run beside the chunks (spread of prediction over time 3.6 %), with the kernel of 5273126, whose KV heads were
-        # in groups: with the one of e7b6892 32/32 takes 6 % longer than predicted. Without the reading of keys, with
-        # which 24 of 110 batches at 32/32 chose lists that took 4 % longer
-        "NVIDIA H200": HybridTimes(544_000, Shares(90, 68), Shares(84, 56), 1030, 1400, 8300, reads_percent=0),
-        # fitted likewise, to the kernel of 9ba32d2 (spread 4.1 %; 5.8 % if decodes did not wait while keys are read);
-        # with that of 1f7bec5, whose heads all take turns, 32/32 takes 8 % longer than predicted, 32/4 and 32/8 as long
-        "NVIDIA H100": HybridTimes(585_000, Shares(80, 87), Shares(83, 78), 1352, 1130, 14_400, reads_percent=100),
-    }
+H100: Final = Card(
+    description="NVIDIA H100",
+    times=CardTimes(
+        bytes_per_us=3_125_000,
+        launch_ns=5300,
+        l2_bytes_per_us=6_000_000,
+        filled_ns=20_000,
+        arithmetic_percent=75,
+        unhidden_part=16,
+        idle_percent=8,
+    ),
+    hopper_tiles=True,
+    overlap=OverlapTimes(
+        flops_per_ns=585_000,
+        narrow=Shares(80, 87),
+        wide=Shares(83, 78),
+        block_ns=1352,
+        item_ns=1130,
+        fixed_ns=14_400,
+        reads_percent=100,
+    ),
+)
+
+H200: Final = Card(
+    description="NVIDIA H200",
+    times=CardTimes(
+        bytes_per_us=4_665_000,
+        launch_ns=5300,
+        l2_bytes_per_us=6_000_000,
+        filled_ns=20_000,
+        arithmetic_percent=75,
+        unhidden_part=16,
+        idle_percent=8,
+    ),
+    hopper_tiles=True,
+    overlap=OverlapTimes(
+        flops_per_ns=544_000,
+        narrow=Shares(90, 68),
+        wide=Shares(84, 56),
+        block_ns=1030,
+        item_ns=1400,
+        fixed_ns=8300,
+        reads_percent=0,
+    ),
+)
+
+# CUDA's names are matched as a whole: the H100 PCIe and the NVL cards have other clocks, memory or power.
+_CARDS: Final = (
+    ("NVIDIA H100 80GB HBM3", 132, H100),
+    ("NVIDIA H100", 132, H100),
+    ("NVIDIA H200", 132, H200),
+)
+
+_UNMEASURED: Final = CardTimes(
+    bytes_per_us=2_000_000,
+    launch_ns=5000,
+    l2_bytes_per_us=6_000_000,
+    filled_ns=20_000,
+    arithmetic_percent=75,
+    unhidden_part=16,
+    idle_percent=8,
 )
 
 
-def hybrid_times(name: str) -> HybridTimes | None:
-    """Of the card that CUDA calls `name`; None: nothing is known of it."""
-    return next((times for card, times in _HYBRID.items() if name.startswith(card)), None)
+def card_of(name: str, num_sms: int) -> Card:
+    """The record of a card. Cards that were not measured get cautious values, and their description says so.
 
-
-def runs_hopper_tiles(name: str) -> bool:
-    """Whether the card that CUDA calls `name` has the multiprocessors that the times of DECODE_TILES_HOPPER are of;
-    others of compute capability 9.0 may have less arithmetic to spare."""
-    return any(name.startswith(card) for card in _LIMITS)
-
-
-def gpu_limits(name: str) -> GpuLimits:
-    """Limits of the card that CUDA calls `name`; a card that was not measured gets a cautious default that says so."""
-    return next((limits for card, limits in _LIMITS.items() if name.startswith(card)), _OTHER_CARD)
-
-
-TIMED_CAPABILITY: Final = 90  # of the cards on which these tiles were timed
+    Args:
+        name: what CUDA calls the card.
+        num_sms: its multiprocessors; a part of a card has fewer.
+    """
+    for known_name, known_sms, card in _CARDS:
+        if (name, num_sms) == (known_name, known_sms):
+            return card
+    return Card(f"{name} with {num_sms} SMs, which was not measured (2 TB/s assumed)", _UNMEASURED)

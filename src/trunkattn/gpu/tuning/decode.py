@@ -10,8 +10,12 @@ from trunkattn.planner.work_list import DeviceModel
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M query rows × BLOCK_N keys of one program. warps, stages: how it is compiled. programs: that run at once
-    on a multiprocessor."""
+    """A tile of BLOCK_M query rows × BLOCK_N keys, which one CTA computes.
+
+    Attributes:
+        warps, stages: how it is compiled.
+        programs: CTAs that run at once on an SM.
+    """
 
     block_m: int
     block_n: int
@@ -22,13 +26,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class GpuTile(Tile):
-    """A tile of `decode_kernel` or of `decode_hopper`, and what the planner must know of it.
+    """A tile of a decode kernel, and what the planner must know of it.
 
-    block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
-    chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
-    their own side by side, private_n each at a time; such blocks are the ones with a mask. flat_n: BLOCK_N without
-    subtiles. hopper: `decode_hopper` computes it, in a plan of fixed size all such tiles at once, and leaves no nodes
-    to another tile. read_percent: of the bandwidth that it reaches.
+    Attributes:
+        block_ns: time of a block of keys when all CTAs run: of one that all rows see whole, and of one with a mask.
+        chain_ns: the same for one block after another in one CTA.
+        subtiles: equal parts of the rows that read keys of their own side by side. Blocks with a mask are theirs.
+        private_n: keys of a subtile's block.
+        flat_n: BLOCK_N without subtiles.
+        hopper: the Hopper kernel computes it. It leaves no nodes to another tile, and a plan of fixed size computes all
+            such tiles in one launch.
+        read_percent: share of the bandwidth that it reaches.
     """
 
     block_ns: tuple[int, int]
@@ -41,33 +49,27 @@ class GpuTile(Tile):
 
     @property
     def merges(self) -> bool:
-        """Whether its items may merge partials of other launches: with those of more rows it would spill."""
+        """Whether its items may merge partial states of other launches. Tiles of more rows would spill."""
         return self.block_m == 16
 
 
-# Measured on an H200 (head_dim 128, page 16): the best two of 19 low and 25 tall tiles. The best tiling of these two
-# is 0.1 % slower in the mean, 3.4 % at most, than the best of five tiles on 80 batches (docs/
-# performance.md). The times are a fit to those runs (benchmarks/calibrate.py).
+# Two tiles are nearly as good as any number of them. `benchmarks/calibrate.py` fits the times of all tiles.
 _LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 _TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
-# 8-bit keys are converted by every warp: 256_1024 takes 142 µs with one warp of 32 keys, 170 to 221 with the others.
-# For 64 rows converted keys go back to shared memory; a trunk is still faster there (1,1024_2048,32: 185 µs, low 255).
-# Twice the private keys spill 184 bytes, and 28 shared batches take 2.5 % longer on an H100; with half the shared keys
-# they take 3.5 % longer.
+# Every warp converts 8-bit keys, so a low tile has one warp. The tall tile puts converted keys back into shared memory
+# and still reads a trunk faster. With twice the private keys it would spill.
 DECODE_TILES_FP8: Final = (
     GpuTile(16, 32, 1, 3, programs=8, block_ns=(2290, 2300), chain_ns=(900, 1500)),
     replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
-# head_dim over 128: of 64 rows the accumulators alone would fill the registers. Low tiles in 2 warps spill where they
-# merge, and 11 batches of an H100 (head_dim 256 and 192) take 1 to 11 % longer.
+# With a head_dim over 128 the accumulators of 64 rows would fill the registers. Low tiles in 2 warps spill where they
+# merge.
 DECODE_TILES_WIDE: Final = (
     replace(_LOW, warps=4, programs=2),
     GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
 )
-# float32 is multiplied without tensor cores: 64_1024 of 16/8 heads takes 427 µs on an H100, with 32 keys in 4 warps 668
-# and in 8 721; with head_dim 256 950 in 4 warps, which spill, and 2,800 in 2; 8 do not spill, and were not timed. The
-# times in the rows are of the tiles of other types.
+# Tensor cores do not multiply float32, and its tiles need more warps not to spill. The times are those of other types.
 DECODE_TILES_FP32: Final = (
     replace(_LOW, warps=4, programs=2),
     GpuTile(32, 64, 8, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
@@ -76,16 +78,15 @@ DECODE_TILES_FP32_WIDE: Final = (
     replace(_LOW, warps=8, programs=1),
     GpuTile(32, 32, 8, 2, 1, (1240, 3550), (500, 2430), subtiles=2, private_n=16, flat_n=32),
 )
-# On cards that were not timed: they spill neither on an sm_80 nor on an sm_100
+# For cards that were not timed: these spill neither on an sm_80 nor on an sm_100.
 _FP32_UNTIMED: Final = (
     GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
-# On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
-# would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md. The times are of the
-# kernel before it had less code; with them the choice loses 0.6 % in the mean (results/calibration-h200.json).
+# For an sm_90, a head_dim of 128 and 16 bits. The tile of 32 rows is for batches whose tiles of 64 rows would leave SMs
+# idle; the low tile computes single queries.
 DECODE_TILES_HOPPER: Final = (
-    replace(_LOW, read_percent=98),  # as fast a reader as the others, but this decides as was measured
+    replace(_LOW, read_percent=98),  # it reads as fast as the others; with 98 % the choice is the measured one
     GpuTile(32, 64, 4, 2, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
     GpuTile(64, 64, 4, 2, programs=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
 )
@@ -95,8 +96,15 @@ WIDE: Final = 128
 def decode_tiles(
     kv_itemsize: int, width: int, group_size: int, hopper: bool = False, capability: int = TIMED_CAPABILITY
 ) -> tuple[GpuTile, ...]:
-    """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
-    `decode_hopper` computes it, of 16 bits and 128 wide. capability: of the card, 80 for 8.0."""
+    """The tiles of an attention, in ascending order of rows.
+
+    Args:
+        kv_itemsize: bytes of an element of the cache.
+        width: the larger of head_dim and head_dim_v.
+        group_size: query heads of a KV head.
+        hopper: the Hopper kernel computes the attention, of 16 bits and width 128.
+        capability: of the card, 80 for 8.0.
+    """
     timed, wide = capability == TIMED_CAPABILITY, width > WIDE
     tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
     if kv_itemsize > 2:
@@ -105,7 +113,7 @@ def decode_tiles(
         tiles = DECODE_TILES_WIDE
     elif kv_itemsize == 1:
         tiles = DECODE_TILES_FP8
-    if not timed or (wide and kv_itemsize == 1):  # wide fp8 spills in 4 warps on an sm_90, and was not timed
+    if not timed or (wide and kv_itemsize == 1):  # wide fp8 would spill in 4 warps
         tiles = tuple(_in_eight_warps(tile) for tile in tiles)
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
     fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
@@ -113,8 +121,8 @@ def decode_tiles(
 
 
 def _in_eight_warps(tile: GpuTile) -> GpuTile:
-    """What a card that was not timed takes: tall tiles in 4 warps spill on an sm_80 or an sm_100, or both. One program
-    of 8 is taken to compute what two of 4 do."""
+    """The tile for a card that was not timed: tall tiles in 4 warps spill on an sm_80 or an sm_100. One CTA of 8 warps
+    is assumed to be as fast as two of 4."""
     if tile.subtiles == 1 or tile.warps == 8:
         return tile
     full, masked = tile.block_ns

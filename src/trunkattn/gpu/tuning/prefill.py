@@ -15,22 +15,20 @@ class PrefillTile(Tile):
     above_rows: int = 64  # about what the tallest decode tile holds: up to there one tile reads a request's KV once
 
 
-# 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (head_dim 128). 370 to 396 TFLOP/s
-# on long cells of an H200 (results/prefill-h200.json), where 64x32 in 4 warps reached 344 to 369 (docs/performance.md);
-# others were not timed. `prefill_hopper` takes the items of 128 rows, too.
+# The largest tile that compiles for an sm_90 without spilling at a head_dim of 128. The Hopper kernel takes the same
+# items.
 PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
 
 
-# head_dim over 128: this spills 88 bytes on an sm_90 and reaches 200 TFLOP/s; 64x32, which spills 16, 146; of what
-# does not, 32x32 in 4 warps 136, 32x64 in 8 102 and 64x16 90 (2,048 tokens behind 8k, head_dim 256, an H100)
+# For a head_dim over 128. It spills a little and is still faster than smaller tiles, which do not.
 PREFILL_TILE_WIDE: Final = PrefillTile(64, 64, 8, 2, programs=1)
 
 
-# float32 (11 TFLOP/s; 32x32: 6), and heads over 128 on cards that were not timed
+# For float32, and for a head_dim over 128 on cards that were not timed.
 PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, programs=1)
 
 
-# An sm_80 keeps the queries in registers too, and would spill some 230 bytes a thread: half the keys do not
+# An sm_80 keeps the queries in registers too and would spill with 64 keys.
 _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
 
 
@@ -45,9 +43,8 @@ def prefill_tile(kv_itemsize: int, width: int, capability: int = TIMED_CAPABILIT
 
 
 def prefill_device(processors: int, tile: PrefillTile) -> DeviceModel:
-    """A GPU as the planner of prompt chunks sees it: a tile is computed whole, whatever rows it has; an item takes 4 µs
-    to begin and to end, in which a multiprocessor reads 120 kB (128x64 on an H200: 7.5 µs of a launch of one item for
-    each multiprocessor do not depend on its keys; results/prefill-h200.json)."""
+    """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used. An
+    item takes 4 µs to begin and to end, in which an SM reads 120 kB."""
     return DeviceModel(
         name=f"{tile.block_m}x{tile.block_n} prefill",
         tile_rows=tile.block_m,

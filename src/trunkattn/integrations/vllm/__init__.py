@@ -1,8 +1,8 @@
 """TrunkAttention inside vLLM: `vllm serve MODEL --attention-backend CUSTOM`, `LLM(..., attention_backend="CUSTOM")`.
 
-vLLM finds `register` through the entry point group `vllm.general_plugins`. On CPUs and on NVIDIA GPUs; what is not
-supported is refused with one line when CUSTOM is selected, and an engine that does not select CUSTOM never meets this
-package. On a GPU decoding runs on our kernels, under full CUDA graphs too, and prompts on vLLM's FlashAttention.
+vLLM finds `register` through the entry point group `vllm.general_plugins`. The plug-in runs on CPUs and on NVIDIA GPUs.
+When CUSTOM is selected, anything unsupported is refused with one line; an engine that does not select CUSTOM is not
+affected. On a GPU decoding runs on our kernels, also in full CUDA graphs, and prompts run on vLLM's FlashAttention.
 """
 
 from trunkattn.integrations.vllm import versions
@@ -12,10 +12,10 @@ OUR_PATH = f"{ROUTE}.CUSTOM"
 
 
 def register() -> None:
-    """Makes CUSTOM stand for TrunkAttention. vLLM calls it in every process, perhaps more than once.
+    """Registers TrunkAttention as CUSTOM. vLLM calls it in every process, perhaps more than once.
 
-    Nothing is raised here, where it would stop engines that do not want this back end: `route` raises once CUSTOM is
-    selected, and what keeps CUSTOM from being ours is logged as one warning.
+    It never raises, because that would stop engines that do not select this back end: `route` raises when CUSTOM is
+    selected. If CUSTOM cannot be ours, one warning says why.
     """
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -28,7 +28,7 @@ def register() -> None:
         logger.warning("TrunkAttention is not available: %s", versions.refusal(version) or versions.caution(version))
         return
     names = ["CUSTOM"]
-    if current_platform.is_cpu():  # there vLLM never asks for CUSTOM, only for the back ends of its own
+    if current_platform.is_cpu():  # there vLLM never asks for CUSTOM, only for its own back ends
         names += [name for name in versions.CPU_BACKENDS if name in AttentionBackendEnum.__members__]
     for name in names:
         backend, path = AttentionBackendEnum[name], f"{ROUTE}.{name}"
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def taken(name: str, path: str) -> str:
-    """What to tell a user whose other plug-in registered `path` as the back end `name`."""
+    """The message for a user with another plug-in that registered `path` as the back end `name`."""
     return (
         f"the attention back end {name} is registered by another plug-in, as {path}, and vLLM has room for one: "
         "name the plug-ins to load in the environment variable VLLM_PLUGINS, or uninstall one of the two"

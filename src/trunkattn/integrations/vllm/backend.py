@@ -1,4 +1,4 @@
-"""The back end as vLLM sees it: what it supports, and the classes that do the work."""
+"""The back end as vLLM sees it: the options that it supports, and the classes that do the work."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from trunkattn.integrations.vllm.metadata import TrunkAttentionBuilder
 
 
 class TrunkAttentionBackend(AttentionBackend):
-    """Decoder self-attention over vLLM's paged KV cache; prefixes that requests share are read once a step."""
+    """Decoder self-attention over vLLM's paged KV cache. Each step reads shared prefixes once."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(versions.KV_DTYPES)
@@ -19,29 +19,29 @@ class TrunkAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The member of vLLM's AttentionBackendEnum."""
+        """The name in vLLM's AttentionBackendEnum."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[TrunkAttentionImpl]:
-        """What a layer runs."""
+        """The class of a layer's attention."""
         return TrunkAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[TrunkAttentionBuilder]:
-        """What a step plans with."""
+        """The class that plans a step."""
         return TrunkAttentionBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Tokens per block; the argument came with 0.31."""
+        """Tokens per block. vLLM passes the argument from 0.31 on."""
         return [MultipleOf(16)]
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Asked for up to 0.28."""
+        """The shape of a layer's cache; vLLM up to 0.28 asks for it."""
         return versions.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
@@ -56,5 +56,5 @@ class TrunkAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Plans follow the query lengths that the host sees."""
+        """Plans need the query lengths that the host knows."""
         return False

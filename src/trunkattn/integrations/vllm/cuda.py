@@ -1,11 +1,13 @@
-"""The back end on NVIDIA GPUs: plans are made by kernels, into buffers that stay where they are, so that the full CUDA
-graphs which vLLM captures for decoding serve every batch, and no step waits for the device to be planned. (What was
-read is fetched without waiting too, unless 256 steps have passed and the last fetch is still under way.)
+"""The back end on NVIDIA GPUs.
 
-A step's rows that decode, or verify drafts, are planned and run by our kernels; in steps that no full graph runs, each
-layer by a graph of its own, unless `enforce_eager` is set. vLLM puts them first; the rows behind, prompts, run in
-FlashAttention. For layers that it does not serve (8-bit caches, float32) our kernels run the prompts too, planned on
-the host: that waits for the device, in steps that have prompts.
+Kernels plan each step into fixed buffers. So the full CUDA graphs that vLLM captures for decoding serve every batch,
+and no step waits for its plan. (The counts of KV reads are fetched without a wait too, unless 256 steps pass before a
+fetch arrives.)
+
+vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
+full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
+FlashAttention. For layers that it does not support (8-bit caches, float32) our kernels run the prompts too. Their plan
+is made on the host, which waits for the device in steps with prompts.
 """
 
 from collections.abc import Callable
@@ -19,13 +21,11 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
-from trunkattn.integrations.vllm.flash import PrefillRows
-from trunkattn.integrations.vllm.impl import LayerKind
-from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal, features
-from trunkattn.integrations.vllm.metrics import DeviceTraffic
+from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 
 logger = init_logger("vllm.trunkattn")
 
@@ -35,33 +35,41 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TrunkAttentionCudaImpl]:
-        """What a layer runs."""
+        """The class of a layer's attention."""
         return TrunkAttentionCudaImpl
 
     @staticmethod
     def get_builder_cls() -> "type[TrunkAttentionCudaBuilder]":
-        """What a step plans with."""
+        """The class that plans a step."""
         return TrunkAttentionCudaBuilder
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Asked for up to 0.28: the layout that vLLM chose, which KV connectors rely on. Our kernels take any."""
+        """The layout that vLLM chose and that KV connectors rely on; vLLM up to 0.28 asks for it. Our kernels accept
+        any layout."""
         return versions.kv_cache_stride_order(include_num_layers_dimension)
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
-        """Why not, for the error that vLLM raises, and what to do."""
+        """The reasons why not, for vLLM's error, and what to do."""
         reasons: list[str] = super().validate_configuration(*args, **options)
-        return [*reasons, "turn this off, or leave attention_backend out"] if reasons else []
+        return [*reasons, "turn this off or leave attention_backend out"] if reasons else []
 
 
 @dataclass
 class CudaStep(AttentionMetadata):
-    """What the layers of a group need of a step. plans: of the rows that decode, each behind what is to run it, called
-    as `BatchAttention.run`. requests: of those rows, the ones that are no padding. launched: whether a layer has run it
-    from the host; a full CUDA graph does not."""
+    """A step for the layers of a group.
 
-    plans: dict[LayerKind, tuple[Callable[..., object], Plan]]
+    Attributes:
+        plans: plans of the rows that decode, each with the function that runs it, called as `BatchAttention.run`.
+        decodes: rows that decode, padding included.
+        requests: rows that decode, without padding.
+        decode_tokens: their query tokens.
+        prefill: the other rows; None: there are none.
+        launched: whether a layer has run the step from the host. A full CUDA graph does not.
+    """
+
+    plans: dict[LayerSpec, tuple[Callable[..., object], Plan]]
     decodes: int
     requests: int
     decode_tokens: int
@@ -70,7 +78,7 @@ class CudaStep(AttentionMetadata):
 
     @property
     def path(self) -> str:
-        """For the counters, once the step is over."""
+        """The path for the counters, valid after the step."""
         if not self.launched:
             return "full_graph"
         if self.prefill is None:
@@ -79,7 +87,7 @@ class CudaStep(AttentionMetadata):
 
 
 class TrunkAttentionCudaBuilder(GroupBuilder):
-    """Plans the steps of one attention group on a GPU; each kind of layer has one plan, filled anew by every step."""
+    """Plans the steps of one attention group on a GPU. Each layer spec has one plan, which every step refills."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -87,35 +95,36 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._decode_query_len = int(self.reorder_batch_threshold or 1)
-        # What is on the device is made by the first step: before any graph is captured, but after the KV cache, whose
-        # size it needs, and outside of the memory pool that vLLM makes builders in, which is lost in its sleep mode.
-        self.attentions: dict[LayerKind, BatchAttention] = {}
-        self._prefill_attentions: dict[LayerKind, BatchAttention] = {}
+        # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
+        # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
+        # discards.
+        self.attentions: dict[LayerSpec, BatchAttention] = {}
+        self._prefill_attentions: dict[LayerSpec, BatchAttention] = {}
         self._device_traffic: DeviceTraffic | None = None
-        self._plans: dict[LayerKind, Plan] = {}
-        self._runs: dict[LayerKind, Callable[..., object]] = {}
-        self._widths = self.widths()
-        self._reported = 0
+        self._plans: dict[LayerSpec, Plan] = {}
+        self._runs: dict[LayerSpec, Callable[..., object]] = {}
+        self._kv_token_bytes = self.kv_token_bytes()
+        self._reported_errors = 0
         self._last: CudaStep | None = None
-        for kind, count in self.layers.items():
-            impl = next(layer.impl for layer in self.modules.values() if layer.impl.kind == kind)
+        for spec, count in self.layers.items():
+            impl = next(layer.impl for layer in self.modules.values() if layer.impl.layer_spec == spec)
             prefill = impl.flash_note if impl.flash else f"TrunkAttention too, since {impl.flash_note}"
             logger.info(
-                "TrunkAttention runs the decoding of %d layers (%s; blocks of %d tokens; up to %d query tokens a "
+                "TrunkAttention runs the decoding in %d layers (%s; blocks of %d tokens; up to %d query tokens a "
                 "request); prompts run in %s.",
-                *(count, features(kind), kv_cache_spec.block_size, self._decode_query_len, prefill),
+                *(count, spec, kv_cache_spec.block_size, self._decode_query_len, prefill),
             )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CudaStep:
-        """Plans a step; see TrunkAttentionBuilder.build. Where a full CUDA graph runs it, rows and tokens are padded:
-        rows without query tokens at the end, of which the graph computes nothing."""
+        """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
+        without query tokens, which the graph does not compute."""
         step = self._step(common_attn_metadata)
         assert self._device_traffic is not None
         self._count(step, self._device_traffic)
         return step
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CudaStep:
-        """The same for rows that mean nothing; it fills the plans that every graph reads, and is not counted."""
+        """Plans a step of arbitrary rows into the plans that every graph reads. The step is not counted."""
         return self._step(common_attn_metadata)
 
     def _step(self, batch: Any) -> CudaStep:
@@ -133,7 +142,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         return CudaStep(plans, decodes, requests, decode_tokens, prefill)
 
     def _allocate(self, max_pages_per_request: int) -> None:
-        """For the most that a step can decode: rows of the block table are as wide as the longest request."""
+        """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
         rows = int(self.vllm_config.scheduler_config.max_num_seqs)
         capacity = Capacity(
             max_requests=rows,
@@ -142,25 +151,25 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             num_pages=versions.num_blocks(self.modules.values()),
             max_query_len=self._decode_query_len,
         )
-        # one for all windows of an attention: they share the workspace
+        # One attention serves all windows of a configuration, so that they share the workspace.
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
-        self.attentions = {kind: shared[config] for kind, config in self.configs.items()}
+        self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
         eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
         runs = {config: each.run if eager else CapturedRun(each) for config, each in shared.items()}
-        self._runs = {kind: runs[config] for kind, config in self.configs.items()}
-        own = {layer.impl.kind for layer in self.modules.values() if layer.impl.flash is None}
-        shared = {self.configs[kind]: BatchAttention(self.configs[kind], self.device) for kind in own}
-        self._prefill_attentions = {kind: shared[self.configs[kind]] for kind in own}
+        self._runs = {spec: runs[config] for spec, config in self.configs.items()}
+        own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
+        shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
+        self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
-    def _plan(self, batch: Any, decodes: int) -> dict[LayerKind, tuple[Callable[..., object], Plan]]:
+    def _plan(self, batch: Any, decodes: int) -> dict[LayerSpec, tuple[Callable[..., object], Plan]]:
         rows = (
             batch.block_table_tensor[:decodes], batch.seq_lens[:decodes], batch.query_start_loc[: decodes + 1],
         )  # fmt: skip
-        for kind, attention in self.attentions.items():
-            self._plans[kind] = attention.plan(*rows, sliding_window=kind.sliding_window, into=self._plans.get(kind))
-        return {kind: (self._runs[kind], plan) for kind, plan in self._plans.items()}
+        for spec, attention in self.attentions.items():
+            self._plans[spec] = attention.plan(*rows, sliding_window=spec.sliding_window, into=self._plans.get(spec))
+        return {spec: (self._runs[spec], plan) for spec, plan in self._plans.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)
@@ -169,30 +178,33 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             starts = starts - tokens.start
         table, lens = batch.block_table_tensor[rows], batch.seq_lens[rows]
         plans = {
-            kind: (attention, attention.plan(table, lens, starts, sliding_window=kind.sliding_window))
-            for kind, attention in self._prefill_attentions.items()
+            spec: (attention, attention.plan(table, lens, starts, sliding_window=spec.sliding_window))
+            for spec, attention in self._prefill_attentions.items()
         }
         return PrefillRows(tokens, starts, lens, table, batch.max_query_len, batch.max_seq_len, plans)
 
     def _count(self, step: CudaStep, traffic: DeviceTraffic) -> None:
-        """Counts the path of the last step, which is over, and what has arrived of the traffic of earlier ones."""
+        """Counts the path of the last step, which has run by now, and the traffic of earlier steps that has arrived."""
         last, self._last = self._last, step
         if last is not None:
-            self.ledger.step(last.path)
+            self.stats.count_step(last.path)
         if step.plans:
             traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
         else:
-            self.ledger.unshared("no_decode")
-        full = traffic.full
-        for requests, tokens in traffic.take(wait=full):
-            totals = [(read * width, alone * width) for (read, alone), width in zip(tokens, self._widths, strict=True)]
-            self.ledger.read(sum(read for read, _ in totals), sum(alone for _, alone in totals), requests)
-        if traffic.errors != self._reported:
-            from trunkattn.gpu.device_planner.planner import (
-                errors_of,  # with Triton, which tests without a GPU do not have
-            )
+            self.stats.count_unshared("no_decode")
+        is_full = traffic.is_full
+        for num_requests, kv_tokens in traffic.take(wait=is_full):
+            read = unshared = 0
+            for (tokens_read, tokens_unshared), token_bytes in zip(kv_tokens, self._kv_token_bytes, strict=True):
+                read += tokens_read * token_bytes
+                unshared += tokens_unshared * token_bytes
+            self.stats.count_read(read, unshared, num_requests)
+        if traffic.errors != self._reported_errors:
+            # Imported here because it needs Triton, which tests without a GPU do not have.
+            from trunkattn.gpu.device_planner.planner import errors_of
 
-            self._reported = traffic.errors
-            logger.error("TrunkAttention met a batch that was out of bounds: %s", "; ".join(errors_of(self._reported)))
-        if self.ledger.log() or full:
+            self._reported_errors = traffic.errors
+            errors = "; ".join(errors_of(self._reported_errors))
+            logger.error("TrunkAttention got a batch with values out of bounds: %s", errors)
+        if self.stats.log() or is_full:
             traffic.send()

@@ -1,40 +1,28 @@
-"""The FlashAttention kernel that vLLM ships, for the prompts of a step on a GPU: each row reads its own KV there, and
-is bound by arithmetic, so that sharing has little to give."""
+"""vLLM's own FlashAttention kernel, for the prompts of a step on a GPU. There each row reads its own KV. Prompts are
+bound by arithmetic, so sharing would save little."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from trunkattn import BatchAttention, Plan
+from trunkattn.integrations.common import LayerSpec, PrefillRows, with_regular_strides
 from trunkattn.integrations.vllm import versions
-from trunkattn.integrations.vllm.impl import LayerKind
 
-WITH_SINKS: Final = (3, 4)  # versions of it that take them
-
-
-@dataclass(frozen=True)
-class PrefillRows:
-    """The rows of a step behind those that decode.
-
-    tokens: where their query tokens are in the step's. query_start_loc [rows + 1] begins with 0. max_seq_len: an upper
-    bound. plans: for the kinds of layers that FlashAttention does not serve.
-    """
-
-    tokens: slice
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
-    plans: dict[LayerKind, tuple[BatchAttention, Plan]] = field(default_factory=dict)
+WITH_SINKS: Final = (3, 4)  # versions of FlashAttention that support sinks
 
 
 @dataclass(frozen=True)
 class FlashPrefill:
-    """FlashAttention for one kind of layer."""
+    """FlashAttention for the layers of one spec.
 
-    kind: LayerKind
+    Attributes:
+        spec: the layers' attention.
+        version: 2, 3 or 4.
+        varlen: vLLM's `flash_attn_varlen_func`.
+    """
+
+    spec: LayerSpec
     version: int
     varlen: Any
 
@@ -46,9 +34,9 @@ class FlashPrefill:
         output: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Writes output [tokens of rows, num_qo_heads, head_dim]; sinks as the model has them."""
+        """Writes output [tokens of the rows, num_qo_heads, head_dim]. `sinks` have the model's own dtype."""
         keys, values = map(with_regular_strides, caches)
-        window = self.kind.sliding_window
+        window = self.spec.sliding_window
         self.varlen(
             q=query,
             k=keys,
@@ -58,43 +46,38 @@ class FlashPrefill:
             max_seqlen_q=rows.max_query_len,
             seqused_k=rows.seq_lens,
             max_seqlen_k=rows.max_seq_len,
-            softmax_scale=self.kind.sm_scale,
+            softmax_scale=self.spec.sm_scale,
             causal=True,
             window_size=[-1, -1] if window is None else [window - 1, 0],
             block_table=rows.block_table,
-            softcap=self.kind.logits_soft_cap or 0.0,
+            softcap=self.spec.logits_soft_cap or 0.0,
             fa_version=self.version,
             s_aux=sinks,
         )
 
 
-def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:
-    """The same elements. The stride of an axis of size 1, as that of a single KV head, may be anything; FlashAttention
-    describes it to the hardware (TMA) all the same, which wants multiples of 16 bytes."""
-    strides = list(cache.stride())
-    for axis in reversed(range(cache.dim() - 1)):
-        if cache.shape[axis] == 1:
-            strides[axis] = strides[axis + 1] * cache.shape[axis + 1]
-    return cache if tuple(strides) == cache.stride() else cache.as_strided(cache.shape, strides)
+def find_flash(spec: LayerSpec) -> tuple[FlashPrefill | None, str]:
+    """Finds vLLM's FlashAttention for layers of this spec.
 
+    To be called while a layer is made: then vLLM's configuration is set, which can select a version.
 
-def find_flash(kind: LayerKind) -> tuple[FlashPrefill | None, str]:
-    """(FlashAttention, its name) if it can serve layers of this kind, else (None, why not). Called while a layer is
-    made, when vLLM's configuration is set, which may name a version."""
-    if kind.dtype not in (torch.float16, torch.bfloat16):
-        return None, f"FlashAttention has no {kind.dtype}"
-    if kind.kv_dtype not in (None, kind.dtype):
-        return None, f"FlashAttention would take {kind.kv_dtype} caches with queries of that type only"
-    if kind.head_dim % 8:
-        return None, f"FlashAttention takes heads of a multiple of 8, not {kind.head_dim}"
+    Returns:
+        (FlashAttention, its name), or (None, the reason why it cannot compute these layers).
+    """
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return None, f"FlashAttention does not support {spec.dtype}"
+    if spec.kv_dtype not in (None, spec.dtype):
+        return None, f"FlashAttention needs queries of the type of a {spec.kv_dtype} cache"
+    if spec.head_dim % 8:
+        return None, f"FlashAttention needs a head_dim that is a multiple of 8, not {spec.head_dim}"
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
     except ImportError as error:
         return None, f"vLLM's FlashAttention cannot be imported: {error}"
-    wanted = {"head_size": kind.head_dim, "has_sinks": kind.sinks, "requires_softcap": kind.logits_soft_cap is not None}
+    wanted = {"head_size": spec.head_dim, "has_sinks": spec.sinks, "requires_softcap": spec.logits_soft_cap is not None}
     version = versions.call_with_known(get_flash_attn_version, **wanted)
     if version is None:
         return None, "vLLM has no FlashAttention for this GPU"
-    if kind.sinks and version not in WITH_SINKS:
-        return None, f"FlashAttention {version} has no sinks"
-    return FlashPrefill(kind, version, flash_attn_varlen_func), f"FlashAttention {version}"
+    if spec.sinks and version not in WITH_SINKS:
+        return None, f"FlashAttention {version} does not support sinks"
+    return FlashPrefill(spec, version, flash_attn_varlen_func), f"FlashAttention {version}"

@@ -1,6 +1,7 @@
-"""One attention layer: refuses what it cannot do when it is made, writes new keys and values, runs the step's plan."""
+"""One attention layer: it refuses unsupported options when it is made, writes new keys and values, and runs the step's
+plan."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,13 +9,14 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl
 
-from trunkattn import AttentionConfig, write_kv
+from trunkattn import write_kv
+from trunkattn.integrations.common import LayerSpec
 from trunkattn.integrations.vllm import versions
 
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """What vLLM passes to a layer, in its order."""
+    """The arguments that vLLM passes to a layer, in its order."""
 
     num_heads: int
     head_size: int
@@ -28,33 +30,12 @@ class LayerArguments:
     kv_sharing_target_layer_name: str | None = None
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """What a plan depends on: layers of one kind, in one KV-cache group, share it."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype | None
-    sm_scale: float
-    logits_soft_cap: float | None
-    sinks: bool
-    sliding_window: int | None
-
-    def config(self, page_size: int) -> AttentionConfig:
-        """The attention of these layers, whatever the window."""
-        shape = asdict(self)
-        del shape["sliding_window"]
-        return AttentionConfig(page_size=page_size, **shape)
-
-
 def check_supported(unsupported: list[str]) -> None:
     """Raises ValueError, with one line, if there is anything."""
     if unsupported:
         raise ValueError(
             f"attention_backend=CUSTOM: TrunkAttention does not support {'; nor '.join(unsupported)}; "
-            "turn it off, or leave attention_backend out"
+            "turn it off or leave attention_backend out"
         )
 
 
@@ -63,16 +44,16 @@ def check_unquantized(output_quantization: dict[str, Any]) -> None:
     wanted = [name for name, scale in output_quantization.items() if scale is not None]
     if wanted:
         raise ValueError(
-            f"{' and '.join(wanted)} given: expected None, TrunkAttention does not quantize its output (vLLM asks "
-            "`fused_output_quant_supported` before it fuses that into an attention)"
+            f"{' and '.join(wanted)} given: expected None, because TrunkAttention does not quantize its output (vLLM "
+            "asks `fused_output_quant_supported` before it fuses the quantization into an attention)"
         )
 
 
 def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> list[str]:
-    """What of a layer or the engine is not supported; empty: all of it is."""
+    """Unsupported options of a layer or the engine; empty if all are supported."""
     found = versions.refused_options(vllm_config)
     if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
-        found.append(f"{layer.attn_type} attention, only the decoder's own")
+        found.append(f"{layer.attn_type} attention, only decoder self-attention")
     if layer.alibi_slopes is not None:
         found.append("ALiBi")
     if layer.kv_sharing_target_layer_name is not None:
@@ -89,7 +70,7 @@ class TrunkAttentionImpl(AttentionImpl):
     """Attention of one layer.
 
     Raises:
-        ValueError: with one line, if the model or an option of the engine needs what is not supported.
+        ValueError: with one line, if the model or an option of the engine is not supported.
     """
 
     supports_dcp = False  # the default was True before 0.30
@@ -100,7 +81,7 @@ class TrunkAttentionImpl(AttentionImpl):
         layer = LayerArguments(*args, **named)
         sinks = extra.pop("sinks", None)
         check_supported(refusals(layer, extra, get_current_vllm_config()))
-        # vLLM reads these
+        # vLLM reads these attributes.
         self.num_heads, self.head_size, self.scale = layer.num_heads, layer.head_size, float(layer.scale)
         self.num_kv_heads = layer.num_kv_heads or layer.num_heads
         self.sliding_window, self.alibi_slopes = layer.sliding_window, None
@@ -111,13 +92,13 @@ class TrunkAttentionImpl(AttentionImpl):
         self.sinks = self._model_sinks
         dtype, kv_dtype = torch.get_default_dtype(), versions.KV_DTYPES[layer.kv_cache_dtype]  # the model's, as set
         shape = (self.num_heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
-        self.kind = LayerKind(*shape, layer.logits_soft_cap or None, sinks is not None, layer.sliding_window)
+        self.layer_spec = LayerSpec(*shape, layer.logits_soft_cap or None, sinks is not None, layer.sliding_window)
         self.cache_dtype = kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
-        self.kind.config(page_size=1)  # raises what no page size changes
+        self.layer_spec.config(page_size=1)  # raises for every error that does not depend on the page size
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks are loaded by now; if again, they stay where CUDA graphs read them."""
+        """Converts the loaded sinks. If they are loaded again, they keep the place where CUDA graphs read them."""
         if self._model_sinks is None or self.sinks is None:
             return
         loaded = self._model_sinks.detach().to(torch.float32)
@@ -131,8 +112,15 @@ class TrunkAttentionImpl(AttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Stores the step's keys and values [num_tokens, num_kv_heads, head_size], before any layer's attention reads
-        them. Both may be longer than slot_mapping; -1 in it is padding. fp8 values are divided by their scale first."""
+        """Stores the step's keys and values before the layer's attention reads them.
+
+        Args:
+            layer: vLLM's layer, with the scales.
+            key, value: [num_tokens, num_kv_heads, head_size]; they may be longer than `slot_mapping`. In an fp8 cache
+                they are divided by their scale first.
+            kv_cache: the layer's cache.
+            slot_mapping: slot of each token; -1 is padding.
+        """
         rows = len(slot_mapping)
         key, value = key[:rows], value[:rows]
         if self.scaled:
@@ -140,8 +128,8 @@ class TrunkAttentionImpl(AttentionImpl):
         write_kv(key, value, *self._caches(kv_cache), slot_mapping)
 
     def _quantized(self, values: torch.Tensor, scale: float) -> torch.Tensor:
-        most = torch.finfo(self.cache_dtype).max  # beyond it the conversion gives NaN
-        return (values.to(torch.float32) / scale).clamp(-most, most)
+        largest = torch.finfo(self.cache_dtype).max  # a larger value would become NaN
+        return (values.to(torch.float32) / scale).clamp(-largest, largest)
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return versions.split_cache(kv_cache, self.head_size, self.cache_dtype)
@@ -157,11 +145,12 @@ class TrunkAttentionImpl(AttentionImpl):
         output: torch.Tensor,
         **output_quantization: Any,
     ) -> torch.Tensor:
-        """Writes and returns output [num_tokens, num_heads, head_size]; rows past the step's tokens are padding.
-        attn_metadata: what the builder made; None while vLLM measures memory, when output is zeros.
+        """Writes and returns output [num_tokens, num_heads, head_size]; rows after the step's tokens are padding.
+
+        `attn_metadata` is the builder's result. It is None while vLLM measures memory, and then the output is zeros.
 
         Raises:
-            ValueError: if a scale is given to quantize the output with.
+            ValueError: a scale to quantize the output is given.
         """
         if attn_metadata is None:
             return output.fill_(0)
@@ -177,11 +166,11 @@ class TrunkAttentionImpl(AttentionImpl):
         step: Any,
         output: torch.Tensor,
     ) -> None:
-        """`forward` of a step that is there; step: what the builder made."""
-        attention, plan = step.plans[self.kind]
+        """`forward` with the builder's `step`."""
+        attention, plan = step.plans[self.layer_spec]
         rows = plan.num_query_tokens
         attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **self._scales(layer))
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """What stored keys and values are to be multiplied by."""
+        """The factors of stored keys and values; none unless the cache has 8 bits."""
         return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if self.scaled else {}

@@ -1,4 +1,4 @@
-"""The plans of a step: one per kind of layer in an attention group, made once and run by every layer of that kind."""
+"""The plans of a step: one per layer spec in an attention group, made once and run by every layer of that spec."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,46 +10,43 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
 
 from trunkattn import BatchAttention, Plan
+from trunkattn.integrations.common import LayerSpec, Traffic, step_path
 from trunkattn.integrations.vllm import versions
-from trunkattn.integrations.vllm.impl import LayerKind
-from trunkattn.integrations.vllm.metrics import Ledger, Traffic, step_path
+from trunkattn.integrations.vllm.metrics import kv_read_stats
 
 logger = init_logger("vllm.trunkattn")
 
 
 @dataclass
 class StepPlans(AttentionMetadata):
-    """What the layers of a group need of a step."""
+    """A step's plans for the layers of a group."""
 
-    plans: dict[LayerKind, tuple[BatchAttention, Plan]]
+    plans: dict[LayerSpec, tuple[BatchAttention, Plan]]
 
 
 class GroupBuilder(AttentionMetadataBuilder[Any]):
-    """What planning an attention group takes on any device: layers of one back end in one KV-cache group.
+    """Base of the builders: an attention group, that is, the layers of one back end in one KV-cache group.
 
     Raises:
-        ValueError: with one line, if the group's KV cache holds something else than keys and values of one width.
+        ValueError: with one line, if the group's KV cache holds anything but keys and values of the same width.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.modules = get_layers_from_vllm_config(vllm_config, torch.nn.Module, layer_names)
         _check_group(kv_cache_spec, self.modules)
-        self.layers: Counter[LayerKind] = Counter(layer.impl.kind for layer in self.modules.values())
-        self.configs = {kind: kind.config(kv_cache_spec.block_size) for kind in self.layers}
-        self.ledger = Ledger(vllm_config, {kind.sliding_window for kind in self.layers}, self.layers.total())
+        self.layers: Counter[LayerSpec] = Counter(layer.impl.layer_spec for layer in self.modules.values())
+        self.configs = {spec: spec.config(kv_cache_spec.block_size) for spec in self.layers}
+        self.stats = kv_read_stats(vllm_config, {spec.sliding_window for spec in self.layers}, self.layers.total())
 
     @property
     def traffic(self) -> Traffic:
         """KV bytes so far."""
-        return self.ledger.traffic
+        return self.stats.traffic
 
-    def widths(self) -> list[int]:
-        """Bytes of a KV token in all layers of a kind, for each kind."""
-        return [
-            (kind.kv_dtype or kind.dtype).itemsize * 2 * kind.head_dim * kind.num_kv_heads * count
-            for kind, count in self.layers.items()
-        ]
+    def kv_token_bytes(self) -> list[int]:
+        """For each layer spec, bytes of one KV token in all layers of that spec."""
+        return [spec.kv_token_bytes * count for spec, count in self.layers.items()]
 
 
 class TrunkAttentionBuilder(GroupBuilder):
@@ -57,64 +54,62 @@ class TrunkAttentionBuilder(GroupBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # one for all windows of an attention: they share the forest
+        # One attention serves all windows of a configuration, so that they share the forest.
         attentions = {config: BatchAttention(config, device) for config in self.configs.values()}
-        self.attentions = {kind: attentions[config] for kind, config in self.configs.items()}
-        for kind, count in self.layers.items():
+        self.attentions = {spec: attentions[config] for spec, config in self.configs.items()}
+        for spec, count in self.layers.items():
             logger.info(
-                "TrunkAttention runs prefill chunks, decoding and mixed batches of %d layers (%s; "
-                "blocks of %d tokens).",
-                *(count, features(kind), kv_cache_spec.block_size),
+                "TrunkAttention runs prefill chunks, decoding and mixed batches in %d layers (%s; blocks of %d "
+                "tokens).",
+                *(count, spec, kv_cache_spec.block_size),
             )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepPlans:
-        """Plans prefill chunks, decoding, drafts to verify and mixtures of them alike. common_prefix_len, always 0 from
-        0.32 on, is not needed: what is shared is seen in the block table, whose padding rows have no query tokens."""
+        """Plans a step of prefill chunks, decodes, drafts to verify, or any mixture of them.
+
+        `common_prefix_len` is not used (from 0.32 on it is always 0): the plan finds shared prefixes in the block
+        table. Padding rows have no query tokens.
+        """
         step = common_attn_metadata
         check_causal(step)
         rows = step.num_reqs
         batch = (step.block_table_tensor[:rows], step.seq_lens[:rows], step.query_start_loc[: rows + 1])
         plans = {
-            kind: (attention, attention.plan(*batch, sliding_window=kind.sliding_window))
-            for kind, attention in self.attentions.items()
+            spec: (attention, attention.plan(*batch, sliding_window=spec.sliding_window))
+            for spec, attention in self.attentions.items()
         }
         self._count(plans, batch[2].diff())
         return StepPlans(plans)
 
-    def _count(self, plans: dict[LayerKind, tuple[BatchAttention, Plan]], query_lens: torch.Tensor) -> None:
-        read = alone = 0
-        for (_, plan), width in zip(plans.values(), self.widths(), strict=True):
-            read += plan.stats.kv_tokens_read * width
-            alone += plan.stats.kv_tokens_per_query * width
-        self.ledger.step(step_path(query_lens, versions.decode_query_len(self.vllm_config)))
-        self.ledger.read(read, alone, int((query_lens > 0).sum()))
-        self.ledger.log()
+    def _count(self, plans: dict[LayerSpec, tuple[BatchAttention, Plan]], query_lens: torch.Tensor) -> None:
+        read = unshared = 0
+        for (_, plan), token_bytes in zip(plans.values(), self.kv_token_bytes(), strict=True):
+            read += plan.stats.kv_tokens_read * token_bytes
+            unshared += plan.stats.kv_tokens_per_query * token_bytes
+        self.stats.count_step(step_path(query_lens, versions.decode_query_len(self.vllm_config)))
+        self.stats.count_read(read, unshared, int((query_lens > 0).sum()))
+        self.stats.log()
 
 
 def check_causal(step: Any) -> None:
-    """Raises ValueError if some rows of the batch are not causal."""
+    """Raises ValueError if a row of the batch is not causal."""
     if step.causal is not True:
-        raise ValueError("attention_backend=CUSTOM: TrunkAttention is causal, and this batch has rows that are not")
-
-
-def features(kind: LayerKind) -> str:
-    """A kind of layer, for the log."""
-    found = [f"{kind.num_qo_heads}/{kind.num_kv_heads} heads of {kind.head_dim}, {kind.dtype}"]
-    found += [f"KV cache {kind.kv_dtype}"] if kind.kv_dtype else []
-    found += [f"window {kind.sliding_window}"] if kind.sliding_window else []
-    found += [f"soft cap {kind.logits_soft_cap}"] if kind.logits_soft_cap else []
-    found += ["sinks"] if kind.sinks else []
-    return ", ".join(found)
+        raise ValueError(
+            "attention_backend=CUSTOM: TrunkAttention is causal, and this batch has rows that are not; leave "
+            "attention_backend out"
+        )
 
 
 def _check_group(kv_cache_spec: Any, layers: dict[str, Any]) -> None:
-    spec = type(kv_cache_spec).__name__
+    kind = type(kv_cache_spec).__name__
     problem = None
-    if spec not in versions.SUPPORTED_SPECS:
-        problem = f"a KV cache of kind {spec}, only {', '.join(sorted(versions.SUPPORTED_SPECS))}"
+    if kind not in versions.SUPPORTED_SPECS:
+        problem = f"a KV cache of kind {kind}, only {', '.join(sorted(versions.SUPPORTED_SPECS))}"
     for name, layer in layers.items():
         width = getattr(layer, "head_size_v", layer.impl.head_size)
         if width != layer.impl.head_size:
             problem = f"values of another width than keys ({width} and {layer.impl.head_size} in {name})"
     if problem:
-        raise ValueError(f"attention_backend=CUSTOM: TrunkAttention does not support {problem}; leave it out")
+        raise ValueError(
+            f"attention_backend=CUSTOM: TrunkAttention does not support {problem}; leave attention_backend out"
+        )

@@ -1,7 +1,7 @@
-"""Who serves an attention back end: vLLM looks the names of this module up whenever a layer selects one.
+"""The back end behind a name: vLLM looks up a name in this module when a layer selects it.
 
-On a CPU vLLM ignores the user's choice and asks for a back end of its own (`CpuPlatform.get_attn_backend_cls`).
-`register` sends those names here too, so that each selection gets what the user chose: ours for CUSTOM, else vLLM's.
+On a CPU vLLM ignores the user's choice and asks for its own back end (`CpuPlatform.get_attn_backend_cls`). `register`
+routes those names here too, so that the user gets the chosen one: ours for CUSTOM, otherwise vLLM's.
 """
 
 import os
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _ours() -> Any:
-    """Our back end, or the reason why not."""
+    """Our back end. Raises ValueError with the reason if it cannot run."""
     version = versions.installed()
     refusal = versions.refusal(version)
     if refusal:
@@ -47,8 +47,8 @@ def _ours() -> Any:
 
         return TrunkAttentionCudaBackend
     if "numba" not in sys.modules:
-        # It would count the cores that this thread may use, one after vLLM has bound its threads, and take torch, with
-        # which it shares OpenMP, down to as many.
+        # Numba counts the cores that this thread may use. After vLLM has bound its threads that is one, and Numba would
+        # also limit torch to one thread, because they share OpenMP.
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 
@@ -56,13 +56,13 @@ def _ours() -> Any:
 
 
 def _ours_or_stock(name: str) -> Any:
-    """What the engine's configuration chose, on a CPU."""
+    """The back end that the engine's configuration selects, on a CPU."""
     options = get_current_vllm_config().attention_config
     custom = AttentionBackendEnum.CUSTOM
     if custom in options.backend_per_kind.values():
         raise ValueError(
             "attention_config.backend_per_kind names CUSTOM: on a CPU TrunkAttention serves all layers or none; "
-            "choose attention_backend=CUSTOM instead"
+            "select attention_backend=CUSTOM instead"
         )
     if options.backend is not custom:
         module, _, attribute = AttentionBackendEnum[name].value.rpartition(".")
@@ -74,5 +74,5 @@ def _ours_or_stock(name: str) -> Any:
             "attention_backend=CUSTOM: TrunkAttention does not support multi-head latent attention (MLA), which this "
             "model has; leave attention_backend out"
         )
-    logger.info_once("CUSTOM is used on this CPU: it is TrunkAttention, which goes in for vLLM's own CPU_ATTN.")
+    logger.info_once("CUSTOM is used on this CPU: TrunkAttention replaces vLLM's own CPU_ATTN.")
     return _ours()

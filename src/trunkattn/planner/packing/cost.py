@@ -7,8 +7,8 @@ rule (merge when 4·s > l) is the special case of float32 partials, 16-bit KV an
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from trunkattn.compiled import njit
 from trunkattn.planner.work_list import DeviceModel
 
 
@@ -36,19 +36,19 @@ def cost_model(
     )
 
 
-@njit(cache=True)
+@njit(inline="always")
 def tiles_of(model, queries):
     """Row tiles that `queries` query tokens need."""
     return (np.int64(queries) + model.queries_per_tile - 1) // model.queries_per_tile
 
 
-@njit(cache=True)
+@njit(inline="always")
 def read_cost(model, tokens, queries):
     """One pack: its KV once per row tile, and the fixed cost of its work items."""
     return tiles_of(model, queries) * (np.int64(tokens) * model.kv_bytes + model.item_bytes)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def partial_cost(model, pieces, queries):
     """Partials of `queries` query tokens whose KV is cut into `pieces`; one piece is written straight to the output."""
     return np.int64(0) if pieces <= 1 else np.int64(pieces) * np.int64(queries) * model.partial_bytes

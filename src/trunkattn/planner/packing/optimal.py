@@ -12,25 +12,21 @@ deeper than the caller's limit are refused (`count_states`).
 """
 
 import numpy as np
-from numba import njit
 
+from trunkattn.compiled import njit
 from trunkattn.planner.packing.cost import partial_cost, read_cost
-from trunkattn.planner.prefix_forest import ROOT
+from trunkattn.planner.prefix_forest import ROOT, Forest
 
 _UNUSED = -1  # choice: no request is cut at this node
 _TOO_DEEP = 40
 
 
-@njit(cache=True)
-def count_states(forest):
+def count_states(forest: Forest) -> int:
     """Number of (node, set of cuts above it) states: the work of `optimal`, before doing it."""
-    states = np.int64(0)
-    for node in range(len(forest.depth)):
-        states += np.int64(1) << min(forest.depth[node], _TOO_DEEP)
-    return states
+    return int((np.int64(1) << np.minimum(forest.depth, _TOO_DEEP).astype(np.int64)).sum())
 
 
-@njit(cache=True)
+@njit
 def optimal(forest, queries, model):
     """`start` of the cheapest packing. Ties go to fewer cuts, then to the segment that starts higher."""
     parent, depths, ends, is_leaf = forest.parent, forest.depth, forest.token_end, forest.is_leaf
@@ -58,7 +54,7 @@ def optimal(forest, queries, model):
     return _follow(parent, depths, choice, offset)
 
 
-@njit(cache=True)
+@njit(inline="always")
 def _best(end, leaf, depth, queries, model, path_end, mask, children):
     """Least cost at and below a node under the cuts `mask`, and the number of pieces before its segment, or _UNUSED."""
     here = np.int64(1) << depth
@@ -81,7 +77,7 @@ def _best(end, leaf, depth, queries, model, path_end, mask, children):
     return best, pick
 
 
-@njit(cache=True)
+@njit(inline="always")
 def _follow(parent, depths, choice, offset):
     """Replays the choices from the roots down."""
     num_nodes = len(parent)

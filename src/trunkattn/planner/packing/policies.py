@@ -8,11 +8,11 @@ reads tokens `[end of start[node], end of node)` once. Nodes that no request pas
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from trunkattn.planner.packing.cost import partial_cost, read_cost
-from trunkattn.planner.prefix_forest import ROOT
+from trunkattn.compiled import njit
+from trunkattn.planner.packing.cost import CostModel, partial_cost, read_cost
+from trunkattn.planner.prefix_forest import ROOT, Forest
 
 # FastTree's weights of padded rows, padded keys and reductions, in hundredths, and its two query tiles.
 _FASTTREE_PAD_ROWS, _FASTTREE_PAD_KEYS, _FASTTREE_REDUCE = 66, 33, 10
@@ -29,44 +29,38 @@ class Packs(NamedTuple):
     rows: NDArray[np.int32]  # [...] rows of the block table
 
 
-@njit(cache=True)
+@njit(inline="always")
 def end_of(forest, node):
     """Tokens from the sequence's start to the end of `node`."""
     return 0 if node == ROOT else forest.token_end[node]
 
 
-@njit(cache=True)
-def queries_below(forest, query_lens):
+def queries_below(forest: Forest, query_lens: NDArray[np.int32]) -> NDArray[np.int64]:
     """[N] int64: query tokens of each node's rows."""
     before = np.zeros(len(forest.order) + 1, np.int64)
-    for i in range(len(forest.order)):
-        before[i + 1] = before[i] + query_lens[forest.order[i]]
+    np.cumsum(query_lens[forest.order], out=before[1:])
     return before[forest.row_end] - before[forest.row_start]
 
 
-@njit(cache=True)
-def per_query(forest, queries, model):
+def per_query(forest: Forest, queries: NDArray[np.int64], model: CostModel) -> NDArray[np.int32]:
     """Every request reads its own KV from start to end (FlashAttention, FlashInfer decode)."""
     return np.full(len(forest.parent), ROOT, np.int32)
 
 
-@njit(cache=True)
-def relay(forest, queries, model):
+def relay(forest: Forest, queries: NDArray[np.int64], model: CostModel) -> NDArray[np.int32]:
     """One level: what all requests share is read once, the rest per request (RelayAttention §3.2)."""
     start = np.full(len(forest.parent), ROOT, np.int32)
     if len(start) > 0 and forest.row_end[0] == len(forest.order) and not forest.is_leaf[0]:
-        for node in range(1, len(start)):
-            start[node] = 0 if forest.is_leaf[node] else ROOT
+        start[forest.is_leaf] = 0
     return start
 
 
-@njit(cache=True)
-def cascade(forest, queries, model):
+def cascade(forest: Forest, queries: NDArray[np.int64], model: CostModel) -> NDArray[np.int32]:
     """Every node is a pack of its own (PAT's naive tree; FlashInfer's cascade)."""
     return forest.parent.copy()
 
 
-@njit(cache=True)
+@njit
 def pat(forest, queries, model):
     """PAT's Algorithm 1: a child is merged iff 4·s ≥ L, s its queries and L the tokens carried to the node."""
     start = np.empty(len(forest.parent), np.int32)
@@ -80,7 +74,7 @@ def pat(forest, queries, model):
     return start
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _padding_cost(rows, keys):
     tile = _FASTTREE_TALL if rows > _FASTTREE_SHORT else _FASTTREE_SHORT
     padded_rows = (rows + tile - 1) // tile * tile - rows
@@ -88,7 +82,7 @@ def _padding_cost(rows, keys):
     return _FASTTREE_PAD_ROWS * padded_rows * keys + _FASTTREE_PAD_KEYS * padded_keys * rows
 
 
-@njit(cache=True)
+@njit
 def fasttree(forest, queries, model):
     """FastTree's compute-oriented cost (PAT §8.2): a child is merged where that wastes fewer padded products."""
     num_nodes = len(forest.parent)
@@ -113,7 +107,7 @@ def fasttree(forest, queries, model):
     return start
 
 
-@njit(cache=True)
+@njit
 def collect_packs(forest, start, lowest):
     """Groups the rows by the nodes they pass. `lowest[row]` is the first token any of its queries sees (window)."""
     order, leaf_of, token_end = forest.order, forest.leaf_of, forest.token_end
@@ -147,7 +141,9 @@ def collect_packs(forest, start, lowest):
             pack_start[p], pack_end[p] = first[node], token_end[node]
             indptr[p + 1] = indptr[p] + count[node]
     rows = np.empty(total, np.int32)
-    fill = indptr[:-1].copy()
+    fill = np.empty(num_packs, np.int32)
+    for p in range(num_packs):
+        fill[p] = indptr[p]
     for i in range(num_rows):
         row = order[i]
         node = leaf_of[i]
@@ -163,7 +159,7 @@ def collect_packs(forest, start, lowest):
     return Packs(kv_row, pack_start, pack_end, indptr, rows)
 
 
-@njit(cache=True)
+@njit
 def packing_cost(packs, query_lens, model):
     """int64 bytes: reads of every pack, and partials of every query whose KV is cut."""
     starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows

@@ -1,4 +1,4 @@
-"""Which row tiles a step takes on a GPU: candidates by predicted time, and the tile list of the best."""
+"""Which row tiles a step may take on a GPU: the candidates, their launches, and what they cost."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.config import Capacity
-from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.work_list import TileLimits, TileList, WorkList
+from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
 
 _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
@@ -45,23 +45,32 @@ class TileKind:
 class TilingRule:
     """Integers, from the tile table and the device.
 
-    kinds: ascending heights. launch_ns: of a launch that waits for another. bytes_per_us: memory bandwidth. head_bytes:
-    keys and values of one token and head. partial_bytes: one partial state of all query heads, written and read.
-    fuse_up_to: partials that an item may merge. l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a
-    row's arithmetic does not depend on the rows beside it (the two loops of the kernel may round differently).
+    kinds: ascending heights. card: what is fitted to the card. head_bytes: keys and values of one token and head.
+    partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
+    l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a row's arithmetic does not depend on the rows
+    beside it (the two loops of the kernel may round differently).
     """
 
     kinds: tuple[TileKind, ...]
     group_size: int
     num_kv_heads: int
     page_size: int
-    launch_ns: int
-    bytes_per_us: int
+    card: tile_costs.CardTimes
     head_bytes: int
     partial_bytes: int
     fuse_up_to: int
     l2_bytes: int
     uniform: bool = False
+
+    @property
+    def launch_ns(self) -> int:
+        """What a launch adds that waits for another one."""
+        return self.card.launch_ns
+
+    @property
+    def bytes_per_us(self) -> int:
+        """Memory bandwidth."""
+        return self.card.bytes_per_us
 
     @cached_property
     def run(self) -> int:
@@ -73,6 +82,18 @@ class TilingRule:
     def priced(self) -> "PricedWays":
         """The candidates and what they cost."""
         return price(self)
+
+    @cached_property
+    def list_rule(self) -> "ListRule":
+        """What emits tile lists."""
+        subtiles = [
+            tiles.Subtiles(
+                kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.run
+            )
+            for kind in self.kinds
+        ]
+        is_nested = any(each.number > 1 for each in subtiles)
+        return ListRule(np.array(subtiles, np.int64), is_nested, self.run, self.page_size, self.fuse_up_to)
 
     def usable(self) -> list[int]:
         """Heights that hold at least one query token."""
@@ -119,12 +140,47 @@ def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int])
     return tiles.Stage(height, *limits, *blocks)
 
 
-def stages_of(rule: TilingRule, tiling: Tiling) -> list[tuple[int, tiles.Stage]]:
-    """(kind, stage) of each launch of a tiling, tall tiles first."""
-    stages = [(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
+class TileStage(NamedTuple):
+    """A stage, and the number of its tile in the rule."""
+
+    kind: int
+    stage: tiles.Stage
+
+
+def stages_of(rule: TilingRule, tiling: Tiling) -> list[TileStage]:
+    """What each launch of a tiling computes, tall tiles first."""
+    stages = [TileStage(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
     if tiling.tall is not None:
-        stages.insert(0, (tiling.tall, _stage(rule, tiling, tiling.tall, (tiling.least, tile_costs.EVERY))))
+        tall = _stage(rule, tiling, tiling.tall, (tiling.least, tile_costs.EVERY))
+        stages.insert(0, TileStage(tiling.tall, tall))
     return stages
+
+
+class ListRule(NamedTuple):
+    """What a rule says of the arrays of a tile list."""
+
+    subtiles: NDArray[np.int64]  # [kinds, fields of Subtiles]
+    is_nested: bool  # some tile has several
+    run_tokens: int
+    page_size: int
+    fuse_up_to: int
+
+
+def launches_of(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
+    """[1 or 2, 1 + fields of Stage] tile and stage of each launch of a tiling, tall tiles first."""
+    known = rule.priced.launches.get(tiling)
+    return _launch_rows(rule, tiling) if known is None else known
+
+
+def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
+    return np.array([(kind, *stage) for kind, stage in stages_of(rule, tiling)], np.int64)
+
+
+@njit(cached=False)
+def stage_of_row(row):
+    """The stage of a row of `launches_of`."""
+    _, height, least, below, block_runs, num_parts, subtiles, private_runs = row
+    return tiles.Stage(height, least, below, block_runs, num_parts, subtiles, private_runs)
 
 
 class PricedWays(NamedTuple):
@@ -134,6 +190,12 @@ class PricedWays(NamedTuple):
     stages: NDArray[np.int64]  # [stages, fields of Stage] those that are not alike when uncut
     uses: NDArray[np.int64]  # [ways, 2, 3]
     costs: tile_costs.Costs
+    launches: dict[Tiling, NDArray[np.int64]]  # of each candidate; see `launches_of`
+
+
+def _tile_times(rule: TilingRule, kind: TileKind) -> tile_costs.TileTimes:
+    num_slots = max(1, kind.programs // rule.num_kv_heads)
+    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.together, kind.read_percent)
 
 
 def price(rule: TilingRule) -> PricedWays:
@@ -145,33 +207,23 @@ def price(rule: TilingRule) -> PricedWays:
         for nth, (kind, stage) in enumerate(stages_of(rule, way)):
             uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
     token_bytes = rule.head_bytes * rule.num_kv_heads
+    card = rule.card
     costs = tile_costs.Costs(
-        np.array([kind.block_ns for kind in rule.kinds], np.int64),
-        np.array([kind.chain_ns for kind in rule.kinds], np.int64),
-        np.array([max(1, kind.programs // rule.num_kv_heads) for kind in rule.kinds], np.int64),
-        np.array([kind.together for kind in rule.kinds], np.int64),
-        np.array([kind.read_percent for kind in rule.kinds], np.int64),
-        rule.launch_ns, rule.bytes_per_us, token_bytes, rule.partial_bytes, rule.l2_bytes // token_bytes,
-        100 * rule.bytes_per_us // tile_costs.L2_BYTES_PER_US, rule.run,
-    )  # fmt: skip
-    return PricedWays(ways, np.array(list(stages), np.int64), uses, costs)
-
-
-def predict(rule: TilingRule, forest: Forest, batch: tuple, window: int) -> dict[Tiling, int]:
-    """Predicted ns of every candidate. batch: seq_lens, query_start_loc."""
-    ways, stages, uses, costs = rule.priced
-    entries = tiles.make_entries(forest, *batch)
-    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, window, rule.run)
-    return dict(zip(ways, tile_costs.ways_ns(loads, stages, uses, costs).tolist(), strict=True))
-
-
-def ways_within(rule: TilingRule, limits: TileLimits, forest: Forest, batch: tuple, window: int) -> list[Tiling]:
-    """The candidates that surely keep within limits, as the planner on the device knows it. batch: as of `predict`."""
-    ways, stages, uses, _ = rule.priced
-    entries = tiles.make_entries(forest, *batch)
-    most = np.array([limits.items, limits.runs, limits.slots], np.int64)
-    fit = tile_costs.ways_fit(forest, entries, stages, uses, most, window, rule.run)
-    return [way for way, fits in zip(ways, fit, strict=True) if fits]
+        tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
+        token_bytes=token_bytes,
+        partial_bytes=rule.partial_bytes,
+        run_tokens=rule.run,
+        l2_tokens=rule.l2_bytes // token_bytes,
+        l2_percent=100 * card.bytes_per_us // card.l2_bytes_per_us,
+        bytes_per_us=card.bytes_per_us,
+        launch_ns=card.launch_ns,
+        filled_ns=card.filled_ns,
+        arithmetic_percent=card.arithmetic_percent,
+        unhidden_part=card.unhidden_part,
+        idle_percent=card.idle_percent,
+    )
+    launches = {way: _launch_rows(rule, way) for way in ways}
+    return PricedWays(ways, np.array(list(stages), np.int64), uses, costs, launches)
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:
@@ -200,21 +252,15 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     )
 
 
-def tile_forest(
-    rule: TilingRule, tiling: Tiling, forest: Forest, batch: tuple[NDArray, NDArray, NDArray], window: int
-) -> TileList:
-    """The tile list of a tiling. batch: block_table, seq_lens, query_start_loc."""
-    table, seq_lens, starts = batch
-    entries = tiles.make_entries(forest, seq_lens, starts)
-    stages = stages_of(rule, tiling)
-    emitted = [tiles.emit_stage(forest, entries, table, stage, window, rule.run, rule.page_size) for _, stage in stages]
-    return _join(rule, emitted, [kind for kind, _ in stages], int(starts[-1]))
-
-
-def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[num_query_tokens] each query token's place in its sequence."""
-    row_of = np.repeat(np.arange(len(seq_lens)), np.diff(query_start_loc))
-    return (seq_lens[row_of] - query_start_loc[row_of + 1] + np.arange(len(row_of))).astype(np.int32)
+@njit
+def query_positions(seq_lens, query_start_loc):
+    """[num_query_tokens] int32: each query token's place in its sequence."""
+    positions = np.empty(query_start_loc[-1], np.int32)
+    for row in range(len(seq_lens)):
+        first, last = query_start_loc[row], query_start_loc[row + 1]
+        for query in range(first, last):
+            positions[query] = seq_lens[row] - last + query
+    return positions
 
 
 def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, NDArray], window: int) -> TileList:
@@ -222,41 +268,13 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     table, seq_lens, starts = batch
     positions = query_positions(seq_lens, starts)
     heights = [kind.entries(rule.group_size) for kind in rule.kinds]
-    kinds = np.searchsorted(heights, work.items[:, 4] - work.items[:, 3]).astype(np.int32)
+    kinds = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
     per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
     block_runs = np.array(per_kind, np.int32)[kinds]
     emitted = tiles.items_of_work(
         (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs
     )
-    return _list(rule, emitted, kinds, int(starts[-1]), merges_taller=False)
-
-
-def _join(rule: TilingRule, emitted: list[tiles.Items], kinds: list[int], num_queries: int) -> TileList:
-    bucket = np.repeat(np.array(kinds, np.int32), [len(part.items) for part in emitted])
-    if len(emitted) == 1:
-        return _list(rule, emitted[0], bucket, num_queries, merges_taller=True)
-    runs = np.cumsum([0] + [len(part.runs) for part in emitted])
-    queries = np.cumsum([0] + [len(part.queries) for part in emitted])
-    offsets = [np.array([r, r, r, q, q], np.int32) for r, q in zip(runs, queries, strict=True)]
-    joined = tiles.Items(
-        np.concatenate([part.items + offset for part, offset in zip(emitted, offsets, strict=False)]),
-        np.concatenate([part.runs for part in emitted]),
-        np.concatenate([part.queries for part in emitted]),
-        np.concatenate([part.uncut for part in emitted]),
-    )
-    return _list(rule, joined, bucket, num_queries, merges_taller=True)  # an item that is not cut has no other rest
-
-
-def _list(
-    rule: TilingRule, emitted: tiles.Items, bucket: NDArray[np.int32], num_queries: int, *, merges_taller: bool
-) -> TileList:
-    if any(kind.subtiles > 1 for kind in rule.kinds):
-        shapes = [
-            (kind.subtiles, kind.entries(rule.group_size) // kind.subtiles, kind.private_tokens // rule.run)
-            for kind in rule.kinds
-        ]
-        emitted = tiles.nest(emitted, bucket, np.array(shapes, np.int64))
-    items, runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots = tiles.finish(
-        emitted, bucket, len(rule.kinds), num_queries, rule.fuse_up_to
-    )
-    return TileList(items, runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots, merges_taller)
+    if rule.list_rule.is_nested:
+        emitted = tiles.nest(emitted, kinds, rule.list_rule.subtiles)
+    arrays: tiles.TileArrays = tiles.finish(emitted, kinds, len(rule.kinds), int(starts[-1]), rule.fuse_up_to)
+    return TileList(*arrays, merges_taller=False)

@@ -1,56 +1,84 @@
 """What row tiles cost: blocks and tokens of a stage, and the time of every way to tile a step, from sums and maxima.
 
-Nothing is simulated, so that a GPU finds the same integers in parallel (`kernels.device_choice`).
+Nothing is simulated, so a GPU finds the same integers in parallel. The planner on the device compiles this file's
+formulas with Triton: `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_runs` must stay arithmetic that
+both compilers know.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from trunkattn.compiled import njit
 from trunkattn.planner.row_tiles.layout import Stage, segments, share_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has
-# Of one round of low items that read memory: after this time each block takes a third longer than its chain, which was
-# measured where few were in flight. Fitted to the decodes of the 330 batches of benchmarks/hybrid.py on an H200: with
-# 0.5 to 0.7 items a slot they took 1.12 to 1.52 times what memory alone does
-FILLED_NS = 20_000
-# Of the time of a block when all items run, what arithmetic alone takes; the rest is memory, which few leave idle. With
-# 144 items of 264 slots, two of 132 multiprocessors' programs each, 32 rows took 1.43 µs a block, 1.85 with 264
-ALONE_PERCENT = 75
-# Of several rounds of items, the part of the lesser of arithmetic and memory that the other does not hide: rounds begin
-# and end at different times. Without it an H100, of less bandwidth, is indifferent between tilings of equal bytes: 17
-# calibrated batches change, 1 to 6 % faster there, and one on an H200, 1 % slower
-HIDDEN_PARTS = 16
-# Percent by which memory takes longer, times the share of slots that are idle. With it three ragged batches of 256 are
-# cut, 4 % faster on an H100, and 256 equal requests on 128 of 264 slots (1 %; an H200: 4)
-IDLE_PERCENT = 8
-# What the L2 cache of an H100 or H200 serves: 32 x (256 shared + 128) tokens of 32/32 heads, one by one, take 50 µs on
-# an H100, of which memory needs 23; packed by `relay` 40 (benchmarks/relay.py)
-L2_BYTES_PER_US = 6_000_000
 Int64Array = NDArray[np.int64]
 
 
-class Costs(NamedTuple):
-    """Of a device and an attention; int64, by tile kind. See `TilingRule`."""
+class CardTimes(NamedTuple):
+    """What is fitted to a card, in integers (`gpu.tuning.cards`).
 
-    block_ns: Int64Array  # [kinds, 2]
-    chain_ns: Int64Array  # [kinds, 2]
-    slots: Int64Array  # [kinds] items of one KV head that run at once
-    together: Int64Array  # [kinds] of all heads, those that run at once on a multiprocessor
-    read_percent: Int64Array  # [kinds] of the bandwidth that they reach
-    launch_ns: int
+    bytes_per_us: memory bandwidth.
+    launch_ns: what a launch adds that waits for another one.
+    l2_bytes_per_us: bandwidth of the L2 cache.
+    filled_ns: where one round of low items reads memory, each block takes a third longer than its chain after this
+        time. Before it the loads of few items do not fill the memory's queues.
+    arithmetic_percent: share of a block's time that its arithmetic takes when all CTAs run. The rest is memory's time,
+        which a few items do not need.
+    unhidden_part: of several rounds of items, one in so many parts of the lesser of arithmetic and memory is not
+        hidden by the other, because rounds begin and end at different times.
+    idle_percent: memory takes so many percent longer, times the share of slots that are idle.
+    """
+
     bytes_per_us: int
+    launch_ns: int
+    l2_bytes_per_us: int
+    filled_ns: int
+    arithmetic_percent: int
+    unhidden_part: int
+    idle_percent: int
+
+
+class TileTimes(NamedTuple):
+    """A tile, of one KV head.
+
+    full_ns, masked_ns: time of a block of keys that all rows see, and of another one, when all CTAs run.
+    full_chain_ns, masked_chain_ns: the same for one block after another in one CTA.
+    num_slots: items that run at once on the device.
+    ctas_per_sm: CTAs of all heads that run at once on an SM.
+    read_percent: share of the bandwidth that it reaches.
+    """
+
+    full_ns: int
+    masked_ns: int
+    full_chain_ns: int
+    masked_chain_ns: int
+    num_slots: int
+    ctas_per_sm: int
+    read_percent: int
+
+
+class Costs(NamedTuple):
+    """A card and an attention. The fields after `l2_percent` are those of `CardTimes`."""
+
+    tiles: Int64Array  # [kinds, fields of TileTimes]
     token_bytes: int  # keys and values of all heads
-    partial_bytes: int
-    l2_tokens: int  # that the L2 cache holds
-    l2_percent: int  # of the time of memory that it takes to serve as much
+    partial_bytes: int  # one partial state of all heads, written and read
     run_tokens: int
+    l2_tokens: int  # that the L2 cache holds
+    l2_percent: int  # of the time of memory that the L2 cache takes to serve as much
+    bytes_per_us: int
+    launch_ns: int
+    filled_ns: int
+    arithmetic_percent: int
+    unhidden_part: int
+    idle_percent: int
 
 
 class StageLoads(NamedTuple):
-    """Of a list of stages that are not cut."""
+    """Stages that are not cut."""
 
     blocks: Int64Array  # [tiles, 4] of all stages, one after the other; see `stage_blocks`
     indptr: Int64Array  # [stages + 1] into blocks
@@ -58,7 +86,91 @@ class StageLoads(NamedTuple):
     num_queries: int
 
 
-@njit(cache=True)
+class StageLoad(NamedTuple):
+    """Sums and maxima over the items of a stage that is cut, and the tokens that it reads."""
+
+    num_items: int
+    work_ns: int  # of all items
+    max_item_ns: int
+    max_chain_ns: int  # of an item's blocks one after another
+    num_partials: int
+    tokens: int  # that its tiles read
+    memory_tokens: int  # of these, those that leave memory
+
+
+@njit
+def tile_blocks(shared_runs, private_runs, stage):
+    """Blocks of a tile that all of it sees, and other blocks. private_runs: of the subtile that has the most."""
+    step = stage.block_runs
+    if stage.subtiles > 1:
+        step = stage.private_runs
+    left = shared_runs % stage.block_runs
+    return shared_runs // stage.block_runs, (private_runs + left + step - 1) // step
+
+
+@njit
+def item_ns(full_blocks, masked_blocks, num_parts, subtiles, full_ns, masked_ns):
+    """Time of each of the parts of a tile. A part holds the private runs of a few requests, mostly of one subtile, so
+    the subtiles of a tile that is cut do not share its masked blocks."""
+    is_cut = min(num_parts - 1, 1)
+    masked_blocks = masked_blocks * (1 + (subtiles - 1) * is_cut)
+    return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_parts, 1)
+
+
+@njit
+def memory_tokens(once, common, again, l2_tokens):
+    """Tokens that leave memory: those that some tile reads, and those read again that the L2 cache does not hold."""
+    return once + again * max(common - l2_tokens, 0) // max(common, 1)
+
+
+@njit
+def listed_runs(num_runs, num_items, stage):
+    """Most entries of the run list that a stage's items fill; the runs of a tile may all be dealt to one subtile."""
+    listed = num_runs
+    if stage.subtiles > 1:
+        listed = num_runs * stage.subtiles + num_items * stage.subtiles * stage.private_runs
+    return listed
+
+
+@njit
+def load_ns(load, tile, costs, is_flat, is_last):
+    """Predicted time of a launch: what its SMs, its longest item or its memory traffic take, whichever is most. The
+    launch itself and the partial states come on top.
+
+    Items that are left after whole rounds of the slots are too few to keep memory busy, and take as long as one item
+    does. So do the items of one round that is not full. is_flat: the tile has no subtiles; is_last: no other launch
+    reads the partial states.
+    """
+    items, slots = load.num_items, tile.num_slots
+    tokens = max(load.tokens, 1)
+    read_tokens = max(load.memory_tokens, tokens * costs.l2_percent // 100)
+    percent = 100 + costs.idle_percent * max(slots - items, 0) // slots
+    bytes_ns = read_tokens * costs.token_bytes * 1000 // costs.bytes_per_us * percent // tile.read_percent
+    if items <= slots:  # each item runs the faster for it, but not those that meet on an SM
+        meeting = (items * tile.ctas_per_sm + slots - 1) // slots
+        alone_ns = load.max_item_ns * meeting * costs.arithmetic_percent // (100 * tile.ctas_per_sm)
+        busy_ns = max(load.max_item_ns * items // slots, alone_ns)
+        if is_flat:
+            waiting_ns = max(load.max_chain_ns - costs.filled_ns, 0)
+            waiting_ns = waiting_ns * min(load.memory_tokens, tokens) // (3 * tokens)
+            bytes_ns = max(bytes_ns, load.max_chain_ns + waiting_ns)
+    else:
+        mean_ns = load.work_ns // items
+        rounds_ns = (items + slots - 1) // slots * mean_ns
+        busy_ns = max(load.work_ns // slots + load.max_item_ns - mean_ns, rounds_ns)
+    left = items % slots
+    if left > 0:
+        bytes_ns = bytes_ns * (items - left) // items + max(bytes_ns * left // items, load.max_chain_ns)
+    arithmetic_ns = max(busy_ns, load.max_chain_ns)
+    total_ns = max(arithmetic_ns, bytes_ns) + costs.launch_ns
+    if items > slots:
+        total_ns += min(arithmetic_ns, bytes_ns) // costs.unhidden_part
+    if is_last and load.num_partials > 0:
+        total_ns += costs.launch_ns
+    return total_ns + load.num_partials * costs.partial_bytes * 1000 // costs.bytes_per_us
+
+
+@njit
 def stage_blocks(forest, entries, stage, window, run):
     """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; runs; entries."""
     indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
@@ -76,15 +188,13 @@ def stage_blocks(forest, entries, stage, window, run):
             else:
                 for subtile in range((low - first) // height, (high - 1 - first) // height + 1):
                     private[subtile] += num_runs[i]
-        blocks[tile, 0] = whole // stage.block_runs
-        left, step = whole % stage.block_runs, stage.block_runs if stage.subtiles == 1 else stage.private_runs
-        blocks[tile, 1] = (private.max() + left + step - 1) // step
+        blocks[tile, 0], blocks[tile, 1] = tile_blocks(whole, private.max(), stage)
         blocks[tile, 2] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
         blocks[tile, 3] = last - first
     return blocks[blocks[:, 2] > 0]
 
 
-@njit(cache=True)
+@njit
 def shared_tokens(forest, entries, least):
     """Of each entry: tokens that it has in common with the one before it; tokens in nodes of at least `least` entries.
 
@@ -102,7 +212,7 @@ def shared_tokens(forest, entries, least):
     return shared, tall
 
 
-@njit(cache=True)
+@njit
 def stage_tokens(position, shared, tall, stage, window):
     """Tokens that leave memory: each once; those that two tiles share; and how many tokens the later tiles read again.
 
@@ -127,7 +237,7 @@ def stage_tokens(position, shared, tall, stage, window):
     return once, common, again
 
 
-@njit(cache=True)
+@njit
 def stage_loads(forest, entries, stages, l2_tokens, window, run):
     """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
     most = np.int64(0)
@@ -144,58 +254,44 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
         blocks[indptr[i] : indptr[i + 1]] = found
         shared, tall = shared_tokens(forest, entries, least if least > 1 else below)
         once, common, again = stage_tokens(entries.position, shared, tall, stage, window)
-        memory[i] = once + again * max(0, common - l2_tokens) // max(1, common)  # the L2 cache keeps the others
+        memory[i] = memory_tokens(once, common, again, l2_tokens)
     return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
 
 
-@njit(cache=True)
-def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
-    """A stage takes what its slots, its longest item or its memory take; launches and partial states come on top.
+@njit
+def tile_times(costs, kind):
+    """The row of a tile kind."""
+    full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[kind]
+    return TileTimes(full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent)
 
-    Items that are left after whole rounds of the slots are too few to keep memory busy, and take as long as one does;
-    so do those of one round that is not full.
-    """
+
+@njit
+def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
+    """Predicted time of a stage. blocks: as of `stage_blocks`; memory: tokens that leave memory; num_queries: that
+    leave partial states unless the stage is the last."""
+    tile = tile_times(costs, kind)
     total = blocks[:, 2].sum()
     share = share_of(total, stage.num_parts, stage.block_runs)
-    items, work, dearest, longest, partials = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for tile in range(len(blocks)):
-        step = step_of(blocks[tile, 2], share, stage.block_runs)
-        parts = (blocks[tile, 2] + step - 1) // step
-        # a part of a tile holds the private runs of few requests, mostly of one subtile
-        masked = blocks[tile, 1] * (stage.subtiles if parts > 1 else 1)
-        cost = (blocks[tile, 0] * costs.block_ns[kind, 0] + masked * costs.block_ns[kind, 1]) // parts
-        chain = (blocks[tile, 0] * costs.chain_ns[kind, 0] + masked * costs.chain_ns[kind, 1]) // parts
+    items, work, partials = np.int64(0), np.int64(0), np.int64(0)
+    max_item, max_chain = np.int64(0), np.int64(0)
+    for i in range(len(blocks)):
+        full, masked, runs, entries = blocks[i]
+        parts = np.int64(1)
+        if stage.num_parts > 0:
+            step = step_of(runs, share, stage.block_runs)
+            parts = (runs + step - 1) // step
+        cost = item_ns(full, masked, parts, stage.subtiles, tile.full_ns, tile.masked_ns)
+        chain = item_ns(full, masked, parts, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
         items, work = items + parts, work + cost * parts
-        dearest, longest = max(dearest, cost), max(longest, chain)
-        partials += parts * blocks[tile, 3] if parts > 1 else 0
-    slots = costs.slots[kind]
-    if items <= slots:  # each runs the faster for it, but not those that meet on a multiprocessor
-        together = costs.together[kind]
-        most = (items * together + slots - 1) // slots
-        busy = max(dearest * items // slots, dearest * most * ALONE_PERCENT // (100 * together))
-    else:
-        mean = work // items
-        busy = max(work // slots + dearest - mean, (items + slots - 1) // slots * mean)
-    percent = 100 + IDLE_PERCENT * max(0, slots - items) // slots
-    tokens = max(1, total * costs.run_tokens)
-    read = max(memory, tokens * costs.l2_percent // 100)
-    bytes_ns = read * costs.token_bytes * 1000 // costs.bytes_per_us * percent // costs.read_percent[kind]
-    if items <= slots and stage.subtiles == 1:
-        slower = max(0, longest - FILLED_NS) * min(memory, tokens) // (3 * tokens)
-        bytes_ns = max(bytes_ns, longest + slower)
-    left = items % slots
-    if left:
-        bytes_ns = bytes_ns * (items - left) // items + max(bytes_ns * left // items, longest)
+        max_item, max_chain = max(max_item, cost), max(max_chain, chain)
+        partials += parts * entries if parts > 1 else 0
     if not last:
-        partials = num_queries
-    launches = 2 if last and partials else 1
-    states_ns = partials * costs.partial_bytes * 1000 // costs.bytes_per_us
-    alone = max(busy, longest)
-    seen = min(alone, bytes_ns) // HIDDEN_PARTS if items > slots else 0
-    return max(alone, bytes_ns) + seen + launches * costs.launch_ns + states_ns
+        partials = np.int64(num_queries)
+    load = StageLoad(items, work, max_item, max_chain, partials, total * costs.run_tokens, np.int64(memory))
+    return load_ns(load, tile, costs, stage.subtiles == 1, last)
 
 
-@njit(cache=True)
+@njit
 def ways_ns(loads, stages, uses, costs):
     """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
     times = np.zeros(len(uses), np.int64)
@@ -212,34 +308,28 @@ def ways_ns(loads, stages, uses, costs):
     return times
 
 
-@njit(cache=True)
-def ways_fit(forest, entries, stages, uses, limits, window, run):
+@njit
+def ways_fit(loads, stages, uses, limits):
     """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
     half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""
-    runs_of = np.zeros((len(stages), len(entries.query)), np.int64)
-    for i in range(len(stages)):
-        height, least, below, block_runs, parts, subtiles, private = stages[i]
-        stage = Stage(height, least, below, block_runs, parts, subtiles, private)
-        indptr, _, num_runs = segments(forest, entries, stage, window, run)
-        for tile in range(len(indptr) - 1):
-            runs_of[i, tile] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
     fit = np.ones(len(uses), np.bool_)
     for way in range(len(uses)):
         pair = uses[way, 1, 0] >= 0
         for nth in range(1 + pair):
             which, _, num_parts = uses[way, nth]
-            height, _, _, block_runs, _, subtiles, private = stages[which]
-            total = runs_of[which].sum()
+            height, least, below, block_runs, _, subtiles, private = stages[which]
+            stage = Stage(height, least, below, block_runs, num_parts, subtiles, private)
+            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
+            total = blocks[:, 2].sum()
             share = share_of(total, num_parts, block_runs)
             items, pieces = np.int64(0), np.int64(0)
-            for tile in range((len(entries.query) + height - 1) // height):
-                size = runs_of[which, tile]
-                step = step_of(size, share, block_runs)
-                count = (size + step - 1) // step
+            for tile in range(len(blocks)):
+                step = step_of(blocks[tile, 2], share, block_runs)
+                count = (blocks[tile, 2] + step - 1) // step
                 items += count
                 if count > 1 or pair:
-                    pieces += count * min(height, len(entries.query) - tile * height)
-            listed = total if subtiles == 1 else total * subtiles + items * subtiles * private
+                    pieces += count * blocks[tile, 3]
+            listed = listed_runs(total, items, stage)
             most = limits // (1 + pair)
             fit[way] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
     return fit

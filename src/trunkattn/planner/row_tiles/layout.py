@@ -2,17 +2,33 @@
 
 Queries stand in depth-first order, so neighbours share most of their path. A tile of neighbours reads the trunk for all
 its rows and each private suffix for one request's rows (a block-diagonal mask), and needs no partial states. Tiles that
-run side by side find the trunk in the L2 cache, so it leaves memory once. Two heights may share the work: tall tiles
-for nodes with many queries, low ones for the rest, which merge the partials of the tall ones (RelayAttention §3.3).
+run at the same time find the trunk in the L2 cache, so it leaves memory once. Two heights may share the work: tall
+tiles for nodes with many queries, low ones for the rest, which merge the partials of the tall ones (RelayAttention
+§3.3).
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
+from trunkattn.compiled import njit
+from trunkattn.planner.work_list import (
+    DIRECT,
+    ITEM_COLUMNS,
+    KV_END,
+    KV_ROW,
+    KV_START,
+    QUERY_END,
+    QUERY_START,
+    RUN_END,
+    RUN_FULL,
+    RUN_START,
+    SEGMENT_COLUMNS,
+    SEGMENT_PLACE,
+    SEGMENT_POSITION,
+    SEGMENT_QUERIES,
+)
 
 Int32Array = NDArray[np.int32]
 
@@ -38,10 +54,27 @@ class Stage(NamedTuple):
     private_runs: int = 1  # of a subtile's block
 
 
+class Spans(NamedTuple):
+    """The nodes that each tile of a stage reads, by tile and then by node."""
+
+    indptr: Int32Array  # [tiles + 1] into the others
+    nodes: Int32Array
+    num_runs: Int32Array
+
+
+class Outline(NamedTuple):
+    """The items of a stage without their runs, in the order of the entries."""
+
+    spans: Spans
+    items: Int32Array  # as in TileList
+    first_entry: NDArray[np.int64]  # of an item
+    uncut: NDArray[np.bool_]  # see Items
+
+
 class Items(NamedTuple):
     """What a stage emits, in the order of the entries; items as in TileList.
 
-    uncut: the item is a whole tile. Parts of a tile run side by side, so none of them can merge the others.
+    uncut: the item is a whole tile. The parts of a tile run at the same time, so none of them can merge the others.
     """
 
     items: Int32Array
@@ -50,7 +83,29 @@ class Items(NamedTuple):
     uncut: NDArray[np.bool_]
 
 
-@njit(cache=True)
+class Subtiles(NamedTuple):
+    """How the rows of a tile are divided; see `nest`."""
+
+    number: int
+    height: int  # entries of one
+    block_runs: int  # runs of a block of one
+
+
+class TileArrays(NamedTuple):
+    """The arrays of a TileList, in its order."""
+
+    items: Int32Array
+    runs: Int32Array
+    queries: Int32Array
+    slots: Int32Array
+    parts: Int32Array
+    counts: Int32Array
+    merge_queries: Int32Array
+    merge_ranges: Int32Array
+    num_slots: int
+
+
+@njit
 def make_entries(forest, seq_lens, query_start_loc):
     """Entries of all rows, depth first."""
     num_rows = len(forest.order)
@@ -68,7 +123,7 @@ def make_entries(forest, seq_lens, query_start_loc):
     return Entries(query, position, first[forest.row_start], first[forest.row_end])
 
 
-@njit(cache=True)
+@njit(cached=False)
 def visible(forest, entries, node, low, high, window):
     """Tokens [start, end) of a node that entries [low, high) see; lowest and highest position."""
     lowest, highest = entries.position[low], entries.position[low]
@@ -79,9 +134,9 @@ def visible(forest, entries, node, low, high, window):
     return start, end, lowest, highest
 
 
-@njit(cache=True)
+@njit
 def segments(forest, entries, stage, window, run):
-    """(tile, node, runs) of a stage, by tile and then by node; indptr of the tiles."""
+    """The spans of a stage."""
     height = stage.height
     num_tiles = (len(entries.query) + height - 1) // height
     indptr = np.zeros(num_tiles + 1, np.int32)
@@ -99,37 +154,33 @@ def segments(forest, entries, stage, window, run):
         size = entries.node_end[node] - entries.node_start[node]
         if stage.least <= size < stage.below and forest.token_end[node] > forest.token_start[node]:
             for tile in range(entries.node_start[node] // height, (entries.node_end[node] - 1) // height + 1):
-                low, high = (
-                    max(entries.node_start[node], tile * height),
-                    min(entries.node_end[node], (tile + 1) * height),
-                )
+                low = max(entries.node_start[node], tile * height)
+                high = min(entries.node_end[node], (tile + 1) * height)
                 start, end, _, _ = visible(forest, entries, node, low, high, window)
                 nodes[fill[tile]] = node
                 num_runs[fill[tile]] = max(0, (end + run - 1) // run - start // run)
                 fill[tile] += 1
-    return indptr, nodes, num_runs
+    return Spans(indptr, nodes, num_runs)
 
 
-@njit(cache=True)
-def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size, runs, whole):
-    """Runs of one tile's segments; whole[i]: a full run that all of its queries see."""
-    nodes, num_runs = span
+@njit(cached=False)
+def _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_size, runs):
+    """Writes the runs of a tile, rows counted from the tile's first. Returns how many there are."""
     at = 0
-    for i in range(len(nodes)):
-        node = nodes[i]
+    for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
+        node = spans.nodes[i]
         low = max(entries.node_start[node], tile * stage.height)
         high = min(entries.node_end[node], (tile + 1) * stage.height)
-        start, end, lowest, highest = visible(forest, entries, node, low, high, window)
+        start, end, _, _ = visible(forest, entries, node, low, high, window)
         row = forest.order[forest.row_start[node]]
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
         token = start
         column, offset = token // page_size, token % page_size  # counted on: divisions would take most of the time
-        for _ in range(num_runs[i]):
+        for _ in range(spans.num_runs[i]):
             count = min(token - (token & (run - 1)) + run, end) - token  # a window may start inside a run
-            runs[at, 0] = table[row, column] * page_size + offset
-            runs[at, 1] = rows | count << 16
-            runs[at, 2] = token
-            whole[at] = count == run and token + run - 1 <= lowest and token > highest - window
+            runs[at, SEGMENT_PLACE] = table[row, column] * page_size + offset
+            runs[at, SEGMENT_QUERIES] = rows | count << 16
+            runs[at, SEGMENT_POSITION] = token
             at += 1
             token += count
             offset += count
@@ -138,86 +189,146 @@ def _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size
     return at
 
 
-@njit(cache=True)
+@njit
 def share_of(total, num_parts, block_runs):
-    """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not."""
-    if num_parts == 0:
-        return total + 1
-    return max(np.int64(block_runs), (total + num_parts - 1) // num_parts)
+    """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not.
+
+    The planner on the device compiles this function and `step_of`, too.
+    """
+    share = total + 1
+    if num_parts > 0:
+        share = max(block_runs, (total + num_parts - 1) // num_parts)
+    return share
 
 
-@njit(cache=True)
+@njit
 def step_of(size, share, block_runs):
     """Runs of each item of a tile, but the last: whole blocks."""
     parts = max(1, (size + share // 2) // share)
     return max(1, ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs)
 
 
-@njit(cache=True)
-def emit_stage(forest, entries, table, stage, window, run, page_size):
+@njit(cached=False)
+def _span_rows(forest, entries, stage, spans, window, run):
+    """[spans, 4] entries [low, high) of a span, and which of its runs are full and seen whole by all of them: [first,
+    last)."""
+    found = np.empty((len(spans.nodes), 4), np.int64)
+    for tile in range(len(spans.indptr) - 1):
+        for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
+            node = spans.nodes[i]
+            low = max(np.int64(entries.node_start[node]), tile * stage.height)
+            high = min(np.int64(entries.node_end[node]), (tile + 1) * stage.height)
+            start, end, lowest, highest = visible(forest, entries, node, low, high, window)
+            first = max(
+                min(1, start % run), (highest - window) // run + 1 - start // run
+            )  # a window may start in a run
+            found[i, 0], found[i, 1] = low, high
+            found[i, 2], found[i, 3] = first, min(end, lowest + 1) // run - start // run
+    return found
+
+
+@njit(cached=False)
+def outline_stage(forest, entries, stage, window, run):
     """The items of a stage, tiles cut into parts of whole blocks."""
-    indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
+    spans = segments(forest, entries, stage, window, run)
+    rows = _span_rows(forest, entries, stage, spans, window, run)
+    indptr, num_runs = spans.indptr, spans.num_runs
     num_tiles = len(indptr) - 1
-    total = np.int64(num_runs.sum())
-    share = share_of(total, stage.num_parts, stage.block_runs)
-    runs = np.empty((total, 3), np.int32)
-    whole = np.empty(total, np.bool_)
+    share = share_of(np.int64(num_runs.sum()), stage.num_parts, stage.block_runs)
     most = np.int64(0)
     for tile in range(num_tiles):
         size = num_runs[indptr[tile] : indptr[tile + 1]].sum()
         most += max(1, (size + share // 2) // share) + 1
     items = np.empty((most, ITEM_COLUMNS), np.int32)
-    queries = np.empty(most * stage.height, np.int32)
+    first_entry = np.empty(most, np.int64)
     uncut = np.empty(most, np.bool_)
-    count, filled, at = 0, 0, 0
+    count, filled, at = 0, np.int64(0), np.int64(0)
     for tile in range(num_tiles):
-        span = (nodes[indptr[tile] : indptr[tile + 1]], num_runs[indptr[tile] : indptr[tile + 1]])
-        size = _fill_tile(forest, entries, table, tile, stage, span, window, run, page_size, runs[at:], whole[at:])
+        size = np.int64(num_runs[indptr[tile] : indptr[tile + 1]].sum())
         step = step_of(size, share, stage.block_runs)
-        for begin in range(at, at + size, step):
-            end = min(begin + step, at + size)
-            low, high, full = _narrow(runs, whole, begin, end)
-            for i in range(tile * stage.height + low, tile * stage.height + high):
-                queries[filled + i - tile * stage.height - low] = entries.query[i]
-            items[count, RUN_START], items[count, RUN_END] = begin, end
-            items[count, RUN_FULL] = begin + full // stage.block_runs * stage.block_runs
+        first_span, passed = np.int64(indptr[tile]), np.int64(0)  # of an item; runs of the tile before that span
+        for begin in range(0, size, step):
+            end = min(begin + step, size)
+            while passed + num_runs[first_span] <= begin:
+                passed += num_runs[first_span]
+                first_span += 1
+            low, high = (tile + 1) * stage.height, tile * stage.height
+            span, before = first_span, passed
+            while before < end:  # the rows that some run concerns
+                if num_runs[span] > 0:
+                    low, high = min(low, rows[span, 0]), max(high, rows[span, 1])
+                before += num_runs[span]
+                span += 1
+            full, is_full = np.int64(0), True
+            span, before = first_span, passed
+            while before < end and is_full:  # leading runs that are full and concern all of these
+                first, last = max(begin - before, 0), min(end - before, np.int64(num_runs[span]))
+                if last > first:
+                    is_full = rows[span, 0] == low and rows[span, 1] == high and first >= rows[span, 2]
+                    if is_full:
+                        whole = max(0, min(last, rows[span, 3]) - first)
+                        full += whole
+                        is_full = whole == last - first
+                before += num_runs[span]
+                span += 1
+            items[count, RUN_START], items[count, RUN_END] = at + begin, at + end
+            items[count, RUN_FULL] = at + begin + full // stage.block_runs * stage.block_runs
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
+            first_entry[count], uncut[count] = low, step >= size
             filled += high - low
-            uncut[count] = step >= size
             count += 1
         at += size
-    return Items(items[:count].copy(), runs, queries[:filled].copy(), uncut[:count].copy())
+    return Outline(spans, items[:count].copy(), first_entry[:count].copy(), uncut[:count].copy())
 
 
-@njit(cache=True)
-def _narrow(runs, whole, begin, end):
-    """Leaves out queries that no run of an item concerns. Returns first and end query, and leading full runs."""
-    low, high = 255, 0
-    for i in range(begin, end):
-        low, high = min(low, runs[i, 1] & 255), max(high, runs[i, 1] >> 8 & 255)
-    if low > 0:
-        for i in range(begin, end):
-            runs[i, 1] -= low | low << 8
-    full = 0
-    for i in range(begin, end):
-        if not whole[i] or (runs[i, 1] & 0xFFFF) != (high - low) << 8:
-            break
-        full += 1
-    return low, high, full
+@njit
+def emit_stage(forest, entries, table, stage, window, run, page_size):
+    """The items of a stage with their runs and queries."""
+    spans, items, first_entry, uncut = outline_stage(forest, entries, stage, window, run)
+    runs = np.empty((np.int64(spans.num_runs.sum()), SEGMENT_COLUMNS), np.int32)
+    at = 0
+    for tile in range(len(spans.indptr) - 1):
+        at += _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_size, runs[at:])
+    queries = np.empty(items[-1, QUERY_END] if len(items) else 0, np.int32)
+    for item in range(len(items)):
+        begin = items[item, QUERY_START]
+        for i in range(begin, items[item, QUERY_END]):
+            queries[i] = entries.query[first_entry[item] + i - begin]
+        low = np.int32(first_entry[item] % stage.height)
+        if low > 0:  # rows are counted from the item's first query
+            for i in range(items[item, RUN_START], items[item, RUN_END]):
+                runs[i, SEGMENT_QUERIES] -= low | low << 8
+    return Items(items, runs, queries, uncut)
 
 
-@njit(cache=True)
+@njit(cached=False)
+def heaviest_first(outline, num_entries):
+    """The items of a stage of which nothing merges, in the order of `finish`, and the number of partial slots."""
+    items, pieces = outline.items, np.zeros(num_entries, np.int64)
+    lengths = np.empty(len(items), np.int64)
+    for item in range(len(items)):
+        lengths[item] = items[item, RUN_END] - items[item, RUN_START]
+        first = outline.first_entry[item]
+        for entry in range(first, first + items[item, QUERY_END] - items[item, QUERY_START]):
+            pieces[entry] += 1
+    num_slots = np.int64(0)
+    for entry in range(num_entries):
+        num_slots += pieces[entry] if pieces[entry] > 1 else 0
+    return items[np.argsort(-lengths, kind="mergesort")], num_slots
+
+
+@njit
 def items_of_work(work, table, positions, window, run, page_size, block_runs):
     """A WorkList's items as runs: each reads one range of tokens for all its queries. work: items, queries."""
     source, queries = work
     total = np.int64(0)
     for i in range(len(source)):
-        total += (source[i, 2] + run - 1) // run - source[i, 1] // run
+        total += (source[i, KV_END] + run - 1) // run - source[i, KV_START] // run
     items = source.copy()
-    runs = np.empty((total, 3), np.int32)
+    runs = np.empty((total, SEGMENT_COLUMNS), np.int32)
     at = 0
     for i in range(len(source)):
-        row, start, end = source[i, 0], source[i, 1], source[i, 2]
+        row, start, end = source[i, KV_ROW], source[i, KV_START], source[i, KV_END]
         count = source[i, QUERY_END] - source[i, QUERY_START]
         lowest, highest = positions[queries[source[i, QUERY_START]]], np.int32(0)
         for j in range(source[i, QUERY_START], source[i, QUERY_END]):
@@ -227,9 +338,9 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
         token = start
         while token < end:
             tokens = min((token // run + 1) * run, end) - token  # a window may start inside a run
-            runs[at, 0] = table[row, token // page_size] * page_size + token % page_size
-            runs[at, 1] = count << 8 | tokens << 16
-            runs[at, 2] = token
+            runs[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
+            runs[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
+            runs[at, SEGMENT_POSITION] = token
             leading = leading and tokens == run and token + run - 1 <= lowest and token > highest - window
             full += leading
             at += 1
@@ -239,58 +350,59 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
     return Items(items, runs, queries, np.ones(len(items), np.bool_))
 
 
-@njit(cache=True)
-def nest(emitted, kind_of_item, shapes):
-    """Deals the runs of an item that are not full to its subtiles, which read them side by side.
+@njit
+def nest(emitted, kind_of_item, subtiles):
+    """Deals the runs of an item that are not full to its subtiles, which read them at the same time.
 
-    shapes [kinds, 3]: subtiles of a tile, entries and runs of a block of one. A run goes to every subtile that has
-    queries of it; the list holds a block for each subtile in turn, short ones filled up with runs of no token.
+    subtiles [kinds, fields of Subtiles]. A run goes to every subtile that has queries of it. The list holds a block
+    for each subtile in turn; short blocks are filled up with runs of no token.
     """
     items, runs, queries, uncut = emitted
     items = items.copy()
-    lengths = np.zeros(shapes[:, 0].max(), np.int64)
+    lengths = np.zeros(subtiles[:, 0].max(), np.int64)
     ends = np.zeros(len(items) + 1, np.int64)
     for item in range(len(items)):
-        subtiles, height, block = shapes[kind_of_item[item]]
+        count, height, block = subtiles[kind_of_item[item]]
         size = items[item, RUN_END] - items[item, RUN_FULL]
-        if subtiles > 1:
+        if count > 1:
             _count(runs, items[item], height, lengths)
-            size = (lengths.max() + block - 1) // block * block * subtiles
+            size = (lengths.max() + block - 1) // block * block * count
         ends[item + 1] = ends[item] + items[item, RUN_FULL] - items[item, RUN_START] + size
-    nested = np.zeros((ends[-1], 3), np.int32)
+    nested = np.zeros((ends[-1], SEGMENT_COLUMNS), np.int32)
     for item in range(len(items)):
-        subtiles, height, block = shapes[kind_of_item[item]]
+        count, height, block = subtiles[kind_of_item[item]]
         start, full, end = items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END]
         at = ends[item] + full - start
         nested[ends[item] : at] = runs[start:full]
-        if subtiles == 1:
+        if count == 1:
             nested[at : ends[item + 1]] = runs[full:end]
         else:
             lengths[:] = 0
             for i in range(full, end):
-                low, high = runs[i, 1] & 255, runs[i, 1] >> 8 & 255
+                low, high = runs[i, SEGMENT_QUERIES] & 255, runs[i, SEGMENT_QUERIES] >> 8 & 255
                 for subtile in range(low // height, (high - 1) // height + 1):
                     nth = lengths[subtile]
-                    nested[at + (nth // block * subtiles + subtile) * block + nth % block] = runs[i]
+                    nested[at + (nth // block * count + subtile) * block + nth % block] = runs[i]
                     lengths[subtile] += 1
         items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END] = ends[item], at, ends[item + 1]
     return Items(items, nested, queries, uncut)
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _count(runs, item, height, lengths):
     """Runs of an item that are not full, by subtile."""
     lengths[:] = 0
     for i in range(item[RUN_FULL], item[RUN_END]):
-        for subtile in range((runs[i, 1] & 255) // height, ((runs[i, 1] >> 8 & 255) - 1) // height + 1):
+        low, high = runs[i, SEGMENT_QUERIES] & 255, runs[i, SEGMENT_QUERIES] >> 8 & 255
+        for subtile in range(low // height, (high - 1) // height + 1):
             lengths[subtile] += 1
 
 
-@njit(cache=True)
+@njit
 def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     """Partial slots, merges, and items in the order of their buckets, heaviest first.
 
-    `bucket` [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last piece of all its
+    bucket [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last piece of all its
     queries merges the others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
     """
     items, runs, queries, uncut = emitted
@@ -336,10 +448,10 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
             at += 1
     order = np.argsort(weight, kind="mergesort")
     num_slots = int(pieces[pieces > 1].sum())
-    return items[order], runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots
+    return TileArrays(items[order], runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots)
 
 
-@njit(cache=True)
+@njit(cached=False)
 def _slots(queries, pieces):
     """Consecutive slots for the pieces of a query, in the order in which they were emitted."""
     first = np.zeros(len(pieces), np.int32)
@@ -354,3 +466,18 @@ def _slots(queries, pieces):
             slots[i] = following[queries[i]]
             following[queries[i]] += 1
     return slots, first
+
+
+@njit(cached=False)
+def join_stages(tall, low):
+    """The items of two stages in one list."""
+    items = np.concatenate((tall.items, low.items))
+    num_runs, num_queries = np.int32(len(tall.runs)), np.int32(len(tall.queries))
+    for item in range(len(tall.items), len(items)):
+        for column in (RUN_START, RUN_FULL, RUN_END):
+            items[item, column] += num_runs
+        for column in (QUERY_START, QUERY_END):
+            items[item, column] += num_queries
+    runs = np.concatenate((tall.runs, low.runs))
+    queries = np.concatenate((tall.queries, low.queries))
+    return Items(items, runs, queries, np.concatenate((tall.uncut, low.uncut)))

@@ -1,20 +1,23 @@
-"""How many items of a tile list to compute beside the prompt chunks of a step (POD-Attention §4), by predicted time."""
+"""How many items of a tile list are co-scheduled with the prompt chunks of a step (POD-Attention §4)."""
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numpy.typing import NDArray
 
-from trunkattn.planner.row_tiles import cost as tile_costs
+from trunkattn.compiled import njit
+from trunkattn.planner.row_tiles.cost import stage_ns
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
 
 
-class BesideTimes(NamedTuple):
-    """Of the kernel that computes chunks and decodes at once, in integers.
+class OverlapCosts(NamedTuple):
+    """The kernel that computes prompt chunks and decodes at once, in integers.
 
     chunk_percent, decode_percent: speed of each while both run, of its speed there alone, with tiles of up to
-    `narrow_rows` rows, and wider. block_ns: of a block of `block_runs` runs; item_ns: of an item besides; a
-    multiprocessor computes one at a time. fixed_ns: of the launch.
+        `narrow_rows` rows, and of more.
+    block_ns: time of a block of `block_runs` runs. An SM computes one item at a time.
+    item_ns: time of an item besides its blocks.
+    fixed_ns: time of the launch.
     """
 
     chunk_percent: tuple[int, int]
@@ -26,63 +29,130 @@ class BesideTimes(NamedTuple):
     fixed_ns: int
     group_size: int
     num_kv_heads: int
-    processors: int
+    num_sms: int
 
 
-@njit(cache=True)
-def choose_beside(items, chunks_ns, times, stage, kind, costs):
-    """(number, ns) of the first items, which merge nothing: all, or as many as fit whole rounds of the multiprocessors
-    that end with the chunks, or one round more; and predicted time of all items and the chunks.
+class ChunkTimes(NamedTuple):
+    """Of the prompt chunks of a step.
 
-    chunks_ns: of the chunks alone, and of reading their keys and values, for which decodes wait; stage, kind, costs: of
-    `tile_costs.stage_ns`, for what a launch of its own computes.
+    alone_ns: predicted time without any decodes.
+    reads_ns: time in which memory gives the chunks' keys and values; decodes wait for it.
     """
-    number, (chunk_ns, reads_ns) = len(items), chunks_ns
-    blocks, until, wide = np.empty((number, 3), np.int64), np.empty(number, np.int64), np.empty(number, np.int64)
-    _until_ns(items, times, blocks, until, wide)
-    until += reads_ns
-    both_ns = chunk_ns * 100 // times.chunk_percent[wide[-1]]  # of the chunks, beside decodes all the time
-    most = np.searchsorted(until, both_ns * times.decode_percent[wide[-1]] // 100, side="right")
-    rounds = most * times.num_kv_heads // times.processors
-    best, least = 0, np.int64(0)
-    for way in range(3):
-        count = number if way == 0 else (rounds + way - 1) * times.processors // times.num_kv_heads
-        if 0 < count <= number:
-            total = _together_ns(chunk_ns, until[count - 1], times, wide[count - 1])
-            if count < number:
-                left = blocks[count:]
-                memory = left[:, 2].sum() * costs.run_tokens
-                total += tile_costs.stage_ns(left, memory, 0, stage, kind, True, costs)
-            if best == 0 or total < least:
-                best, least = count, total
-    return best, least
+
+    alone_ns: int
+    reads_ns: int
 
 
-@njit(cache=True)
-def _until_ns(items, times, blocks, until, wide):
-    """Fills blocks: those that all rows of an item see, others, and runs; until: ns until the kernel, without chunks,
-    has computed an item and those before it, which is their share of every multiprocessor, or as many of the longest as
-    some have; wide: 1 if one of them has more rows than the narrow tile."""
-    total, latest, most = np.int64(0), np.int64(0), 0
-    for item in range(len(items)):
+class ChunkWork(NamedTuple):
+    """What the prompt chunks of a step are, all heads alike.
+
+    pairs: of a query token and a token that it sees, on average over a request.
+    kv_tokens: that some query token sees.
+    max_item_pairs: of the largest work item of chunks that are not cut.
+    num_items: such work items.
+    """
+
+    pairs: int
+    kv_tokens: int
+    max_item_pairs: int
+    num_items: int
+
+
+class Overlapped(NamedTuple):
+    """The first `items` of a tile list are co-scheduled with the chunks. total_ns: predicted time of the whole step."""
+
+    items: int
+    total_ns: int
+
+
+class _Profile(NamedTuple):
+    """Of each item of a tile list, and of those before it.
+
+    blocks: [items, 4] as of `cost.stage_blocks`: blocks that all rows of the item see, other blocks, runs, queries.
+    until_ns: time until the kernel has computed them without chunks.
+    is_wide: 1 if one of them has more rows than the narrow tile.
+    """
+
+    blocks: NDArray[np.int64]
+    until_ns: NDArray[np.int64]
+    is_wide: NDArray[np.int64]
+
+
+@njit
+def chunk_work(seq_lens, query_start_loc, window, queries_per_item):
+    """The work of prompt chunks that share nothing."""
+    pairs, kv_tokens, max_item_pairs, num_items = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for row in range(len(seq_lens)):
+        length = np.int64(seq_lens[row])
+        queries = np.int64(query_start_loc[row + 1] - query_start_loc[row])
+        longest = min(queries, queries_per_item)
+        pairs += min(length - queries // 2, window) * queries
+        kv_tokens += min(length, window + queries)
+        max_item_pairs = max(max_item_pairs, min(length, window + longest) * longest)
+        num_items += (queries + queries_per_item - 1) // queries_per_item
+    return ChunkWork(pairs, kv_tokens, max_item_pairs, num_items)
+
+
+@njit
+def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
+    """How many of the first items, which merge nothing, to co-schedule with the chunks.
+
+    The candidates are: all items; as many as fit whole rounds of the SMs that end with the chunks; one round more. The
+    other items get a launch of their own, of `stage`. num_slots: partial states that a merge reads afterwards.
+    """
+    assert len(items) > 0, "a tile list of low tiles has items that merge nothing"
+    number, profile = len(items), _profile(items, overlap)
+    until_ns = profile.until_ns + chunks.reads_ns
+    wide = profile.is_wide[number - 1]
+    chunks_end_ns = chunks.alone_ns * 100 // overlap.chunk_percent[wide]
+    fitting = np.searchsorted(until_ns, chunks_end_ns * overlap.decode_percent[wide] // 100, side="right")
+    rounds = fitting * overlap.num_kv_heads // overlap.num_sms
+    best = Overlapped(np.int64(0), np.int64(0))
+    for candidate in range(3):
+        count = number
+        if candidate > 0:
+            count = (rounds + candidate - 1) * overlap.num_sms // overlap.num_kv_heads
+        if count <= 0 or count > number:
+            continue
+        total_ns = _both_ns(chunks.alone_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
+        if count < number:
+            left = profile.blocks[count:]
+            total_ns += stage_ns(left, left[:, 2].sum() * costs.run_tokens, 0, stage, kind, True, costs)
+        if best.items == 0 or total_ns < best.total_ns:
+            best = Overlapped(np.int64(count), np.int64(total_ns))
+    if num_slots == 0:
+        return best
+    merge_ns = costs.launch_ns + num_slots * costs.partial_bytes * 1000 // costs.bytes_per_us
+    return Overlapped(best.items, best.total_ns + merge_ns)
+
+
+@njit(cached=False)
+def _profile(items, overlap):
+    """An item is done when its share of every SM is, and when the SMs that have the most of the longest items are."""
+    number = len(items)
+    blocks = np.empty((number, 4), np.int64)
+    until_ns, is_wide = np.empty(number, np.int64), np.empty(number, np.int64)
+    sum_ns, latest_ns, max_queries = np.int64(0), np.int64(0), np.int64(0)
+    for item in range(number):
         runs = np.int64(items[item, RUN_END]) - items[item, RUN_START]
-        full = (np.int64(items[item, RUN_FULL]) - items[item, RUN_START]) // times.block_runs
-        number = (runs + times.block_runs - 1) // times.block_runs
-        blocks[item, 0], blocks[item, 1], blocks[item, 2] = full, number - full, runs
-        each = number * times.block_ns + times.item_ns
-        total += each
-        rounds = ((item + 1) * times.num_kv_heads + times.processors - 1) // times.processors
-        latest = max(latest, total * times.num_kv_heads // times.processors, rounds * each)
-        most = max(most, items[item, QUERY_END] - items[item, QUERY_START])
-        until[item], wide[item] = latest, most * times.group_size > times.narrow_rows
+        full = (np.int64(items[item, RUN_FULL]) - items[item, RUN_START]) // overlap.block_runs
+        num_blocks = (runs + overlap.block_runs - 1) // overlap.block_runs
+        queries = np.int64(items[item, QUERY_END]) - items[item, QUERY_START]
+        blocks[item, 0], blocks[item, 1], blocks[item, 2], blocks[item, 3] = full, num_blocks - full, runs, queries
+        item_ns = num_blocks * overlap.block_ns + overlap.item_ns
+        sum_ns += item_ns
+        rounds = ((item + 1) * overlap.num_kv_heads + overlap.num_sms - 1) // overlap.num_sms
+        latest_ns = max(latest_ns, sum_ns * overlap.num_kv_heads // overlap.num_sms, rounds * item_ns)
+        max_queries = max(max_queries, queries)
+        until_ns[item], is_wide[item] = latest_ns, max_queries * overlap.group_size > overlap.narrow_rows
+    return _Profile(blocks, until_ns, is_wide)
 
 
-@njit(cache=True)
-def _together_ns(chunk_ns, decode_ns, times, wide):
-    """Of chunks and decodes that take so long in the kernel without the other: while both run, each has a share of its
-    speed."""
-    both_ns = chunk_ns * 100 // times.chunk_percent[wide]
-    beside_ns = decode_ns * 100 // times.decode_percent[wide]
-    if beside_ns > both_ns:
-        return times.fixed_ns + both_ns + decode_ns - both_ns * times.decode_percent[wide] // 100
-    return times.fixed_ns + chunk_ns + beside_ns * (100 - times.chunk_percent[wide]) // 100
+@njit(cached=False)
+def _both_ns(chunk_ns, decode_ns, overlap, wide):
+    """Time of chunks and decodes that take so long without the other. While both run, each has a share of its speed."""
+    chunk_end_ns = chunk_ns * 100 // overlap.chunk_percent[wide]
+    decode_end_ns = decode_ns * 100 // overlap.decode_percent[wide]
+    if decode_end_ns > chunk_end_ns:
+        return overlap.fixed_ns + chunk_end_ns + decode_ns - chunk_end_ns * overlap.decode_percent[wide] // 100
+    return overlap.fixed_ns + chunk_ns + decode_end_ns * (100 - overlap.chunk_percent[wide]) // 100

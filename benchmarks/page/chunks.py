@@ -1,0 +1,74 @@
+"""Prompt chunks, alone and with decodes."""
+
+from statistics import geometric_mean
+
+from page.common import NOTICEABLE, Loss, Section, card_of, load, percent, slower, sources, span, table
+
+
+def prefill() -> Section:
+    names = ("prefill-h100", "prefill-h200")
+    rows, losses = [], []
+    for name in names:
+        result = load(name)
+        for part, label in (("chunks", "one chunk of 512 to 16k tokens"), ("shared", "short chunks behind one prefix")):
+            cells = result[part]
+            speeds = {
+                peer: [row[peer]["us"] / row["trunkattn"]["us"] for row in cells]
+                for peer in ("flash_attention_3", "flashinfer_prefill")
+            }
+            portable = geometric_mean(row["flash_attention_3"]["us"] / row["trunkattn_portable"]["us"] for row in cells)
+            third, infer = speeds["flash_attention_3"], speeds["flashinfer_prefill"]
+            means = [geometric_mean(third), geometric_mean(infer)]
+            cells_of = [card_of(name), label, len(cells), f"{means[0]:.2f}", span(third), f"{means[1]:.2f}"]
+            rows.append([*cells_of, f"{portable:.2f}"])
+            where = f"prefill kernel, {card_of(name)}, {label}"
+            for what, speed in (("mean", means[0]), ("worst cell", min(third)), ("mean, portable kernel", portable)):
+                if 1 / speed > NOTICEABLE:
+                    losses.append(Loss(f"{where}, {what}", "FlashAttention-3", slower(1 / speed)))
+    head = ["card", "batch", "cells", "speed over FlashAttention-3", "range", "over FlashInfer",
+            "portable kernel over FlashAttention-3"]  # fmt: skip
+    text = f"""## Prompt chunks
+
+Speed over a peer's on the same batch, geometric mean; bf16, 32/8 heads of 128. 1 is equal, higher is better.
+
+{table(head, rows, 2)}
+
+{sources("python benchmarks/prefill.py", *names)}
+"""
+    return Section(text, losses)
+
+
+def hybrid() -> Section:
+    names = ("hybrid-h100", "hybrid-h200")
+    rows, losses = [], []
+    models = {"all": "all", "32/4": "Yi-6B, 32/4", "32/8": "Llama-3-8B, 32/8", "32/32": "Llama-2-7B, 32/32"}
+    for name in names:
+        summary = load(name)["sweep"]["summary"]
+        for key, label in models.items():
+            ours = summary[key]["trunkattn"]
+            pod = summary[key].get("over_flashinfer_pod", {})
+            cells: list[object] = [card_of(name), label, ours["cells"], f"{ours['mean']:.2f}"]
+            cells += [f"{ours['worst']:.2f} to {ours['best']:.2f}", percent(ours["near_oracle_of_fa3"])]
+            rows.append([*cells, f"{pod['mean']:.2f} ({pod['cells']})" if pod else ""])
+            if pod.get("cells_pod_wins") and key == "all":
+                wins = f"{pod['cells_pod_wins']} of {pod['cells']} batches"
+                losses.append(Loss(f"prompt chunk and decodes, {card_of(name)}, {wins}", "FlashInfer's POD", "longer"))
+        worst = summary["all"]["trunkattn"]["worst_over_own_serial"]
+        if worst > NOTICEABLE:
+            where = f"prompt chunk and decodes, {card_of(name)}, worst batch"
+            losses.append(Loss(where, "our own serial path", slower(worst)))
+    head = ["card", "model's heads", "batches", "speed over FlashAttention-3, mean", "range",
+            "within 10 % of max(prefill, decode)", "speed over FlashInfer's POD (batches)"]  # fmt: skip
+    text = f"""## Prompt chunks and decodes in one step
+
+Random batches of a prompt chunk and many decodes (POD-Attention's Figure 11). TrunkAttention runs both in one launch;
+FlashAttention-3 runs one after the other. Its two parts alone bound what any overlap can reach: the longer of them,
+max(prefill, decode).
+
+{table(head, rows, 2)}
+
+{sources("python benchmarks/hybrid.py --pod-every 8", *names)}
+
+![Hybrid batches on an H100](pictures/hybrid-h100.png)
+"""
+    return Section(text, losses)

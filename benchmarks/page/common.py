@@ -1,0 +1,77 @@
+"""What every section needs: results, tables, and where figures come from."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "triton", "vllm", "transformers")  # whose versions are named
+NOTICEABLE = 1.01  # a ratio of times from which the page calls a difference a loss
+
+
+class Loss(NamedTuple):
+    """One place where something else is faster."""
+
+    where: str
+    than: str
+    by: str
+
+
+class Section(NamedTuple):
+    text: str
+    losses: list[Loss]
+
+
+def load(name: str) -> dict[str, Any]:
+    """A result file by its name."""
+    return json.loads(read(RESULTS / f"{name}.json"))
+
+
+def read(path: Path) -> str:
+    """The text of a file."""
+    return path.read_text()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """A Markdown table: the first `left` columns to the left, numbers to the right."""
+    rule = "|".join(["---"] * left + ["--:"] * (len(head) - left))
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def sources(command: str, *names: str) -> str:
+    """Where a table's figures come from: file, date, device, versions, commit and the command that makes them."""
+    outside = [load(name)["source"] for name in names if "source" in load(name)]
+    made = f"Made by {outside[0]}. The nearest command here is" if outside else "Made by"
+    return f"<small>{'<br>'.join(map(source, names))}<br>{made} `{command}`</small>"
+
+
+def source(name: str) -> str:
+    result = load(name)
+    date = f"{result['date']} ({result['date_is']})" if "date_is" in result else result["date"]
+    device = result.get("card") or (card_of(name) if is_card(name) else result["device"])
+    versions = [f"{package} {result['versions'][package]}" for package in PACKAGES if package in result["versions"]]
+    return f"`{name}.json`: {', '.join([date, device, *versions, 'commit ' + result['commit']])}"
+
+
+def is_card(name: str) -> bool:
+    return "h100" in name or "h200" in name
+
+
+def card_of(name: str) -> str:
+    return next(card.upper() for card in ("h100", "h200") if card in name)
+
+
+def slower(ratio: float) -> str:
+    return f"{ratio:.2f}× the time"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def span(values: Iterable[float]) -> str:
+    values = list(values)
+    return f"{min(values):.2f} to {max(values):.2f}"

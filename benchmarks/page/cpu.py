@@ -1,0 +1,54 @@
+"""Kernels on a CPU."""
+
+from page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
+
+
+def cpu() -> Section:
+    rows, losses = [], []
+    for case, ways in load("cpu-attention")["cases"].items():
+        ours = ways["trunkattn auto"]["median_ms"]
+        others = {way: figures["median_ms"] for way, figures in ways.items() if not way.startswith("trunkattn")}
+        alone, best = ways["trunkattn per_query"]["median_ms"], min(others.values())
+        rows.append(
+            [case, *(f"{time:.2f}" for time in (others["sdpa"], best, alone, ours)), f"{others['sdpa'] / ours:.1f}×"]
+        )
+        if ours / min(others.values()) > NOTICEABLE:
+            losses.append(Loss(f"CPU, {case}", "the fastest way in torch", slower(ours / min(others.values()))))
+    policies = load("planner-cpu")["policies_ms"]
+    plans = [
+        [f"`{policy}`", f"{times['cold']['median_ms']:.2f}", f"{times['patch']['median_ms']:.3f}"]
+        for policy, times in policies.items()
+    ]
+    text = f"""## On a CPU
+
+Attention of one layer on two cores, float32, ms:
+
+{table(["batch", "torch SDPA, per request", "fastest in torch", "sharing off", "TrunkAttention", "over SDPA"], rows)}
+
+{sources("python benchmarks/cpu_attention.py", "cpu-attention")}
+
+The planner on one core, {load("planner-cpu")["batch"]}, ms:
+
+{table(["policy", "first plan", "plan of the next step"], plans)}
+
+{sources("python benchmarks/planner.py", "planner-cpu")}
+"""
+    return Section(text, losses)
+
+
+def relay() -> str:
+    results = {name: load(name) for name in ("relay-cpu", "relay-h100", "relay-h200")}
+    shared = [row["shared_tokens"] for row in results["relay-cpu"]["rows"]]
+    rows: list[list[object]] = [["theory", *(f"{row['theory']:.1f}" for row in results["relay-cpu"]["rows"])]]
+    for name, result in results.items():
+        rows.append([name.removeprefix("relay-").upper(), *(f"{row['auto_speedup']:.1f}" for row in result["rows"])])
+    return f"""## A growing shared prompt
+
+32 requests with 128 private tokens each behind a shared prompt of s tokens (RelayAttention's Figure 5): speed of `auto`
+over `per_query`, which reads the prompt for each request. Theory counts memory traffic; a GPU's L2 cache already saves
+`per_query` a part.
+
+{table(["s", *(f"{tokens:,}" for tokens in shared)], rows)}
+
+{sources("python benchmarks/relay.py", *results)}
+"""

@@ -1,0 +1,187 @@
+"""Decode kernels, ragged batches, and planning on the device."""
+
+from statistics import geometric_mean
+from typing import Any
+
+from page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
+
+HEADS = ("32/8", "16/8", "64/8", "32/32")
+PEERS = ("flash_attention_3", "flashinfer_decode", "flashinfer_decode_cuda_cores", "flashinfer_cascade", "fasttree")
+
+
+def best_peer(row: dict[str, Any]) -> float:
+    return min(row[peer]["us"] for peer in PEERS if "us" in row.get(peer, {}))
+
+
+def decode() -> Section:
+    names = ("kernels-h100-bfloat16", "kernels-h200-bfloat16")
+    columns = {
+        "flash_attention_3": "FlashAttention-3", "flashinfer_decode": "FlashInfer decode",
+        "flashinfer_cascade": "FlashInfer cascade", "fasttree": "FastTree",
+        "trunkattn": "TrunkAttention", "trunkattn_one_graph": "with one graph for any batch",
+    }  # fmt: skip
+    rows: list[list[object]] = []
+    ahead = shared = 0
+    for name in names:
+        result = load(name)
+        for heads in HEADS:
+            means = dict(result["times_sol"][heads])
+            means["flashinfer_decode"] = min(means["flashinfer_decode"], means["flashinfer_decode_cuda_cores"])
+            rows.append([card_of(name), heads, *(f"{means[column]:.2f}" for column in columns)])
+        for row in result["rows"]:
+            if not is_unshared(row["tree"]):
+                shared += 1
+                ahead += row["trunkattn"]["us"] < best_peer(row)
+    unshared, losses = unshared_rows()
+    eight, more = fp8_rows()
+    losses += more
+    text = f"""## Decode kernels
+
+One layer, bf16, head_dim 128, pages of 16, cold L2 cache. Time as a multiple of the speed of light (SOL: what the
+bytes or the arithmetic take at the rates measured on the same card), geometric mean over PAT's 18 trees with shared
+prefixes; lower is better. TrunkAttention is faster than every peer on {ahead} of {shared} shared cells.
+
+{table(["card", "query / KV heads", *columns.values()], rows, 2)}
+
+{sources("python benchmarks/kernels.py", *names)}
+
+![Time over SOL for 20 prefix trees (nodes per level _ tokens per level) and 4 head settings](pictures/kernels-h100.png)
+
+Nothing shared: time over that of the fastest peer in the same cell.
+
+{table(["card", "batch", "", "cells", "mean", "range"], unshared, 3)}
+
+{
+        sources(
+            f"python benchmarks/kernels.py --name long --heads 32/8 --trees {trees_of('kernels-h100-long')}",
+            "kernels-h100-long",
+            "kernels-h200-long",
+        )
+    }
+
+fp8 (e4m3) caches: speed over that of a bf16 cache. Shared trees lose, because 8-bit caches run the portable kernel.
+
+{table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], eight, 2)}
+
+{sources("python benchmarks/kernels.py --name fp8 --kv-dtype float8_e4m3fn", "kernels-h100-fp8", "kernels-h200-fp8")}
+"""
+    return Section(text, losses)
+
+
+def unshared_rows() -> tuple[list[list[object]], list[Loss]]:
+    """Batches that share nothing: our time over the fastest peer's."""
+    unshared: list[list[object]] = []
+    losses = []
+    for name in ("kernels-h100-bfloat16", "kernels-h200-bfloat16", "kernels-h100-long", "kernels-h200-long"):
+        batches = [row for row in load(name)["rows"] if is_unshared(row["tree"])]
+        for way, label in (("trunkattn", "plan of its own"), ("trunkattn_one_graph", "one graph for any batch")):
+            ratios = {(row["tree"], row["heads"]): row[way]["us"] / best_peer(row) for row in batches}
+            about = "1 to 12 long requests" if "long" in name else "256 requests"
+            mean = geometric_mean(ratios.values())
+            unshared.append([card_of(name), about, label, len(ratios), f"{mean:.2f}", span(ratios.values())])
+            (tree, heads), worst = max(ratios.items(), key=lambda item: item[1])
+            if worst > NOTICEABLE:
+                where = f"decode kernel, {card_of(name)}, {about}, nothing shared, {label}; worst: `{tree}` at {heads}"
+                losses.append(Loss(where, "the fastest peer", slower(worst)))
+    return unshared, losses
+
+
+def fp8_rows() -> tuple[list[list[object]], list[Loss]]:
+    """An fp8 cache against a bf16 one."""
+    eight: list[list[object]] = []
+    losses = []
+    for card in ("h100", "h200"):
+        for heads in HEADS:
+            speeds = fp8_speeds(card, heads)
+            alone = [speed for tree, speed in speeds.items() if is_unshared(tree)]
+            trees = fp8_shared(card, heads)
+            eight.append([card.upper(), heads, span(alone), f"{trees:.2f}"])
+            if 1 / trees > NOTICEABLE:
+                where = f"decode kernel, {card.upper()}, fp8 cache, shared trees at {heads}, mean"
+                losses.append(Loss(where, "the same with a bf16 cache", slower(1 / trees)))
+    return eight, losses
+
+
+def fp8_shared(card: str, heads: str) -> float:
+    """Mean speed of an fp8 cache over that of a bf16 cache on trees that share."""
+    return geometric_mean([speed for tree, speed in fp8_speeds(card, heads).items() if not is_unshared(tree)])
+
+
+def fp8_speeds(card: str, heads: str) -> dict[str, float]:
+    """Speed with an fp8 cache over that with a bf16 cache, by tree."""
+    times = [
+        {
+            row["tree"]: row["trunkattn"]["us"]
+            for row in load(f"kernels-{card}-{dtype}")["rows"]
+            if row["heads"] == heads
+        }
+        for dtype in ("bfloat16", "fp8")
+    ]
+    return {tree: times[0][tree] / times[1][tree] for tree in times[1]}
+
+
+def trees_of(name: str) -> str:
+    return " ".join(dict.fromkeys(row["tree"] for row in load(name)["rows"]))
+
+
+def is_unshared(tree: str) -> bool:
+    """A tree of one level: so many requests of so many tokens."""
+    return "," not in tree
+
+
+def workloads() -> Section:
+    names = ("workloads-h100-bfloat16", "workloads-h200-bfloat16")
+    rows, losses = [], []
+    for name in names:
+        for row in load(name)["rows"]:
+            ours, peer = row["trunkattn"], row[row["best_peer"]]
+            alone = best_peer(row)
+            workload = f"{row['workload']}, {row['requests']}"
+            layer, step = ours["us"] / alone, ours["step_us"] / peer["step_us"]
+            cells: list[object] = [card_of(name), workload, f"{row['tokens'] / row['unique_tokens']:.2f}"]
+            cells += [f"{ours['us']:.0f}", f"{alone:.0f}"]
+            cells += [f"{ours['step_us'] / 1e3:.1f}", f"{peer['step_us'] / 1e3:.1f}", f"{1 / step:.2f}×"]
+            rows.append(cells)
+            for what, ratio in (("a layer without the plan", layer), ("plan and 32 layers", step)):
+                if ratio > NOTICEABLE:
+                    where = f"ragged batch, {card_of(name)}, {workload} requests, {what}"
+                    losses.append(Loss(where, "the fastest peer", slower(ratio)))
+    head = ["card", "workload, requests", "tokens / unique tokens", "a layer, µs", "fastest peer",
+            "plan and 32 layers, ms", "fastest peer", ""]  # fmt: skip
+    text = f"""## Decode: ragged batches
+
+Requests in decode together: a Mooncake trace, conversations behind PAT's system prompts, sessions of tool agents.
+
+{table(head, rows, 2)}
+
+{sources("python benchmarks/workloads_gpu.py --trace FILE", *names)}
+"""
+    return Section(text, losses)
+
+
+def device_planner() -> Section:
+    names = ("device-planner-h100", "device-planner-h200")
+    rows = []
+    for name in names:
+        for row in load(name)["rows"]:
+            cells: list[object] = [card_of(name), f"{row['requests']:,} × {row['pages']}", f"`{row['tree']}`"]
+            cells += [f"{row[time]:,.0f}" for time in ("device_us", "in_a_row_us", "call_us", "host_us")]
+            rows.append(cells)
+    head = [
+        "card",
+        "requests × pages",
+        "tree",
+        "idle device",
+        "busy device",
+        "host, to launch it",
+        "on the host instead",
+    ]
+    text = f"""## Planning on the device
+
+Microseconds from tables on the GPU to a plan there. Every array equals the host planner's, bit for bit.
+
+{table(head, rows, 3)}
+
+{sources("python benchmarks/device_planner.py", *names)}
+"""
+    return Section(text, [])

@@ -1,0 +1,97 @@
+"""Training."""
+
+from typing import Any
+
+from page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
+
+TRAINING_WAYS = ("trunkattn", "torch_flash", "torch_cudnn", "flex_attention")
+
+
+def forward_and_backward(times: dict[str, Any]) -> float:
+    return times["forward"]["ms"] + times["backward"]["ms"]
+
+
+def over_cudnn() -> list[float]:
+    """Our training speed over cuDNN's: forward, backward and both, of each batch."""
+    speeds = []
+    for row in load("flash-training-cudnn-h100")["rows"]:
+        ours, theirs = row["trunkattn"], row["torch_cudnn"]
+        speeds += [theirs[part]["ms"] / ours[part]["ms"] for part in ("forward", "backward")]
+        speeds.append(forward_and_backward(theirs) / forward_and_backward(ours))
+    return speeds
+
+
+def training() -> Section:
+    names = ("flash-training-h100", "flash-training-h200")
+    rows, losses = over_torch_flash(names)
+    cudnn = load("flash-training-cudnn-h100")
+    against = []
+    speeds = over_cudnn()
+    for index, row in enumerate(cudnn["rows"]):
+        times = [forward_and_backward(row[way]) for way in TRAINING_WAYS]
+        third = row["flash_attention_3"]["forward"]["ms"] / row["trunkattn"]["forward"]["ms"]
+        figures = [*times, *speeds[3 * index : 3 * index + 3], third]
+        against.append([row["batch"], *(f"{figure:.2f}" for figure in figures)])
+    longest = f"{1 / max(speeds):.2f} to {1 / min(speeds):.2f}× the time"
+    losses.append(Loss("training, H100, forward, backward and both", "PyTorch's cuDNN back end", longest))
+    trees, longer = [], []
+    for row in cudnn["trees"]:
+        flex, ours = (sum(row[way].values()) for way in ("flex", "ours_repeated"))
+        trees.append([row["tree"], f"{flex:.1f}", f"{ours:.1f}"])
+        longer.append(ours / flex)
+    where = "training on a prefix tree, H100: the prefix is repeated for each branch"
+    losses.append(Loss(where, "FlexAttention with a tree mask", f"{span(longer)}× the time"))
+    text = f"""## Training
+
+**`flash_attention` is slower than cuDNN.** On an H100 it reaches {span(speeds)} of the speed of the same PyTorch's
+cuDNN back end. If cuDNN takes your shapes, use it. Forward and backward, ms; the last four columns are our speed over
+cuDNN's forward, backward and both, and over FlashAttention-3's forward:
+
+{
+        table(
+            [
+                "batch × length, heads",
+                "TrunkAttention",
+                "PyTorch flash",
+                "PyTorch cuDNN",
+                "FlexAttention",
+                "forward",
+                "backward",
+                "both",
+                "forward over FA3",
+            ],
+            against,
+        )
+    }
+
+Sequences that share a prefix, forward and backward, ms. FlexAttention computes the prefix once; we compute it for each
+branch:
+
+{table(["prefix + branches", "FlexAttention, tree mask", "TrunkAttention, repeated"], trees)}
+
+{sources("python benchmarks/flash_training.py", "flash-training-cudnn-h100")}
+
+Against PyTorch's flash back end it is about even: speed over that back end's, geometric mean over lengths of 512 to
+16,384 tokens, bf16, 32 heads of 128.
+
+{table(["card", "", "mask", "forward", "backward", "both"], rows, 3)}
+
+{sources("python benchmarks/flash_training.py", *names)}
+"""
+    return Section(text, losses)
+
+
+def over_torch_flash(names: tuple[str, ...]) -> tuple[list[list[object]], list[Loss]]:
+    """Our speed over that of PyTorch's flash back end."""
+    rows: list[list[object]] = []
+    losses = []
+    for name in names:
+        ratios = load(name)["speed_over_torch_flash"]
+        for way in ("one_pass", "deterministic"):
+            for masks in ("causal", "full"):
+                parts = [ratios[f"{way} {part} {masks}"] for part in ("forward", "backward", "both")]
+                rows.append([card_of(name), way.replace("_", " "), masks, *(f"{part:.2f}" for part in parts)])
+                if 1 / min(parts) > NOTICEABLE:
+                    where = f"training, {card_of(name)}, {way.replace('_', ' ')}, {masks}, worst part"
+                    losses.append(Loss(where, "PyTorch's flash back end", slower(1 / min(parts))))
+    return rows, losses

@@ -1,0 +1,82 @@
+"""Time per token and serving in vLLM."""
+
+from typing import Any
+
+from page.common import NOTICEABLE, Loss, Section, card_of, load, percent, slower, sources, table
+
+# What the batches of vllm_tpot.py stand for.
+USES = {
+    "64 x (8192 + 512)": "64 questions on one long document",
+    "64 x (1024 + 8 groups x 3072 + 256)": "a system prompt, 8 documents, 8 questions on each",
+    "256 x (1024 + 128)": "256 requests with the same few-shot prompt",
+    "64 x (2048 + 256)": "64 samples of one prompt (rollouts)",
+    "8 x (4096 + 128)": "8 samples of one prompt",
+    "32 x (2048)": "nothing shared",
+}
+
+
+def tpot_rows(*names: str) -> list[list[dict[str, Any]]]:
+    """Rows of the same batch in several results."""
+    return [list(rows) for rows in zip(*(load(name)["rows"] for name in names), strict=True)]
+
+
+def tpot() -> Section:
+    names = ("vllm-tpot-h100", "vllm-tpot-h200", "vllm-tpot-h200-tp2")
+    labels = ("H100", "H200", "two H200s")
+    rows, losses = [], []
+    for group in tpot_rows(*names):
+        workload = group[0]["workload"]
+        cells: list[object] = [USES[workload], f"`{workload}`"]
+        for label, row in zip(labels, group, strict=True):
+            stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
+            cells += [f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"]
+            if ours / stock > NOTICEABLE:
+                where = f"vLLM, {label}: {USES[workload]}, `{workload}`"
+                losses.append(Loss(where, "FlashAttention-3", slower(ours / stock)))
+        rows.append(cells)
+    head = ["use", "requests × (shared + private tokens)"]
+    for label in labels:
+        head += [f"{label}: FA3", "ours", ""]
+    each = [row["CUSTOM"]["tpot_ms_each"] for name in names[:2] for row in load(name)["rows"]]
+    spread = percent(max(max(times) / min(times) for times in each) - 1)
+    text = f"""## In vLLM: time per output token
+
+Milliseconds, Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends.
+FA3 is FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure
+is the median of three runs; runs of TrunkAttention differ by up to
+{spread} of each other, so that small differences mean little.
+
+{table(head, rows, 2)}
+
+{sources("python benchmarks/vllm_tpot.py --model FOLDER [--tensor-parallel 2]", *names)}
+"""
+    return Section(text, losses)
+
+
+def vllm_serving() -> Section:
+    names = ("vllm-serving-h100", "vllm-serving-h200")
+    rows, losses = [], []
+    for name in names:
+        runs = load(name)["runs"]
+        for workload, stock in runs["FLASH_ATTN"].items():
+            ours = runs["CUSTOM"][workload]
+            cells: list[object] = [card_of(name), workload]
+            for figure, part in (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("latency", "mean")):
+                digits = 1 if figure == "tpot" else 0
+                cells.append(f"{stock[figure][part]:.{digits}f} → {ours[figure][part]:.{digits}f}")
+                ratio = ours[figure][part] / stock[figure][part]
+                if ratio > NOTICEABLE:
+                    what = {"ttft": "first token", "tpot": "time per token", "latency": "latency"}[figure]
+                    where = f"serving in vLLM, {card_of(name)}, {workload}: {what}, {part.replace('p99', 'P99')}"
+                    losses.append(Loss(where, "FlashAttention-3", slower(ratio)))
+            rows.append(cells)
+    text = f"""## In vLLM: requests that arrive
+
+Milliseconds, FlashAttention-3 → TrunkAttention. Few requests decode at once here and they share little, so little can
+be gained.
+
+{table(["card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean"], rows, 2)}
+
+{sources("python benchmarks/vllm_serving.py --model FOLDER --trace FILE --parallel", *names)}
+"""
+    return Section(text, losses)

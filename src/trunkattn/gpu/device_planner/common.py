@@ -1,0 +1,128 @@
+"""What the kernels of the device planner share: constants, records, and how one launch follows another."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or run
+
+# Bits of the sticky error word
+BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens
+LONG_SEQUENCE = tl.constexpr(2)  # a sequence is longer than the block table
+BAD_PAGE = tl.constexpr(4)  # a page that a query sees is outside the cache
+MANY_ITEMS = tl.constexpr(8)
+MANY_RUNS = tl.constexpr(16)
+MANY_QUERIES = tl.constexpr(32)
+MANY_SLOTS = tl.constexpr(64)
+
+NUM_PIECES = tl.constexpr(3)  # arrays of `pieces`; see `items.PieceArrays`
+
+# Numbers that change from batch to batch: a launch is not compiled again for others. Triton would ignore this for
+# numbers in a tuple.
+NUMBERS = ("num_rows", "num_columns", "row_stride", "window")
+
+
+class Tables(NamedTuple):
+    """The caller's tensors."""
+
+    block_table: Any
+    seq_lens: Any
+    query_start_loc: Any
+
+
+class Limits(NamedTuple):
+    """What the cache, a request and a plan hold."""
+
+    num_pages: Any
+    max_query_len: Any
+    items: Any
+    runs: Any
+    queries: Any
+    merged: Any  # query tokens whose partial states no item merges
+    slots: Any
+
+
+class Sizes(NamedTuple):
+    """Constants of the kernels. Sizes of vectors are powers of two."""
+
+    rows: int
+    tokens: int  # query tokens, and entries
+    page_size: int
+    run: int  # tokens of a run
+    totals: int  # elements of the sums over tiles
+    stages: int
+    stage_lanes: int  # vector of all stages
+    candidates: int
+    candidate_lanes: int
+    kinds: int
+    bucket_lanes: int
+    fuse_up_to: int  # partials that an item may merge
+    nodes: int  # of a tile: two for each entry
+    most_least: int  # entries that a node of a tall tile has at least
+    windows: int  # groups of so many entries that overlap a tile
+    subtiles: int  # most of a tile
+    rounds: int  # of a search over the columns
+    radix: int  # parts that a round tells apart
+    hashed: int  # what a program looks at at once: columns of a row that it hashes
+    pairs: int  # other rows that it compares a row with
+    row_block: int  # rows
+    column_block: int  # columns of two rows that it compares
+    candidate_block: int  # tiles of a candidate
+    block: int  # tiles, items or tokens
+    run_block: int  # runs that it lists
+
+
+class Pdl(NamedTuple):
+    """Programmatic dependent launch. trigger: the next launch may start early. wait: this one waits until the launch
+    ahead of it, and so all before it, is over."""
+
+    trigger: bool
+    wait: bool
+
+
+class Status(NamedTuple):
+    """counts: see `Counts`. errors: the sticky error word."""
+
+    counts: Any
+    errors: Any
+
+
+class Counts(NamedTuple):
+    """Numbers that one launch finds out for the next ones."""
+
+    num_entries: Any
+    num_tokens: Any  # one past the last query token
+    num_items: Any
+
+
+class EntryArrays(NamedTuple):
+    """Query tokens in the order of the forest's rows."""
+
+    token: Any  # of the step
+    position: Any  # place in its sequence
+    row: Any
+    length: Any  # of its sequence
+    shared: Any  # tokens in common with the entry before
+
+
+@triton.jit
+def trigger_and_wait(PDL: tl.constexpr):
+    """See `Pdl`."""
+    if PDL.trigger:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL.wait:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def counts_of(status):
+    """Where the numbers stand."""
+    return Counts(status.counts, status.counts + 1, status.counts + 2)
+
+
+@triton.jit
+def flag(status, bits):
+    """Sets bits of the sticky error word."""
+    if bits != 0:
+        tl.atomic_or(status.errors, bits)

@@ -1,0 +1,135 @@
+"""What README and the documentation show runs: Python blocks, commands, and the files that they name.
+
+The Python blocks of a page run in order, in one namespace. A block behind `<!-- compile only -->` needs a GPU or vLLM,
+and is compiled. `print(...)  # text` says what is printed. docs/lab is frozen and not looked at.
+"""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FOLDERS = ("", "guide/", "how-it-works/")
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for folder in FOLDERS for page in DOCS.glob(f"{folder}*.md"))]
+)
+BLOCK = re.compile(r"(<!-- compile only -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^\s*print\(.*\)(?:  |\n)# (.+)$", re.MULTILINE)
+MODEL = "path/to/model"
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, bool]]:
+    """(text, whether it is only compiled) of each block of a language."""
+    return [(text, bool(mark)) for mark, name, text in BLOCK.findall(page.read_text()) if name == language]
+
+
+def pages(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+def by_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of random weights whose tokens are bytes, to stand where the pages say `path/to/model`."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=len(alphabet), max_position_embeddings=256, **shape)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("page", pages("python"), ids=by_name)
+def test_python(page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    capsys = request.getfixturevalue("capsys")
+    namespace: dict[str, object] = {}
+    for number, (text, only_compiled) in enumerate(blocks(page, "python")):
+        if MODEL in text and not only_compiled:
+            text = text.replace(MODEL, request.getfixturevalue("small_model"))
+        code = compile(text, f"{page.name}, block {number}", "exec")
+        if not only_compiled:
+            exec(code, namespace)
+    printed = capsys.readouterr().out
+    for text, only_compiled in blocks(page, "python"):
+        for expected in PRINTED.findall(text):
+            assert only_compiled or expected.rstrip("… ") in printed, f"{page.name} says {expected!r}: {printed}"
+
+
+def commands() -> Iterator[tuple[Path, list[str]]]:
+    for page in PAGES:
+        lines = [line[2:] for text, _ in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
+        inline = re.findall(r"`((?:make|trunkattn|python|pytest) [^`]+)`", page.read_text())
+        yield from ((page, shlex.split(line, comments=True)) for line in (*lines, *inline))
+
+
+@pytest.mark.parametrize(("page", "command"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
+def test_command(page: Path, command: list[str]) -> None:
+    match command:
+        case ["make", target, *_]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) or target.startswith(
+                "test-vllm-"
+            )
+        case ["trunkattn", name, *arguments]:
+            check_trunkattn(name, arguments)
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file()
+        case ["pip", "install", *arguments]:
+            extras = re.findall(r"\.\[(\w+)\]", " ".join(arguments))
+            assert all(
+                re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE) for extra in extras
+            )
+        case ["pytest", folder, *_] if folder != "tests/PART":
+            assert (ROOT / folder).exists()
+        case _:
+            assert command[0] in ("pip", "export", "vllm", "pytest"), f"{page.name} shows {command}: who checks that?"
+
+
+def check_trunkattn(name: str, arguments: list[str]) -> None:
+    typer = pytest.importorskip("typer")
+    from trunkattn.cli.app import app
+
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert name in known
+    options = {option for parameter in known[name].params for option in parameter.opts} | {"--help"}
+    assert {argument for argument in arguments if argument.startswith("--")} <= options
+
+
+FILES = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+).stdout.splitlines()
+NOT_HERE = ("gpu/mla/", "server/", "config.json")  # where these would go, and a file of models
+
+
+@pytest.mark.skipif(not FILES, reason="needs a git checkout")
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_named_files_are_there(page: Path) -> None:
+    spans = re.findall(r"`([\w./-]+/|[\w./-]+\.(?:py|md|json|txt|yml))`", BLOCK.sub("", page.read_text()))
+    for span in set(spans) - set(NOT_HERE):
+        pattern = re.compile(rf"(^|/){re.escape(span)}{'' if span.endswith('/') else '$'}")
+        assert any(pattern.search(path) for path in FILES), f"{page.name} names {span}, which is not there"
+
+
+def test_a_page_with_a_wrong_claim_fails(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)  # 3\n```\n")
+    with pytest.raises(AssertionError, match="says '3'"):
+        test_python(page, request, monkeypatch)

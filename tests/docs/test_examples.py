@@ -1,0 +1,69 @@
+"""Every example runs here, or compiles where it needs a GPU or vLLM (tests/on_gpu runs those that need a GPU)."""
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+ELSEWHERE = ("cuda_graph.py", "vllm_offline.py")  # a GPU, vLLM
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs an example as a script and returns what it prints."""
+
+    def run_it(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_it
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, text
+    return float(found[1])
+
+
+def test_every_example_is_tested() -> None:
+    tested = {"library_cpu.py", "mixed_step.py", "training.py", "plan_stats.py", "nano.py", *ELSEWHERE}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_it_compiles(name: str) -> None:
+    compile((EXAMPLES / name).read_text(), name, "exec")
+
+
+def test_library_cpu(run: Callable[..., str]) -> None:
+    text = run("library_cpu.py")
+    assert "736 KV tokens read instead of 16608" in text  # 512 shared once, 7 for each of 32
+    assert number(r"float64: (\S+)", text) < 1e-5
+
+
+def test_mixed_step(run: Callable[..., str]) -> None:
+    text = run("mixed_step.py")
+    assert number(r"(\d+) KV tokens read", text) < 800
+    assert number(r"error: (\S+) of out", text) < 1e-5
+
+
+def test_training(run: Callable[..., str]) -> None:
+    text = run("training.py", "--steps", "40")
+    assert number(r"step 40: loss (\S+)", text) < 0.1 * number(r"step 1: loss (\S+)", text)
+
+
+def test_plan_stats(run: Callable[..., str]) -> None:
+    rows = {line.split()[0]: line.split() for line in run("plan_stats.py").splitlines()[1:6]}
+    tokens = {policy: int(row[1]) for policy, row in rows.items()}
+    assert tokens["per_query"] > tokens["relay"] > tokens["pat"]
+    assert tokens["cascade"] == 16 * (64 + 2 * 16 + 4 * 128 + 32 * 4)
+
+
+def test_nano(run: Callable[..., str]) -> None:
+    assert "56 KV tokens read instead of 204" in run("nano.py")

@@ -1,0 +1,40 @@
+"""A card's record is found by CUDA's whole name and the number of SMs; every other card gets cautious values."""
+
+import pytest
+
+from trunkattn.gpu.tuning.cards import H100, H200, Card, card_of
+
+
+@pytest.mark.parametrize(
+    ("name", "card"), [("NVIDIA H100 80GB HBM3", H100), ("NVIDIA H100", H100), ("NVIDIA H200", H200)]
+)
+def test_a_measured_card_has_a_record(name: str, card: Card) -> None:
+    assert card_of(name, 132) is card
+    assert card.hopper_tiles and card.overlap is not None
+    assert card.description in name
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sms"),
+    [
+        ("NVIDIA H100 PCIe", 114),
+        ("NVIDIA H100 PCIe", 132),
+        ("NVIDIA H100 NVL", 132),
+        ("NVIDIA H200 NVL", 132),
+        ("NVIDIA GH200 480GB", 132),
+        ("NVIDIA H20", 78),
+        ("NVIDIA H800", 132),
+        ("NVIDIA H100 80GB HBM3", 114),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60),
+        ("NVIDIA H200", 66),
+        ("nvidia h200", 132),
+        ("NVIDIA A100-SXM4-80GB", 108),
+        ("NVIDIA B200", 148),
+        ("", 132),
+    ],
+)
+def test_another_card_gets_cautious_values_and_says_so(name: str, num_sms: int) -> None:
+    card = card_of(name, num_sms)
+    assert not card.hopper_tiles and card.overlap is None
+    assert card.times.bytes_per_us < min(H100.times.bytes_per_us, H200.times.bytes_per_us)
+    assert card.description == f"{name} with {num_sms} SMs, which was not measured (2 TB/s assumed)"
