@@ -42,19 +42,18 @@ def softmax_step(state, scores, scale, block_max):
     The logits are scores · scale: multiplied here, so that scaling and subtraction are one instruction. block_max is
     the largest logit of each row.
     """
-    AXIS: tl.constexpr = len(scores.shape) - 1
     row_max = tl.maximum(state.row_max, block_max)
-    p = tl.exp2(scores * scale - tl.expand_dims(row_max, AXIS))
+    p = tl.exp2(scores * scale - tl.expand_dims(row_max, len(scores.shape) - 1))
     rescale = tl.exp2(state.row_max - row_max)
-    row_sum = state.row_sum * rescale + tl.sum(p, AXIS)
+    row_sum = state.row_sum * rescale + tl.sum(p, len(scores.shape) - 1)
     return p, Softmax(state.acc, row_max, row_sum), rescale
 
 
 @triton.jit
 def add_values(state, rescale, p, values, PRECISION: tl.constexpr):
     """Rescales acc and adds p · values, in the dtype of the values."""
-    AXIS: tl.constexpr = len(p.shape) - 1
-    acc = tl.dot(p.to(values.dtype), values, state.acc * tl.expand_dims(rescale, AXIS), input_precision=PRECISION)
+    rescaled = tl.expand_dims(rescale, len(p.shape) - 1)
+    acc = tl.dot(p.to(values.dtype), values, state.acc * rescaled, input_precision=PRECISION)
     return Softmax(acc, state.row_max, state.row_sum)
 
 
