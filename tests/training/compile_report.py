@@ -19,7 +19,9 @@ from triton.compiler import ASTSource
 
 from trunkattn.gpu.tuning.compile_ahead import signature_of
 from trunkattn.numerics import padded_head_dim
-from trunkattn.training.backward import keys_kernel, prepare_kernel, queries_kernel
+from trunkattn.training.backward import prepare_kernel
+from trunkattn.training.backward_keys import keys_kernel
+from trunkattn.training.backward_queries import queries_kernel
 from trunkattn.training.common import Batch, Shape, Variant
 from trunkattn.training.forward import forward_kernel
 from trunkattn.training.tiles import FlashTile, fitting_tile

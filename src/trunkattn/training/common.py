@@ -76,6 +76,13 @@ class Variant(NamedTuple):
     even_k: bool
 
 
+class Scales(NamedTuple):
+    """Of logits, in the backward pass: log2 is sm_scale · log2(e)."""
+
+    log2: Any
+    sm_scale: Any
+
+
 class Keys(NamedTuple):
     """Keys and values of one head of a sequence: where they begin, the stride of a token, and the number of tokens."""
 

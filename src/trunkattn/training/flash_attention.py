@@ -256,28 +256,28 @@ class _CpuSequence:
     @torch.autocast("cpu", enabled=False)  # it would make these products in 16 bits
     def forward(self) -> Pair:
         """out and lse [num_kv_heads, rows, head_dim or 1], by online softmax."""
-        acc, total = torch.zeros_like(self.q), torch.zeros_like(self.q[..., :1])
-        top = torch.full_like(total, -math.inf)
+        acc, row_sum = torch.zeros_like(self.q), torch.zeros_like(self.q[..., :1])
+        row_max = torch.full_like(row_sum, -math.inf)
         for rows, keys, scores in self.tiles():
-            higher = torch.maximum(top[:, rows], scores.amax(-1, keepdim=True))
-            base = higher.masked_fill(higher == -math.inf, 0.0)  # a row that saw nothing yet
-            weights, rescale = torch.exp(scores - base), torch.exp(top[:, rows] - base)
-            total[:, rows] = total[:, rows] * rescale + weights.sum(-1, keepdim=True)
-            acc[:, rows] = acc[:, rows] * rescale + weights @ self.v[:, keys]
-            top[:, rows] = higher
-        return acc / total.masked_fill(total == 0, 1.0), top + torch.log(total)
+            new_max = torch.maximum(row_max[:, rows], scores.amax(-1, keepdim=True))
+            shift = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen nothing yet
+            p, rescale = torch.exp(scores - shift), torch.exp(row_max[:, rows] - shift)
+            row_sum[:, rows] = row_sum[:, rows] * rescale + p.sum(-1, keepdim=True)
+            acc[:, rows] = acc[:, rows] * rescale + p @ self.v[:, keys]
+            row_max[:, rows] = new_max
+        return acc / row_sum.masked_fill(row_sum == 0, 1.0), row_max + torch.log(row_sum)
 
     @torch.autocast("cpu", enabled=False)
     def backward(self, delta: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Triple:
         """dq, dk and dv. delta [num_kv_heads, rows, 1]: row sums of dout · out, less dlse. lse: from `forward`."""
         dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
-        shift = lse.masked_fill(lse == -math.inf, math.inf)  # weights of a row that sees nothing are 0
+        shift = lse.masked_fill(lse == -math.inf, math.inf)  # p of a row that sees nothing is 0
         for rows, keys, scores in self.tiles():
-            weights = torch.exp(scores - shift[:, rows])
-            dscores = weights * (dout[:, rows] @ self.v[:, keys].mT - delta[:, rows]) * self.sm_scale
-            dv[:, keys] += weights.mT @ dout[:, rows]
-            dk[:, keys] += dscores.mT @ self.q[:, rows]
-            dq[:, rows] += dscores @ self.k[:, keys]
+            p = torch.exp(scores - shift[:, rows])
+            ds = p * (dout[:, rows] @ self.v[:, keys].mT - delta[:, rows]) * self.sm_scale
+            dv[:, keys] += p.mT @ dout[:, rows]
+            dk[:, keys] += ds.mT @ self.q[:, rows]
+            dq[:, rows] += ds @ self.k[:, keys]
         return dq, dk, dv
 
 

@@ -52,14 +52,15 @@ def _attend(
     MASK: tl.constexpr,
 ):
     """Adds a block of keys to the state. scale: sm_scale · log2(e)."""
+    PRECISION: tl.constexpr = SHAPE.precision
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
     k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=SHAPE.precision)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if MASK:
         scores = tl.where(visible(keys, first, position, TILE, VARIANT.causal), scores, -float("inf"))
-    p, state = softmax_step(state, scores, scale, tl.max(scores, 1) * scale)
+    p, state, rescale = softmax_step(state, scores, scale, tl.max(scores, 1) * scale)
     v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
-    return add_values(state, p, v_tile, SHAPE.precision)
+    return add_values(state, rescale, p, v_tile, PRECISION)
 
 
 @triton.jit

@@ -134,13 +134,14 @@ def load_segments(segments, first, end, key_segment, COLUMN: tl.constexpr, COUNT
 @triton.jit
 def attend(state, query, keys, values, seen, MASK: tl.constexpr, FEATURES: tl.constexpr):
     """Adds a block of keys to the state; under MASK those that are `seen`."""
-    logits = tl.dot(query.tile, keys, input_precision=FEATURES.precision) * query.scale
+    PRECISION: tl.constexpr = FEATURES.precision
+    logits = tl.dot(query.tile, keys, input_precision=PRECISION) * query.scale
     if FEATURES.soft_cap:
         logits = soft_capped(logits, query.soft_cap)
     if MASK:
         logits = tl.where(seen, logits, -float("inf"))
-    p, state = softmax_step(state, logits, 1.0, tl.max(logits, len(logits.shape) - 1))
-    return add_values(state, p, values, FEATURES.precision)
+    p, state, rescale = softmax_step(state, logits, 1.0, tl.max(logits, len(logits.shape) - 1))
+    return add_values(state, rescale, p, values, PRECISION)
 
 
 @triton.jit
@@ -214,8 +215,12 @@ def attend_private(
         return attend_masked(state, query, item, cache, segments, places, SHAPE, FEATURES, COUNT, TILE.stages)
     else:
         EACH: tl.constexpr = TILE.private_n // TILE.segment  # segments of a subtile
-        subtile, n = tl.arange(0, SUBTILES)[:, None], tl.arange(0, TILE.private_n)[None, :]
-        places = KeyPlaces(subtile * EACH + n // TILE.segment, n % TILE.segment + tl.zeros_like(subtile))
+        subtile, n = tl.arange(0, SUBTILES), tl.arange(0, TILE.private_n)
+        state = Softmax(
+            tl.reshape(state.acc, (SUBTILES, ROWS, DV)),
+            tl.reshape(state.row_max, (SUBTILES, ROWS)),
+            tl.reshape(state.row_sum, (SUBTILES, ROWS)),
+        )
         query = Query(
             tl.reshape(query.tile, (SUBTILES, ROWS, D)),
             tl.reshape(query.number, (SUBTILES, ROWS)),
@@ -224,10 +229,9 @@ def attend_private(
             query.soft_cap,
             query.window,
         )
-        state = Softmax(
-            tl.reshape(state.acc, (SUBTILES, ROWS, DV)),
-            tl.reshape(state.row_max, (SUBTILES, ROWS)),
-            tl.reshape(state.row_sum, (SUBTILES, ROWS)),
+        places = KeyPlaces(
+            subtile[:, None] * EACH + (n // TILE.segment)[None, :],
+            (n % TILE.segment)[None, :] + tl.zeros_like(subtile)[:, None],
         )
         state = attend_masked(state, query, item, cache, segments, places, SHAPE, FEATURES, SUBTILES * EACH, 2)
         return Softmax(

@@ -37,23 +37,23 @@ def empty_state(BLOCK_M: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def softmax_step(state, scores, scale, block_max):
-    """p of a block of keys, and the state rescaled to the new maximum, with the sum of p but not yet p · values.
+    """p of a block of keys, the state with its maximum and its sum of p, and what `add_values` multiplies acc by.
 
     The logits are scores · scale: multiplied here, so that scaling and subtraction are one instruction. block_max is
     the largest logit of each row.
     """
-    AXIS: tl.constexpr = len(scores.shape) - 1
     row_max = tl.maximum(state.row_max, block_max)
-    p = tl.exp2(scores * scale - tl.expand_dims(row_max, AXIS))
+    p = tl.exp2(scores * scale - tl.expand_dims(row_max, len(scores.shape) - 1))
     rescale = tl.exp2(state.row_max - row_max)
-    row_sum = state.row_sum * rescale + tl.sum(p, AXIS)
-    return p, Softmax(state.acc * tl.expand_dims(rescale, AXIS), row_max, row_sum)
+    row_sum = state.row_sum * rescale + tl.sum(p, len(scores.shape) - 1)
+    return p, Softmax(state.acc, row_max, row_sum), rescale
 
 
 @triton.jit
-def add_values(state, p, values, PRECISION: tl.constexpr):
-    """Adds p · values, in the dtype of the values, to acc."""
-    acc = tl.dot(p.to(values.dtype), values, state.acc, input_precision=PRECISION)
+def add_values(state, rescale, p, values, PRECISION: tl.constexpr):
+    """Rescales acc and adds p · values, in the dtype of the values."""
+    rescaled = tl.expand_dims(rescale, len(p.shape) - 1)
+    acc = tl.dot(p.to(values.dtype), values, state.acc * rescaled, input_precision=PRECISION)
     return Softmax(acc, state.row_max, state.row_sum)
 
 
@@ -82,8 +82,8 @@ def add_partials(state, partials, lse, valid):
 def finish(state, EMPTY_LSE: tl.constexpr):
     """Output and lse of each row; 0 and EMPTY_LSE of a row that has seen no key."""
     row_sum = tl.where(state.row_sum > 0, state.row_sum, 1.0)
-    lse = tl.where(state.row_sum > 0, state.row_max * LN_2 + tl.log(row_sum), EMPTY_LSE)
-    return state.acc / row_sum[:, None], lse
+    output = state.acc / row_sum[:, None]
+    return output, tl.where(state.row_sum > 0, state.row_max * LN_2 + tl.log(row_sum), EMPTY_LSE)
 
 
 @triton.jit

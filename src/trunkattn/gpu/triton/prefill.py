@@ -129,7 +129,8 @@ def key_blocks(item, position, used, window, TILE: tl.constexpr):
 def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexpr, FEATURES: tl.constexpr):
     """Adds a block of keys to the state; under MASK those that are `seen`. The largest logit is found before scaling,
     by a scale of either sign."""
-    scores = tl.dot(q_tile, keys, input_precision=FEATURES.precision)
+    PRECISION: tl.constexpr = FEATURES.precision
+    scores = tl.dot(q_tile, keys, input_precision=PRECISION)
     if FEATURES.soft_cap:
         scores, scale = soft_capped(scores * scale, soft_cap), 1.0
     if MASK:
@@ -137,8 +138,8 @@ def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexp
     largest = tl.max(scores, 1)
     if scale < 0:
         largest = tl.min(scores, 1)
-    p, state = softmax_step(state, scores, scale, largest * scale)
-    return add_values(state, p, values, FEATURES.precision)
+    p, state, rescale = softmax_step(state, scores, scale, largest * scale)
+    return add_values(state, rescale, p, values, PRECISION)
 
 
 @triton.jit

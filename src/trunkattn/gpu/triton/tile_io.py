@@ -78,14 +78,17 @@ def load_block(cache, page, offset, inside, RANK: tl.constexpr, SHAPE: tl.conste
     N: tl.constexpr = RANK - 2  # the axis to insert for keys
     M: tl.constexpr = RANK - 1  # and for values
     d, dv = tl.arange(0, SHAPE.padded_dim), tl.arange(0, SHAPE.padded_dim_v)
-    k_at = tl.expand_dims(page * cache.k_page + offset * cache.k_token, N)
-    v_at = tl.expand_dims(page * cache.v_page + offset * cache.v_token, M)
+    k_at, v_at = page * cache.k_page + offset * cache.k_token, page * cache.v_page + offset * cache.v_token
     if MASK:
-        k_inside, v_inside = tl.expand_dims(inside, N), tl.expand_dims(inside, M)
+        k_at, v_at = tl.expand_dims(k_at, N), tl.expand_dims(v_at, M)
+        keys = load_tile(cache.k, k_at, d[:, None], tl.expand_dims(inside, N), SHAPE.head_dim, SHAPE.padded_dim, True)
+        inside = tl.expand_dims(inside, M)
+        values = load_tile(cache.v, v_at, dv[None, :], inside, SHAPE.head_dim_v, SHAPE.padded_dim_v, True)
     else:
-        k_inside, v_inside = True, True
-    keys = load_tile(cache.k, k_at, d[:, None], k_inside, SHAPE.head_dim, SHAPE.padded_dim, MASK)
-    values = load_tile(cache.v, v_at, dv[None, :], v_inside, SHAPE.head_dim_v, SHAPE.padded_dim_v, MASK)
+        k_at = tl.expand_dims(k_at, N)
+        keys = load_tile(cache.k, k_at, d[:, None], True, SHAPE.head_dim, SHAPE.padded_dim, False)
+        v_at = tl.expand_dims(v_at, M)
+        values = load_tile(cache.v, v_at, dv[None, :], True, SHAPE.head_dim_v, SHAPE.padded_dim_v, False)
     return keys, values
 
 
@@ -99,15 +102,16 @@ def store_rows(
     result, lse = finish(state, NEG_INF)
     kept = rows.used & (partial_slot != _DIRECT)
     slot_at = partial_slot.to(tl.int64) * SHAPE.num_qo_heads + rows.head
-    partial = operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :]
-    tl.store(partial, result, mask=kept[:, None] & columns)
+    mask = kept[:, None] & columns
+    tl.store(operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :], result, mask=mask)
     tl.store(operands.partial_lse + slot_at, lse, mask=kept)
     direct = rows.used & (partial_slot == _DIRECT)
     result *= tl.load(v_scale)
     if FEATURES.sinks:
         sink = tl.load(sinks + rows.head, mask=rows.used, other=0.0).to(tl.float32)
         result /= sink_divisor(sink, lse)[:, None]
-    out = operands.out + (rows.token.to(tl.int64) * strides.out_token + rows.head * strides.out_head)[:, None]
-    tl.store(out + dv[None, :], result.to(operands.out.dtype.element_ty), mask=direct[:, None] & columns)
+    out_at = rows.token.to(tl.int64) * strides.out_token + rows.head * strides.out_head
+    mask = direct[:, None] & columns
+    tl.store(operands.out + out_at[:, None] + dv[None, :], result.to(operands.out.dtype.element_ty), mask=mask)
     if FEATURES.return_lse:
         tl.store(operands.lse + rows.token * SHAPE.num_qo_heads + rows.head, lse, mask=direct)
