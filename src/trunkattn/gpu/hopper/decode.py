@@ -53,8 +53,8 @@ _SEGMENT_START, _SEGMENT_FULL, _SEGMENT_END = gl.constexpr(RUN_START), gl.conste
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _BLOCK_BOXES = gl.constexpr(_BLOCK_N // BOX_TOKENS.value)
 _NUM_STAGES = gl.constexpr(_TILE.value.num_stages)
-_SEGMENT_COLUMNS = gl.constexpr(3)
-_SPAN, _POSITION = gl.constexpr(1), gl.constexpr(2)  # columns; column 0 is the place of the first token in the cache
+SEGMENT_COLUMNS = gl.constexpr(3)
+SEGMENT_SPAN, SEGMENT_POSITION = gl.constexpr(1), gl.constexpr(2)  # columns; column 0 is the place of the first token in the cache
 _LINE = gl.constexpr(32)  # numbers in a cache line of 128 bytes
 _COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
 
@@ -173,9 +173,9 @@ def locate_boxes(segments, at, end, C: gl.constexpr):
     token: gl.tuple = ()
     for i in gl.static_range(_BLOCK_BOXES):
         index = at + i * BOX_TOKENS // C.segment_size
-        segment = segments + gl.maximum(gl.minimum(index, end - 1), 0) * _SEGMENT_COLUMNS
+        segment = segments + gl.maximum(gl.minimum(index, end - 1), 0) * SEGMENT_COLUMNS
         first = gl.load(segment)
-        tokens = gl.where(index < end, gl.load(segment + _SPAN) >> 16, 0) - i * BOX_TOKENS % C.segment_size
+        tokens = gl.where(index < end, gl.load(segment + SEGMENT_SPAN) >> 16, 0) - i * BOX_TOKENS % C.segment_size
         tokens = gl.minimum(gl.maximum(tokens, 0), BOX_TOKENS)
         page += (first // C.page_size,)
         begin = first % C.page_size + i * BOX_TOKENS % C.segment_size + tokens - BOX_TOKENS
@@ -227,7 +227,7 @@ def _mask(args, C: gl.constexpr, T: gl.constexpr):
     place = n * 0  # of a key in its box, counted so that the box's tokens end at 2 * BOX_TOKENS
     for i in gl.static_range(_BLOCK_BOXES):
         index = args.at + i * BOX_TOKENS // C.segment_size
-        span = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SPAN, mask=index < args.end, other=0)
+        span = gl.load(args.segments + index * SEGMENT_COLUMNS + SEGMENT_SPAN, mask=index < args.end, other=0)
         tokens = gl.minimum(gl.maximum((span >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
         boxes_seen |= gl.where((args.query >= (span & 255)) & (args.query < (span >> 8 & 255)), 1 << i, 0)
         place = gl.where(n // BOX_TOKENS == i, n % BOX_TOKENS + tokens, place)
@@ -235,7 +235,7 @@ def _mask(args, C: gl.constexpr, T: gl.constexpr):
     mask = box_seen & (place >= BOX_TOKENS)[None, :]
     if C.masked:
         index = args.at + n // C.segment_size
-        first = gl.load(args.segments + index * _SEGMENT_COLUMNS + _POSITION, mask=index < args.end, other=0)
+        first = gl.load(args.segments + index * SEGMENT_COLUMNS + SEGMENT_POSITION, mask=index < args.end, other=0)
         key = first + n % C.segment_size // BOX_TOKENS * BOX_TOKENS + place - BOX_TOKENS
         mask = mask & (key[None, :] <= args.position[:, None])
         mask = mask & (key[None, :] > (args.position - args.window)[:, None])
@@ -389,13 +389,18 @@ class DecodeLaunch(NamedTuple):
     return_lse: bool
 
 
+def row_tiles_of(plan: GpuPlan) -> RowTiles:
+    """The arrays of a plan's tile list."""
+    arrays = plan.arrays
+    return RowTiles(arrays["items"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"])
+
+
 def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArguments:
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
     arrays, sizes, g = plan.arrays, plan.sizes, plan.geometry
-    tiles = RowTiles(arrays["items"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"])
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
     return DecodeArguments(
-        layer_of(t), *tma_descriptors(t), DecodeWork(tiles, arrays["counts"], g.window, launch.pdl), *launch.buckets,
+        layer_of(t), *tma_descriptors(t), DecodeWork(row_tiles_of(plan), arrays["counts"], g.window, launch.pdl), *launch.buckets,
         sizes["items"], sizes["queries"], sizes["runs"], launch.first_cta, launch.num_ctas,
         DecodeConstants(*heads, g.page_size, g.run, g.masked, launch.return_lse),
     )  # fmt: skip

@@ -47,13 +47,13 @@ def mainloop_tile(block_n: int, num_stages: int, num_consumer_warps: int, mask_a
 
 
 class AttentionState(NamedTuple):
-    """acc [64, 128]: the output before it is divided by row_sum, without the last block, whose weights are p [64,
-    block_n]; row_max, row_sum [64]."""
+    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc [64, 128]: the
+    output before it is divided by row_sum."""
 
-    acc: Any
-    p: Any
     row_max: Any
     row_sum: Any
+    p: Any
+    acc: Any
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def attend_first_block(q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr
     p = gl.convert_layout(p.to(q_tile.dtype), T.p)
     acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, T.acc)
     consumer_wait(kv.k, index + 1, T, has_next)
-    return AttentionState(acc, p, row_max, row_sum)
+    return AttentionState(row_max, row_sum, p, acc)
 
 
 @gluon.jit
@@ -128,7 +128,7 @@ def attend_block(state, q_tile, kv, index, has_next, scale, mask_fn: gl.constexp
     consumer_wait(kv.k, index + 1, T, has_next)
     acc, _, p = warpgroup_mma_wait(0, deps=(acc, state.p, p))
     consumer_release(index - 1, BAR_V_EMPTY, T)
-    return AttentionState(acc * rescale[:, None], p, row_max, row_sum)
+    return AttentionState(row_max, row_sum, p, acc * rescale[:, None])
 
 
 @gluon.jit

@@ -57,14 +57,14 @@ from trunkattn.planner.work_list import (
 
 REGISTERS: Final = 168  # of a thread at launch
 _BLOCK_M: Final = 128  # rows of an item at most
-_TILE = gl.constexpr(mainloop_tile(block_n=128, num_stages=2, num_consumer_warps=8, mask_ahead=False))
+TILE = gl.constexpr(mainloop_tile(block_n=128, num_stages=2, num_consumer_warps=8, mask_ahead=False))
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _DIRECT = gl.constexpr(DIRECT)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 _COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
-_NUM_STAGES = gl.constexpr(_TILE.value.num_stages)
+_NUM_STAGES = gl.constexpr(TILE.value.num_stages)
 
 
 class PrefillConstants(NamedTuple):
@@ -80,22 +80,22 @@ class PrefillConstants(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Arrays of a `PrefillList` on the device. positions [T]: of query tokens in their sequences. table_stride: columns
-    of the block table."""
+    """Arrays of a `PrefillList` on the device. table_stride: columns of the block table."""
 
     items: Any
     block_table: Any
     queries: Any
     partial_slots: Any
-    positions: Any
     table_stride: Any
 
 
 class PrefillWork(NamedTuple):
-    """The arrays of a plan. num_items [1]: items as `even_rounds` orders them. window: tokens, 0 for all."""
+    """The arrays of a plan. num_items [1]: items as `even_rounds` orders them. positions [T]: of query tokens in their
+    sequences. window: tokens, 0 for all."""
 
     chunks: Chunks
     num_items: Any
+    positions: Any
     window: Any
 
 
@@ -169,11 +169,11 @@ def _locate_boxes(pages, first, end, CUT: gl.constexpr, PAGE_SIZE: gl.constexpr,
 
 
 @gluon.jit
-def produce_chunks(items, num_tasks, chunks, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
+def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
     """Producer warp of keys or of values: blocks of each item from the last to the first."""
     index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        task = scheduled_task(items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
+        task = scheduled_task(chunks.items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
         pages = chunks.block_table + gl.load(task.item + _KV_ROW).to(gl.int64) * chunks.table_stride
         kv = _kv_range(task.item, T)
         first = kv.first + (kv.num_blocks - 1) * T.block_n
@@ -258,7 +258,7 @@ def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.c
 
 
 @gluon.jit
-def consume_chunks(WARPGROUP: gl.constexpr, items, num_tasks, chunks, layer, window, memory, C: gl.constexpr,
+def consume_chunks(WARPGROUP: gl.constexpr, chunks, num_tasks, positions, layer, window, memory, C: gl.constexpr,
                    T: gl.constexpr):  # fmt: skip
     """Consumer warpgroup 0 or 1: attention of 64 rows of each item."""
     kv_pipelines = memory.kv
@@ -267,14 +267,14 @@ def consume_chunks(WARPGROUP: gl.constexpr, items, num_tasks, chunks, layer, win
     copy_m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, _COPY_ROW)
     index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        task = scheduled_task(items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
+        task = scheduled_task(chunks.items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
         first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
         scale = gl.load(layer.logit_scale + task.kv_head)
         copy_rows = _rows_of(copy_m, first_query, end_query, task.kv_head, chunks, C)
         _load_queries(q_tile, copy_rows, scale, layer)
         scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
         rows = _rows_of(m, first_query, end_query, task.kv_head, chunks, C)
-        position = gl.load(chunks.positions + rows.token, mask=rows.used, other=_NEVER - 1)
+        position = gl.load(positions + rows.token, mask=rows.used, other=_NEVER - 1)
 
         kv = _kv_range(task.item, T)
         full = _first_full_block(kv, position, T)
@@ -320,15 +320,15 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     """The items of prompt chunks."""
     if C.pdl_trigger:
         pdl_trigger()
-    chunks, window = work.chunks, work.window
-    memory = allocate_chunk_memory(k_desc, v_desc, _TILE)
-    items, num_tasks = chunks.items, gl.load(work.num_items) * C.num_kv_heads
+    chunks, positions, window = work.chunks, work.positions, work.window
+    memory = allocate_chunk_memory(k_desc, v_desc, TILE)
+    num_tasks = gl.load(work.num_items) * C.num_kv_heads
     gl.warp_specialize(
         [
-            (consume_chunks, (0, items, num_tasks, chunks, layer, window, memory, C, _TILE)),
-            (consume_chunks, (1, items, num_tasks, chunks, layer, window, memory, C, _TILE)),
-            (produce_chunks, (items, num_tasks, chunks, k_desc, memory.kv.k, BAR_K_EMPTY, C, _TILE)),
-            (produce_chunks, (items, num_tasks, chunks, v_desc, memory.kv.v, BAR_V_EMPTY, C, _TILE)),
+            (consume_chunks, (0, chunks, num_tasks, positions, layer, window, memory, C, TILE)),
+            (consume_chunks, (1, chunks, num_tasks, positions, layer, window, memory, C, TILE)),
+            (produce_chunks, (chunks, num_tasks, k_desc, memory.kv.k, BAR_K_EMPTY, C, TILE)),
+            (produce_chunks, (chunks, num_tasks, v_desc, memory.kv.v, BAR_V_EMPTY, C, TILE)),
         ],
         [4, 1, 1],
         [_CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -343,11 +343,10 @@ def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
     return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and supports_tma(t, geometry)
 
 
-def chunks_of(prefill: PrefillPlan, positions: torch.Tensor) -> Chunks:
-    """The arrays of a plan's prompt chunks. positions [T], int32."""
+def chunks_of(prefill: PrefillPlan) -> Chunks:
+    """The arrays of a plan's prompt chunks."""
     arrays = prefill.arrays
-    columns = (arrays["items"], arrays["block_table"], arrays["queries"], arrays["slots"])
-    return Chunks(*columns, positions, prefill.table_stride)
+    return Chunks(arrays["items"], arrays["block_table"], arrays["queries"], arrays["slots"], prefill.table_stride)
 
 
 def arguments(
@@ -360,7 +359,7 @@ def arguments(
     return PrefillArguments(
         layer_of(t),
         *tma_descriptors(t),
-        PrefillWork(chunks_of(prefill, positions), num_items, geometry.window if windowed else 0),
+        PrefillWork(chunks_of(prefill), num_items, positions, geometry.window if windowed else 0),
         PrefillConstants(*heads, geometry.page_size, windowed, return_lse, pdl_trigger),
     )
 

@@ -115,7 +115,7 @@ def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
         layer=_layer(target),
         k_desc=_tma_descriptor(target),
         v_desc=_tma_descriptor(target),
-        work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), num_items="*i32", window="i32"),
+        work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
         C=prefill.PrefillConstants(*target.heads, page_size=16, windowed=window, return_lse=False, pdl_trigger=True),
     )
     return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS)
