@@ -202,10 +202,10 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
     ROWS: gl.constexpr = memory.p_tile.shape[1]
     BLOCK_N: gl.constexpr = S.block_n
     acc, row_max, row_sum = state
+    k_stage, v_stage = index % S.num_stages, (index + 1) % S.num_stages
     consumer_wait(pipeline, index, S)
-    zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC)
-    k_tile, q_tile = pipeline.tiles.index(index % S.num_stages), memory.q_tile.permute((1, 0))
-    scores = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
+    zeros, q_tile = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC), memory.q_tile.permute((1, 0))
+    scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
     consumer_release(index, BAR_KV_EMPTY, S)
     if MASK:
@@ -224,8 +224,7 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
         rescale = gl.exp2(row_max - new_max)[None, :]
         acc, row_sum, row_max = acc * rescale, row_sum * rescale, new_max
     consumer_wait(pipeline, index + 1, S)
-    v_tile = pipeline.tiles.index((index + 1) % S.num_stages).permute((1, 0))
-    acc = warpgroup_mma(v_tile, memory.p_tile, acc, is_async=True)
+    acc = warpgroup_mma(pipeline.tiles.index(v_stage).permute((1, 0)), memory.p_tile, acc, is_async=True)
     row_sum += p
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release(index + 1, BAR_KV_EMPTY, S)
@@ -313,8 +312,7 @@ def _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC: gl.
     out_at = row_offset(token, layer.out_token_stride) + query_head * layer.out_head_stride
     out = state.acc * inverse_sum[None, :]
     gl.store(layer.partial + slot_at[None, :] * HEAD_DIM + d, out, mask=has_slot[None, :])
-    out_value = (out * v_scale).to(layer.out.dtype.element_ty)
-    gl.store(layer.out + out_at[None, :] + d, out_value, mask=direct[None, :])
+    gl.store(layer.out + out_at[None, :] + d, (out * v_scale).to(layer.out.dtype.element_ty), mask=direct[None, :])
     gl.store(layer.partial_lse + slot_at, lse, mask=has_slot)
     if C.return_lse:
         gl.store(layer.lse + token * C.num_qo_heads + query_head, lse, mask=direct)
