@@ -27,6 +27,7 @@ COALESCED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 1
 NEG_INF = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
 PRODUCER_REGISTERS = gl.constexpr(24)  # of a thread; consumers take what producers leave
 
+_LINE = gl.constexpr(32)  # numbers in a cache line of 128 bytes
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
@@ -47,16 +48,6 @@ class Layer(NamedTuple):
     q_head_stride: Any
     out_token_stride: Any
     out_head_stride: Any
-
-
-class RowTiles(NamedTuple):
-    """Arrays of a `TileList` on the device. A segment is a stretch of tokens that lie together in one page."""
-
-    items: Any
-    segments: Any
-    queries: Any
-    partial_slots: Any
-    positions: Any
 
 
 class Task(NamedTuple):
@@ -97,6 +88,18 @@ def scheduled_task(items, turn, cta, num_ctas, num_tasks, NUM_KV_HEADS: gl.const
 
 
 @gluon.jit
+def prefetch_to_l2(array, size, cta, LINES: gl.constexpr):
+    """Prefetches the first lines of an array of `size` numbers to the L2 cache. A plan has left it since the layer
+    before, and a CTA would wait for memory three times before it knows where its keys are."""
+    lines = gl.minimum(size // _LINE, LINES)
+    first = cta * 128
+    if first < lines:
+        line = gl.minimum(first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), lines - 1)
+        address = [array + line * _LINE]
+        gl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", address, gl.int32, False, 1)
+
+
+@gluon.jit
 def row_offset(index, stride):
     """index * stride in 64 bits. Both fit in 32 unsigned bits, so the product needs no upper half of the stride."""
     return index.to(gl.uint32).to(gl.int64) * gl.to_tensor(stride).to(gl.uint32).to(gl.int64)
@@ -121,11 +124,12 @@ def layer_of(t: Tensors) -> Layer:
 
 def tma_descriptors(t: Tensors) -> tuple[TensorDescriptor, TensorDescriptor]:
     """The arguments `k_desc` and `v_desc` of the kernels. A TMA box holds 16 tokens of a page and 64 dims of a head."""
+    return _tma_descriptor(t.k_cache), _tma_descriptor(t.v_cache)
+
+
+def _tma_descriptor(cache: torch.Tensor) -> TensorDescriptor:
     box, layout = [1, BOX_TOKENS.value, 1, HEAD_DIM.value // 2], gl.NVMMASharedLayout(128, 16, 4)
-    k_desc, v_desc = (
-        TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, layout) for cache in (t.k_cache, t.v_cache)
-    )
-    return k_desc, v_desc
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, layout)
 
 
 def supports_tma(t: Tensors, geometry: Geometry) -> bool:

@@ -21,10 +21,10 @@ from trunkattn.gpu.hopper.common import (
     SWIZZLED,
     WARPGROUP_ROWS,
     Layer,
-    RowTiles,
     layer_of,
     pdl_trigger,
     pdl_wait,
+    prefetch_to_l2,
     scheduled_task,
     supports_tma,
     tma_descriptors,
@@ -34,28 +34,32 @@ from trunkattn.gpu.hopper.online_softmax import attend_block, attend_first_block
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_V_EMPTY,
-    Boxes,
     KvPipelines,
     allocate_boxes,
     load_block,
     make_pipeline,
 )
+from trunkattn.gpu.hopper.segments import (
+    BLOCK_TOKENS,
+    ITEM_SEGMENT_END,
+    ITEM_SEGMENT_FULL,
+    ITEM_SEGMENT_START,
+    BlockMask,
+    RowTiles,
+    locate_boxes,
+    mask_rows,
+    row_tiles_of,
+)
 from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 REGISTERS: Final = 128  # of a thread at launch
-_BLOCK_N: Final = 64
-_TILE = gl.constexpr(mainloop_tile(_BLOCK_N, num_stages=2, num_consumer_warps=4, mask_ahead=True))
+_TILE = gl.constexpr(mainloop_tile(BLOCK_TOKENS.value, num_stages=2, num_consumer_warps=4, mask_ahead=True))
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
-_SEGMENT_START, _SEGMENT_FULL, _SEGMENT_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL), gl.constexpr(RUN_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_BLOCK_BOXES = gl.constexpr(_BLOCK_N // BOX_TOKENS.value)
 _NUM_STAGES = gl.constexpr(_TILE.value.num_stages)
-SEGMENT_COLUMNS = gl.constexpr(3)
-SEGMENT_SPAN, SEGMENT_POSITION = gl.constexpr(1), gl.constexpr(2)  # columns; column 0 is the place of the first token in the cache
-_LINE = gl.constexpr(32)  # numbers in a cache line of 128 bytes
 _COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
 
 
@@ -72,9 +76,9 @@ class DecodeConstants(NamedTuple):
 
 
 class Pdl(NamedTuple):
-    """Programmatic dependent launch. trigger: the next kernel may start early. overlaps: this one runs beside the kernel
-    ahead, of which it needs nothing, and ends after it, so that what waits for this one waits for both; if False, it
-    waits before it begins. Both are bools, for which Triton compiles nothing anew."""
+    """Programmatic dependent launch. trigger: the next kernel may start early. overlaps: this one runs while the kernel
+    ahead does, of which it needs nothing, and ends after it, so that what waits for this one waits for both; if False,
+    it waits before it begins. Both are bools, whose values Triton does not compile for."""
 
     trigger: Any
     overlaps: Any
@@ -108,9 +112,7 @@ class DecodeArguments(NamedTuple):
 
 # Numbers of a plan and of a launch, for which nothing is compiled anew: launches that run at once are then the same
 # code. Two copies of it in an SM's instruction cache take up to twice as long.
-UNSPECIALIZED: Final = (
-    "first_bucket", "last_bucket", "items_size", "queries_size", "segments_size", "first_cta", "num_ctas",
-)  # fmt: skip
+UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
 
 
 class _Tasks(NamedTuple):
@@ -133,18 +135,6 @@ class _Blocks(NamedTuple):
     num_masked_first: Any
 
 
-class _MaskArgs(NamedTuple):
-    """The block that begins with segment `at` of those up to `end`. query, position [64]: of each row, the query's place
-    in the item and in its sequence."""
-
-    segments: Any
-    at: Any
-    end: Any
-    query: Any
-    position: Any
-    window: Any
-
-
 class _Rows(NamedTuple):
     """[64] each: the query token of a row, its partial slot, and whether the item has it."""
 
@@ -154,43 +144,17 @@ class _Rows(NamedTuple):
 
 
 @gluon.jit
-def _prefetch(array, size, cta, LINES: gl.constexpr):
-    """Prefetches the first lines of an array of `size` numbers to the L2 cache. A plan has left it since the layer
-    before, and a CTA would wait for memory three times before it knows where its keys are."""
-    lines = gl.minimum(size // _LINE, LINES)
-    first = cta * 128
-    if first < lines:
-        line = gl.minimum(first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), lines - 1)
-        address = [array + line * _LINE]
-        gl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", address, gl.int32, False, 1)
-
-
-@gluon.jit
-def locate_boxes(segments, at, end, C: gl.constexpr):
-    """The TMA boxes of a block that begins with segment `at`. A box of fewer tokens than 16 ends where they end: it
-    begins with tokens before them or in what TMA sets to 0, since what lies behind them may be NaN."""
-    page: gl.tuple = ()
-    token: gl.tuple = ()
-    for i in gl.static_range(_BLOCK_BOXES):
-        index = at + i * BOX_TOKENS // C.segment_size
-        segment = segments + gl.maximum(gl.minimum(index, end - 1), 0) * SEGMENT_COLUMNS
-        first = gl.load(segment)
-        tokens = gl.where(index < end, gl.load(segment + SEGMENT_SPAN) >> 16, 0) - i * BOX_TOKENS % C.segment_size
-        tokens = gl.minimum(gl.maximum(tokens, 0), BOX_TOKENS)
-        page += (first // C.page_size,)
-        begin = first % C.page_size + i * BOX_TOKENS % C.segment_size + tokens - BOX_TOKENS
-        token += (gl.where(tokens > 0, begin, -BOX_TOKENS),)
-    return Boxes(page, token)
-
-
-@gluon.jit
 def _blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
     """The blocks of an item.
 
     Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
     masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
     BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
-    start, full, end = gl.load(item + _SEGMENT_START), gl.load(item + _SEGMENT_FULL), gl.load(item + _SEGMENT_END)
+    start, full, end = (
+        gl.load(item + ITEM_SEGMENT_START),
+        gl.load(item + ITEM_SEGMENT_FULL),
+        gl.load(item + ITEM_SEGMENT_END),
+    )
     count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
     half = gl.maximum(tasks.num_ctas // 2, 1)
     masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
@@ -217,29 +181,6 @@ def _produce(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.con
             load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
             index += 1
             boxes = next_boxes
-
-
-@gluon.jit
-def _mask(args, C: gl.constexpr, T: gl.constexpr):
-    """[64, 64] which row sees which key of a block."""
-    n = gl.arange(0, T.block_n, T.key)
-    boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
-    place = n * 0  # of a key in its box, counted so that the box's tokens end at 2 * BOX_TOKENS
-    for i in gl.static_range(_BLOCK_BOXES):
-        index = args.at + i * BOX_TOKENS // C.segment_size
-        span = gl.load(args.segments + index * SEGMENT_COLUMNS + SEGMENT_SPAN, mask=index < args.end, other=0)
-        tokens = gl.minimum(gl.maximum((span >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
-        boxes_seen |= gl.where((args.query >= (span & 255)) & (args.query < (span >> 8 & 255)), 1 << i, 0)
-        place = gl.where(n // BOX_TOKENS == i, n % BOX_TOKENS + tokens, place)
-    box_seen = (boxes_seen[:, None] >> (n // BOX_TOKENS)[None, :]) & 1 != 0
-    mask = box_seen & (place >= BOX_TOKENS)[None, :]
-    if C.masked:
-        index = args.at + n // C.segment_size
-        first = gl.load(args.segments + index * SEGMENT_COLUMNS + SEGMENT_POSITION, mask=index < args.end, other=0)
-        key = first + n % C.segment_size // BOX_TOKENS * BOX_TOKENS + place - BOX_TOKENS
-        mask = mask & (key[None, :] <= args.position[:, None])
-        mask = mask & (key[None, :] > (args.position - args.window)[:, None])
-    return mask
 
 
 @gluon.jit
@@ -307,8 +248,8 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
             if C.masked:
                 position = gl.load(tiles.positions + rows.token, mask=rows.used, other=0)
             at = _segment_of(blocks, 0, C, T)
-            mask_args = _MaskArgs(tiles.segments, at, blocks.end, query, position, window)
-            state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, _mask, mask_args, C, T)
+            mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
+            state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, mask_rows, mask_args, C, T)
             index += 1
             for phase in range(3):  # a loop, so that the code of masked blocks is there once
                 begin = _phase_begin(blocks, phase)
@@ -319,9 +260,9 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
                 else:
                     for nth in range(begin, gl.where(phase == 0, blocks.num_masked_first, blocks.count)):
                         at = _segment_of(blocks, nth, C, T)
-                        mask_args = _MaskArgs(tiles.segments, at, blocks.end, query, position, window)
+                        mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
                         more = nth + 1 < blocks.count
-                        state = attend_block(state, q_tile, kv, index, more, scale, _mask, mask_args, C, T)
+                        state = attend_block(state, q_tile, kv, index, more, scale, mask_rows, mask_args, C, T)
                         index += 1
             out, lse = finish_attention(state, kv, index, T)
             _epilogue(out, lse, rows, q_tile, layer, task.kv_head, C, T)
@@ -329,9 +270,19 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_decode_kernel(
-    layer, k_desc, v_desc, work,
-    first_bucket, last_bucket, items_size, queries_size, segments_size, first_cta, num_ctas, C: gl.constexpr,
-):  # fmt: skip
+    layer,
+    k_desc,
+    v_desc,
+    work,
+    first_bucket,
+    last_bucket,
+    items_size,
+    queries_size,
+    segments_size,
+    first_cta,
+    num_ctas,
+    C: gl.constexpr,
+):
     """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers. first_cta:
     of this launch, among all `num_ctas` of the launches that share the items."""
     if not work.pdl.overlaps:
@@ -340,10 +291,10 @@ def hopper_decode_kernel(
         pdl_trigger()
     tiles = work.tiles
     cta = gl.program_id(0) + first_cta
-    _prefetch(tiles.items, items_size, cta, 64)
-    _prefetch(tiles.segments, segments_size, cta, 512)
-    _prefetch(tiles.queries, queries_size, cta, 64)
-    _prefetch(tiles.partial_slots, queries_size, cta, 64)
+    prefetch_to_l2(tiles.items, items_size, cta, 64)
+    prefetch_to_l2(tiles.segments, segments_size, cta, 512)
+    prefetch_to_l2(tiles.queries, queries_size, cta, 64)
+    prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
     k_boxes, v_boxes = allocate_boxes(k_desc, _TILE), allocate_boxes(v_desc, _TILE)
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
     gl.static_assert(BAR_K_EMPTY + _NUM_STAGES <= BAR_V_EMPTY)
@@ -373,8 +324,8 @@ def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
         and WARPGROUP_ROWS.value % group == 0
         and tile.block_m % group == 0
         and tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (_BLOCK_N, 1)
-        and _BLOCK_N % geometry.run == 0
+        and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS.value, 1)
+        and BLOCK_TOKENS.value % geometry.run == 0
         and geometry.run % BOX_TOKENS.value == 0
     )
 
@@ -389,21 +340,22 @@ class DecodeLaunch(NamedTuple):
     return_lse: bool
 
 
-def row_tiles_of(plan: GpuPlan) -> RowTiles:
-    """The arrays of a plan's tile list."""
-    arrays = plan.arrays
-    return RowTiles(arrays["items"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"])
-
-
 def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArguments:
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
-    arrays, sizes, g = plan.arrays, plan.sizes, plan.geometry
+    g = plan.geometry
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
     return DecodeArguments(
-        layer_of(t), *tma_descriptors(t), DecodeWork(row_tiles_of(plan), arrays["counts"], g.window, launch.pdl), *launch.buckets,
-        sizes["items"], sizes["queries"], sizes["runs"], launch.first_cta, launch.num_ctas,
+        layer_of(t),
+        *tma_descriptors(t),
+        DecodeWork(row_tiles_of(plan), plan.arrays["counts"], g.window, launch.pdl),
+        *launch.buckets,
+        plan.sizes["items"],
+        plan.sizes["queries"],
+        plan.sizes["runs"],
+        launch.first_cta,
+        launch.num_ctas,
         DecodeConstants(*heads, g.page_size, g.run, g.masked, launch.return_lse),
-    )  # fmt: skip
+    )
 
 
 def launch(

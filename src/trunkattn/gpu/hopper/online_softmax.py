@@ -85,8 +85,9 @@ def _start_scores(q_tile, kv, index, T: gl.constexpr):
 
 
 @gluon.jit
-def attend_first_block(q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr,
-                       T: gl.constexpr):  # fmt: skip
+def attend_first_block(
+    q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
+):
     """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
     consumer_wait(kv.k, index, T)
     scores = _start_scores(q_tile, kv, index, T)
@@ -106,8 +107,9 @@ def attend_first_block(q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr
 
 
 @gluon.jit
-def attend_block(state, q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr,
-                 T: gl.constexpr):  # fmt: skip
+def attend_block(
+    state, q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
+):
     """Adds block `index`, whose keys are there. mask_fn: None if every row sees every key.
 
     The wait for the keys of the next block stands before the wait for acc: its branch keeps ptxas from moving the

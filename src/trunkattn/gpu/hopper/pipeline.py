@@ -1,8 +1,8 @@
 """Pipelines between a producer warp, which loads keys or values by TMA, and the warps that consume them.
 
-A pipeline has stages in shared memory, each for one block of keys or of values. Its full barrier, an mbarrier, completes
-when TMA has written the stage. Its empty barrier, a named barrier, lets the producer fill the stage again when every
-consumer warp has read it.
+A pipeline has stages in shared memory, each for one block of keys or of values. The full barrier of a stage, an
+mbarrier, completes when TMA has written it. The empty barrier, a named barrier, lets the producer fill the stage again
+when every consumer warp has read it.
 """
 
 from typing import Any, NamedTuple
@@ -108,8 +108,8 @@ def consumer_wait(pipeline, index, SHAPE: gl.constexpr, pred=True):
 
 @gluon.jit
 def consumer_release(index, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
-    """This warp has read block `index`. It arrives without waiting; before `mbarrier.arrive`, and with Triton 3.6 behind
-    it too, all warps of a partition would meet.
+    """This warp has read block `index`. It arrives without waiting, unlike with `mbarrier.arrive`: Triton has all warps
+    of the partition meet before that, and Triton 3.6 behind it too.
 
     A warp cannot release a stage twice before the producer acquires it, since the stage is filled again only then.
     Nobody acquires what is released at the end of a kernel."""

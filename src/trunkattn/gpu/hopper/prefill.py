@@ -9,7 +9,6 @@ that need a mask come before all others.
 
 from typing import Any, Final, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -42,7 +41,7 @@ from trunkattn.gpu.hopper.pipeline import (
     load_block,
     make_pipeline,
 )
-from trunkattn.gpu.plan import Geometry, Tensors
+from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.prefill_plan import PrefillPlan
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.planner.work_list import (
@@ -258,8 +257,9 @@ def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.c
 
 
 @gluon.jit
-def consume_chunks(WARPGROUP: gl.constexpr, chunks, num_tasks, positions, layer, window, memory, C: gl.constexpr,
-                   T: gl.constexpr):  # fmt: skip
+def consume_chunks(
+    WARPGROUP: gl.constexpr, chunks, num_tasks, positions, layer, window, memory, C: gl.constexpr, T: gl.constexpr
+):
     """Consumer warpgroup 0 or 1: attention of 64 rows of each item."""
     kv_pipelines = memory.kv
     q_tile = memory.q_tiles.index(WARPGROUP)
@@ -349,29 +349,25 @@ def chunks_of(prefill: PrefillPlan) -> Chunks:
     return Chunks(arrays["items"], arrays["block_table"], arrays["queries"], arrays["slots"], prefill.table_stride)
 
 
-def arguments(
-    t: Tensors, prefill: PrefillPlan, num_items: torch.Tensor, positions: torch.Tensor, geometry: Geometry,
-    pdl_trigger: bool, return_lse: bool,
-) -> PrefillArguments:  # fmt: skip
+def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillArguments:
     """The arguments of a launch, from the tensors of a layer, a plan, and options."""
-    windowed = geometry.window != UNLIMITED
-    heads = (geometry.num_qo_heads, geometry.num_kv_heads, geometry.num_qo_heads // geometry.num_kv_heads)
+    assert plan.prefill
+    arrays, g = plan.arrays, plan.geometry
+    heads, windowed = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads), g.window != UNLIMITED
+    window = g.window if windowed else 0
     return PrefillArguments(
         layer_of(t),
         *tma_descriptors(t),
-        PrefillWork(chunks_of(prefill), num_items, positions, geometry.window if windowed else 0),
-        PrefillConstants(*heads, geometry.page_size, windowed, return_lse, pdl_trigger),
+        PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
+        PrefillConstants(*heads, g.page_size, windowed, return_lse, pdl_trigger),
     )
 
 
-def launch(
-    t: Tensors, prefill: PrefillPlan, num_items: torch.Tensor, positions: torch.Tensor, geometry: Geometry,
-    pdl_trigger: bool, return_lse: bool,
-) -> None:  # fmt: skip
+def launch(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> None:
     """Launches the items of prompt chunks that `supports` accepts on the current stream.
 
-    num_items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is a multiple of
-    16, as cuts of packs are. With one, up to 15 tokens before it are loaded and masked: they must be finite, as tokens
-    of the sequence are."""
-    given = arguments(t, prefill, num_items, positions, geometry, pdl_trigger, return_lse)
-    hopper_prefill_kernel[(prefill.programs,)](*given, num_warps=4, maxnreg=REGISTERS)
+    Without a window an item's KV_START is a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it
+    are loaded and masked: they must be finite, as tokens of the sequence are."""
+    assert plan.prefill
+    given = arguments(t, plan, pdl_trigger, return_lse)
+    hopper_prefill_kernel[(plan.prefill.programs,)](*given, num_warps=4, maxnreg=REGISTERS)

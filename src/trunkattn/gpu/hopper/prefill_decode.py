@@ -2,13 +2,13 @@
 (POD-Attention, section 4, https://arxiv.org/abs/2410.18038).
 
 POD's kernel gives an SM several CTAs, and a ticket decides which of them prefill and which decode. On Hopper a CTA that
-prefills at full speed fills an SM, so here the warps of one CTA are specialized: two warpgroups compute prompt chunks as
-in `prefill`, a third one decodes, and three producer warps load the chunks' keys, the chunks' values, and both for the
-decodes. Tensor cores are busy with the chunks, memory with the decodes.
+prefills at full speed fills an SM, so here the warps of one CTA are specialized: two warpgroups compute prompt chunks
+as in `prefill`, a third one decodes, and three producer warps load the chunks' keys, the chunks' values, and both for
+the decodes. Tensor cores are busy with the chunks, memory with the decodes.
 
 Decoding takes few of the CTA's registers and little of its time because operands are swapped: keys and values, of which
-there are many, are the rows of the matrix products, and the query rows, 8 or 16, the columns. Each of the four warps has
-16 of a block's 64 keys, so that the warps synchronize to know its maximum: see `_attend_block`.
+there are many, are the rows of the matrix products, and the query rows, 8 or 16, the columns. Each of the four warps
+has 16 of a block's 64 keys, so that the warps synchronize to know its maximum: see `_attend_block`.
 """
 
 from typing import Any, Final, NamedTuple
@@ -28,13 +28,11 @@ from trunkattn.gpu.hopper.common import (
     PRODUCER_REGISTERS,
     SWIZZLED,
     Layer,
-    RowTiles,
     layer_of,
     pdl_trigger,
     row_offset,
     tma_descriptors,
 )
-from trunkattn.gpu.hopper.decode import SEGMENT_COLUMNS, SEGMENT_POSITION, SEGMENT_SPAN, locate_boxes, row_tiles_of
 from trunkattn.gpu.hopper.online_softmax import finalize
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
@@ -50,33 +48,33 @@ from trunkattn.gpu.hopper.pipeline import (
     warps_sync,
 )
 from trunkattn.gpu.hopper.prefill import TILE, Chunks, allocate_chunk_memory, consume_chunks, produce_chunks
+from trunkattn.gpu.hopper.segments import (
+    BLOCK_TOKENS,
+    ITEM_SEGMENT_END,
+    ITEM_SEGMENT_FULL,
+    ITEM_SEGMENT_START,
+    BlockMask,
+    RowTiles,
+    locate_boxes,
+    mask_columns,
+    row_tiles_of,
+)
 from trunkattn.gpu.plan import GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_NARROW, HYBRID_ROWS
-from trunkattn.planner.work_list import (
-    DIRECT,
-    ITEM_COLUMNS,
-    QUERY_END,
-    QUERY_START,
-    RUN_END,
-    RUN_FULL,
-    RUN_START,
-    UNLIMITED,
-)
+from trunkattn.gpu.tuning.prefill import HYBRID_NARROW, HYBRID_ROWS
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
 CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
 DECODE_REGISTERS = gl.constexpr(72)
 _NARROW_ROWS, _WIDE_ROWS = gl.constexpr(HYBRID_NARROW), gl.constexpr(HYBRID_ROWS)  # of a decode tile, in whole groups
-_BLOCK_N = gl.constexpr(HYBRID_KEYS)  # keys of a block of a decode tile
 # Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
-_PIPELINE = gl.constexpr(PipelineShape(block_n=HYBRID_KEYS, num_stages=3, num_threads=128 + 32))
+_PIPELINE = gl.constexpr(PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32))
 _NUM_STAGES = gl.constexpr(_PIPELINE.value.num_stages)
 _NUM_WARPS = gl.constexpr(4)
 _SPECULATION_LIMIT = gl.constexpr(8.0)  # p may grow to 2 to this power before sums are rescaled
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
-_SEGMENT_START, _SEGMENT_FULL, _SEGMENT_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL), gl.constexpr(RUN_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _VOTE_ANY = gl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
@@ -149,16 +147,6 @@ class _Tasks(NamedTuple):
     num_tasks: Any
 
 
-class _MaskArgs(NamedTuple):
-    """query, position [rows]: of each row, the query's place in the item and in its sequence."""
-
-    segments: Any
-    end: Any
-    query: Any
-    position: Any
-    window: Any
-
-
 @gluon.jit
 def _first_task():
     """The first decode task of this CTA, which takes every num_programs-th: the last CTA, which may have fewer chunks,
@@ -173,7 +161,7 @@ def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.c
     index = 0
     for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
         item, kv_head = tasks.items + task // C.num_kv_heads * _ITEM_COLUMNS, task % C.num_kv_heads
-        start, end = gl.load(item + _SEGMENT_START), gl.load(item + _SEGMENT_END)
+        start, end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_END)
         boxes = locate_boxes(segments, start, end, C)
         for at in range(start, end, BLOCK_SEGMENTS):
             next_boxes = locate_boxes(segments, at + BLOCK_SEGMENTS, end, C)  # these loads overlap the waits below
@@ -232,24 +220,6 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
 
 
 @gluon.jit
-def _mask(args, at, ACC: gl.constexpr, C: gl.constexpr):
-    """[64, rows] which row sees which key of the block that begins with segment `at`."""
-    n = gl.arange(0, _BLOCK_N, gl.SliceLayout(1, ACC))
-    index = at + n // C.segment_size
-    segment = args.segments + index * SEGMENT_COLUMNS
-    span = gl.load(segment + SEGMENT_SPAN, mask=index < args.end, other=0)
-    first = n % C.segment_size // BOX_TOKENS * BOX_TOKENS  # of the box, in the segment
-    missing = BOX_TOKENS - gl.minimum(gl.maximum((span >> 16) - first, 0), BOX_TOKENS)  # a box ends with its last token
-    begin, until = gl.where(n % BOX_TOKENS >= missing, span & 255, 256), span >> 8 & 255
-    mask = (args.query[None, :] >= begin[:, None]) & (args.query[None, :] < until[:, None])
-    if C.masked:
-        key = gl.load(segment + SEGMENT_POSITION, mask=index < args.end, other=0) + n % C.segment_size - missing
-        mask = mask & (key[:, None] <= args.position[None, :])
-        mask = mask & (key[:, None] > (args.position - args.window)[None, :])
-    return mask
-
-
-@gluon.jit
 def _load_queries(q_tile, queries, first_query, end_query, kv_head, layer, C: gl.constexpr):
     """Query rows [first_query, end_query) of the list to shared memory."""
     m = gl.arange(0, q_tile.shape[0], gl.SliceLayout(1, COALESCED))
@@ -273,8 +243,8 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
     index = 0
     for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
         item, kv_head = tasks.items + task // C.num_kv_heads * _ITEM_COLUMNS, task % C.num_kv_heads
-        start, full = gl.load(item + _SEGMENT_START), gl.load(item + _SEGMENT_FULL)
-        end = gl.load(item + _SEGMENT_END)
+        start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+        end = gl.load(item + ITEM_SEGMENT_END)
         first_query, end_query = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
         _load_queries(memory.q_tile, tiles.queries, first_query, end_query, kv_head, layer, C)
         used = first_query + query < end_query
@@ -284,14 +254,13 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
             position = gl.load(tiles.positions + token, mask=used, other=0)
         acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, ACC)
         row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, ACC))
-        state = _DecodeState(acc, row_max, gl.zeros([_BLOCK_N, ROWS], gl.float32, ACC))
+        state = _DecodeState(acc, row_max, gl.zeros([BLOCK_TOKENS, ROWS], gl.float32, ACC))
         scale = gl.load(layer.logit_scale + kv_head)
         for _ in range(start, full, BLOCK_SEGMENTS):
             state = _attend_block(state, index, scale, 0, memory, pipeline, False, ACC, S)
             index += 2
-        mask_args = _MaskArgs(tiles.segments, end, query, position, window)
         for at in range(full, end, BLOCK_SEGMENTS):
-            mask = _mask(mask_args, at, ACC, C)
+            mask = mask_columns(BlockMask(tiles.segments, at, end, query, position, window), ACC, C)
             state = _attend_block(state, index, scale, mask, memory, pipeline, True, ACC, S)
             index += 2
         v_scale = gl.load(layer.v_scale + kv_head)
@@ -330,7 +299,7 @@ def _consume(max_queries, tasks, tiles, layer, window, narrow, wide, pipeline, C
 @gluon.jit
 def _allocate_decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr):
     q_tile = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], SWIZZLED)
-    p_tile = gl.allocate_shared_memory(dtype, [_BLOCK_N, ROWS], P)
+    p_tile = gl.allocate_shared_memory(dtype, [BLOCK_TOKENS, ROWS], P)
     return _DecodeMemory(q_tile, p_tile, gl.allocate_shared_memory(gl.float32, [_NUM_WARPS, ROWS], _UNSWIZZLED))
 
 
@@ -371,7 +340,7 @@ def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
     return (
         plan.prefill is not None
         and prefill.supports(t, plan.prefill.tile, plan.geometry)
-        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
+        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, BLOCK_TOKENS.value, 1)
         and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
         and plan.geometry.run % BOX_TOKENS.value == 0
     )

@@ -93,16 +93,17 @@ def compile_hopper_decode(target: Target, masked: bool = False) -> Resources:
     """`hopper_decode_kernel`, for an sm_90 and heads of 128. registers: of a thread on average; producer and consumer
     warps have shares of their own. masked: requests have several query tokens."""
     from trunkattn.gpu.hopper import decode
-    from trunkattn.gpu.hopper.common import RowTiles
+    from trunkattn.gpu.hopper.segments import RowTiles
 
     tiles = _same(RowTiles, "*i32")
-    arguments = decode.DecodeArguments(
+    arguments = _same(
+        decode.DecodeArguments,
+        "i32",
         layer=_layer(target),
         k_desc=_tma_descriptor(target),
         v_desc=_tma_descriptor(target),
         work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
         C=decode.DecodeConstants(*target.heads, page_size=16, segment_size=16, masked=masked, return_lse=False),
-        **dict.fromkeys(decode.UNSPECIALIZED, "i32"),
     )
     return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS)
 
@@ -124,7 +125,7 @@ def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
 def compile_hopper_prefill_decode(target: Target, masked: bool = False, window: bool = False) -> Resources:
     """`hopper_prefill_decode_kernel`; as `compile_hopper_decode`. With a window requests are masked, too."""
     from trunkattn.gpu.hopper import prefill, prefill_decode
-    from trunkattn.gpu.hopper.common import RowTiles
+    from trunkattn.gpu.hopper.segments import RowTiles
 
     chunks, tiles = _same(prefill.Chunks, "*i32", table_stride="i32"), _same(RowTiles, "*i32")
     arguments = prefill_decode.PrefillDecodeArguments(
@@ -137,9 +138,7 @@ def compile_hopper_prefill_decode(target: Target, masked: bool = False, window: 
             pdl_trigger=True,
         ),
     )  # fmt: skip
-    return _compile_hopper(
-        prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS
-    )
+    return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
 
 
 def compile_merge(target: Target) -> Resources:
@@ -170,7 +169,7 @@ def _compile(
     return _resources(ASTSource(kernel, signature, constexprs, aligned), target, options)
 
 
-def _same(named: Any, kind: str, **others: str) -> Any:
+def _same(named: Any, kind: str, **others: Any) -> Any:
     """A NamedTuple of one type in all fields but others."""
     return named(**dict.fromkeys(named._fields, kind) | others)
 
@@ -194,7 +193,7 @@ def _compile_hopper(kernel: Any, target: Target, arguments: Any, registers: int)
 
     signature = arguments._asdict() | {"C": "constexpr"}
     constexprs = {(kernel.arg_names.index("C"),): arguments.C}
-    aligned = dict.fromkeys(_aligned_paths(arguments), [["tt.divisibility", 16]])
+    aligned = {path: [["tt.divisibility", 16]] for path in _aligned_paths(arguments)}
     source = GluonASTSource(kernel, signature, constexprs, aligned)
     return _resources(source, target, {"num_warps": 4, "maxnreg": registers})
 
