@@ -70,7 +70,7 @@ def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
     """[rows, BLOCK_TOKENS] which row sees which key of a block."""
     n = gl.arange(0, T.block_n, T.key)
     boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
-    place = n * 0  # of a key in its box, counted so that the box's tokens end at 2 * BOX_TOKENS
+    place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
     for i in gl.static_range(_BLOCK_BOXES):
         index = args.at + i * BOX_TOKENS // C.segment_size
         span = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_SPAN, mask=index < args.end, other=0)

@@ -22,7 +22,7 @@ from trunkattn.gpu.triton.decode import decode_kernel
 from trunkattn.gpu.triton.merge import merge_kernel
 from trunkattn.gpu.triton.prefill import prefill_kernel
 from trunkattn.gpu.tuning.decode import GpuTile, Tile
-from trunkattn.gpu.tuning.tile_solver import Resources, Rings
+from trunkattn.gpu.tuning.tile_solver import PipelineOps, Resources
 
 _TYPES = MappingProxyType({
     "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32",
@@ -218,11 +218,11 @@ def _resources(source: Any, target: Target, options: dict[str, int]) -> Resource
     spilled, shared = used["STACK"] + used["LOCAL"], max(used["SHARED"], compiled.metadata.shared)
     named = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\S*)(?:\.aligned)?\s+(\d+)", compiled.asm["ptx"])
     barriers = 1 + max(map(int, named), default=-1)
-    return Resources(used["REG"], spilled, shared, barriers, _rings(compiled.asm["ptx"]))
+    return Resources(used["REG"], spilled, shared, barriers, _pipeline_ops(compiled.asm["ptx"]))
 
 
-def _rings(ptx: str) -> Rings | None:
-    """Barriers of rings have numbers that are computed, others have constant ones."""
+def _pipeline_ops(ptx: str) -> PipelineOps | None:
+    """The empty barriers of pipelines have numbers that are computed, other barriers have constant ones."""
     texts = (r"\.expect_tx\.", r"\bbar\.sync\s+%r", r"\bwgmma\.commit_group\.", r"\bbar\.arrive\s+%r")
-    rings = Rings(*(len(re.findall(text, ptx)) for text in texts))
-    return rings if rings.fills else None
+    ops = PipelineOps(*(len(re.findall(text, ptx)) for text in texts))
+    return ops if ops.fills else None

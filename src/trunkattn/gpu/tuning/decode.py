@@ -22,12 +22,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class GpuTile(Tile):
-    """A tile of `decode_kernel` or of `decode_hopper`, and what the planner must know of it.
+    """A tile of `decode_kernel` or of `hopper.decode`, and what the planner must know of it.
 
     block_ns: time of a block of keys when all those programs run: one that all rows see whole, and one with a mask.
     chain_ns: the same of one block after another in one program. subtiles: equal parts of the rows that read keys of
     their own side by side, private_n each at a time; such blocks are the ones with a mask. flat_n: BLOCK_N without
-    subtiles. hopper: `decode_hopper` computes it, in a plan of fixed size all such tiles at once, and leaves no nodes
+    subtiles. hopper: `hopper.decode` computes it, in a plan of fixed size all such tiles at once, and leaves no nodes
     to another tile. read_percent: of the bandwidth that it reaches.
     """
 
@@ -81,7 +81,7 @@ _FP32_UNTIMED: Final = (
     GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
-# On an sm_90 (head_dim 128, 16 bits), for all but single queries: `decode_hopper` of 64 rows, and of 32 where those
+# On an sm_90 (head_dim 128, 16 bits), for all but single queries: `hopper.decode` of 64 rows, and of 32 where those
 # would leave multiprocessors idle. Other rows, keys, stages and arrangements: docs/performance.md. The times are of the
 # kernel before it had less code; with them the choice loses 0.6 % in the mean (results/calibration-h200.json).
 DECODE_TILES_HOPPER: Final = (
@@ -96,7 +96,7 @@ def decode_tiles(
     kv_itemsize: int, width: int, group_size: int, hopper: bool = False, capability: int = TIMED_CAPABILITY
 ) -> tuple[GpuTile, ...]:
     """The tiles of an attention, ascending. kv_itemsize in bytes; width: the larger of head_dim and head_dim_v. hopper:
-    `decode_hopper` computes it, of 16 bits and 128 wide. capability: of the card, 80 for 8.0."""
+    `hopper.decode` computes it, of 16 bits and 128 wide. capability: of the card, 80 for 8.0."""
     timed, wide = capability == TIMED_CAPABILITY, width > WIDE
     tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
     if kv_itemsize > 2:

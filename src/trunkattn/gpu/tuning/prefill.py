@@ -17,7 +17,7 @@ class PrefillTile(Tile):
 
 # 128 rows × 64 keys in 8 warps: the largest that compiles for sm_90 without spilling (head_dim 128). 370 to 396 TFLOP/s
 # on long cells of an H200 (results/prefill-h200.json), where 64x32 in 4 warps reached 344 to 369 (docs/performance.md);
-# others were not timed. `prefill_hopper` takes the items of 128 rows, too.
+# others were not timed. `hopper.prefill` takes the items of 128 rows, too.
 PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
 
 
