@@ -33,12 +33,12 @@ def summary(count: int) -> str:
 
 
 def line_of(file: str, text: str) -> int:
-    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper"):
+    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper", "src/trunkattn/gpu/triton"):
         path = Path(racecheck.HERE.parents[1], folder, file)
-        if path.exists():
-            lines = path.read_text().splitlines()
-            return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(text))
-    raise FileNotFoundError(file)
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+            if line.strip().startswith(text):
+                return number
+    raise LookupError(f"no line of {file} begins with {text!r}")
 
 
 def hand_over(kernel: str, file: str) -> racecheck.Hazard:

@@ -106,12 +106,12 @@ def row_offset(index, stride):
 
 
 @gluon.jit
-def write_partials(rows, lse, partial_slot, used, query_head, layer, ACC: gl.constexpr, NUM_QO_HEADS: gl.constexpr):
-    """Writes the rows that have a partial slot, if any does. ACC: layout of `rows`."""
+def write_partials(rows, lse, partial_slot, used, query_head, layer, C: gl.constexpr, T: gl.constexpr):
+    """Writes the rows that have a partial slot, if any does. C, T: constants of the kernel and of its main loop."""
     if gl.max(partial_slot, 0) != _DIRECT:
         has_slot = used & (partial_slot != _DIRECT)
-        at = partial_slot.to(gl.int64) * NUM_QO_HEADS + query_head
-        d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ACC))[None, :]
+        at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
+        d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, T.acc))[None, :]
         gl.store(layer.partial + at[:, None] * HEAD_DIM + d, rows, mask=has_slot[:, None])
         gl.store(layer.partial_lse + at, lse, mask=has_slot)
 

@@ -59,7 +59,6 @@ _TILE = gl.constexpr(mainloop_tile(BLOCK_TOKENS.value, num_stages=2, num_consume
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_NUM_STAGES = gl.constexpr(_TILE.value.num_stages)
 _COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
 
 
@@ -209,8 +208,8 @@ def _load_rows(tiles, first, end, query, C: gl.constexpr):
 def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.constexpr):
     """Writes rows as partials, or to `layer.out` by way of the query tile's memory."""
     v_scale = gl.load(layer.v_scale + kv_head)
-    query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, T.row) % C.group_size
-    write_partials(out, lse, rows.partial_slot, rows.used, query_head, layer, T.acc, C.num_qo_heads)
+    query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc)) % C.group_size
+    write_partials(out, lse, rows.partial_slot, rows.used, query_head, layer, C, T)
     direct = rows.used & (rows.partial_slot == _DIRECT)
     if C.return_lse:
         gl.store(layer.lse + rows.token * C.num_qo_heads + query_head, lse, mask=direct)
@@ -233,7 +232,7 @@ def _phase_begin(blocks, phase):
 @gluon.jit
 def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.constexpr):
     """Consumer warpgroup: attention of the items."""
-    query = gl.arange(0, WARPGROUP_ROWS, T.row) // C.group_size
+    query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc)) // C.group_size
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
@@ -297,7 +296,6 @@ def hopper_decode_kernel(
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
     k_boxes, v_boxes = allocate_boxes(k_desc, _TILE), allocate_boxes(v_desc, _TILE)
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
-    gl.static_assert(BAR_K_EMPTY + _NUM_STAGES <= BAR_V_EMPTY)
     kv = KvPipelines(make_pipeline(k_boxes, _TILE), make_pipeline(v_boxes, _TILE))
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads

@@ -17,33 +17,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from trunkattn.gpu.hopper.common import HEAD_DIM, NEG_INF, WARPGROUP_ROWS
-from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_V_EMPTY, consumer_release, consumer_wait
+from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_KV_EMPTY, BAR_V_EMPTY, consumer_release, consumer_wait
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class MainloopTile(NamedTuple):
-    """Constants of a main loop: its pipelines', as in `PipelineShape`, and the layouts of the accumulators, of their
-    rows and columns, and of `p` as an operand. mask_ahead: masks are computed while the product q·k runs, since they
-    read memory, and not behind it, which takes fewer registers."""
+    """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
+
+    mask_ahead: masks are computed while the product q·k runs, since they read memory, and not behind it, which takes
+    fewer registers. acc: layout of the accumulators."""
 
     block_n: int
     num_stages: int
     num_threads: int
+    k_empty: int
+    v_empty: int
     mask_ahead: bool
     acc: Any
-    row: Any
-    key: Any
-    p: Any
 
 
 def mainloop_tile(block_n: int, num_stages: int, num_consumer_warps: int, mask_ahead: bool) -> MainloopTile:
-    """The constants of a main loop with one producer warp per pipeline. A layout is a constexpr of its own, for Triton
-    3.6 does not take one out of a constexpr tuple as an argument."""
+    """The constants of a main loop with one producer warp per pipeline."""
+    k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
+    assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
     acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, block_n, 16])
-    layouts = (acc, gl.SliceLayout(1, acc), gl.SliceLayout(0, acc), gl.DotOperandLayout(0, acc, 2))
-    num_threads = 32 * (1 + num_consumer_warps)
-    return MainloopTile(block_n, num_stages, num_threads, mask_ahead, *map(gl.constexpr, layouts))
+    return MainloopTile(block_n, num_stages, 32 * (1 + num_consumer_warps), k_empty, v_empty, mask_ahead, acc)
 
 
 class AttentionState(NamedTuple):
@@ -79,8 +78,9 @@ def finalize(row_max, row_sum):
 def _start_scores(q_tile, kv, index, T: gl.constexpr):
     """Starts the product q·k of block `index`."""
     BLOCK_N: gl.constexpr = T.block_n
+    ACC: gl.constexpr = T.acc
     k_tile = kv.k.tiles.index(index % T.num_stages).permute((1, 0))
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, T.acc)
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, ACC)
     return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
 
 
@@ -89,19 +89,20 @@ def attend_first_block(
     q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
     """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
+    ACC: gl.constexpr = T.acc
     consumer_wait(kv.k, index, T)
     scores = _start_scores(q_tile, kv, index, T)
     if T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    consumer_release(index, BAR_K_EMPTY, T)
+    consumer_release(index, T.k_empty, T)
     if not T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
-    row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, T.row)
-    row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, T.row)
+    row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, ACC))
+    row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, ACC))
     p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True)
-    p = gl.convert_layout(p.to(q_tile.dtype), T.p)
-    acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, T.acc)
+    p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, ACC, 2))
+    acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, ACC)
     consumer_wait(kv.k, index + 1, T, has_next)
     return AttentionState(row_max, row_sum, p, acc)
 
@@ -122,14 +123,14 @@ def attend_block(
     consumer_wait(kv.v, index - 1, T)
     acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    consumer_release(index, BAR_K_EMPTY, T)
+    consumer_release(index, T.k_empty, T)
     if MASK and not T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
     p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, scale, mask, MASK)
-    p = gl.convert_layout(p.to(state.p.dtype), T.p)
+    p = gl.convert_layout(p.to(state.p.dtype), gl.DotOperandLayout(0, T.acc, 2))
     consumer_wait(kv.k, index + 1, T, has_next)
     acc, _, p = warpgroup_mma_wait(0, deps=(acc, state.p, p))
-    consumer_release(index - 1, BAR_V_EMPTY, T)
+    consumer_release(index - 1, T.v_empty, T)
     return AttentionState(row_max, row_sum, p, acc * rescale[:, None])
 
 
@@ -139,6 +140,6 @@ def finish_attention(state, kv, index, T: gl.constexpr):
     consumer_wait(kv.v, index - 1, T)
     acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)
     acc, _ = warpgroup_mma_wait(0, deps=(acc, state.p))
-    consumer_release(index - 1, BAR_V_EMPTY, T)
+    consumer_release(index - 1, T.v_empty, T)
     inverse_sum, lse = finalize(state.row_max, state.row_sum)
     return acc * inverse_sum[:, None], lse

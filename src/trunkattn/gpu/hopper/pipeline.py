@@ -5,7 +5,7 @@ mbarrier, completes when TMA has written it. The empty barrier, a named barrier,
 when every consumer warp has read it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,8 +15,9 @@ from trunkattn.gpu.hopper.common import BOX_TOKENS, HEAD_DIM, SWIZZLED, opaque
 
 # Empty barriers, by the number of the one of stage 0. An SM has 16 named barriers for a CTA; Triton takes 0, 1 and one
 # for each partition of warps.
-BAR_K_EMPTY, BAR_V_EMPTY, BAR_KV_EMPTY = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
-NUM_BARRIERS = gl.constexpr(16)
+BAR_K_EMPTY, BAR_V_EMPTY = gl.constexpr(8), gl.constexpr(10)
+BAR_KV_EMPTY: Final = 12
+NUM_BARRIERS: Final = 16
 
 # Names of Triton 3.9, and of 3.6
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -26,11 +27,12 @@ _HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpre
 
 class PipelineShape(NamedTuple):
     """Constants of a pipeline. block_n: keys or values of a stage. num_threads: those of the producer and of the
-    consumers, which meet at an empty barrier."""
+    consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0."""
 
     block_n: int
     num_stages: int
     num_threads: int
+    empty: int
 
 
 class Pipeline(NamedTuple):

@@ -33,7 +33,6 @@ from trunkattn.gpu.hopper.common import (
 from trunkattn.gpu.hopper.online_softmax import attend_block, attend_first_block, finish_attention, mainloop_tile
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
-    BAR_KV_EMPTY,
     BAR_V_EMPTY,
     Boxes,
     KvPipelines,
@@ -63,7 +62,6 @@ _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _DIRECT = gl.constexpr(DIRECT)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 _COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
-_NUM_STAGES = gl.constexpr(TILE.value.num_stages)
 
 
 class PrefillConstants(NamedTuple):
@@ -189,7 +187,7 @@ def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C
 @gluon.jit
 def _mask(args, CUT: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
     """[64, block_n] which row sees which key of a block. CUT: as of `_locate_boxes`."""
-    n = gl.arange(0, T.block_n, T.key)
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.acc))
     origin = 0 if C.windowed else args.first  # keys are counted from there
     key = args.first - origin + n
     if CUT:
@@ -243,7 +241,7 @@ def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.c
     """Writes rows as partials, or to `layer.out` by way of the query tile's memory. copy_rows: in the layout of that
     copy."""
     partial_slot = gl.load(chunks.partial_slots + rows.entry, mask=rows.used, other=_DIRECT)
-    write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, T.acc, C.num_qo_heads)
+    write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, C, T)
     q_tile.store((out * v_scale).to(q_tile.dtype))
     direct = gl.load(chunks.partial_slots + copy_rows.entry, mask=copy_rows.used, other=0) == _DIRECT
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
@@ -263,7 +261,7 @@ def consume_chunks(
     """Consumer warpgroup 0 or 1: attention of 64 rows of each item."""
     kv_pipelines = memory.kv
     q_tile = memory.q_tiles.index(WARPGROUP)
-    m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, T.row)
+    m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc))
     copy_m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, _COPY_ROW)
     index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
@@ -308,8 +306,6 @@ def consume_chunks(
 @gluon.jit
 def allocate_chunk_memory(k_desc, v_desc, T: gl.constexpr):
     """Shared memory, with all stages of the pipelines empty."""
-    gl.static_assert(BAR_K_EMPTY + _NUM_STAGES <= BAR_V_EMPTY)
-    gl.static_assert(BAR_V_EMPTY + _NUM_STAGES <= BAR_KV_EMPTY)
     k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
     return ChunkMemory(q_tiles, KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T)))

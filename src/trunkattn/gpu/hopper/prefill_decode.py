@@ -69,8 +69,9 @@ CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
 DECODE_REGISTERS = gl.constexpr(72)
 _NARROW_ROWS, _WIDE_ROWS = gl.constexpr(HYBRID_NARROW), gl.constexpr(HYBRID_ROWS)  # of a decode tile, in whole groups
 # Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
-_PIPELINE = gl.constexpr(PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32))
-_NUM_STAGES = gl.constexpr(_PIPELINE.value.num_stages)
+_SHAPE: Final = PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY)
+assert _SHAPE.empty + _SHAPE.num_stages <= NUM_BARRIERS
+_PIPELINE = gl.constexpr(_SHAPE)
 _NUM_WARPS = gl.constexpr(4)
 _SPECULATION_LIMIT = gl.constexpr(8.0)  # p may grow to 2 to this power before sums are rescaled
 _DIRECT = gl.constexpr(DIRECT)
@@ -165,8 +166,8 @@ def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.c
         boxes = locate_boxes(segments, start, end, C)
         for at in range(start, end, BLOCK_SEGMENTS):
             next_boxes = locate_boxes(segments, at + BLOCK_SEGMENTS, end, C)  # these loads overlap the waits below
-            load_block(k_desc, pipeline, index, boxes, kv_head, BAR_KV_EMPTY, S)
-            load_block(v_desc, pipeline, index + 1, boxes, kv_head, BAR_KV_EMPTY, S)
+            load_block(k_desc, pipeline, index, boxes, kv_head, S.empty, S)
+            load_block(v_desc, pipeline, index + 1, boxes, kv_head, S.empty, S)
             index += 2
             boxes = next_boxes
 
@@ -195,7 +196,7 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
     zeros, q_tile = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC), memory.q_tile.permute((1, 0))
     scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
-    consumer_release(index, BAR_KV_EMPTY, S)
+    consumer_release(index, S.empty, S)
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
     memory.warp_max.store(gl.max(gl.reshape(scores, [_NUM_WARPS, BLOCK_N // _NUM_WARPS, ROWS]), 1))
@@ -215,7 +216,7 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
     acc = warpgroup_mma(pipeline.tiles.index(v_stage).permute((1, 0)), memory.p_tile, acc, is_async=True)
     row_sum += p
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    consumer_release(index + 1, BAR_KV_EMPTY, S)
+    consumer_release(index + 1, S.empty, S)
     return _DecodeState(acc, row_max, row_sum)
 
 
@@ -313,7 +314,6 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     boxes = allocate_boxes(k_desc, _PIPELINE)
     narrow = _allocate_decode_memory(k_desc.dtype, _NARROW_ROWS, _NARROW_P)
     wide = _allocate_decode_memory(k_desc.dtype, _WIDE_ROWS, _WIDE_P)
-    gl.static_assert(BAR_KV_EMPTY + _NUM_STAGES <= NUM_BARRIERS)
     pipeline = make_pipeline(boxes, _PIPELINE)
     num_tasks = gl.load(work.num_chunk_items) * C.num_kv_heads
     first_item = gl.load(work.item_range)

@@ -68,7 +68,7 @@ def locate_boxes(segments, at, end, C: gl.constexpr):
 @gluon.jit
 def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
     """[rows, BLOCK_TOKENS] which row sees which key of a block."""
-    n = gl.arange(0, T.block_n, T.key)
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.acc))
     boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
     place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
     for i in gl.static_range(_BLOCK_BOXES):
