@@ -1,7 +1,7 @@
 """Decodes beside prompt chunks: which, by predicted time, and the lists under Triton's interpreter, which computes the
-two halves one after the other. The kernel itself: tests/on_gpu/test_hybrid.py."""
+two halves one after the other. The kernel itself: tests/on_gpu/test_hopper_prefill_decode.py."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention import Plan
 from trunkattn.config import Capacity
-from trunkattn.gpu import launch
 from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.gpu.overlap import Overlap, make_overlap, overlap_candidates
+from trunkattn.gpu.triton import decode, prefill
 from trunkattn.gpu.tuning.cards import H200, OverlapTimes, Shares, card_of
 from trunkattn.planner.planner import Batch
 from trunkattn.planner.row_tiles.choice import Tiling
@@ -102,11 +102,23 @@ def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
         assert_right(executor, step, batch)
 
 
+@dataclass
+class Counted:
+    """A kernel that says when it is launched."""
+
+    kernel: Any
+    name: str
+    launched: list[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launched.append(self.name)
+        return self.kernel[grid]
+
+
 def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    for name in ("_prefill", "_attend"):
-        original = getattr(launch, name)
-        monkeypatch.setattr(launch, name, lambda *given, n=name, run=original: launched.append(n) or run(*given))
+    for module, name in ((prefill, "prefill_kernel"), (decode, "decode_kernel")):
+        monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
     executor = make_executor(capacity=CAPACITY)
     given = Batch(DECODES.block_table, DECODES.seq_lens, DECODES.query_start_loc, UNLIMITED)
     plan = Plan(executor.plan(given), None, DECODES.num_pages - 1, UNLIMITED)
@@ -115,7 +127,7 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     assert plan.refills and not without.refills
     assert not without.may_have_chunks and without.without_chunks() is without
     assert_right(executor, without.step, DECODES)
-    assert launched and "_prefill" not in launched
+    assert launched and "prefill_kernel" not in launched
     # what is put into the plan later is in the other one's arrays
     fewer = replace(DECODES, query_lens=np.array([1, 0, 1, 1, 0, 1, 1, 1, 1], np.int32))
     given = Batch(fewer.block_table, fewer.seq_lens, fewer.query_start_loc, UNLIMITED)

@@ -1,11 +1,11 @@
-"""A launch whose kernel, grid and arguments are settled, but for the tensors of a layer.
+"""Launches whose kernel, grid and arguments are settled, but for the tensors of a layer.
 
 A plan serves all layers of a step, and most of what a launch needs is the same for each of them. Triton's launcher
 looks at every argument again at each call, to find the compiled variant of the kernel that fits. Here the first call
 asks it, and later calls go to that variant. This holds as long as dtypes, strides and alignments stay: `layer_key`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,35 +35,51 @@ def layer_key(t: Tensors, return_lse: bool) -> LayerKey:
     )
 
 
-class BoundLaunch:
-    """One launch, on the caller's current stream.
+class Grid(NamedTuple):
+    """One launch of a kernel: num_ctas CTAs. arguments: all of them by name, and compile options."""
+
+    num_ctas: int
+    arguments: Mapping[str, Any]
+
+
+class BoundLaunches:
+    """Launches of one kernel, one after the other on the caller's current stream.
 
     Args:
         kernel: a jitted function of Triton or Gluon.
-        num_ctas: of the grid.
-        arguments: all arguments by name, of the layer that it is bound with, and compile options.
-        layer_names: those that another layer brings.
+        grids: the launches.
+        layer_names: the arguments that each layer brings; their values in `grids` are not kept.
         of_layer: their values for a layer, in the order of `layer_names`.
     """
 
     def __init__(
         self,
         kernel: Any,
-        num_ctas: int,
-        arguments: Mapping[str, Any],
+        grids: Sequence[Grid],
         layer_names: tuple[str, ...],
         of_layer: Callable[[Tensors], tuple[Any, ...]],
     ) -> None:
-        self._kernel, self._grid = kernel, (num_ctas, 1, 1)
-        self._layer_names, self._of_layer = layer_names, of_layer
-        self._fixed = {name: value for name, value in arguments.items() if name not in layer_names}
-        self._compiled: Callable[..., None] | None = None
-        self._positional: list[Any] = []
-        self._positions: tuple[int, ...] = ()
+        self._launches = tuple(_Launch(kernel, grid, layer_names) for grid in grids)
+        self._of_layer = of_layer
 
     def __call__(self, t: Tensors) -> None:
         """Launches the kernel for a layer."""
         layer = self._of_layer(t)
+        for launch in self._launches:
+            launch(layer)
+
+
+class _Launch:
+    """One of them. The first call goes through Triton, which compiles the kernel or finds it; others do not."""
+
+    def __init__(self, kernel: Any, grid: Grid, layer_names: tuple[str, ...]) -> None:
+        self._kernel, self._grid, self._layer_names = kernel, (grid.num_ctas, 1, 1), layer_names
+        self._fixed = {name: value for name, value in grid.arguments.items() if name not in layer_names}
+        self._compiled: Callable[..., None] | None = None
+        self._positional: list[Any] = []
+        self._positions: tuple[int, ...] = ()
+
+    def __call__(self, layer: tuple[Any, ...]) -> None:
         if self._compiled is None:
             self._first(layer)
             return
@@ -73,9 +89,8 @@ class BoundLaunch:
         self._compiled(*arguments)
 
     def _first(self, layer: tuple[Any, ...]) -> None:
-        """Launches through Triton, which compiles the kernel or finds it. The interpreter compiles nothing."""
         compiled = self._kernel[self._grid](**self._fixed, **dict(zip(self._layer_names, layer, strict=True)))
-        if compiled is None:
+        if compiled is None:  # the interpreter compiles nothing
             return
         names = self._kernel.arg_names
         self._positional = [self._fixed.get(name) for name in names]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from trunkattn.gpu.bound import BoundLaunch, layer_key
+from trunkattn.gpu.bound import BoundLaunches, Grid, layer_key
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan, Launch, Tensors
 from trunkattn.gpu.triton import arguments, decode, merge, prefill
 from trunkattn.gpu.tuning.decode import GpuTile
@@ -62,7 +62,9 @@ class _Streams:
 class _Binder:
     """Decides which kernels compute a plan for layers like `t`, and binds their arguments."""
 
-    def __init__(self, plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
+    def __init__(
+        self, plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool
+    ) -> None:
         self._plan, self._t, self._tiles, self._card, self._return_lse = plan, t, tiles, card, return_lse
 
     def bind(self) -> Run:
@@ -86,14 +88,15 @@ class _Binder:
             from trunkattn.gpu.hopper import prefill_decode  # Gluon, which other cards need not have
 
             if prefill_decode.supports(self._t, plan, self._tiles[0]):
-                both = prefill_decode.bind(plan, self._t, card.processors, trigger, self._return_lse)
+                both = prefill_decode.bind(self._t, plan, card.processors, trigger, self._return_lse)
                 return [both, *self._in_order(plan.launches, launches_ahead=True)]
         items = Launch((0,), card.processors * self._tiles[0].programs)
-        both = [self._chunks(trigger=False), self._items(items, trigger, wait=False, counts=plan.arrays["beside"])]
-        return [*both, *self._in_order(plan.launches, launches_ahead=True)]
+        halves = [self._chunks(trigger=False), self._items(items, trigger, wait=False, counts=plan.arrays["beside"])]
+        return [*halves, *self._in_order(plan.launches, launches_ahead=True)]
 
     def _streams(self) -> Run:
-        independent, dependent = [], []
+        independent: list[Launch] = []
+        dependent: list[Launch] = []
         for launch in self._plan.launches:
             alone = launch.buckets and launch.buckets[-1] < len(self._tiles)
             (independent if alone else dependent).append(launch)
@@ -140,13 +143,13 @@ class _Binder:
 
             most = (self._card.processors,) * tile.programs
             num_ctas = most if launch.spread else (min(launch.programs, sum(most)),)
-            return _Sequence(hopper_decode.bind(plan, t, launch.buckets, num_ctas, (trigger, wait), self._return_lse))
+            first_and_last, pdl = (launch.buckets[0], launch.buckets[-1]), hopper_decode.Pdl(trigger, wait)
+            return hopper_decode.bind(t, plan, first_and_last, num_ctas, pdl, self._return_lse)
         buckets = decode.Buckets(launch.buckets[0], launch.buckets[1] if len(launch.buckets) > 1 else -1, merges)
         given = decode.launch_arguments(plan, t, tile, buckets, self._return_lse, counts)
         given |= {"PDL_TRIGGER": trigger, **_waits(wait)}
-        return BoundLaunch(
-            decode.decode_kernel, launch.programs, given, arguments.LAYER, arguments.of_layer(plan.geometry)
-        )
+        grids, of_layer = [Grid(launch.programs, given)], arguments.of_layer(plan.geometry)
+        return BoundLaunches(decode.decode_kernel, grids, arguments.LAYER, of_layer)
 
     def _chunks(self, trigger: bool) -> Run:
         plan, t = self._plan, self._t
@@ -155,15 +158,15 @@ class _Binder:
             from trunkattn.gpu.hopper import prefill as hopper_prefill  # Gluon, which other cards need not have
 
             if hopper_prefill.supports(t, plan.prefill.tile, plan.geometry):
-                return hopper_prefill.bind(plan, t, trigger, self._return_lse)
+                return hopper_prefill.bind(t, plan, trigger, self._return_lse)
         given = prefill.launch_arguments(plan, t, self._return_lse) | {"PDL_TRIGGER": trigger}
         of_layer = arguments.of_layer(plan.geometry)
-        return BoundLaunch(prefill.prefill_kernel, plan.prefill.programs, given, arguments.LAYER, of_layer)
+        return BoundLaunches(prefill.prefill_kernel, [Grid(plan.prefill.programs, given)], arguments.LAYER, of_layer)
 
     def _merge(self, num_ctas: int, wait: bool) -> Run:
         count_at = 2 * len(self._tiles) + 1
         given = merge.launch_arguments(self._plan, self._t, count_at, self._return_lse) | _waits(wait)
-        return BoundLaunch(merge.merge_kernel, num_ctas, given, merge.LAYER, merge.of_layer)
+        return BoundLaunches(merge.merge_kernel, [Grid(num_ctas, given)], merge.LAYER, merge.of_layer)
 
 
 def _waits(wait: bool) -> dict[str, bool]:

@@ -1,0 +1,89 @@
+"""Launches that are bound once: what a later layer brings, what it does not, and when launches are bound anew."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from trunkattn.gpu.bound import BoundLaunches, Grid, layer_key
+from trunkattn.gpu.plan import Tensors
+
+from .test_hopper_prefill import make_tensors
+
+
+@dataclass
+class Compiled:
+    """What Triton returns of a launch: it takes all arguments in the order of the kernel's parameters."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((grid, *arguments))
+
+
+@dataclass
+class Kernel:
+    """A jitted function. interprets: nothing is compiled, as under Triton's interpreter."""
+
+    interprets: bool = False
+    compiled: Compiled = field(default_factory=Compiled)
+    calls: list[tuple[tuple[int, ...], dict[str, Any]]] = field(default_factory=list)
+    arg_names = ("work", "layer", "SIZE", "scale")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**given: Any) -> Compiled | None:
+            self.calls.append((grid, given))
+            return None if self.interprets else self.compiled
+
+        return launch
+
+
+def bound(kernel: Kernel, t: Tensors) -> BoundLaunches:
+    given = {"work": "list", "layer": "the first layer's", "SIZE": 3, "scale": "its scale", "num_warps": 4}
+    grids = [Grid(7, given), Grid(9, given | {"work": "more"})]
+    return BoundLaunches(kernel, grids, ("layer", "scale"), lambda t: (t.q, t.v_scale))
+
+
+def test_the_first_call_goes_through_triton_and_others_do_not() -> None:
+    kernel, first, second = Kernel(), make_tensors(), make_tensors()
+    launches = bound(kernel, first)
+    launches(first)
+    assert [grid for grid, _ in kernel.calls] == [(7, 1, 1), (9, 1, 1)]
+    assert kernel.calls[1][1] == {"work": "more", "layer": first.q, "SIZE": 3, "scale": first.v_scale, "num_warps": 4}
+    launches(second)
+    launches(first)
+    assert len(kernel.calls) == 2
+    assert [call[:2] for call in kernel.compiled.calls] == [((7, 1, 1), "list"), ((9, 1, 1), "more")] * 2
+    for call, t in zip(kernel.compiled.calls, (second, second, first, first), strict=True):
+        assert call[2] is t.q and call[3] == 3 and call[4] is t.v_scale
+
+
+def test_the_interpreter_is_called_each_time() -> None:
+    kernel, t = Kernel(interprets=True), make_tensors()
+    launches = bound(kernel, t)
+    launches(t)
+    launches(t)
+    assert len(kernel.calls) == 4 and not kernel.compiled.calls
+
+
+def test_no_tensor_of_the_first_layer_is_kept() -> None:
+    t = make_tensors()
+    launches = bound(Kernel(), t)
+    launches(t)
+    kept = [value for launch in launches._launches for value in (*launch._fixed.values(), *launch._positional)]
+    assert not any(value is t.q or value is t.v_scale or value == "the first layer's" for value in kept)
+
+
+def test_layers_of_one_kind_have_one_key() -> None:
+    t = make_tensors()
+    assert layer_key(t, False) == layer_key(make_tensors(), False)
+    odd = torch.zeros(t.q.numel() + 1, dtype=t.q.dtype)[1:].view(t.q.shape)
+    others = (
+        replace(t, q=odd),
+        replace(t, q=t.q.to(torch.float16)),
+        replace(t, out=torch.empty(128, 8, 128, dtype=t.out.dtype)[::2]),
+        replace(t, k_cache=t.k_cache.transpose(1, 2)),
+        replace(t, sinks=torch.zeros(3)[1:]),
+    )
+    keys = {layer_key(other, False) for other in others} | {layer_key(t, True), layer_key(t, False)}
+    assert len(keys) == len(others) + 2
