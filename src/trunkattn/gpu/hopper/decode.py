@@ -112,8 +112,8 @@ class DecodeArguments(NamedTuple):
     C: DecodeConstants
 
 
-# Numbers of a plan and of a launch, for which nothing is compiled anew: launches that run at once are then the same
-# code. Two copies of it in an SM's instruction cache take up to twice as long.
+# Numbers of a plan and of a launch, whose values Triton does not compile for: launches that run at once are then the
+# same code, and an SM's instruction cache holds it once.
 UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
 
 
@@ -152,11 +152,8 @@ def _blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
     Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
     masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
     BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
-    start, full, end = (
-        gl.load(item + ITEM_SEGMENT_START),
-        gl.load(item + ITEM_SEGMENT_FULL),
-        gl.load(item + ITEM_SEGMENT_END),
-    )
+    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+    end = gl.load(item + ITEM_SEGMENT_END)
     count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
     half = gl.maximum(tasks.num_ctas // 2, 1)
     masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
@@ -226,8 +223,8 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
 
 @gluon.jit
 def _phase_begin(blocks, phase):
-    """The first block of a phase, in the order in which blocks are computed: masked ones, full ones, masked ones. Block
-    0 is computed ahead of all."""
+    """The first block of a phase, in the order in which blocks are computed: phase 0 has the masked blocks that come
+    first, phase 1 the full ones, phase 2 the other masked ones. Block 0 is computed ahead of all phases."""
     first_full, end_full = blocks.num_masked_first, blocks.num_masked_first + blocks.num_full
     return gl.where(phase == 0, 1, gl.maximum(gl.where(phase == 1, first_full, end_full), 1))
 
@@ -253,7 +250,7 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
             mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
             state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, mask_rows, mask_args, C, T)
             index += 1
-            for phase in range(3):  # a loop, so that the code of masked blocks is there once
+            for phase in range(3):  # a loop, so that the code of masked blocks takes the instruction cache once
                 begin = _phase_begin(blocks, phase)
                 if phase == 1:
                     for nth in range(begin, blocks.num_masked_first + blocks.num_full):
