@@ -39,7 +39,7 @@ FIXED = tuple(GpuTile(64, 128, warps, 2, programs=1, block_ns=(1, 1), chain_ns=(
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 NCU_SECONDS = 240
 FLUSH_KERNEL = "reduce_kernel"  # torch.sum
-KERNELS = f"decode_(hopper_)?kernel|merge_kernel|{FLUSH_KERNEL}"
+KERNELS = f"(hopper_)?decode_kernel|merge_kernel|{FLUSH_KERNEL}"
 
 
 @dataclass(frozen=True)

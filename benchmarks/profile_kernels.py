@@ -85,7 +85,7 @@ def main() -> None:
         parser.exit(1, "profile_kernels.py: no `ncu` on PATH: expected NVIDIA Nsight Compute\n")
     command = [
         "ncu", "--csv", "--clock-control", "none", "--print-units", "base", "--profile-from-start", "off",
-        "--kernel-name", "regex:decode_(hopper_)?kernel|merge_kernel", "--metrics", ",".join(METRICS.values()),
+        "--kernel-name", "regex:(hopper_)?decode_kernel|merge_kernel", "--metrics", ",".join(METRICS.values()),
         sys.executable, __file__, "--once", "--cells", *arguments.cells,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -50,7 +50,7 @@ class Listed:
         """Rows × keys."""
         tile = self.tile
         nested = f" in {tile.subtiles} subtiles" if tile.subtiles > 1 else ""
-        kind = " fp8" if self.kv_dtype.itemsize == 1 else " with roles" if tile.hopper else ""
+        kind = " fp8" if self.kv_dtype.itemsize == 1 else " warp specialized" if tile.hopper else ""
         return f"{tile.block_m}x{tile.block_n}{nested}{kind}"
 
 

@@ -10,12 +10,11 @@ import torch
 from trunkattn.dtypes import (
     COMPUTE_DTYPES,
     EXECUTIONS,
-    HYBRID_GROUPS,
-    HYBRID_PAGE,
-    HYBRID_WIDTH,
+    HOPPER_GROUPS,
     KV_KINDS,
     NO_E4M3,
     POLICIES,
+    fits_hopper,
     has_e4m3,
 )
 from trunkattn.validate import check_int, check_positive
@@ -134,14 +133,17 @@ class AttentionConfig:
     def on_hopper(self) -> bool:
         """Whether the kernels for an sm_90 compute this attention: decoding in row tiles, which `auto` plans; prompt
         chunks and decodes at once."""
-        plain = self.logits_soft_cap is None and not self.sinks and not self.batch_invariant and self.policy == "auto"
         return (
-            plain
-            and self.head_dim == self.value_dim == HYBRID_WIDTH
-            and self.dtype == self.cache_dtype
-            and self.dtype.itemsize == 2
-            and self.page_size % HYBRID_PAGE == 0
-            and self.num_qo_heads // self.num_kv_heads in HYBRID_GROUPS
+            self.policy == "auto"
+            and not self.batch_invariant
+            and self.num_qo_heads // self.num_kv_heads in HOPPER_GROUPS
+            and fits_hopper(
+                (self.dtype, self.cache_dtype),
+                (self.head_dim, self.value_dim),
+                self.page_size,
+                self.logits_soft_cap,
+                self.sinks,
+            )
         )
 
     def supports(self, device: torch.device | str) -> list[str]:

@@ -26,13 +26,31 @@ KV_KINDS: Final = MappingProxyType(
     }
 )
 
-HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v; this, groups and pages: of `decode_hopper`, too
+# What the Hopper kernels take
+HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
+HOPPER_HEAD_DIM: Final = 128
+HOPPER_PAGE_UNIT: Final = 16  # tokens; a page holds a multiple of them
+HOPPER_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head, for decoding
 
 
-HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
-
-
-HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
+def fits_hopper(
+    dtypes: tuple[torch.dtype, torch.dtype],
+    head_dims: tuple[int, int],
+    page_size: int,
+    soft_cap: float | None,
+    sinks: bool,
+) -> bool:
+    """Whether the Hopper kernels compute an attention: 16-bit queries and caches of one dtype, heads of 128, pages of
+    whole 16 tokens, neither soft cap nor sinks. dtypes: of queries and of the cache. head_dims: of keys and of values.
+    Each kernel has a rule of its own for the group size."""
+    return (
+        dtypes[0] == dtypes[1]
+        and dtypes[0] in HOPPER_DTYPES
+        and head_dims == (HOPPER_HEAD_DIM, HOPPER_HEAD_DIM)
+        and page_size % HOPPER_PAGE_UNIT == 0
+        and soft_cap is None
+        and not sinks
+    )
 
 
 NO_E4M3 = "another one on a GPU before compute capability 8.9, such as torch.float8_e5m2"

@@ -12,11 +12,11 @@ from typing import Any
 from trunkattn.gpu.tuning.compile_ahead import (
     Target,
     compile_decode,
-    compile_decode_hopper,
-    compile_hybrid,
+    compile_hopper_decode,
+    compile_hopper_prefill,
+    compile_hopper_prefill_decode,
     compile_merge,
     compile_prefill,
-    compile_prefill_hopper,
 )
 from trunkattn.gpu.tuning.decode import Tile, decode_tiles, without_subtiles
 from trunkattn.gpu.tuning.prefill import prefill_tile
@@ -53,14 +53,16 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     if (target.capability, target.head_dim) != (90, 128):
         return report
     for window in (False, True):
-        used = compile_prefill_hopper(target, window)
-        report[f"prefill hopper{' window' if window else ''}"] = asdict(used) | {"programs": 1}
-    for name, masked in (("decode hopper", False), ("decode hopper masked", True)):
-        report[name] = described(target, Tile(64, 64, 8, 2, 2), compile_decode_hopper(target, masked))
-    for name, variant in (("hybrid", {}), ("hybrid masked", {"masked": True}), ("hybrid window", {"window": True})):
-        report[name] = asdict(compile_hybrid(target, **variant)) | {"programs": 1}
-    for tile in decode_tiles(2, 128, group, hopper=True)[1:]:  # where `decode_hopper` cannot compute them
-        name = f"{tile.block_m}x{tile.block_n} without roles"
+        used = compile_hopper_prefill(target, window)
+        report[f"hopper prefill{' window' if window else ''}"] = asdict(used) | {"programs": 1}
+    for name, masked in (("hopper decode", False), ("hopper decode masked", True)):
+        report[name] = described(target, Tile(64, 64, 8, 2, 2), compile_hopper_decode(target, masked))
+    variants: dict[str, dict[str, bool]] = {"": {}, " masked": {"masked": True}, " window": {"window": True}}
+    for name, variant in variants.items():
+        used = compile_hopper_prefill_decode(target, **variant)
+        report[f"hopper prefill and decode{name}"] = asdict(used) | {"programs": 1}
+    for tile in decode_tiles(2, 128, group, hopper=True)[1:]:  # where `hopper_decode_kernel` cannot compute them
+        name = f"{tile.block_m}x{tile.block_n} portable"
         report[name] = described(target, tile, compile_decode(target, tile))
     return report
 

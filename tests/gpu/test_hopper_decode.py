@@ -1,5 +1,4 @@
-"""Which row tiles the kernel for Hopper gets, and with what it is launched. The kernel itself:
-tests/on_gpu/test_decode_hopper.py."""
+"""Which row tiles the kernel for Hopper gets, and its arguments; on a card: tests/on_gpu/test_hopper_decode.py."""
 
 import math
 from dataclasses import replace
@@ -8,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
 
 from trunkattn.gpu import launch
-from trunkattn.gpu.hopper import decode as decode_hopper
+from trunkattn.gpu.hopper import decode as hopper_decode
+from trunkattn.gpu.hopper.decode import DecodeArguments, Pdl
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, reserve, upload
 from trunkattn.gpu.tuning.decode import decode_tiles
@@ -39,18 +41,17 @@ def uploaded(geometry: Geometry = GEOMETRY) -> GpuPlan:
     return upload(make_list(), np.full(3, 15, np.int32), geometry, CARD, "serial", CPU)
 
 
-def of(kernel: Recorder) -> list[tuple[int, dict[str, Any]]]:
-    """Programs and arguments by name of each launch."""
-    names = kernel.arg_names  # type: ignore[attr-defined]
-    return [(programs, dict(zip(names, args, strict=False)) | options) for programs, args, options in kernel.calls]
+def of(kernel: Recorder) -> list[tuple[int, DecodeArguments]]:
+    """CTAs and arguments of each launch."""
+    assert all(options["launch_pdl"] for _, _, options in kernel.calls)
+    return [(num_ctas, DecodeArguments(*args)) for num_ctas, args, _ in kernel.calls]
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """The one for Hopper, the one for any card, and the one that merges."""
     found = {"hopper": Recorder(), "any": Recorder(), "merge": Recorder()}
-    found["hopper"].arg_names = decode_hopper.decode_hopper_kernel.arg_names  # type: ignore[attr-defined]
-    monkeypatch.setattr(decode_hopper, "decode_hopper_kernel", found["hopper"])
+    monkeypatch.setattr(hopper_decode, "hopper_decode_kernel", found["hopper"])
     monkeypatch.setattr(launch, "decode_kernel", found["any"])
     monkeypatch.setattr(launch, "merge_kernel", found["merge"])
     return found
@@ -58,27 +59,34 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
 def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, window: int, masked: bool) -> None:
-    names, kernel = decode_hopper.decode_hopper_kernel.arg_names, Recorder()
-    monkeypatch.setattr(decode_hopper, "decode_hopper_kernel", kernel)
-    plan = uploaded(replace(GEOMETRY, window=window, masked=masked))
-    options = {"LEADS": True, "FOLLOWS": False, "RETURN_LSE": False}
-    decode_hopper.launch(make_tensors(), plan, (1, 2), (264,), options)
-    ((programs, args, options),) = kernel.calls
-    given = dict(zip(names, args, strict=False)) | options
-    assert (programs, given["first_program"], given["programs"]) == (264, 0, 264)
-    assert set(given) == {*names, "num_warps", "maxnreg", "launch_pdl"}
-    assert len(args) + len(options) == len(given)
-    assert given["counts"].tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
-    assert (given["first_bucket"], given["last_bucket"]) == (1, 2)
-    assert (given["window"], given["MASKED"]) == (window, masked)
-    assert (given["items_size"], given["queries_size"], given["runs_size"]) == (20, 4, 12)
-    assert given["runs"].numel() == 12 and given["slots"].tolist() == [-1, -1, 0, 1]
-    assert (given["q_stride_t"], given["q_stride_h"]) == (8 * 128, 128)
+    kernel = Recorder()
+    monkeypatch.setattr(hopper_decode, "hopper_decode_kernel", kernel)
+    plan, tensors = uploaded(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
+    hopper_decode.launch(tensors, plan, (1, 2), (264,), Pdl(trigger=True, overlaps=False), False)
+    ((num_ctas, args, options),) = kernel.calls
+    given = DecodeArguments(*args)
+    assert (num_ctas, given.first_cta, given.num_ctas) == (264, 0, 264)
+    assert set(options) == {"num_warps", "maxnreg", "launch_pdl"}
+    assert given.work.counts.tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
+    assert (given.first_bucket, given.last_bucket) == (1, 2)
+    assert (given.work.window, given.C.masked) == (window, masked)
+    assert (given.items_size, given.queries_size, given.segments_size) == (20, 4, 12)
+    tiles, layer = given.work.tiles, given.layer
+    assert tiles.items.numel() == 20 and tiles.segments.numel() == 12 and tiles.queries.tolist() == [0, 1, 2, 2]
+    assert tiles.partial_slots.tolist() == [-1, -1, 0, 1] and tiles.positions.tolist()[:3] == [15, 15, 15]
+    assert all(getattr(layer, name) is getattr(tensors, name) for name in layer._fields if "stride" not in name)
+    assert layer[-4:] == (8 * 128, 128, 8 * 128, 128)
+    assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
+    assert hopper_decode.DecodeConstants(8, 2, 4, 16, 16, masked, return_lse=False) == given.C
+
+
+def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
+    assert list(DecodeArguments._fields) == hopper_decode.hopper_decode_kernel.arg_names
 
 
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
     execute(uploaded(), make_tensors(), TILES, CARD, False)
-    buckets = [(given["first_bucket"], given["last_bucket"], programs) for programs, given in of(kernels["hopper"])]
+    buckets = [(given.first_bucket, given.last_bucket, num_ctas) for num_ctas, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2)]
     assert [options["BUCKET"] for _, _, options in kernels["any"].calls] == [0]
     assert len(kernels["merge"].calls) == 1
@@ -89,8 +97,8 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
     refill(plan, make_list(), np.full(3, 15, np.int32))
     execute(plan, make_tensors(), TILES, CARD, False)
     launched = of(kernels["hopper"])
-    assert [programs for programs, _ in launched] == [CARD.processors, CARD.processors]
-    assert all((given["first_bucket"], given["last_bucket"]) == (1, 2) for _, given in launched)
+    assert [num_ctas for num_ctas, _ in launched] == [CARD.processors, CARD.processors]
+    assert all((given.first_bucket, given.last_bucket) == (1, 2) for _, given in launched)
     ((_, _, options),) = kernels["any"].calls
     assert (options["BUCKET"], options["ALSO"], options["MERGE"]) == (0, 3, True)
 
@@ -109,7 +117,7 @@ def test_what_it_cannot_do_goes_to_the_other(
     assert leads == [(True, False), (True, True), (True, True)]
 
 
-def test_a_cache_that_the_copy_engine_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
+def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
     execute(uploaded(), replace(tensors, v_cache=odd), TILES, CARD, False)
@@ -121,16 +129,14 @@ def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
-@pytest.mark.parametrize("leads, follows", [(False, False), (False, True), (True, False), (True, True)])
-def test_launches_side_by_side(kernels: dict[str, Recorder], leads: bool, follows: bool) -> None:
-    """The second runs beside the first and ends after it, and the first so beside what is ahead."""
-    options = {"LEADS": leads, "FOLLOWS": follows, "RETURN_LSE": True}
-    decode_hopper.launch(make_tensors(), uploaded(), (1, 2), (132, 68), options)
-    (first_programs, first), (programs, second) = of(kernels["hopper"])
-    assert (first_programs, first["first_program"], first["programs"]) == (132, 0, 200)
-    assert (programs, second["first_program"], second["programs"]) == (68, 132, 200)
-    assert (first["leads"], first["follows"], first["launch_pdl"]) == (1, follows, True)
-    assert (second["leads"], second["follows"], second["launch_pdl"]) == (leads, 1, True)
+@pytest.mark.parametrize("trigger, overlaps", [(False, False), (False, True), (True, False), (True, True)])
+def test_launches_side_by_side(kernels: dict[str, Recorder], trigger: bool, overlaps: bool) -> None:
+    """The second overlaps the first and ends after it, and the first so what is ahead."""
+    hopper_decode.launch(make_tensors(), uploaded(), (1, 2), (132, 68), Pdl(trigger, overlaps), True)
+    (first_ctas, first), (second_ctas, second) = of(kernels["hopper"])
+    assert (first_ctas, first.first_cta, first.num_ctas) == (132, 0, 200)
+    assert (second_ctas, second.first_cta, second.num_ctas) == (68, 132, 200)
+    assert first.work.pdl == (True, overlaps) and second.work.pdl == (trigger, True)
 
 
 def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
@@ -144,6 +150,9 @@ def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
 
 
 def test_a_plan_of_another_size_is_not_compiled_anew() -> None:
-    parameters = {parameter.name: parameter for parameter in decode_hopper.decode_hopper_kernel.params}
-    for name in decode_hopper.NUMBERS:
-        assert parameters[name].do_not_specialize
+    """Nor is one with other `Pdl`: Triton does not compile for the values of bools."""
+    found = {parameter.name for parameter in hopper_decode.hopper_decode_kernel.params if parameter.do_not_specialize}
+    numbers = {name for name, kind in DecodeArguments.__annotations__.items() if kind is int}
+    assert found == set(hopper_decode.UNSPECIALIZED) == numbers
+    for pdl in (Pdl(True, False), Pdl(False, True)):
+        assert native_specialize_impl(CUDABackend, pdl, False, True, True) == (("u1", "u1"), (None, None))

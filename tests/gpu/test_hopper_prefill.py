@@ -1,4 +1,4 @@
-"""Which prompt chunks the kernel for Hopper gets, and its launch arguments; on a card: tests/on_gpu/test_prefill.py."""
+"""Which prompt chunks the kernel for Hopper gets, and its arguments; on a card: tests/on_gpu/test_prefill.py."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trunkattn.gpu import launch
-from trunkattn.gpu.hopper import prefill as prefill_hopper
+from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
@@ -34,7 +34,7 @@ GEOMETRY = Geometry(8, 2, 128, 128, 16, 16, UNLIMITED, False, None, False)
 
 @dataclass
 class Recorder:
-    """Stands in for a kernel. calls: (programs, positional arguments, others)."""
+    """Stands in for a kernel. calls: (CTAs, positional arguments, others)."""
 
     calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
@@ -70,8 +70,7 @@ def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | No
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
     """The one for Hopper and the one for any card."""
     hopper, portable = Recorder(), Recorder()
-    hopper.arg_names = prefill_hopper.prefill_hopper_kernel.arg_names  # type: ignore[attr-defined]
-    monkeypatch.setattr(prefill_hopper, "prefill_hopper_kernel", hopper)
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill_kernel", hopper)
     monkeypatch.setattr(launch, "prefill_kernel", portable)
     return hopper, portable
 
@@ -82,18 +81,23 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     plan = make_plan(geometry)
     execute(plan, tensors, (), CARD, True)
     hopper, portable = kernels
-    ((programs, args, options),) = hopper.calls
+    ((num_ctas, args, options),) = hopper.calls
     assert not portable.calls
-    assert programs == 2 * 2
-    given = dict(zip(hopper.arg_names, args, strict=False)) | options  # type: ignore[attr-defined]
-    assert set(given) == {*hopper.arg_names, "num_warps", "maxnreg"}  # type: ignore[attr-defined]
-    assert given["counts"].tolist()[0] == 2
-    assert given["items"].tolist()[:5] == [0, 0, 96, 32, 64]
-    assert given["positions"].tolist()[:2] == [32, 33]
-    assert (given["table_stride"], given["q_stride_t"], given["q_stride_h"]) == (16, 8 * 128, 128)
-    assert (given["WINDOW"], given["window"]) == ((False, 0) if window == UNLIMITED else (True, 40))
-    assert given["k_desc"].block_shape == [1, 16, 1, 64]
-    assert given["RETURN_LSE"]
+    assert num_ctas == 2 * 2
+    given = hopper_prefill.PrefillArguments(*args)
+    assert set(options) == {"num_warps", "maxnreg"}
+    assert given.work.num_items.tolist()[0] == 2
+    assert given.work.chunks.items.tolist()[:5] == [0, 0, 96, 32, 64]
+    assert given.work.positions.tolist()[:2] == [32, 33]
+    assert given.work.chunks.table_stride == 16
+    assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
+    assert (given.C.windowed, given.work.window) == ((False, 0) if window == UNLIMITED else (True, 40))
+    assert given.k_desc.block_shape == [1, 16, 1, 64]
+    assert hopper_prefill.PrefillConstants(8, 2, 4, 16, window != UNLIMITED, True, pdl_trigger=False) == given.C
+
+
+def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
+    assert list(hopper_prefill.PrefillArguments._fields) == hopper_prefill.hopper_prefill_kernel.arg_names
 
 
 @UNSUPPORTED
@@ -105,7 +109,7 @@ def test_what_it_cannot_do_goes_to_the_other(
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
-def test_a_cache_that_the_copy_engine_cannot_read_goes_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
+def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
     execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), CARD, False)

@@ -1,5 +1,5 @@
-"""Which plans the kernel for chunks and decodes at once gets, and with what it is launched. The kernel itself:
-tests/on_gpu/test_hybrid.py."""
+"""Which plans the kernel for chunks and decodes at once gets, and its arguments; on a card:
+tests/on_gpu/test_hopper_prefill_decode.py."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trunkattn.gpu import launch
-from trunkattn.gpu.hopper import prefill_decode as hybrid
+from trunkattn.gpu.hopper import prefill_decode
+from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
 from trunkattn.gpu.prefill_plan import Chunks
@@ -56,28 +57,32 @@ def make_mixed(geometry: Geometry) -> GpuPlan:
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
 def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, window: int, masked: bool) -> None:
-    names, kernel = hybrid.hybrid_kernel.arg_names, Recorder()
-    monkeypatch.setattr(hybrid, "hybrid_kernel", kernel)
+    kernel = Recorder()
+    monkeypatch.setattr(prefill_decode, "hopper_prefill_decode_kernel", kernel)
     plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
-    assert hybrid.supports(tensors, plan, TILES[0])
-    hybrid.launch(tensors, plan, CARD.processors, {"LEADS": True, "RETURN_LSE": False})
-    ((programs, args, options),) = kernel.calls
-    assert programs == CARD.processors
-    given = dict(zip(names, args, strict=False)) | options
-    assert set(given) == {*names, "num_warps", "maxnreg"} and len(args) + len(options) == len(given)
-    assert given["chunk_count"].tolist()[0] == 1 and given["beside"].tolist()[:3] == [0, 2, 1]
-    assert given["chunk_items"].tolist()[:5] == [0, 0, 36, 0, 20]
-    assert given["chunk_queries"].tolist() == list(range(4, 24)) and set(given["chunk_slots"].tolist()) == {-1}
-    assert given["block_table"].tolist()[:3] == [0, 1, 2]
-    assert given["items"].tolist()[5:10] == [1, 1, 2, 1, 2] and given["runs"].tolist()[:3] == [16, 4 << 8 | 16 << 16, 0]
-    assert given["queries"].tolist() == [0, 1, 2, 3] and given["slots"].tolist() == [-1, -1, 0, 1]
-    assert given["positions"].tolist()[3:6] == [15, 16, 17]
-    assert (given["table_stride"], given["q_stride_t"], given["out_stride_h"]) == (16, 8 * 128, 128)
-    assert (given["window"], given["WINDOW"], given["MASKED"]) == (window, window != UNLIMITED, masked)
-    assert (given["NUM_QO_HEADS"], given["NUM_KV_HEADS"], given["PAGE_SIZE"], given["RUN"]) == (8, 2, 16, 16)
-    assert (given["LEADS"], given["RETURN_LSE"]) == (True, False)
-    for desc, cache in (("k_desc", tensors.k_cache), ("v_desc", tensors.v_cache)):
-        assert given[desc].base is cache and given[desc].block_shape == [1, 16, 1, 64]
+    assert prefill_decode.supports(tensors, plan, TILES[0])
+    prefill_decode.launch(tensors, plan, CARD.processors, pdl_trigger=True, return_lse=False)
+    ((num_ctas, args, options),) = kernel.calls
+    assert num_ctas == CARD.processors and set(options) == {"num_warps", "maxnreg"}
+    given = prefill_decode.PrefillDecodeArguments(*args)
+    work, chunks, tiles = given.work, given.work.chunks, given.work.tiles
+    assert work.num_chunk_items.tolist()[0] == 1 and work.item_range.tolist()[:3] == [0, 2, 1]
+    assert chunks.items.tolist()[:5] == [0, 0, 36, 0, 20]
+    assert chunks.queries.tolist() == list(range(4, 24)) and set(chunks.partial_slots.tolist()) == {-1}
+    assert chunks.block_table.tolist()[:3] == [0, 1, 2] and chunks.table_stride == 16
+    assert tiles.items.tolist()[5:10] == [1, 1, 2, 1, 2] and tiles.segments.tolist()[:3] == [16, 4 << 8 | 16 << 16, 0]
+    assert tiles.queries.tolist() == [0, 1, 2, 3] and tiles.partial_slots.tolist() == [-1, -1, 0, 1]
+    assert tiles.positions.tolist()[3:6] == [15, 16, 17]
+    assert (given.layer.q_token_stride, given.layer.out_head_stride) == (8 * 128, 128)
+    constants = prefill_decode.PrefillDecodeConstants(8, 2, 4, 16, 16, masked, window != UNLIMITED, False, True)
+    assert constants == given.C and work.window == window
+    for desc, cache in ((given.k_desc, tensors.k_cache), (given.v_desc, tensors.v_cache)):
+        assert desc.base is cache and desc.block_shape == [1, 16, 1, 64]
+
+
+def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
+    names = prefill_decode.hopper_prefill_decode_kernel.arg_names
+    assert list(prefill_decode.PrefillDecodeArguments._fields) == names
 
 
 @pytest.mark.parametrize("beside, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
@@ -96,9 +101,10 @@ def test_it_is_told_the_most_queries_of_an_item_beside(beside: int, most: int) -
 def test_registers_suffice_for_its_warps() -> None:
     """Two groups of 4 warps for chunks, one for decodes; three producers are given out as the 4 warps that they start.
     Registers go to a group by 8 a thread."""
-    groups = (hybrid.CHUNK_REGISTERS, hybrid.CHUNK_REGISTERS, hybrid.DECODE_REGISTERS, 24)
+    chunks, decodes = prefill_decode.CHUNK_REGISTERS.value, prefill_decode.DECODE_REGISTERS.value
+    groups = (chunks, chunks, decodes, PRODUCER_REGISTERS.value)
     assert all(registers % 8 == 0 for registers in groups)
-    assert sum(groups) * 128 <= hybrid.REGISTERS * 512 <= 65536
+    assert sum(groups) * 128 <= prefill_decode.REGISTERS * 512 <= 65536
 
 
 @pytest.mark.parametrize(
@@ -106,15 +112,15 @@ def test_registers_suffice_for_its_warps() -> None:
                  {"num_qo_heads": 6}],
 )  # fmt: skip
 def test_shapes_that_it_does_not_support(geometry: dict[str, Any]) -> None:
-    assert hybrid.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
-    assert not hybrid.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])
+    assert prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
+    assert not prefill_decode.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])
 
 
 @pytest.mark.parametrize(
     "tile", [TILES[1], *(replace(TILES[0], **change) for change in ({"block_n": 32}, {"subtiles": 2}))]
 )
 def test_tiles_that_it_does_not_compute(tile: Any) -> None:
-    assert not hybrid.supports(make_tensors(), make_plan(GEOMETRY), tile)
+    assert not prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), tile)
 
 
 def test_tensors_that_it_does_not_read() -> None:
@@ -125,12 +131,12 @@ def test_tensors_that_it_does_not_read() -> None:
         make_tensors(torch.float32), make_tensors(kv_dtype=torch.float8_e4m3fn), replace(tensors, v_cache=odd),
         replace(tensors, k_cache=padded),
     ):  # fmt: skip
-        assert not hybrid.supports(each, plan, TILES[0])
-    assert hybrid.supports(make_tensors(torch.float16), plan, TILES[0])
+        assert not prefill_decode.supports(each, plan, TILES[0])
+    assert prefill_decode.supports(make_tensors(torch.float16), plan, TILES[0])
 
 
 def test_a_plan_without_room_for_chunks_is_not_its() -> None:
-    assert not hybrid.supports(make_tensors(), replace(make_plan(GEOMETRY), prefill=None), TILES[0])
+    assert not prefill_decode.supports(make_tensors(), replace(make_plan(GEOMETRY), prefill=None), TILES[0])
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
@@ -141,8 +147,13 @@ def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> Non
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
-    """The copy engine cannot read every cache: then chunks, and the items beside them, are launches of their own."""
-    places = {"hybrid_kernel": hybrid, "prefill_kernel": launch, "decode_kernel": launch, "merge_kernel": launch}
+    """TMA cannot read every cache: then chunks, and the items beside them, are launches of their own."""
+    places = {
+        "hopper_prefill_decode_kernel": prefill_decode,
+        "prefill_kernel": launch,
+        "decode_kernel": launch,
+        "merge_kernel": launch,
+    }
     kernels = {name: Recorder() for name in places}
     for name, module in places.items():
         monkeypatch.setattr(module, name, kernels[name])

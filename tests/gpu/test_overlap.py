@@ -1,5 +1,5 @@
 """Decodes beside prompt chunks: which, by predicted time, and the lists under Triton's interpreter, which computes the
-two halves one after the other. The kernel itself: tests/on_gpu/test_hybrid.py."""
+two halves one after the other. The kernel itself: tests/on_gpu/test_hopper_prefill_decode.py."""
 
 from dataclasses import replace
 from types import SimpleNamespace

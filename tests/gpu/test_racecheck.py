@@ -10,8 +10,8 @@ from ..on_gpu import racecheck
 HEAD = "========= COMPUTE-SANITIZER\n"
 # as it was printed on a card, between pytest's dots
 PRINTED = """.========= Error: Potential RAW hazard detected at __shared__ 0x433 in block (77,0,0) :
-=========     Write Thread (31,0,0) at roles_kernel+0x5d0 in test_roles.py:{written}
-.=========     Read Thread (160,0,0) at roles_kernel+0x1a0 in test_roles.py:{read}
+=========     Write Thread (31,0,0) at warp_specialized_kernel+0x5d0 in test_warp_specialization.py:{written}
+.=========     Read Thread (160,0,0) at warp_specialized_kernel+0x1a0 in test_warp_specialization.py:{read}
 =========     Current Value : 2
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========
@@ -33,12 +33,12 @@ def summary(count: int) -> str:
 
 
 def line_of(file: str, text: str) -> int:
-    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper"):
+    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper", "src/trunkattn/gpu/triton"):
         path = Path(racecheck.HERE.parents[1], folder, file)
-        if path.exists():
-            lines = path.read_text().splitlines()
-            return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(text))
-    raise FileNotFoundError(file)
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+            if line.strip().startswith(text):
+                return number
+    raise LookupError(f"no line of {file} begins with {text!r}")
 
 
 def hand_over(kernel: str, file: str) -> racecheck.Hazard:
@@ -48,7 +48,10 @@ def hand_over(kernel: str, file: str) -> racecheck.Hazard:
     )
 
 
-CONTROL, KERNEL = hand_over("roles_kernel", "test_roles.py"), hand_over("decode_hopper_kernel", "decode.py")
+CONTROL, KERNEL = (
+    hand_over("warp_specialized_kernel", "test_warp_specialization.py"),
+    hand_over("hopper_decode_kernel", "decode.py"),
+)
 
 
 def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
@@ -62,12 +65,12 @@ def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
 
 
 def test_a_report_as_it_was_printed() -> None:
-    line = line_of("test_roles.py", "def roles_kernel(")
+    line = line_of("test_warp_specialization.py", "def warp_specialized_kernel(")
     printed = HEAD + PRINTED.format(written=line, read=line) + PRINTED.format(written=line, read=line) + summary(2)
     (hazard, again) = racecheck.hazards_in(printed)
     assert hazard == again
-    assert hazard.first == ("Write", 31, "roles_kernel", "test_roles.py", line)
-    assert hazard.second == ("Read", 160, "roles_kernel", "test_roles.py", line)
+    assert hazard.first == ("Write", 31, "warp_specialized_kernel", "test_warp_specialization.py", line)
+    assert hazard.second == ("Read", 160, "warp_specialized_kernel", "test_warp_specialization.py", line)
     assert hazard.is_hand_over
 
 
@@ -81,10 +84,10 @@ def test_a_report_as_it_was_printed() -> None:
         {"first": {"line": KERNEL.first.line + 1}},
         {"second": {"line": KERNEL.second.line + 1}},
         {"second": {"line": line_of("decode.py", "gl.warp_specialize(")}},
-        {"second": {"file": "hopper.py"}},
+        {"second": {"file": "common.py"}},
         {"first": {"thread": 128}},
         {"second": {"thread": 127}},
-        {"first": {"kernel": "roles_kernel"}},
+        {"first": {"kernel": "warp_specialized_kernel"}},
     ],
 )
 def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
@@ -96,7 +99,7 @@ def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
     assert not racecheck.verdict(hazards)[1]
 
 
-def test_a_kernel_without_roles_has_no_hand_over() -> None:
+def test_a_kernel_without_warp_specialization_has_no_hand_over() -> None:
     hazards = racecheck.hazards_in(report(CONTROL, hand_over("decode_kernel", "decode.py")))
     assert not racecheck.verdict(hazards)[1]
 

@@ -2,13 +2,13 @@
 
 The checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
 reports what one warp wrote ahead of a barrier of all warps and another read behind it, also in CUDA C++ with nothing
-but `bar.sync 1, 256` between them. Triton hands roles to warps like this, their numbers and arguments, by accesses that
-belong to lines of the kernel on which nothing of ours is shared: its `def`, where roles begin, and where they end. Such
-reports are counted and set aside if the checker makes them of `roles_kernel` too, whose roles share nothing but
-barriers.
+but `bar.sync 1, 256` between them. Triton hands the number and the arguments of a partition to its warps like this, by
+accesses that belong to lines of the kernel on which nothing of ours is shared: its `def`, and where warp specialization
+begins and ends. Such reports are counted and set aside if the checker makes them of `warp_specialized_kernel` too,
+whose partitions share nothing but barriers.
 
-It does not see what the copy engine writes: a kernel that fills its rings without waiting for those who read them is
-reported like one that waits. That they wait, `tests/gpu/test_compile.py` sees in the compiled code.
+It does not see what TMA writes: a producer that does not wait for the consumers is reported like one that waits. That
+producers wait, `tests/gpu/test_compile.py` sees in the compiled code.
 """
 
 import argparse
@@ -26,8 +26,8 @@ ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
 CHECKER = ["compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "hazard", "--show-backtrace", "no"]
 ALL = ["--print-limit", "1000000"]
-CONTROL = "roles_kernel"  # of test_roles.py
-MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the roles come behind
+CONTROL = "warp_specialized_kernel"  # of test_warp_specialization.py
+MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the other partitions come behind
 ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in ([\w.]+):(\d+)\n"
 HAZARD = re.compile(rf"(Potential \w+) hazard detected .*\n{ACCESS}{ACCESS}")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
@@ -52,7 +52,7 @@ class Hazard(NamedTuple):
 
     @property
     def is_hand_over(self) -> bool:
-        """Whether a role's warp reads what Triton wrote for it."""
+        """Whether a partition's warp reads what Triton wrote for it."""
         write, read = self.first, self.second
         writes, reads = hand_over_lines(write.kernel, write.file)
         return (
@@ -65,7 +65,7 @@ class Hazard(NamedTuple):
 
 
 def hand_over_lines(kernel: str, file: str) -> tuple[frozenset[int], frozenset[int]]:
-    """Lines to which Triton's writes and reads belong; none if it is no kernel of ours that gives roles to warps."""
+    """Lines to which Triton's writes and reads belong; none if it is no warp-specialized kernel of ours."""
     for path in (HERE / file, ROOT / "src/trunkattn/gpu/hopper" / file):
         for node in ast.walk(ast.parse(path.read_text())) if path.exists() else ():
             if isinstance(node, ast.FunctionDef) and node.name == kernel and node.end_lineno:
@@ -104,7 +104,7 @@ def verdict(hazards: list[Hazard]) -> tuple[list[str], bool]:
     )
     lines = []
     for (kind, kernel, file, line, (_, other_file, other_line), aside), count in sorted(places.items()):
-        what = "Triton's hand-over of roles" if aside else "a race"
+        what = "Triton's hand-over to partitions" if aside else "a race"
         lines.append(f"{count} x {kind} in {kernel} ({file}:{line}, {other_file}:{other_line}): {what}")
     return lines, all(place[-1] for place in places)
 

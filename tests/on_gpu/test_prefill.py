@@ -119,7 +119,7 @@ def test_scales(q_scale: float) -> None:
 
 @pytest.mark.parametrize("layout", ["head-major", "one row", "odd"])
 def test_layouts_of_the_cache(layout: str) -> None:
-    """The first two the copy engine reads; rows that begin at odd addresses it cannot."""
+    """TMA reads the first two; it cannot read rows that begin at odd addresses."""
     layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
     attention = BatchAttention(GOOD)
     plan = attention.plan(*layer.step)
@@ -147,11 +147,11 @@ def test_run_allocates_nothing_with_chunks() -> None:
 
 
 def test_an_sm_90_and_no_other_card_gets_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trunkattn.gpu.hopper import prefill as prefill_hopper
+    from trunkattn.gpu.hopper import prefill as hopper_prefill
 
     launched = []
-    launch = prefill_hopper.launch
-    monkeypatch.setattr(prefill_hopper, "launch", lambda *given: launched.append(1) or launch(*given))
+    launch = hopper_prefill.launch
+    monkeypatch.setattr(hopper_prefill, "launch", lambda *given: launched.append(1) or launch(*given))
     check(GOOD, chunks("1,4_1024,300", [300, 90]))
     assert bool(launched) == (torch.cuda.get_device_capability() == (9, 0))
 
@@ -194,7 +194,7 @@ def test_tables_on_the_card_replace_a_plan_with_chunks() -> None:
     assert float((tensors[3][: len(host)] - host).abs().max()) < 0.02
 
 
-def test_of_roles_for_the_sanitizer() -> None:
+def test_of_warp_specialization_for_the_sanitizer() -> None:
     for window in (None, 50):
         check(GOOD, chunks("1,3,6_64,32,130", [130, 1, 40]), window=window)
 

@@ -33,7 +33,7 @@ def printed(*kernels: tuple[str, int, int]) -> str:
 def test_bytes_are_summed_over_the_kernels_between_two_flushes() -> None:
     text = printed(
         (FLUSH, 400_000_000, 5), ("decode_kernel", 34_000_000, 100), ("merge_kernel", 200, 30), (FLUSH, 400_000_000, 7),
-        ("decode_hopper_kernel", 1_000, 2_000), (FLUSH, 400_000_000, 9),
+        ("hopper_decode_kernel", 1_000, 2_000), (FLUSH, 400_000_000, 9),
     )  # fmt: skip
     assert dram_bytes(text) == [{"read": 34_000_200, "written": 137}, {"read": 1_000, "written": 2_009}]
 

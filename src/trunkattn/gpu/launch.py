@@ -42,10 +42,10 @@ def _overlapped(
     assert plan.prefill
     options = {"LEADS": card.overlaps and bool(plan.launches), "RETURN_LSE": return_lse}
     if card.hopper and tensors.q.is_cuda:
-        from trunkattn.gpu.hopper import prefill_decode as hybrid  # Gluon, which other cards need not have
+        from trunkattn.gpu.hopper import prefill_decode as hopper_prefill_decode  # Gluon, which others need not have
 
-        if hybrid.supports(tensors, plan, tiles[0]):
-            hybrid.launch(tensors, plan, card.processors, options)
+        if hopper_prefill_decode.supports(tensors, plan, tiles[0]):
+            hopper_prefill_decode.launch(tensors, plan, card.processors, options["LEADS"], return_lse)
             return _in_order(plan, plan.launches, tensors, tiles, card, return_lse, True)
     _prefill(plan, tensors, plan.prefill, card, options | {"LEADS": False})
     items = Launch((0,), card.processors * tiles[0].programs)
@@ -95,17 +95,17 @@ def padded(width: int) -> int:
 
 
 def _on_hopper(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: DeviceInfo) -> bool:
-    """Whether `decode_hopper` computes a launch, whose items then merge nothing."""
+    """Whether `hopper_decode_kernel` computes a launch, whose items then merge nothing."""
     tile = tiles[launch.buckets[0] % len(tiles)]
     if not (tile.hopper and card.hopper) or launch.buckets[-1] >= len(tiles):
         return False
-    from trunkattn.gpu.hopper import decode as decode_hopper  # Gluon, which other cards need not have
+    from trunkattn.gpu.hopper import decode as hopper_decode  # Gluon, which other cards need not have
 
-    return decode_hopper.supports(t, plan.geometry, tile)
+    return hopper_decode.supports(t, plan.geometry, tile)
 
 
 def _parts(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], launch: Launch, card: DeviceInfo) -> list[Launch]:
-    """A launch for `decode_hopper` as launches of one tile each, where that does not compute them."""
+    """A launch for `hopper_decode_kernel` as launches of one tile each, where that does not compute them."""
     together = launch.buckets and tiles[launch.buckets[0] % len(tiles)].hopper
     if not together or _on_hopper(plan, t, tiles, launch, card):
         return [launch]
@@ -119,11 +119,13 @@ def _attend(
     """counts: where the buckets begin; None: the plan's."""
     arrays, geometry, tile = plan.arrays, plan.geometry, tiles[launch.buckets[0] % len(tiles)]
     if _on_hopper(plan, t, tiles, launch, card):
-        from trunkattn.gpu.hopper import decode as decode_hopper
+        from trunkattn.gpu.hopper import decode as hopper_decode
 
         most = (card.processors,) * tile.programs
         programs = most if launch.spread else (min(launch.programs, sum(most)),)
-        return decode_hopper.launch(t, plan, (launch.buckets[0], launch.buckets[-1]), programs, options)
+        pdl = hopper_decode.Pdl(trigger=options["LEADS"], overlaps=options["FOLLOWS"])
+        buckets = (launch.buckets[0], launch.buckets[-1])
+        return hopper_decode.launch(t, plan, buckets, programs, pdl, options["RETURN_LSE"])
     options |= {"BUCKET": launch.buckets[0], "ALSO": -1, "MERGE": launch.buckets[-1] >= len(tiles)}
     if len(launch.buckets) > 1:
         options["ALSO"] = launch.buckets[1]
@@ -140,10 +142,10 @@ def _prefill(plan: GpuPlan, t: Tensors, prefill: PrefillPlan, card: DeviceInfo, 
     arrays, tile, geometry = prefill.arrays, prefill.tile, plan.geometry
     count, positions = plan.arrays["prefill_count"], plan.arrays["positions"]
     if card.hopper:
-        from trunkattn.gpu.hopper import prefill as prefill_hopper  # Gluon, which other cards need not have
+        from trunkattn.gpu.hopper import prefill as hopper_prefill  # Gluon, which other cards need not have
 
-        if prefill_hopper.supports(t, tile, geometry):
-            return prefill_hopper.launch(t, prefill, (count, positions), geometry, options)
+        if hopper_prefill.supports(t, tile, geometry):
+            return hopper_prefill.launch(t, plan, options["LEADS"], options["RETURN_LSE"])
     shape = _shape(t, geometry)
     del shape["MASKED"]  # it always is where it has to be
     shape["RUN"] = prefill_plan.run_tokens(tile, geometry.page_size)

@@ -56,8 +56,8 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Launch:
-    """buckets: whose items it computes, of one tile or of those of `decode_hopper`, ascending; none: it merges what no
-    item does. spread: for `decode_hopper` several launches side by side, of a program a multiprocessor each; of one
+    """buckets: whose items it computes, of one tile or of those of `hopper.decode`, ascending; none: it merges what no
+    item does. spread: for `hopper.decode` several launches side by side, of a program a multiprocessor each; of one
     launch some multiprocessors would get two programs with work, where items are few, and others none."""
 
     buckets: tuple[int, ...]
@@ -124,7 +124,7 @@ def reserve(
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
-    tiles of `decode_hopper`, are launched at fixed size. Items may merge only under `serial` or `overlapped`, only of
+    tiles of `hopper.decode`, are launched at fixed size. Items may merge only under `serial` or `overlapped`, only of
     the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {

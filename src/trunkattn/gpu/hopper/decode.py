@@ -1,380 +1,367 @@
-"""Row tiles on Hopper over a paged cache: items of the tile list by warps with roles, in Gluon.
+"""Decoding in row tiles on Hopper over a paged cache, warp specialized, in Gluon: the kernel of `TileList` items.
 
-A program computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two warps bring
-blocks of 64 keys and of values into rings in shared memory, 16 tokens of a page and 64 dims at a time, wherever they
-lie; a warp group takes them from there. Two programs fill a multiprocessor: while one takes the softmax of a block, the
-matrix unit works for the other. A block with a mask is computed whole: the matrix unit has time, memory has not.
+A CTA computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two producer warps
+load blocks of 64 keys and of 64 values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; one
+consumer warpgroup computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for
+the other. A masked block is computed whole: tensor cores have time to spare, memory bandwidth does not.
 """
 
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.gpu.hopper.common import (
-    BOX,
-    DIM,
-    KEYS_BACK,
-    NOTHING,
-    ROWS,
-    TILE,
-    VALUES_BACK,
-    WIDE,
-    descriptor,
-    give_back,
-    last_values,
-    launch_dependents,
-    load_box,
-    make_barriers,
-    normalized,
-    reads,
-    rolled,
-    softmax_block,
-    take_back,
-    task_of,
-    tiles_of,
-    wait_for_the_launch_ahead,
+    BOX_TOKENS,
+    COALESCED,
+    HEAD_DIM,
+    PRODUCER_REGISTERS,
+    SWIZZLED,
+    WARPGROUP_ROWS,
+    Layer,
+    layer_of,
+    pdl_trigger,
+    pdl_wait,
+    prefetch_to_l2,
+    scheduled_task,
+    supports_tma,
+    tma_descriptors,
     write_partials,
+)
+from trunkattn.gpu.hopper.online_softmax import attend_block, attend_first_block, finish_attention, mainloop_tile
+from trunkattn.gpu.hopper.pipeline import (
+    BAR_K_EMPTY,
+    BAR_V_EMPTY,
+    KvPipelines,
+    allocate_boxes,
+    load_block,
+    make_pipeline,
+)
+from trunkattn.gpu.hopper.segments import (
+    BLOCK_TOKENS,
+    ITEM_SEGMENT_END,
+    ITEM_SEGMENT_FULL,
+    ITEM_SEGMENT_START,
+    BlockMask,
+    RowTiles,
+    locate_boxes,
+    mask_rows,
+    row_tiles_of,
 )
 from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
-# Numbers of a plan and of a launch: arguments for which nothing is compiled anew
-NUMBERS: Final = (
-    "first_bucket", "last_bucket", "items_size", "queries_size", "runs_size", "first_program", "programs", "leads",
-    "follows",
-)  # fmt: skip
-REGISTERS: Final = 128  # of each of 256 threads at launch; those that consume then take what the others leave
-_PRODUCER_REGISTERS = gl.constexpr(24)
-_RUN_START, _RUN_FULL, _RUN_END = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL), gl.constexpr(RUN_END)
-_QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_ITEM = gl.constexpr(ITEM_COLUMNS)
+REGISTERS: Final = 128  # of a thread at launch
+_TILE = gl.constexpr(mainloop_tile(BLOCK_TOKENS.value, num_stages=2, num_consumer_warps=4, mask_ahead=True))
 _DIRECT = gl.constexpr(DIRECT)
-_KEYS = gl.constexpr(64)
-_STAGES = gl.constexpr(2)  # blocks of a ring; three fit shared memory too, and were no faster
-_BOXES = gl.constexpr(4)  # of a block
-_THREADS = gl.constexpr(128 + 32)  # that use a ring
-_LINE = gl.constexpr(32)  # numbers in 128 bytes
-_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-_ROW, _KEY = gl.constexpr(gl.SliceLayout(1, _ACC.value)), gl.constexpr(gl.SliceLayout(0, _ACC.value))
-_OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
-_WIDE_ROW = gl.constexpr(gl.SliceLayout(1, WIDE.value))
+_ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
+_QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
+_COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
+
+
+class DecodeConstants(NamedTuple):
+    """What the kernel is compiled for. segment_size: tokens. masked: queries of one sequence see different tokens."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    group_size: int
+    page_size: int
+    segment_size: int
+    masked: bool
+    return_lse: bool
+
+
+class Pdl(NamedTuple):
+    """Programmatic dependent launch. trigger: the next kernel may start early. overlaps: this one runs while the kernel
+    ahead does, of which it needs nothing, and ends after it, so that what waits for this one waits for both; if False,
+    it waits before it begins. Both are bools, whose values Triton does not compile for."""
+
+    trigger: Any
+    overlaps: Any
+
+
+class DecodeWork(NamedTuple):
+    """The arrays of a plan. counts: where buckets begin. window: tokens, 2^31 - 1 for all."""
+
+    tiles: RowTiles
+    counts: Any
+    window: Any
+    pdl: Pdl
+
+
+class DecodeArguments(NamedTuple):
+    """The parameters of `hopper_decode_kernel`."""
+
+    layer: Layer
+    k_desc: TensorDescriptor
+    v_desc: TensorDescriptor
+    work: DecodeWork
+    first_bucket: int
+    last_bucket: int
+    items_size: int
+    queries_size: int
+    segments_size: int
+    first_cta: int
+    num_ctas: int
+    C: DecodeConstants
+
+
+# Numbers of a plan and of a launch, for which nothing is compiled anew: launches that run at once are then the same
+# code. Two copies of it in an SM's instruction cache take up to twice as long.
+UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
+
+
+class _Tasks(NamedTuple):
+    """items: pointer to the first."""
+
+    items: Any
+    num_tasks: Any
+    cta: Any
+    num_ctas: Any
+
+
+class _Blocks(NamedTuple):
+    """Blocks of an item's keys: segments [first, end) in `count` blocks. `num_full` of them, the first, are seen by all
+    rows; num_masked_first of the masked others are computed before those."""
+
+    first: Any
+    end: Any
+    count: Any
+    num_full: Any
+    num_masked_first: Any
+
+
+class _Rows(NamedTuple):
+    """[64] each: the query token of a row, its partial slot, and whether the item has it."""
+
+    token: Any
+    partial_slot: Any
+    used: Any
 
 
 @gluon.jit
-def _prefetch(array, size, program, LINES: gl.constexpr):
-    """The first lines of an array of `size` numbers to the L2 cache. A plan has left it since the layer before, and a
-    program would wait for memory three times before it knows where its keys are."""
-    lines = gl.minimum(size // _LINE, LINES)
-    first = program * 128
-    if first < lines:
-        line = gl.minimum(first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), lines - 1)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; // $0", "=r,l", [array + line * _LINE], gl.int32, False, 1)  # fmt: skip
+def _blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
+    """The blocks of an item.
+
+    Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
+    masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
+    BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
+    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+    end = gl.load(item + ITEM_SEGMENT_END)
+    count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
+    half = gl.maximum(tasks.num_ctas // 2, 1)
+    masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
+    return _Blocks(start, end, count, num_full, gl.where(masked_first, count - num_full, 0))
 
 
 @gluon.jit
-def boxes_of(runs, at, end, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr):
-    """Pages and places of the boxes of a block that begins with run `at`. A box of fewer tokens than 16 ends where they
-    end, and begins in what the copy engine sets to 0, or with tokens before them: what lies behind may be NaN."""
-    page: gl.tuple = ()
-    place: gl.tuple = ()
-    for i in gl.static_range(_BOXES):
-        run = at + i * BOX // RUN
-        word = runs + gl.maximum(gl.minimum(run, end - 1), 0) * 3
-        first = gl.load(word)
-        tokens = gl.where(run < end, gl.load(word + 1) >> 16, 0) - i * BOX % RUN
-        tokens = gl.minimum(gl.maximum(tokens, 0), BOX)
-        page += (first // PAGE_SIZE,)
-        place += (gl.where(tokens > 0, first % PAGE_SIZE + i * BOX % RUN + tokens - BOX, -BOX),)
-    return page, place
+def _segment_of(blocks, nth, C: gl.constexpr, T: gl.constexpr):
+    """The first segment of the block that is computed as nth."""
+    block = gl.where(nth < blocks.num_masked_first, blocks.num_full + nth, nth - blocks.num_masked_first)
+    return blocks.first + block * (T.block_n // C.segment_size)
 
 
 @gluon.jit
-def _extent(item, program, programs, BLOCK_RUNS: gl.constexpr):
-    """Of an item: first run and end; blocks, and those that all rows see; blocks with a mask that come first.
-
-    In every other program they do. Blocks that all rows see are shared by many items and come from the L2 cache, those
-    with a mask from memory: so both are always at work, and the programs of a multiprocessor each at another."""
-    start, full, end = gl.load(item + _RUN_START), gl.load(item + _RUN_FULL), gl.load(item + _RUN_END)
-    number, num_full = (end - start + BLOCK_RUNS - 1) // BLOCK_RUNS, (full - start) // BLOCK_RUNS
-    half = gl.maximum(programs // 2, 1)
-    turned = (program + program // half) % 2 == 1
-    return start, end, number, num_full, gl.where(turned, number - num_full, 0)
-
-
-@gluon.jit
-def _block(nth, num_full, ahead):
-    """The block of an item that is computed as nth."""
-    return gl.where(nth < ahead, num_full + nth, nth - ahead)
+def _produce(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
+    """Producer warp of keys or of values."""
+    index = 0
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        blocks = _blocks_of(task.item, tasks, C, T)
+        boxes = locate_boxes(segments, _segment_of(blocks, 0, C, T), blocks.end, C)
+        for nth in range(blocks.count):
+            next_boxes = locate_boxes(segments, _segment_of(blocks, nth + 1, C, T), blocks.end, C)  # loads overlap
+            load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
+            index += 1
+            boxes = next_boxes
 
 
 @gluon.jit
-def _produce(tasks, runs, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-             RUN: gl.constexpr):  # fmt: skip
-    """Fills a ring."""
-    items, num_tasks, program, programs = tasks
-    BLOCK_RUNS: gl.constexpr = _KEYS // RUN
-    count = 0
-    for turn in range(program, num_tasks, programs):
-        item, head = task_of(turn, program, programs, num_tasks, NUM_KV_HEADS)
-        start, end, number, num_full, ahead = _extent(items + item * _ITEM, program, programs, BLOCK_RUNS)
-        page, place = boxes_of(runs, start + _block(0, num_full, ahead) * BLOCK_RUNS, end, PAGE_SIZE, RUN)
-        for nth in range(number):
-            following = start + _block(nth + 1, num_full, ahead) * BLOCK_RUNS
-            next_page, next_place = boxes_of(runs, following, end, PAGE_SIZE, RUN)  # on its way meanwhile
-            slot = count % _STAGES
-            bar = ready.index(slot)
-            take_back(count, BACK, _THREADS, _STAGES)
-            mbarrier.expect(bar, _KEYS * DIM * 2)
-            for half in range(rolled(2)):
-                for i in gl.static_range(_BOXES):
-                    box = ring.index((slot * 2 + half) * _BOXES + i)
-                    load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
-            count += 1
-            page, place = next_page, next_place
-
-
-@gluon.jit
-def _seen(runs, at, end, local, position, window, RUN: gl.constexpr, MASKED: gl.constexpr):
-    """[64, 64] which row sees which key of the block that begins with run `at`. local: each row's query."""
-    n = gl.arange(0, _KEYS, _KEY)
-    sees = local * 0  # a bit for each box
-    there = n * 0  # tokens of the key's box, and its place there: a box ends with its last token
-    for i in gl.static_range(_BOXES):
-        run = at + i * BOX // RUN
-        word = gl.load(runs + run * 3 + 1, mask=run < end, other=0)
-        tokens = gl.minimum(gl.maximum((word >> 16) - i * BOX % RUN, 0), BOX)
-        sees |= gl.where((local >= (word & 255)) & (local < (word >> 8 & 255)), 1 << i, 0)
-        there = gl.where(n // BOX == i, n % BOX + tokens, there)
-    seen = ((sees[:, None] >> (n // BOX)[None, :]) & 1 != 0) & (there >= BOX)[None, :]
-    if MASKED:
-        run = at + n // RUN
-        where = gl.load(runs + run * 3 + 2, mask=run < end, other=0) + n % RUN // BOX * BOX + there - BOX
-        seen = seen & (where[None, :] <= position[:, None]) & (where[None, :] > (position - window)[:, None])
-    return seen
-
-
-@gluon.jit
-def _step(acc, weights, state, scale, count, more, block, rows, q_tile, tiles, barriers, MASK: gl.constexpr,
-          MASKED: gl.constexpr, RUN: gl.constexpr):  # fmt: skip
-    """Block `count`, whose keys are there: its scores and weights, while the values of the block before are added.
-
-    The wait for the keys of the next block, if there are more, stands before the wait for the sums: its branch keeps
-    the assembler from moving the softmax behind the latter."""
-    k_tiles, v_tiles = tiles
-    k_ready, v_ready = barriers
-    runs, at, end = block
-    local, position, window = rows
-    slot, before = count % _STAGES, (count - 1) % _STAGES
-    nothing = gl.zeros([ROWS, _KEYS], gl.float32, _ACC)
-    scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    seen = 0
-    if MASK:
-        seen = _seen(runs, at, end, local, position, window, RUN, MASKED)
-    mbarrier.wait(v_ready.index(before), (count - 1) // _STAGES % 2)
-    acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    give_back(slot, KEYS_BACK, _THREADS)
-    new, rescale, state = softmax_block(state, scores, scale, seen, MASK)
-    new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
-    mbarrier.wait(k_ready.index((count + 1) % _STAGES), (count + 1) // _STAGES % 2, pred=more)
-    acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
-    give_back(before, VALUES_BACK, _THREADS)
-    return acc * rescale[:, None], new, state
-
-
-@gluon.jit
-def _finish(result, natural, row, q_tile, tensors, strides, head, v_scale, NUM_QO_HEADS: gl.constexpr,
-            GROUP: gl.constexpr, RETURN_LSE: gl.constexpr):  # fmt: skip
-    """Writes the rows: to `out` by way of the query tile's memory, or partials. row: query token and slot of each."""
-    q, out, lse_out, partial, partial_lse = tensors
-    token, slot, used = row
-    query_head = head * GROUP + gl.arange(0, ROWS, _ROW) % GROUP
-    write_partials(result, natural, slot, used, query_head, partial, partial_lse, _ACC, NUM_QO_HEADS)
-    direct = used & (slot == _DIRECT)
-    if RETURN_LSE:
-        gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
-    q_tile.store((result * v_scale).to(q.dtype.element_ty))
-    wide_token = gl.convert_layout(gl.where(direct, token, -1), _WIDE_ROW)
-    wide_head = head * GROUP + gl.arange(0, ROWS, _WIDE_ROW) % GROUP
-    d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
-    out_at = (wide_token.to(gl.int64) * strides[2] + wide_head * strides[3])[:, None] + d
-    gl.store(out + out_at, q_tile.load(WIDE), mask=(wide_token >= 0)[:, None])
-
-
-@gluon.jit
-def _load_queries(q, queries, start, end, head, scale, q_tile, strides, GROUP: gl.constexpr):
-    """Query rows [start, end) of the list to shared memory, for keys whose logits are multiplied by |scale|."""
-    m = gl.arange(0, ROWS, _WIDE_ROW)
-    used = start + m // GROUP < end
-    token = gl.load(queries + start + m // GROUP, mask=used, other=0).to(gl.int64)
-    d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
-    at = (token * strides[0] + (head * GROUP + m % GROUP) * strides[1])[:, None] + d
-    values = gl.load(q + at, mask=used[:, None], other=0.0)
+def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.constexpr):
+    """Query rows [first, end) of the list to shared memory, for keys whose logits are multiplied by |scale|."""
+    m = gl.arange(0, WARPGROUP_ROWS, _COPY_ROW)
+    used = first + m // C.group_size < end
+    token = gl.load(queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    query_head = kv_head * C.group_size + m % C.group_size
+    at = (token * layer.q_token_stride + query_head * layer.q_head_stride)[:, None] + d
+    values = gl.load(layer.q + at, mask=used[:, None], other=0.0)
     q_tile.store(gl.where(scale < 0, -values, values))
     fence_async_shared()
 
 
 @gluon.jit
-def _consume(tasks, plan, tensors, scales, window, strides, q_tile, tiles, barriers, NUM_QO_HEADS: gl.constexpr,
-             NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
-             RUN: gl.constexpr):  # fmt: skip
-    """Attention of the items."""
-    items, num_tasks, program, programs = tasks
-    runs, queries, slots, positions = plan
-    q = tensors[0]
-    k_tiles, v_tiles = tiles
-    k_ready, v_ready = barriers
-    GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    BLOCK_RUNS: gl.constexpr = _KEYS // RUN
-    local = gl.arange(0, ROWS, _ROW) // GROUP
-    count = 0
-    for turn in range(program, num_tasks, programs):
-        item, head = task_of(turn, program, programs, num_tasks, NUM_KV_HEADS)
-        item = items + item * _ITEM
-        start, end, number, num_full, ahead = _extent(item, program, programs, BLOCK_RUNS)
-        if number > 0:  # an item that the device planner had no room for has no runs
-            query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
-            scale = gl.load(scales[0] + head)
-            _load_queries(q, queries, query_start, query_end, head, scale, q_tile, strides, GROUP)
-            scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score, which is infinite, is to stay so
-            used = query_start + local < query_end
-            token = gl.load(queries + query_start + local, mask=used, other=0)
-            slot = gl.load(slots + query_start + local, mask=used, other=_DIRECT)
-            position = local
-            if MASKED:
-                position = gl.load(positions + token, mask=used, other=0)
-            rows = (local, position, window)
-            ring = count % _STAGES
-            mbarrier.wait(k_ready.index(ring), count // _STAGES % 2)
-            nothing = gl.zeros([ROWS, _KEYS], gl.float32, _ACC)
-            scores = warpgroup_mma(q_tile, k_tiles.index(ring).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            first = start + _block(0, num_full, ahead) * BLOCK_RUNS
-            seen = _seen(runs, first, end, local, position, window, RUN, MASKED)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            give_back(ring, KEYS_BACK, _THREADS)
-            state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
-            weights, _, state = softmax_block(state, scores, scale, seen, True)
-            weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
-            acc = gl.zeros([ROWS, DIM], gl.float32, _ACC)
-            count += 1
-            mbarrier.wait(k_ready.index(count % _STAGES), count // _STAGES % 2, pred=number > 1)
-            for part in range(3):  # with a mask, without, with a mask: a loop, so that its code is there once
-                begin = gl.where(part == 0, 1, gl.maximum(gl.where(part == 1, ahead, ahead + num_full), 1))
-                if part == 1:
-                    for nth in range(begin, ahead + num_full):
-                        acc, weights, state = _step(
-                            acc, weights, state, scale, count, nth + 1 < number, (runs, start, end), rows, q_tile,
-                            tiles, barriers, False, MASKED, RUN)  # fmt: skip
-                        count += 1
+def _load_rows(tiles, first, end, query, C: gl.constexpr):
+    """What the epilogue and the mask must know of query rows [first, end) of the list."""
+    used = first + query < end
+    token = gl.load(tiles.queries + first + query, mask=used, other=0)
+    return _Rows(token, gl.load(tiles.partial_slots + first + query, mask=used, other=_DIRECT), used)
+
+
+@gluon.jit
+def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.constexpr):
+    """Writes rows as partials, or to `layer.out` by way of the query tile's memory."""
+    v_scale = gl.load(layer.v_scale + kv_head)
+    query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc)) % C.group_size
+    write_partials(out, lse, rows.partial_slot, rows.used, query_head, layer, C, T)
+    direct = rows.used & (rows.partial_slot == _DIRECT)
+    if C.return_lse:
+        gl.store(layer.lse + rows.token * C.num_qo_heads + query_head, lse, mask=direct)
+    q_tile.store((out * v_scale).to(q_tile.dtype))
+    token = gl.convert_layout(gl.where(direct, rows.token, -1), _COPY_ROW)
+    query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, _COPY_ROW) % C.group_size
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    at = (token.to(gl.int64) * layer.out_token_stride + query_head * layer.out_head_stride)[:, None] + d
+    gl.store(layer.out + at, q_tile.load(COALESCED), mask=(token >= 0)[:, None])
+
+
+@gluon.jit
+def _phase_begin(blocks, phase):
+    """The first block of a phase, in the order in which blocks are computed: phase 0 has the masked blocks that come
+    first, phase 1 the full ones, phase 2 the other masked ones. Block 0 is computed ahead of all phases."""
+    first_full, end_full = blocks.num_masked_first, blocks.num_masked_first + blocks.num_full
+    return gl.where(phase == 0, 1, gl.maximum(gl.where(phase == 1, first_full, end_full), 1))
+
+
+@gluon.jit
+def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.constexpr):
+    """Consumer warpgroup: attention of the items."""
+    query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc)) // C.group_size
+    index = 0
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        blocks = _blocks_of(task.item, tasks, C, T)
+        if blocks.count > 0:  # an item that the device planner had no room for has no segments
+            first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
+            scale = gl.load(layer.logit_scale + task.kv_head)
+            _load_queries(q_tile, tiles.queries, first_query, end_query, task.kv_head, scale, layer, C)
+            scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
+            rows = _load_rows(tiles, first_query, end_query, query, C)
+            position = query
+            if C.masked:
+                position = gl.load(tiles.positions + rows.token, mask=rows.used, other=0)
+            at = _segment_of(blocks, 0, C, T)
+            mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
+            state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, mask_rows, mask_args, C, T)
+            index += 1
+            for phase in range(3):  # a loop, so that the code of masked blocks takes the instruction cache once
+                begin = _phase_begin(blocks, phase)
+                if phase == 1:
+                    for nth in range(begin, blocks.num_masked_first + blocks.num_full):
+                        state = attend_block(state, q_tile, kv, index, nth + 1 < blocks.count, scale, None, 0, C, T)
+                        index += 1
                 else:
-                    for nth in range(begin, gl.where(part == 0, ahead, number)):
-                        block = (runs, start + _block(nth, num_full, ahead) * BLOCK_RUNS, end)
-                        acc, weights, state = _step(
-                            acc, weights, state, scale, count, nth + 1 < number, block, rows, q_tile, tiles, barriers,
-                            True, MASKED, RUN)  # fmt: skip
-                        count += 1
-            acc = last_values(acc, weights, count, v_tiles, v_ready, _THREADS, _STAGES)
-            result, natural = normalized(acc, state)
-            _finish(result, natural, (token, slot, used), q_tile, tensors, strides, head,
-                    gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
+                    for nth in range(begin, gl.where(phase == 0, blocks.num_masked_first, blocks.count)):
+                        at = _segment_of(blocks, nth, C, T)
+                        mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
+                        more = nth + 1 < blocks.count
+                        state = attend_block(state, q_tile, kv, index, more, scale, mask_rows, mask_args, C, T)
+                        index += 1
+            out, lse = finish_attention(state, kv, index, T)
+            _epilogue(out, lse, rows, q_tile, layer, task.kv_head, C, T)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
-def decode_hopper_kernel(
-    q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    items, counts, runs, queries, slots, positions,  # the plan
-    logit_scale, v_scale, window,  # options
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    first_bucket, last_bucket, items_size, queries_size, runs_size, first_program, programs, leads, follows,
-    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
-    MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
-):  # fmt: skip
-    """The items of the buckets first to last, which merge nothing; see `TileList` for the arrays. *_size: of those.
-    first_program: of this launch, among all `programs` that share the items. leads: the next launch may start early.
-    follows: this one runs beside the launch ahead of it, of which it needs nothing, and ends after it, so that what
-    waits for this one waits for both; if not, it waits before it begins.
-
-    These are no constants, so that launches that run at once are the same code: two copies of it in a multiprocessor's
-    instruction cache take up to twice as long."""
-    if follows == 0:
-        wait_for_the_launch_ahead()
-    if leads != 0:
-        launch_dependents()
-    program = gl.program_id(0) + first_program
-    _prefetch(items, items_size, program, 64)
-    _prefetch(runs, runs_size, program, 512)
-    _prefetch(queries, queries_size, program, 64)
-    _prefetch(slots, queries_size, program, 64)
-    dtype: gl.constexpr = q.dtype.element_ty
-    k_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [_STAGES * 2 * _BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
-    q_tile = gl.allocate_shared_memory(dtype, [ROWS, DIM], TILE)
-    gl.static_assert(KEYS_BACK + _STAGES <= VALUES_BACK)
-    k_ready, v_ready = make_barriers(_STAGES), make_barriers(_STAGES)
-    tiles = (tiles_of(k_ring, _KEYS, DIM, _STAGES), tiles_of(v_ring, _KEYS, DIM, _STAGES))
-    barriers = (k_ready, v_ready)
-    first_item = gl.load(counts + first_bucket)
-    num_tasks = (gl.load(counts + last_bucket + 1) - first_item) * NUM_KV_HEADS
-    tasks = (items + first_item * _ITEM, num_tasks, program, programs)
-    plan = (runs, queries, slots, positions)
-    tensors = (q, out, lse_out, partial, partial_lse)
-    strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def hopper_decode_kernel(
+    layer,
+    k_desc,
+    v_desc,
+    work,
+    first_bucket,
+    last_bucket,
+    items_size,
+    queries_size,
+    segments_size,
+    first_cta,
+    num_ctas,
+    C: gl.constexpr,
+):
+    """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers. first_cta:
+    of this launch, among all `num_ctas` of the launches that share the items."""
+    if not work.pdl.overlaps:
+        pdl_wait()
+    if work.pdl.trigger:
+        pdl_trigger()
+    tiles = work.tiles
+    cta = gl.program_id(0) + first_cta
+    prefetch_to_l2(tiles.items, items_size, cta, 64)
+    prefetch_to_l2(tiles.segments, segments_size, cta, 512)
+    prefetch_to_l2(tiles.queries, queries_size, cta, 64)
+    prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
+    k_boxes, v_boxes = allocate_boxes(k_desc, _TILE), allocate_boxes(v_desc, _TILE)
+    q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
+    kv = KvPipelines(make_pipeline(k_boxes, _TILE), make_pipeline(v_boxes, _TILE))
+    first_item = gl.load(work.counts + first_bucket)
+    num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads
+    tasks = _Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, num_ctas)
     gl.warp_specialize(
         [
-            (_consume, (tasks, plan, tensors, (logit_scale, v_scale), window, strides, q_tile, tiles, barriers,
-                        NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN)),
-            (_produce, (tasks, runs, k_desc, k_ring, k_ready, KEYS_BACK, NUM_KV_HEADS, PAGE_SIZE, RUN)),
-            (_produce, (tasks, runs, v_desc, v_ring, v_ready, VALUES_BACK, NUM_KV_HEADS, PAGE_SIZE, RUN)),
+            (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, _TILE)),
+            (_produce, (tasks, tiles.segments, k_desc, kv.k, BAR_K_EMPTY, C, _TILE)),
+            (_produce, (tasks, tiles.segments, v_desc, kv.v, BAR_V_EMPTY, C, _TILE)),
         ],
         [1, 1],
-        [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
-    )  # fmt: skip
-    if (follows != 0) & (gl.program_id(0) == 0):
-        wait_for_the_launch_ahead()
+        [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
+    if work.pdl.overlaps & (gl.program_id(0) == 0):
+        pdl_wait()
 
 
 def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
-    """Whether `launch` computes this: what the copy engine reads, pages and groups that blocks and tiles hold whole."""
+    """Whether `launch` computes this: what `supports_tma` accepts, and pages and groups that blocks and tiles hold
+    whole."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     return (
-        reads(t, geometry)
-        and ROWS.value % group == 0
+        supports_tma(t, geometry)
+        and WARPGROUP_ROWS.value % group == 0
         and tile.block_m % group == 0
-        and tile.block_m <= ROWS.value
-        and (tile.block_n, tile.subtiles) == (_KEYS.value, 1)
-        and _KEYS.value % geometry.run == 0
-        and geometry.run % BOX.value == 0
+        and tile.block_m <= WARPGROUP_ROWS.value
+        and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS.value, 1)
+        and BLOCK_TOKENS.value % geometry.run == 0
+        and geometry.run % BOX_TOKENS.value == 0
+    )
+
+
+class DecodeLaunch(NamedTuple):
+    """What a launch adds to a plan. buckets: first and last. first_cta: of this launch, among `num_ctas` of all."""
+
+    buckets: tuple[int, int]
+    first_cta: int
+    num_ctas: int
+    pdl: Pdl
+    return_lse: bool
+
+
+def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArguments:
+    """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
+    g = plan.geometry
+    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
+    return DecodeArguments(
+        layer_of(t),
+        *tma_descriptors(t),
+        DecodeWork(row_tiles_of(plan), plan.arrays["counts"], g.window, launch.pdl),
+        *launch.buckets,
+        plan.sizes["items"],
+        plan.sizes["queries"],
+        plan.sizes["runs"],
+        launch.first_cta,
+        launch.num_ctas,
+        DecodeConstants(*heads, g.page_size, g.run, g.masked, launch.return_lse),
     )
 
 
 def launch(
-    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], programs: tuple[int, ...], options: dict[str, bool]
+    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], num_ctas: tuple[int, ...], pdl: Pdl, return_lse: bool
 ) -> None:
-    """The items of all buckets from the first to the last, on the current stream. With a window up to 15 tokens before
-    it are read with a weight of 0: they must be finite, as tokens of the sequence are.
+    """Launches the items of all buckets from the first to the last on the current stream. With a window up to 15 tokens
+    before it are loaded and masked: they must be finite, as tokens of the sequence are.
 
-    programs: of each of the launches, which run side by side. options: RETURN_LSE; LEADS: what comes next may start
-    before this ends; FOLLOWS: this may start before what is ahead of it ends, of which it needs nothing."""
-    geometry, arrays = plan.geometry, plan.arrays
-    names = ("items", "counts", "runs", "queries", "slots", "positions")
-    for number, count in enumerate(programs):
-        leads, follows = options["LEADS"] or number + 1 < len(programs), options["FOLLOWS"] or number > 0
-        decode_hopper_kernel[(count,)](
-            t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
-            *(arrays[name] for name in names), t.logit_scale, t.v_scale, geometry.window,
-            *t.q.stride()[:2], *t.out.stride()[:2], *buckets,
-            *(plan.sizes[name] for name in ("items", "queries", "runs")),
-            sum(programs[:number]), sum(programs), int(leads), int(follows),
-            NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-            RUN=geometry.run, MASKED=geometry.masked, RETURN_LSE=options["RETURN_LSE"],
-            num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
-        )  # fmt: skip
+    num_ctas: of each of the launches, which run side by side. pdl: of the launches together: the first overlaps what is
+    ahead, and the last triggers what comes next."""
+    for number, count in enumerate(num_ctas):
+        its_pdl = Pdl(pdl.trigger or number + 1 < len(num_ctas), pdl.overlaps or number > 0)
+        each = DecodeLaunch(buckets, sum(num_ctas[:number]), sum(num_ctas), its_pdl, return_lse)
+        hopper_decode_kernel[(count,)](*arguments(t, plan, each), num_warps=4, maxnreg=REGISTERS, launch_pdl=True)

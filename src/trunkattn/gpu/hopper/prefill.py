@@ -1,56 +1,50 @@
-"""Prefill on Hopper (FlashAttention-3's design) over a paged cache: warp groups with roles, in Gluon.
+"""Prefill on Hopper over a paged cache, warp specialized, in Gluon: FlashAttention-3's design.
 
-A program computes work items of up to 128 rows, (query token, head of the group) pairs, for one KV head each. Two warps
-bring blocks of keys and of values into rings in shared memory, a box of the copy engine per 16 tokens of a page and 64
-dims; two warp groups of 64 rows consume them. While a group takes the softmax of a block, the matrix unit works on its
-product with the values before and on the other group's products. Blocks are taken from the last to the first, so that
-the few that need a mask come before all others.
+A CTA computes work items of up to 128 rows, (query token, head of the group) pairs, for one KV head each. Two producer
+warps load blocks of keys and of values by TMA, a box per 16 tokens of a page and 64 dims; two consumer warpgroups of 64
+rows compute. While a warpgroup computes the softmax of a block, the tensor cores work on its product with the values of
+the block before and on the other warpgroup's products. Blocks are taken from the last to the first, so that the few
+that need a mask come before all others.
 """
 
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.gpu.hopper.common import (
-    BOX,
-    DIM,
-    KEYS_BACK,
-    NOTHING,
-    RING_BACK,
-    ROWS,
-    TILE,
-    VALUES_BACK,
-    WIDE,
-    descriptor,
-    give_back,
-    last_values,
-    launch_dependents,
-    load_box,
-    make_barriers,
-    normalized,
-    reads,
-    rolled,
-    rows_at,
-    softmax_block,
-    take_back,
-    task_of,
-    tiles_of,
+    BOX_TOKENS,
+    COALESCED,
+    HEAD_DIM,
+    PRODUCER_REGISTERS,
+    SWIZZLED,
+    WARPGROUP_ROWS,
+    Layer,
+    layer_of,
+    pdl_trigger,
+    row_offset,
+    scheduled_task,
+    supports_tma,
+    tma_descriptors,
     write_partials,
 )
-from trunkattn.gpu.plan import Geometry, Tensors
+from trunkattn.gpu.hopper.online_softmax import attend_block, attend_first_block, finish_attention, mainloop_tile
+from trunkattn.gpu.hopper.pipeline import (
+    BAR_K_EMPTY,
+    BAR_V_EMPTY,
+    Boxes,
+    KvPipelines,
+    allocate_boxes,
+    load_block,
+    make_pipeline,
+)
+from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.prefill_plan import PrefillPlan
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.planner.work_list import (
     DIRECT,
-    ITEM_COLUMNS,
     KV_END,
     KV_ROW,
     KV_START,
@@ -59,293 +53,317 @@ from trunkattn.planner.work_list import (
     UNLIMITED,
 )
 
+REGISTERS: Final = 168  # of a thread at launch
 _BLOCK_M: Final = 128  # rows of an item at most
-BLOCK_N: Final = 128
-STAGES: Final = 2  # blocks of a ring; three fit shared memory too, and were no faster
-REGISTERS: Final = 168  # of a thread at launch; consumers then take 240 and leave the producers 24
+TILE = gl.constexpr(mainloop_tile(block_n=128, num_stages=2, num_consumer_warps=8, mask_ahead=False))
+_CONSUMER_REGISTERS = gl.constexpr(240)
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_ITEM = gl.constexpr(ITEM_COLUMNS)
 _DIRECT = gl.constexpr(DIRECT)
-_THREADS = gl.constexpr(2 * 128 + 32)  # that use a ring
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
-_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-_ROW = gl.constexpr(gl.SliceLayout(1, _ACC.value))
-_OPERAND = gl.constexpr(gl.DotOperandLayout(0, _ACC.value, 2))
+_COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
+
+
+class PrefillConstants(NamedTuple):
+    """What the kernel is compiled for."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    group_size: int
+    page_size: int
+    windowed: bool
+    return_lse: bool
+    pdl_trigger: bool
+
+
+class Chunks(NamedTuple):
+    """Arrays of a `PrefillList` on the device. table_stride: columns of the block table."""
+
+    items: Any
+    block_table: Any
+    queries: Any
+    partial_slots: Any
+    table_stride: Any
+
+
+class PrefillWork(NamedTuple):
+    """The arrays of a plan. num_items [1]: items as `even_rounds` orders them. positions [T]: of query tokens in their
+    sequences. window: tokens, 0 for all."""
+
+    chunks: Chunks
+    num_items: Any
+    positions: Any
+    window: Any
+
+
+class PrefillArguments(NamedTuple):
+    """The parameters of `hopper_prefill_kernel`."""
+
+    layer: Layer
+    k_desc: TensorDescriptor
+    v_desc: TensorDescriptor
+    work: PrefillWork
+    C: PrefillConstants
+
+
+class ChunkMemory(NamedTuple):
+    """Shared memory of a CTA. q_tiles [2, 64, 128]."""
+
+    q_tiles: Any
+    kv: KvPipelines
+
+
+class _KvRange(NamedTuple):
+    """Tokens [first, end) of an item, in blocks from the first token of a box."""
+
+    first: Any
+    end: Any
+    num_blocks: Any
+
+
+class _MaskArgs(NamedTuple):
+    """A block that begins with token `first`; its keys end at `end`. Each row sees the keys from window_start [64] to
+    position [64]."""
+
+    first: Any
+    end: Any
+    window_start: Any
+    position: Any
+
+
+class _QueryRows(NamedTuple):
+    """The rows of a warpgroup. entry: into the lists of queries and slots. used: whether the item has the row."""
+
+    entry: Any
+    token: Any
+    query_head: Any
+    used: Any
 
 
 @gluon.jit
-def _extent(item, BLOCK_N: gl.constexpr):
-    """First token of an item's first block, its end, and its blocks."""
-    start, end = gl.load(item + _KV_START) // BOX * BOX, gl.load(item + _KV_END)
-    return start, end, (end - start + BLOCK_N - 1) // BLOCK_N
+def _kv_range(item, T: gl.constexpr):
+    first, end = gl.load(item + _KV_START) // BOX_TOKENS * BOX_TOKENS, gl.load(item + _KV_END)
+    return _KvRange(first, end, (end - first + T.block_n - 1) // T.block_n)
 
 
 @gluon.jit
-def _send(desc, ring, ready, count, pages, first, end, head, BACK: gl.constexpr,
-          CUT: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Sends for the block of keys or of values at token `first`. CUT: `end` may cut it. A chunk is then read up to that
-    end, from as many tokens before, and one past the end from where the cache holds nothing: what lies behind the end
-    may be NaN, and is never a value."""
-    CHUNKS: gl.constexpr = BLOCK_N // BOX
+def _locate_boxes(pages, first, end, CUT: gl.constexpr, PAGE_SIZE: gl.constexpr, T: gl.constexpr):
+    """The TMA boxes of the block at token `first`. CUT: the block may reach beyond `end`. A box that `end` cuts is then
+    read up to there, from as many tokens before; a box beyond `end` lies where TMA fills in 0. What the cache holds
+    beyond `end` may be NaN, and is never read as a value."""
+    BOXES: gl.constexpr = T.block_n // BOX_TOKENS
     page: gl.tuple = ()
-    place: gl.tuple = ()
-    for i in gl.static_range(CHUNKS):
-        token = first + i * BOX
-        start = token % PAGE_SIZE if PAGE_SIZE > BOX else 0
+    begin: gl.tuple = ()
+    for i in gl.static_range(BOXES):
+        token = first + i * BOX_TOKENS
+        start = token % PAGE_SIZE if PAGE_SIZE > BOX_TOKENS else 0
         if CUT:
-            start = gl.where(token < end, start + gl.minimum(end - token - BOX, 0), -BOX)
+            start = gl.where(token < end, start + gl.minimum(end - token - BOX_TOKENS, 0), -BOX_TOKENS)
             token = gl.minimum(token, end - 1)
         page += (gl.load(pages + token // PAGE_SIZE),)
-        place += (start,)
-    slot = count % STAGES
-    bar = ready.index(slot)
-    take_back(count, BACK, _THREADS, STAGES)
-    mbarrier.expect(bar, BLOCK_N * DIM * 2)
-    for half in range(rolled(2)):
-        for i in gl.static_range(CHUNKS):
-            box = ring.index((slot * 2 + half) * CHUNKS + i)
-            load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
+        begin += (start,)
+    return Boxes(page, begin)
 
 
 @gluon.jit
-def produce_chunks(plan, block_table, table_stride, desc, ring, ready, BACK: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-                   PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Fills a ring."""
-    items, num_tasks = plan
-    count = 0
+def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
+    """Producer warp of keys or of values: blocks of each item from the last to the first."""
+    index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
-        at *= _ITEM
-        pages = block_table + gl.load(items + at + _KV_ROW).to(gl.int64) * table_stride
-        start, end, num_blocks = _extent(items + at, BLOCK_N)
-        first = start + (num_blocks - 1) * BLOCK_N
-        _send(desc, ring, ready, count, pages, first, end, head, BACK, True, PAGE_SIZE, BLOCK_N, STAGES)
-        count += 1
-        for _ in range(1, num_blocks):
-            first -= BLOCK_N
-            _send(desc, ring, ready, count, pages, first, end, head, BACK, False, PAGE_SIZE, BLOCK_N, STAGES)
-            count += 1
+        task = scheduled_task(chunks.items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
+        pages = chunks.block_table + gl.load(task.item + _KV_ROW).to(gl.int64) * chunks.table_stride
+        kv = _kv_range(task.item, T)
+        first = kv.first + (kv.num_blocks - 1) * T.block_n
+        boxes = _locate_boxes(pages, first, kv.end, True, C.page_size, T)
+        load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
+        index += 1
+        for _ in range(1, kv.num_blocks):
+            first -= T.block_n
+            boxes = _locate_boxes(pages, first, kv.end, False, C.page_size, T)
+            load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
+            index += 1
 
 
 @gluon.jit
-def _softmax(state, scores, scale, first, bounds, MASK: gl.constexpr, CUT: gl.constexpr, WINDOW: gl.constexpr,
-             BLOCK_N: gl.constexpr):  # fmt: skip
-    """Weights of a block, what the sums so far are to be scaled by, and the new maximum and sum. CUT: as of `_send`."""
-    seen = 0
-    if MASK:
-        end, lowest, position = bounds
-        n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _ACC))
-        origin = 0 if WINDOW else first  # places count from there
-        place = first - origin + n
-        if CUT:
-            chunk = first - origin + n // BOX * BOX
-            place -= gl.maximum(BOX - (end - origin - chunk), 0)  # a chunk that `end` cuts ends there
-            place = gl.where(place >= chunk, place, _NEVER)
-        seen = place[None, :] <= (position - origin)[:, None]
-        if WINDOW:
-            seen = seen & (place[None, :] >= lowest[:, None])
-    return softmax_block(state, scores, scale, seen, MASK)
+def _mask(args, CUT: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
+    """[64, block_n] which row sees which key of a block. CUT: as of `_locate_boxes`."""
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.acc))
+    origin = 0 if C.windowed else args.first  # keys are counted from there
+    key = args.first - origin + n
+    if CUT:
+        box = args.first - origin + n // BOX_TOKENS * BOX_TOKENS
+        key -= gl.maximum(BOX_TOKENS - (args.end - origin - box), 0)  # a box that `end` cuts ends there
+        key = gl.where(key >= box, key, _NEVER)
+    mask = key[None, :] <= (args.position - origin)[:, None]
+    if C.windowed:
+        mask = mask & (key[None, :] >= args.window_start[:, None])
+    return mask
 
 
 @gluon.jit
-def _step(acc, weights, state, scale, count, more, first, bounds, q_tile, tiles, barriers,
-          MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Block `count`, whose keys are there: its scores and weights, while the values of the block before are added.
-
-    The wait for the keys of the next block, if there are more, stands before the wait for the sums: its branch keeps
-    the assembler from moving the softmax behind the latter."""
-    k_tiles, v_tiles = tiles
-    k_ready, v_ready = barriers
-    slot, before = count % STAGES, (count - 1) % STAGES
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, _ACC)
-    scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready.index(before), (count - 1) // STAGES % 2)
-    acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    give_back(slot, KEYS_BACK, _THREADS)
-    new, rescale, state = _softmax(state, scores, scale, first, bounds, MASK, False, WINDOW, BLOCK_N)
-    new = gl.convert_layout(new.to(weights.dtype), _OPERAND)
-    mbarrier.wait(k_ready.index((count + 1) % STAGES), (count + 1) // STAGES % 2, pred=more)
-    acc, weights, new = warpgroup_mma_wait(0, deps=(acc, weights, new))
-    give_back(before, VALUES_BACK, _THREADS)
-    return acc * rescale[:, None], new, state
+def _mask_last_block(args, C: gl.constexpr, T: gl.constexpr):
+    return _mask(args, True, C, T)
 
 
 @gluon.jit
-def _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, head, v_scale,
-            NUM_QO_HEADS: gl.constexpr, GROUP: gl.constexpr, RETURN_LSE: gl.constexpr):  # fmt: skip
-    """Writes the rows: to `out` by way of the query tile's memory, or partials."""
-    queries, slots = rows[0], rows[1]
-    q, out, lse_out, partial, partial_lse = tensors
-    m, wide_entry, wide_used, wide_token, wide_head, wide_d = wide
-    slot = gl.load(slots + entry, mask=used, other=_DIRECT)
-    query_head = head * GROUP + m % GROUP
-    write_partials(result, natural, slot, used, query_head, partial, partial_lse, _ACC, NUM_QO_HEADS)
-    q_tile.store((result * v_scale).to(q.dtype.element_ty))
-    direct = wide_used & (gl.load(slots + wide_entry, mask=wide_used, other=0) == _DIRECT)
-    out_at = (rows_at(wide_token, strides[2]) + wide_head * strides[3])[:, None] + wide_d
-    gl.store(out + out_at, q_tile.load(WIDE), mask=direct[:, None])
-    if RETURN_LSE:
-        token = gl.load(queries + entry, mask=used, other=0)
-        gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=used & (slot == _DIRECT))
+def _mask_block(args, C: gl.constexpr, T: gl.constexpr):
+    return _mask(args, False, C, T)
 
 
 @gluon.jit
-def consume_chunks(HALF: gl.constexpr, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                   NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
-                   RETURN_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Attention of 64 rows of each item."""
-    items, num_tasks = plan
-    q, queries, positions = tensors[0], rows[0], rows[2]
-    k_tiles, v_tiles = tiles
-    k_ready, v_ready = barriers
-    GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    q_tile = q_tiles.index(HALF)
-    m = HALF * ROWS + gl.arange(0, ROWS, _ROW)
-    wide_m = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
-    count = 0
+def _rows_of(m, first_query, end_query, kv_head, chunks, C: gl.constexpr):
+    """Rows m of an item whose queries are [first_query, end_query) of the list."""
+    entry = first_query + m // C.group_size
+    used = entry < end_query
+    token = gl.load(chunks.queries + entry, mask=used, other=0)
+    return _QueryRows(entry, token, kv_head * C.group_size + m % C.group_size, used)
+
+
+@gluon.jit
+def _load_queries(q_tile, rows, scale, layer):
+    """Query rows to shared memory, for keys whose logits are multiplied by |scale|."""
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    at = (row_offset(rows.token, layer.q_token_stride) + rows.query_head * layer.q_head_stride)[:, None] + d
+    values = gl.load(layer.q + at, mask=rows.used[:, None], other=0.0)
+    q_tile.store(gl.where(scale < 0, -values, values))
+    fence_async_shared()
+
+
+@gluon.jit
+def _first_full_block(kv, position, T: gl.constexpr):
+    """Blocks before this one are seen by all rows, but for a window; at most all but the last."""
+    seen_by_all = gl.maximum(gl.minimum(kv.end, gl.min(position, 0) + 1) - kv.first, 0)
+    return gl.minimum(seen_by_all // T.block_n, kv.num_blocks - 1)
+
+
+@gluon.jit
+def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.constexpr, T: gl.constexpr):
+    """Writes rows as partials, or to `layer.out` by way of the query tile's memory. copy_rows: in the layout of that
+    copy."""
+    partial_slot = gl.load(chunks.partial_slots + rows.entry, mask=rows.used, other=_DIRECT)
+    write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, C, T)
+    q_tile.store((out * v_scale).to(q_tile.dtype))
+    direct = gl.load(chunks.partial_slots + copy_rows.entry, mask=copy_rows.used, other=0) == _DIRECT
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    head_offset = copy_rows.query_head * layer.out_head_stride
+    at = (row_offset(copy_rows.token, layer.out_token_stride) + head_offset)[:, None] + d
+    gl.store(layer.out + at, q_tile.load(COALESCED), mask=(copy_rows.used & direct)[:, None])
+    if C.return_lse:
+        token = gl.load(chunks.queries + rows.entry, mask=rows.used, other=0)
+        direct_row = rows.used & (partial_slot == _DIRECT)
+        gl.store(layer.lse + token * C.num_qo_heads + rows.query_head, lse, mask=direct_row)
+
+
+@gluon.jit
+def consume_chunks(
+    WARPGROUP: gl.constexpr, chunks, num_tasks, positions, layer, window, memory, C: gl.constexpr, T: gl.constexpr
+):
+    """Consumer warpgroup 0 or 1: attention of 64 rows of each item."""
+    kv_pipelines = memory.kv
+    q_tile = memory.q_tiles.index(WARPGROUP)
+    m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc))
+    copy_m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, _COPY_ROW)
+    index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
-        at, head = task_of(turn, gl.program_id(0), gl.num_programs(0), num_tasks, NUM_KV_HEADS)
-        at *= _ITEM
-        item = items + at
-        query_start, query_end = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
-        scale = gl.load(scales[0] + head)
-        wide_entry = query_start + wide_m // GROUP
-        wide_used = wide_entry < query_end
-        wide_token = gl.load(queries + wide_entry, mask=wide_used, other=0)
-        wide_head = head * GROUP + wide_m % GROUP
-        q_at = (rows_at(wide_token, strides[0]) + wide_head * strides[1])[:, None] + wide_d
-        q_values = gl.load(q + q_at, mask=wide_used[:, None], other=0.0)
-        q_tile.store(gl.where(scale < 0, -q_values, q_values))
-        fence_async_shared()
-        scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score, which is infinite, is to stay so
-        entry = query_start + m // GROUP
-        used = entry < query_end
-        token = gl.load(queries + entry, mask=used, other=0)
-        position = gl.load(positions + token, mask=used, other=_NEVER - 1)
-        start, end, num_blocks = _extent(item, BLOCK_N)
-        whole = gl.maximum(gl.minimum(end, gl.min(position, 0) + 1) - start, 0) // BLOCK_N  # blocks that all rows see
-        whole = gl.minimum(whole, num_blocks - 1)
-        behind, lowest = 0, position  # of them, those that begin before some row's window; the window's first token
-        if WINDOW:
-            lowest = gl.maximum(position - window + 1, gl.load(item + _KV_START))
-            latest = gl.max(gl.where(used, lowest, start), 0)
-            behind = gl.minimum((latest - start + BLOCK_N - 1) // BLOCK_N, whole)
-        bounds = (end, lowest, position)
-        first = start + (num_blocks - 1) * BLOCK_N
-        mbarrier.wait(k_ready.index(count % STAGES), count // STAGES % 2)
-        keys = k_tiles.index(count % STAGES).permute((1, 0))
-        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, _ACC)
-        scores = warpgroup_mma(q_tile, keys, nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        give_back(count % STAGES, KEYS_BACK, _THREADS)
-        state = (gl.full([ROWS], NOTHING, gl.float32, _ROW), gl.zeros([ROWS], gl.float32, _ROW))
-        weights, _, state = _softmax(state, scores, scale, first, bounds, True, True, WINDOW, BLOCK_N)
-        weights = gl.convert_layout(weights.to(q.dtype.element_ty), _OPERAND)
-        acc = gl.zeros([ROWS, DIM], gl.float32, _ACC)
-        count += 1
-        mbarrier.wait(k_ready.index(count % STAGES), count // STAGES % 2, pred=num_blocks > 1)
-        for block in range(num_blocks - 2, whole - 1, -1):
-            acc, weights, state = _step(
-                acc, weights, state, scale, count, block > 0, start + block * BLOCK_N, bounds, q_tile, tiles, barriers,
-                True, WINDOW, BLOCK_N, STAGES)  # fmt: skip
-            count += 1
-        for block in range(whole - 1, behind - 1, -1):
-            acc, weights, state = _step(
-                acc, weights, state, scale, count, block > 0, start, bounds, q_tile, tiles, barriers,
-                False, WINDOW, BLOCK_N, STAGES)  # fmt: skip
-            count += 1
-        if WINDOW:
-            for block in range(behind - 1, -1, -1):
-                acc, weights, state = _step(
-                    acc, weights, state, scale, count, block > 0, start + block * BLOCK_N, bounds, q_tile, tiles,
-                    barriers, True, WINDOW, BLOCK_N, STAGES)  # fmt: skip
-                count += 1
-        acc = last_values(acc, weights, count, v_tiles, v_ready, _THREADS, STAGES)
-        result, natural = normalized(acc, state)
-        wide = (m, wide_entry, wide_used, wide_token, wide_head, wide_d)
-        _finish(result, natural, entry, used, q_tile, wide, rows, tensors, strides, head,
-                gl.load(scales[1] + head), NUM_QO_HEADS, GROUP, RETURN_LSE)  # fmt: skip
+        task = scheduled_task(chunks.items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
+        first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
+        scale = gl.load(layer.logit_scale + task.kv_head)
+        copy_rows = _rows_of(copy_m, first_query, end_query, task.kv_head, chunks, C)
+        _load_queries(q_tile, copy_rows, scale, layer)
+        scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
+        rows = _rows_of(m, first_query, end_query, task.kv_head, chunks, C)
+        position = gl.load(positions + rows.token, mask=rows.used, other=_NEVER - 1)
+
+        kv = _kv_range(task.item, T)
+        full = _first_full_block(kv, position, T)
+        windowed, window_start = 0, position  # blocks before `windowed` begin before some row's window
+        if C.windowed:
+            window_start = gl.maximum(position - window + 1, gl.load(task.item + _KV_START))
+            latest = gl.max(gl.where(rows.used, window_start, kv.first), 0)
+            windowed = gl.minimum((latest - kv.first + T.block_n - 1) // T.block_n, full)
+
+        has_next = kv.num_blocks > 1
+        mask_args = _MaskArgs(kv.first + (kv.num_blocks - 1) * T.block_n, kv.end, window_start, position)
+        state = attend_first_block(q_tile, kv_pipelines, index, has_next, scale, _mask_last_block, mask_args, C, T)
+        index += 1
+        for block in range(kv.num_blocks - 2, full - 1, -1):
+            mask_args = _MaskArgs(kv.first + block * T.block_n, kv.end, window_start, position)
+            state = attend_block(state, q_tile, kv_pipelines, index, block > 0, scale, _mask_block, mask_args, C, T)
+            index += 1
+        for block in range(full - 1, windowed - 1, -1):
+            state = attend_block(state, q_tile, kv_pipelines, index, block > 0, scale, None, 0, C, T)
+            index += 1
+        if C.windowed:
+            for block in range(windowed - 1, -1, -1):
+                mask_args = _MaskArgs(kv.first + block * T.block_n, kv.end, window_start, position)
+                state = attend_block(state, q_tile, kv_pipelines, index, block > 0, scale, _mask_block, mask_args, C, T)
+                index += 1
+        out, lse = finish_attention(state, kv_pipelines, index, T)
+        v_scale = gl.load(layer.v_scale + task.kv_head)
+        _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C, T)
 
 
 @gluon.jit
-def chunk_memory(k_desc, v_desc, dtype: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory of the roles: rings of boxes, query tiles, the rings as tiles, and barriers."""
-    gl.static_assert(KEYS_BACK + STAGES <= VALUES_BACK)
-    gl.static_assert(VALUES_BACK + STAGES <= RING_BACK)
-    BOXES: gl.constexpr = STAGES * 2 * BLOCK_N // BOX
-    k_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [BOXES, 1, BOX, 1, DIM // 2], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, DIM], TILE)
-    tiles = (tiles_of(k_ring, BLOCK_N, DIM, STAGES), tiles_of(v_ring, BLOCK_N, DIM, STAGES))
-    return k_ring, v_ring, q_tiles, tiles, (make_barriers(STAGES), make_barriers(STAGES))
+def allocate_chunk_memory(k_desc, v_desc, T: gl.constexpr):
+    """Shared memory, with all stages of the pipelines empty."""
+    k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
+    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
+    return ChunkMemory(q_tiles, KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T)))
 
 
 @gluon.jit
-def prefill_hopper_kernel(
-    q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    items, counts, block_table, queries, slots, positions,  # the plan
-    logit_scale, v_scale, window,  # options
-    table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """counts[0] items, as `even_rounds` orders them; see `PrefillList` for the arrays."""
-    if LEADS:
-        launch_dependents()
-    k_ring, v_ring, q_tiles, tiles, barriers = chunk_memory(k_desc, v_desc, q.dtype.element_ty, BLOCK_N, STAGES)
-    k_ready, v_ready = barriers
-    plan = (items, gl.load(counts) * NUM_KV_HEADS)
-    rows = (queries, slots, positions)
-    tensors = (q, out, lse_out, partial, partial_lse)
-    scales = (logit_scale, v_scale)
-    strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
+def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
+    """The items of prompt chunks."""
+    if C.pdl_trigger:
+        pdl_trigger()
+    chunks, positions, window = work.chunks, work.positions, work.window
+    memory = allocate_chunk_memory(k_desc, v_desc, TILE)
+    num_tasks = gl.load(work.num_items) * C.num_kv_heads
     gl.warp_specialize(
         [
-            (consume_chunks, (0, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
-            (consume_chunks, (1, plan, rows, tensors, scales, window, strides, q_tiles, tiles, barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, BLOCK_N, STAGES)),
-            (produce_chunks, (plan, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
-                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
-            (produce_chunks, (plan, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
-                              NUM_KV_HEADS, PAGE_SIZE, BLOCK_N, STAGES)),
+            (consume_chunks, (0, chunks, num_tasks, positions, layer, window, memory, C, TILE)),
+            (consume_chunks, (1, chunks, num_tasks, positions, layer, window, memory, C, TILE)),
+            (produce_chunks, (chunks, num_tasks, k_desc, memory.kv.k, BAR_K_EMPTY, C, TILE)),
+            (produce_chunks, (chunks, num_tasks, v_desc, memory.kv.v, BAR_V_EMPTY, C, TILE)),
         ],
         [4, 1, 1],
-        [240, 24, 24],
-    )  # fmt: skip
+        [_CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `launch` computes this: what the copy engine reads, groups that divide 128, items of up to 128 rows, and
+    """Whether `launch` computes this: what `supports_tma` accepts, groups that divide 128, items of up to 128 rows, and
     query tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
-    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and reads(t, geometry)
+    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and supports_tma(t, geometry)
 
 
-def launch(
-    t: Tensors,
-    prefill: PrefillPlan,
-    counted: tuple[torch.Tensor, torch.Tensor],
-    geometry: Geometry,
-    options: dict[str, bool],
-) -> None:
-    """The items of prompt chunks that `supports` accepts, as `kernels.prefill` computes them, on the current stream.
+def chunks_of(prefill: PrefillPlan) -> Chunks:
+    """The arrays of a plan's prompt chunks."""
+    arrays = prefill.arrays
+    return Chunks(arrays["items"], arrays["block_table"], arrays["queries"], arrays["slots"], prefill.table_stride)
 
-    counted: number of items [1] and positions [T], int32, as the plan has them. Without a window an item's KV_START is
-    a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it are read with a weight of 0: they must
-    be finite, as tokens of the sequence are."""
-    k_desc, v_desc = (descriptor(cache) for cache in (t.k_cache, t.v_cache))
-    arrays, (count, positions) = prefill.arrays, counted
-    windowed = geometry.window != UNLIMITED
-    prefill_hopper_kernel[(prefill.programs,)](
-        t.q, k_desc, v_desc, t.out, t.lse, t.partial, t.partial_lse,
-        arrays["items"], count, arrays["block_table"], arrays["queries"], arrays["slots"], positions,
-        t.logit_scale, t.v_scale, geometry.window if windowed else 0, prefill.table_stride,
-        *t.q.stride()[:2], *t.out.stride()[:2],
-        NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        WINDOW=windowed, BLOCK_N=BLOCK_N, STAGES=STAGES, **options, num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
+
+def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillArguments:
+    """The arguments of a launch, from the tensors of a layer, a plan, and options."""
+    assert plan.prefill
+    arrays, g = plan.arrays, plan.geometry
+    heads, windowed = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads), g.window != UNLIMITED
+    window = g.window if windowed else 0
+    return PrefillArguments(
+        layer_of(t),
+        *tma_descriptors(t),
+        PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
+        PrefillConstants(*heads, g.page_size, windowed, return_lse, pdl_trigger),
+    )
+
+
+def launch(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> None:
+    """Launches the items of prompt chunks that `supports` accepts on the current stream.
+
+    Without a window an item's KV_START is a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it
+    are loaded and masked: they must be finite, as tokens of the sequence are."""
+    assert plan.prefill
+    given = arguments(t, plan, pdl_trigger, return_lse)
+    hopper_prefill_kernel[(plan.prefill.programs,)](*given, num_warps=4, maxnreg=REGISTERS)

@@ -1,346 +1,367 @@
-"""Prompt chunks and decodes in one launch on Hopper: each multiprocessor computes both at once (POD-Attention §4).
+"""Prompt chunks and decodes in one launch on Hopper: each SM computes both at once. The POD kernel, in Gluon
+(POD-Attention, section 4, https://arxiv.org/abs/2410.18038).
 
-POD's kernel gives a multiprocessor several programs and decides by a ticket which of them prefill and which decode. On
-Hopper a program that prefills at full speed fills a multiprocessor, so here warps have roles inside one program: two
-warp groups compute prompt chunks as in `prefill_hopper`, a third one decodes, and three warps bring in the chunks'
-keys, the chunks' values, and both for the decodes. Tensor cores are busy with the first, memory with the second.
+POD's kernel gives an SM several CTAs, and a ticket decides which of them prefill and which decode. On Hopper a CTA that
+prefills at full speed fills an SM, so here the warps of one CTA are specialized: two warpgroups compute prompt chunks
+as in `prefill`, a third one decodes, and three producer warps load the chunks' keys, the chunks' values, and both for
+the decodes. Tensor cores are busy with the chunks, memory with the decodes.
 
-Decoding takes few of the program's registers and little of its time because operands are exchanged: keys and values,
-of which there are many, are the rows of the matrix products, and the query rows, 8 or 16, the columns. Each of its four
-warps has 16 of a block's 64 keys, so that they meet to know its maximum: see `_attend`.
+Decoding takes few of the CTA's registers and little of its time because operands are swapped: keys and values, of which
+there are many, are the rows of the matrix products, and the query rows, 8 or 16, the columns. Each of the four warps
+has 16 of a block's 64 keys, so that the warps synchronize to know its maximum: see `_attend_block`.
 """
 
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import HYBRID_GROUPS
-from trunkattn.gpu.hopper import prefill as prefill_hopper
+from trunkattn.dtypes import HOPPER_GROUPS
+from trunkattn.gpu.hopper import prefill
 from trunkattn.gpu.hopper.common import (
-    BOX,
-    DIM,
-    KEYS_BACK,
-    NOTHING,
-    RING_BACK,
-    TILE,
-    VALUES_BACK,
-    WIDE,
-    descriptor,
-    give_back,
-    launch_dependents,
-    load_box,
-    make_barriers,
-    meet,
-    rolled,
-    rows_at,
-    take_back,
-    tiles_of,
+    BOX_TOKENS,
+    COALESCED,
+    HEAD_DIM,
+    NEG_INF,
+    PRODUCER_REGISTERS,
+    SWIZZLED,
+    Layer,
+    layer_of,
+    pdl_trigger,
+    row_offset,
+    tma_descriptors,
 )
-from trunkattn.gpu.hopper.decode import boxes_of
-from trunkattn.gpu.hopper.prefill import chunk_memory, consume_chunks, produce_chunks
+from trunkattn.gpu.hopper.online_softmax import finalize
+from trunkattn.gpu.hopper.pipeline import (
+    BAR_K_EMPTY,
+    BAR_KV_EMPTY,
+    BAR_V_EMPTY,
+    NUM_BARRIERS,
+    PipelineShape,
+    allocate_boxes,
+    consumer_release,
+    consumer_wait,
+    load_block,
+    make_pipeline,
+    warps_sync,
+)
+from trunkattn.gpu.hopper.prefill import TILE, Chunks, allocate_chunk_memory, consume_chunks, produce_chunks
+from trunkattn.gpu.hopper.segments import (
+    BLOCK_TOKENS,
+    ITEM_SEGMENT_END,
+    ITEM_SEGMENT_FULL,
+    ITEM_SEGMENT_START,
+    BlockMask,
+    RowTiles,
+    locate_boxes,
+    mask_columns,
+    row_tiles_of,
+)
 from trunkattn.gpu.plan import GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_NARROW, HYBRID_ROWS
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, UNLIMITED
+from trunkattn.gpu.tuning.prefill import HYBRID_NARROW, HYBRID_ROWS
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
-SLOTS: Final = 3  # of 16 KiB, 64 keys or values, in the decodes' ring: most of what the chunks' rings leave
 REGISTERS: Final = 128  # of each of 512 threads at launch
-CHUNK_REGISTERS: Final = 208  # of threads that compute chunks, then
-DECODE_REGISTERS: Final = 72
-_PRODUCER_REGISTERS = gl.constexpr(24)
-_BLOCK_N, _STAGES = gl.constexpr(128), gl.constexpr(2)  # of the chunks
-_NARROW = gl.constexpr(HYBRID_NARROW)  # rows of a decode tile, which whole groups fill
-_WIDE = gl.constexpr(HYBRID_ROWS)
-_KEYS = gl.constexpr(HYBRID_KEYS)  # of a block of a decode tile
-_BOXES = gl.constexpr(4)  # of a block
-_ITEM = gl.constexpr(ITEM_COLUMNS)
+CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
+DECODE_REGISTERS = gl.constexpr(72)
+_NARROW_ROWS, _WIDE_ROWS = gl.constexpr(HYBRID_NARROW), gl.constexpr(HYBRID_ROWS)  # of a decode tile, in whole groups
+# Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
+_SHAPE: Final = PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY)
+assert _SHAPE.empty + _SHAPE.num_stages <= NUM_BARRIERS
+_PIPELINE = gl.constexpr(_SHAPE)
+_NUM_WARPS = gl.constexpr(4)
+_SPECULATION_LIMIT = gl.constexpr(8.0)  # p may grow to 2 to this power before sums are rescaled
 _DIRECT = gl.constexpr(DIRECT)
-_LN_2 = gl.constexpr(0.6931471805599453)
-_HIGHER = gl.constexpr(8.0)  # weights may grow to 2 to this power before sums are scaled anew
-_WARPS = gl.constexpr(4)
-_VOTE = gl.constexpr(
+_ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
+_QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
+_VOTE_ANY = gl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
 )
-_THREADS = gl.constexpr(128 + 32)  # that use the decodes' ring
-_TOPS = gl.constexpr(gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0]))  # a thread has its columns of all warps
-_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_WARP_MAX = gl.constexpr(gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0]))  # a thread has its columns of all warps
+_UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _NARROW_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]))
 _WIDE_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
-_NARROW_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(0, 16, 2))
-_WIDE_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
+_NARROW_P = gl.constexpr(gl.NVMMASharedLayout(0, 16, 2))
+_WIDE_P = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
+
+
+class PrefillDecodeConstants(NamedTuple):
+    """What the kernel is compiled for: the fields of `PrefillConstants` and of `DecodeConstants`."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    group_size: int
+    page_size: int
+    segment_size: int
+    masked: bool
+    windowed: bool
+    return_lse: bool
+    pdl_trigger: bool
+
+
+class PrefillDecodeWork(NamedTuple):
+    """The arrays of a plan: num_chunk_items [1] items of prompt chunks, and items [first, last) of the tile list, which
+    merge nothing; item_range [3] is first, last and the most queries of one. window: tokens, 2^31 - 1 for all."""
+
+    chunks: Chunks
+    num_chunk_items: Any
+    tiles: RowTiles
+    item_range: Any
+    window: Any
+
+
+class PrefillDecodeArguments(NamedTuple):
+    """The parameters of `hopper_prefill_decode_kernel`."""
+
+    layer: Layer
+    k_desc: TensorDescriptor
+    v_desc: TensorDescriptor
+    work: PrefillDecodeWork
+    C: PrefillDecodeConstants
+
+
+class _DecodeMemory(NamedTuple):
+    """Shared memory of a decode tile: queries [rows, 128], p of a block [64, rows], the maxima of each warp's keys [4,
+    rows]."""
+
+    q_tile: Any
+    p_tile: Any
+    warp_max: Any
+
+
+class _DecodeState(NamedTuple):
+    """acc [128, rows]: the output before it is divided by the sums. row_max [rows]: what exponents are relative to.
+    row_sum [64, rows]: in parts, which are added up at the end."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+
+
+class _Tasks(NamedTuple):
+    """items: pointer to the first."""
+
+    items: Any
+    num_tasks: Any
 
 
 @gluon.jit
 def _first_task():
-    """Of this program, which takes every num_programs-th: the last program, which may have fewer chunks, first."""
+    """The first decode task of this CTA, which takes every num_programs-th: the last CTA, which may have fewer chunks,
+    takes the heaviest."""
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @gluon.jit
-def _send(desc, page, place, head, ring, ready, count, SLOTS: gl.constexpr):
-    """Sends for a block of keys or values."""
-    slot = count % SLOTS
-    bar = ready.index(slot)
-    take_back(count, RING_BACK, _THREADS, SLOTS)
-    mbarrier.expect(bar, _KEYS * DIM * 2)
-    for half in range(rolled(2)):
-        for i in gl.static_range(_BOXES):
-            box = ring.index((slot * 2 + half) * _BOXES + i)
-            load_box(desc, [page[i], place[i], head, half * (DIM // 2)], bar, box)
+def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.constexpr):
+    """Producer warp of the decodes: of each block the keys, then the values."""
+    BLOCK_SEGMENTS: gl.constexpr = S.block_n // C.segment_size
+    index = 0
+    for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
+        item, kv_head = tasks.items + task // C.num_kv_heads * _ITEM_COLUMNS, task % C.num_kv_heads
+        start, end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_END)
+        boxes = locate_boxes(segments, start, end, C)
+        for at in range(start, end, BLOCK_SEGMENTS):
+            next_boxes = locate_boxes(segments, at + BLOCK_SEGMENTS, end, C)  # these loads overlap the waits below
+            load_block(k_desc, pipeline, index, boxes, kv_head, S.empty, S)
+            load_block(v_desc, pipeline, index + 1, boxes, kv_head, S.empty, S)
+            index += 2
+            boxes = next_boxes
 
 
 @gluon.jit
-def _produce(tasks, runs, k_desc, v_desc, ring, ready,
-             NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Fills the decodes' ring: of each block the keys, then the values."""
-    items, num_tasks = tasks
-    count = 0
-    for task in range(_first_task(), num_tasks, gl.num_programs(0)):
-        item, head = items + task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
-        start, end = gl.load(item), gl.load(item + 2)
-        page, place = boxes_of(runs, start, end, PAGE_SIZE, RUN)
-        for at in range(start, end, _KEYS // RUN):
-            next_page, next_place = boxes_of(runs, at + _KEYS // RUN, end, PAGE_SIZE, RUN)  # on its way meanwhile
-            _send(k_desc, page, place, head, ring, ready, count, SLOTS)
-            _send(v_desc, page, place, head, ring, ready, count + 1, SLOTS)
-            count += 2
-            page, place = next_page, next_place
+def _warp_any(flag):
+    """Whether any thread of the warp has `flag` set: uniform in the warp, so that ptxas knows that a branch on it does
+    not diverge."""
+    return gl.inline_asm_elementwise(_VOTE_ANY, "=r,r", [flag.to(gl.int32)], gl.int32, False, 1) != 0
 
 
 @gluon.jit
-def _any(flag):
-    """Whether it is set, asked in a way that tells the assembler that warps do not part there."""
-    return gl.inline_asm_elementwise(_VOTE, "=r,r", [flag.to(gl.int32)], gl.int32, False, 1) != 0
+def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexpr, ACC: gl.constexpr, S: gl.constexpr):
+    """Adds a block, whose keys are block `index` of the pipeline and whose values are the next.
 
+        s = scale · k·qᵀ    p = exp2(s - m)    row_sum += p    acc += vᵀ·p
 
-@gluon.jit
-def _attend(state, count, scale, mask, memory, ring, MASK: gl.constexpr, ACC: gl.constexpr, SLOTS: gl.constexpr):
-    """One block of the online softmax. state: output [128 dims, rows], what exponents are from [rows] and sums [64,
-    rows], which are added up at the end.
-
-    Weights are of the maximum before the block, which all warps know, and stand if no row's is much higher in it: then
-    warps pass on weights and maxima at one meeting."""
-    acc, top, total = state
-    q_tile, p_tile, tops = memory
-    tiles, ready = ring
-    ROWS: gl.constexpr = p_tile.shape[1]
-    keys, values = count % SLOTS, (count + 1) % SLOTS
-    mbarrier.wait(ready.index(keys), count // SLOTS % 2)
-    nothing = gl.zeros([_KEYS, ROWS], gl.float32, ACC)
-    scores = warpgroup_mma(tiles.index(keys), q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    m, the maximum before the block, is known to all warps without waiting, and p stands unless some row has its maximum
+    in the block, new_max > m + 8. Then m = max(m, new_max), p is computed again, and acc and row_sum are rescaled by
+    exp2(old m - m). So the warps exchange p and their maxima at one barrier."""
+    ROWS: gl.constexpr = memory.p_tile.shape[1]
+    BLOCK_N: gl.constexpr = S.block_n
+    acc, row_max, row_sum = state
+    k_stage, v_stage = index % S.num_stages, (index + 1) % S.num_stages
+    consumer_wait(pipeline, index, S)
+    zeros, q_tile = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC), memory.q_tile.permute((1, 0))
+    scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
-    give_back(keys, RING_BACK, _THREADS)
+    consumer_release(index, S.empty, S)
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
-    tops.store(gl.max(gl.reshape(scores, [_WARPS, _KEYS // _WARPS, ROWS]), 1))
-    weights = gl.exp2(scores - top[None, :])
-    p_tile.store(weights.to(p_tile.dtype))
+    memory.warp_max.store(gl.max(gl.reshape(scores, [_NUM_WARPS, BLOCK_N // _NUM_WARPS, ROWS]), 1))
+    p = gl.exp2(scores - row_max[None, :])
+    memory.p_tile.store(p.to(memory.p_tile.dtype))
     fence_async_shared()
-    higher = gl.convert_layout(gl.max(tops.load(_TOPS), 0), gl.SliceLayout(0, ACC))
-    if _any(gl.max(higher - top, 0) > _HIGHER):
-        higher = gl.maximum(top, higher)
-        weights = gl.exp2(scores - higher[None, :])
-        p_tile.store(weights.to(p_tile.dtype))
+    new_max = gl.convert_layout(gl.max(memory.warp_max.load(_WARP_MAX), 0), gl.SliceLayout(0, ACC))
+    if _warp_any(gl.max(new_max - row_max, 0) > _SPECULATION_LIMIT):
+        new_max = gl.maximum(row_max, new_max)
+        p = gl.exp2(scores - new_max[None, :])
+        memory.p_tile.store(p.to(memory.p_tile.dtype))
         fence_async_shared()
-        meet()  # here, or Triton has warps meet behind the branch, which few blocks take
-        rescale = gl.exp2(top - higher)[None, :]
-        acc, total, top = acc * rescale, total * rescale, higher
-    mbarrier.wait(ready.index(values), (count + 1) // SLOTS % 2)
-    acc = warpgroup_mma(tiles.index(values).permute((1, 0)), p_tile, acc, is_async=True)
-    total += weights
+        warps_sync()  # here, or Triton synchronizes the warps behind the branch, which few blocks take
+        rescale = gl.exp2(row_max - new_max)[None, :]
+        acc, row_sum, row_max = acc * rescale, row_sum * rescale, new_max
+    consumer_wait(pipeline, index + 1, S)
+    acc = warpgroup_mma(pipeline.tiles.index(v_stage).permute((1, 0)), memory.p_tile, acc, is_async=True)
+    row_sum += p
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    give_back(values, RING_BACK, _THREADS)
-    return acc, top, total
+    consumer_release(index + 1, S.empty, S)
+    return _DecodeState(acc, row_max, row_sum)
 
 
 @gluon.jit
-def _mask(runs, at, end, local, position, window, ACC: gl.constexpr, RUN: gl.constexpr, MASKED: gl.constexpr):
-    """[64, rows] which row sees which key of the block that begins with run `at`."""
-    n = gl.arange(0, _KEYS, gl.SliceLayout(1, ACC))
-    run = at + n // RUN
-    word = runs + run * 3
-    rows = gl.load(word + 1, mask=run < end, other=0)
-    first = n % RUN // BOX * BOX  # of the box, in the run
-    missing = BOX - gl.minimum(gl.maximum((rows >> 16) - first, 0), BOX)  # a box ends with its last token
-    begin, until = gl.where(n % BOX >= missing, rows & 255, 256), rows >> 8 & 255
-    seen = (local[None, :] >= begin[:, None]) & (local[None, :] < until[:, None])
-    if MASKED:
-        where = gl.load(word + 2, mask=run < end, other=0) + n % RUN - missing
-        seen = seen & (where[:, None] <= position[None, :]) & (where[:, None] > (position - window)[None, :])
-    return seen
+def _load_queries(q_tile, queries, first_query, end_query, kv_head, layer, C: gl.constexpr):
+    """Query rows [first_query, end_query) of the list to shared memory."""
+    m = gl.arange(0, q_tile.shape[0], gl.SliceLayout(1, COALESCED))
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    used = first_query + m // C.group_size < end_query
+    token = gl.load(queries + first_query + m // C.group_size, mask=used, other=0)
+    query_head = kv_head * C.group_size + m % C.group_size
+    at = (row_offset(token, layer.q_token_stride) + query_head * layer.q_head_stride)[:, None] + d
+    q_tile.store(gl.load(layer.q + at, mask=used[:, None], other=0.0))
+    fence_async_shared()
+    warps_sync()  # here, or Triton synchronizes the warps in every block for it
 
 
 @gluon.jit
-def _compute(tasks, plan, tensors, scales, window, strides, memory, ring,
-             NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
-             RUN: gl.constexpr, ACC: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """Items of the tile list that merge nothing, as `decode.compute_item`, of as many rows as memory has."""
-    items, num_tasks = tasks
-    runs, queries, slots, positions = plan
-    q, q_tile = tensors[0], memory[0]
-    GROUP: gl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    ROWS: gl.constexpr = q_tile.shape[0]
+def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
+    """Attention of items of at most as many rows as memory has."""
+    ROWS: gl.constexpr = memory.q_tile.shape[0]
+    BLOCK_SEGMENTS: gl.constexpr = S.block_n // C.segment_size
     m = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    wide_m = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    wide_d = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
-    count = 0
-    for task in range(_first_task(), num_tasks, gl.num_programs(0)):
-        item, head = items + task // NUM_KV_HEADS * _ITEM, task % NUM_KV_HEADS
-        start, full, end = gl.load(item), gl.load(item + 1), gl.load(item + 2)
-        begin, last = gl.load(item + 3), gl.load(item + 4)
-        wide_used = begin + wide_m // GROUP < last
-        token = gl.load(queries + begin + wide_m // GROUP, mask=wide_used, other=0)
-        at = (rows_at(token, strides[0]) + (head * GROUP + wide_m % GROUP) * strides[1])[:, None] + wide_d
-        q_tile.store(gl.load(q + at, mask=wide_used[:, None], other=0.0))
-        fence_async_shared()
-        meet()  # here, or Triton has warps meet in every block for it
-        used = begin + m // GROUP < last
+    query = m // C.group_size
+    index = 0
+    for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
+        item, kv_head = tasks.items + task // C.num_kv_heads * _ITEM_COLUMNS, task % C.num_kv_heads
+        start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+        end = gl.load(item + ITEM_SEGMENT_END)
+        first_query, end_query = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
+        _load_queries(memory.q_tile, tiles.queries, first_query, end_query, kv_head, layer, C)
+        used = first_query + query < end_query
         position = m
-        if MASKED:
-            token = gl.load(queries + begin + m // GROUP, mask=used, other=0)
-            position = gl.load(positions + token, mask=used, other=0)
-        state = (gl.zeros([DIM, ROWS], gl.float32, ACC), gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(0, ACC)),
-                 gl.zeros([_KEYS, ROWS], gl.float32, ACC))  # fmt: skip
-        scale = gl.load(scales[0] + head)
-        for _ in range(start, full, _KEYS // RUN):
-            state = _attend(state, count, scale, 0, memory, ring, False, ACC, SLOTS)
-            count += 2
-        for at_run in range(full, end, _KEYS // RUN):
-            seen = _mask(runs, at_run, end, m // GROUP, position, window, ACC, RUN, MASKED)
-            state = _attend(state, count, scale, seen, memory, ring, True, ACC, SLOTS)
-            count += 2
-        _finish(state, begin, used, head, queries, slots, tensors, strides, gl.load(scales[1] + head),
-                NUM_QO_HEADS, GROUP, RETURN_LSE, ACC)  # fmt: skip
+        if C.masked:
+            token = gl.load(tiles.queries + first_query + query, mask=used, other=0)
+            position = gl.load(tiles.positions + token, mask=used, other=0)
+        acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, ACC)
+        row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, ACC))
+        state = _DecodeState(acc, row_max, gl.zeros([BLOCK_TOKENS, ROWS], gl.float32, ACC))
+        scale = gl.load(layer.logit_scale + kv_head)
+        for _ in range(start, full, BLOCK_SEGMENTS):
+            state = _attend_block(state, index, scale, 0, memory, pipeline, False, ACC, S)
+            index += 2
+        for at in range(full, end, BLOCK_SEGMENTS):
+            mask = mask_columns(BlockMask(tiles.segments, at, end, query, position, window), ACC, C)
+            state = _attend_block(state, index, scale, mask, memory, pipeline, True, ACC, S)
+            index += 2
+        v_scale = gl.load(layer.v_scale + kv_head)
+        _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC, C)
 
 
 @gluon.jit
-def _finish(state, begin, used, head, queries, slots, tensors, strides, v_scale,
-            NUM_QO_HEADS: gl.constexpr, GROUP: gl.constexpr, RETURN_LSE: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
-    """Writes the rows to their partial slots, or to the output."""
-    _, out, lse_out, partial, partial_lse = tensors
-    acc, top, total = state
-    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
-    d = gl.arange(0, DIM, gl.SliceLayout(1, ACC))[:, None]
-    total = gl.sum(total, 0)
-    some = gl.where(total > 0, total, 1.0)  # a row may see nothing of its item
-    natural = gl.where(total > 0, top * _LN_2 + gl.log(some), NOTHING)
-    query_head = head * GROUP + m % GROUP
-    slot = gl.load(slots + begin + m // GROUP, mask=used, other=_DIRECT)
-    token = gl.load(queries + begin + m // GROUP, mask=used, other=0)
-    kept, direct = used & (slot != _DIRECT), used & (slot == _DIRECT)
-    slot_at = slot.to(gl.int64) * NUM_QO_HEADS + query_head
-    out_at = rows_at(token, strides[2]) + query_head * strides[3]
-    result = acc * (1.0 / some)[None, :]
-    gl.store(partial + slot_at[None, :] * DIM + d, result, mask=kept[None, :])
-    gl.store(out + out_at[None, :] + d, (result * v_scale).to(out.dtype.element_ty), mask=direct[None, :])
-    gl.store(partial_lse + slot_at, natural, mask=kept)
-    if RETURN_LSE:
-        gl.store(lse_out + token * NUM_QO_HEADS + query_head, natural, mask=direct)
+def _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC: gl.constexpr, C: gl.constexpr):
+    """Writes the rows to their partial slots, or to `layer.out`."""
+    m = gl.arange(0, state.acc.shape[1], gl.SliceLayout(0, ACC))
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, ACC))[:, None]
+    inverse_sum, lse = finalize(state.row_max, gl.sum(state.row_sum, 0))
+    query_head = kv_head * C.group_size + m % C.group_size
+    partial_slot = gl.load(tiles.partial_slots + first_query + m // C.group_size, mask=used, other=_DIRECT)
+    token = gl.load(tiles.queries + first_query + m // C.group_size, mask=used, other=0)
+    has_slot, direct = used & (partial_slot != _DIRECT), used & (partial_slot == _DIRECT)
+    slot_at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
+    out_at = row_offset(token, layer.out_token_stride) + query_head * layer.out_head_stride
+    out = state.acc * inverse_sum[None, :]
+    gl.store(layer.partial + slot_at[None, :] * HEAD_DIM + d, out, mask=has_slot[None, :])
+    gl.store(layer.out + out_at[None, :] + d, (out * v_scale).to(layer.out.dtype.element_ty), mask=direct[None, :])
+    gl.store(layer.partial_lse + slot_at, lse, mask=has_slot)
+    if C.return_lse:
+        gl.store(layer.lse + token * C.num_qo_heads + query_head, lse, mask=direct)
 
 
 @gluon.jit
-def _decode(most, tasks, plan, tensors, scales, window, strides, narrow, wide, ring,
-            NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, MASKED: gl.constexpr, RETURN_LSE: gl.constexpr,
-            RUN: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """The items in tiles of 8 rows if they have no more. most: queries of an item."""
-    if most * (NUM_QO_HEADS // NUM_KV_HEADS) <= _NARROW:
-        _compute(tasks, plan, tensors, scales, window, strides, narrow, ring,
-                 NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, _NARROW_ACC, SLOTS)  # fmt: skip
+def _consume(max_queries, tasks, tiles, layer, window, narrow, wide, pipeline, C: gl.constexpr, S: gl.constexpr):
+    """Consumer warpgroup of the decodes: in tiles of 8 rows if no item has more. max_queries: of an item."""
+    if max_queries * C.group_size <= _NARROW_ROWS:
+        _compute(tasks, tiles, layer, window, narrow, pipeline, _NARROW_ACC, C, S)
     else:
-        _compute(tasks, plan, tensors, scales, window, strides, wide, ring,
-                 NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, _WIDE_ACC, SLOTS)  # fmt: skip
+        _compute(tasks, tiles, layer, window, wide, pipeline, _WIDE_ACC, C, S)
 
 
 @gluon.jit
-def _decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, WEIGHTS: gl.constexpr):
-    """Shared memory of a decode tile: queries, weights of a block, and its maxima in each warp."""
-    q_tile = gl.allocate_shared_memory(dtype, [ROWS, DIM], TILE)
-    p_tile = gl.allocate_shared_memory(dtype, [_KEYS, ROWS], WEIGHTS)
-    return q_tile, p_tile, gl.allocate_shared_memory(gl.float32, [_WARPS, ROWS], _FLAT)
+def _allocate_decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr):
+    q_tile = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], SWIZZLED)
+    p_tile = gl.allocate_shared_memory(dtype, [BLOCK_TOKENS, ROWS], P)
+    return _DecodeMemory(q_tile, p_tile, gl.allocate_shared_memory(gl.float32, [_NUM_WARPS, ROWS], _UNSWIZZLED))
 
 
 @gluon.jit
-def hybrid_kernel(
-    q, k_desc, v_desc, out, lse_out, partial, partial_lse,  # tensors
-    chunk_items, chunk_count, block_table, chunk_queries, chunk_slots,  # prompt chunks
-    items, beside, runs, queries, slots, positions,  # the tile list
-    logit_scale, v_scale, window,  # options
-    table_stride, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    NUM_QO_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, RUN: gl.constexpr,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, RETURN_LSE: gl.constexpr, LEADS: gl.constexpr, SLOTS: gl.constexpr,
-    CHUNK_REGISTERS: gl.constexpr, DECODE_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """chunk_count[0] prompt chunks, as `PrefillList` has them, and the items [beside[0], beside[1]) of the tile list,
-    which merge nothing and have at most beside[2] queries."""
-    if LEADS:
-        launch_dependents()
-    dtype: gl.constexpr = q.dtype.element_ty
-    k_ring, v_ring, chunk_q, chunk_tiles, chunk_barriers = chunk_memory(k_desc, v_desc, dtype, _BLOCK_N, _STAGES)
-    k_ready, v_ready = chunk_barriers
-    ring = gl.allocate_shared_memory(dtype, [SLOTS * 2 * _BOXES, 1, BOX, 1, DIM // 2], k_desc.layout)
-    narrow = _decode_memory(dtype, _NARROW, _NARROW_WEIGHTS)
-    wide = _decode_memory(dtype, _WIDE, _WIDE_WEIGHTS)
-    gl.static_assert(RING_BACK + SLOTS <= 16)
-    ready = make_barriers(SLOTS)
-    filled = (tiles_of(ring, _KEYS, DIM, SLOTS), ready)
-    chunks = (chunk_items, gl.load(chunk_count) * NUM_KV_HEADS)
-    first_item = gl.load(beside)
-    tasks = (items + first_item * _ITEM, (gl.load(beside + 1) - first_item) * NUM_KV_HEADS)
-    rows, plan = (chunk_queries, chunk_slots, positions), (runs, queries, slots, positions)
-    tensors = (q, out, lse_out, partial, partial_lse)
-    scales = (logit_scale, v_scale)
-    strides = (q_stride_t, q_stride_h, out_stride_t, out_stride_h)
+def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
+    """The items of prompt chunks, and some of the tile list."""
+    if C.pdl_trigger:
+        pdl_trigger()
+    chunks, tiles, window = work.chunks, work.tiles, work.window
+    chunk_memory = allocate_chunk_memory(k_desc, v_desc, TILE)
+    boxes = allocate_boxes(k_desc, _PIPELINE)
+    narrow = _allocate_decode_memory(k_desc.dtype, _NARROW_ROWS, _NARROW_P)
+    wide = _allocate_decode_memory(k_desc.dtype, _WIDE_ROWS, _WIDE_P)
+    pipeline = make_pipeline(boxes, _PIPELINE)
+    num_tasks = gl.load(work.num_chunk_items) * C.num_kv_heads
+    first_item = gl.load(work.item_range)
+    num_decodes = (gl.load(work.item_range + 1) - first_item) * C.num_kv_heads
+    tasks = _Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_decodes)
+    max_queries = gl.load(work.item_range + 2)
     gl.warp_specialize(
         [
-            (consume_chunks, (0, chunks, rows, tensors, scales, window, strides, chunk_q, chunk_tiles, chunk_barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
-            (consume_chunks, (1, chunks, rows, tensors, scales, window, strides, chunk_q, chunk_tiles, chunk_barriers,
-                              NUM_QO_HEADS, NUM_KV_HEADS, WINDOW, RETURN_LSE, _BLOCK_N, _STAGES)),
-            (_decode, (gl.load(beside + 2), tasks, plan, tensors, scales, window, strides, narrow, wide, filled,
-                       NUM_QO_HEADS, NUM_KV_HEADS, MASKED, RETURN_LSE, RUN, SLOTS)),
-            (produce_chunks, (chunks, block_table, table_stride, k_desc, k_ring, k_ready, KEYS_BACK,
-                              NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
-            (produce_chunks, (chunks, block_table, table_stride, v_desc, v_ring, v_ready, VALUES_BACK,
-                              NUM_KV_HEADS, PAGE_SIZE, _BLOCK_N, _STAGES)),
-            (_produce, (tasks, runs, k_desc, v_desc, ring, ready, NUM_KV_HEADS, PAGE_SIZE, RUN, SLOTS)),
+            (consume_chunks, (0, chunks, num_tasks, tiles.positions, layer, window, chunk_memory, C, TILE)),
+            (consume_chunks, (1, chunks, num_tasks, tiles.positions, layer, window, chunk_memory, C, TILE)),
+            (_consume, (max_queries, tasks, tiles, layer, window, narrow, wide, pipeline, C, _PIPELINE)),
+            (produce_chunks, (chunks, num_tasks, k_desc, chunk_memory.kv.k, BAR_K_EMPTY, C, TILE)),
+            (produce_chunks, (chunks, num_tasks, v_desc, chunk_memory.kv.v, BAR_V_EMPTY, C, TILE)),
+            (_produce, (tasks, tiles.segments, k_desc, v_desc, pipeline, C, _PIPELINE)),
         ],
         [4, 4, 1, 1, 1],
-        [CHUNK_REGISTERS, DECODE_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
-    )  # fmt: skip
-
-
-def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
-    """Whether `launch` computes the chunks of a plan and the items beside them, of this tile: what
-    `prefill_hopper.supports` accepts, and tiles of 16 rows by 64 keys."""
-    return (
-        plan.prefill is not None
-        and prefill_hopper.supports(t, plan.prefill.tile, plan.geometry)
-        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
-        and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HYBRID_GROUPS
-        and plan.geometry.run % BOX.value == 0
+        [CHUNK_REGISTERS, DECODE_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
-def launch(t: Tensors, plan: GpuPlan, processors: int, options: dict[str, bool]) -> None:
-    """A plan's prompt chunks, and the items beside them, on the current stream. options: the kernel's LEADS and
-    RETURN_LSE."""
-    prefill, geometry, arrays = plan.prefill, plan.geometry, plan.arrays
-    assert prefill
-    chunks = prefill.arrays
-    windowed = geometry.window != UNLIMITED
-    hybrid_kernel[(processors,)](
-        t.q, descriptor(t.k_cache), descriptor(t.v_cache), t.out, t.lse, t.partial, t.partial_lse,
-        chunks["items"], arrays["prefill_count"], chunks["block_table"], chunks["queries"], chunks["slots"],
-        arrays["items"], arrays["beside"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"],
-        t.logit_scale, t.v_scale, geometry.window, prefill.table_stride, *t.q.stride()[:2], *t.out.stride()[:2],
-        NUM_QO_HEADS=geometry.num_qo_heads, NUM_KV_HEADS=geometry.num_kv_heads, PAGE_SIZE=geometry.page_size,
-        RUN=geometry.run, MASKED=geometry.masked, WINDOW=windowed, SLOTS=SLOTS, **options,
-        CHUNK_REGISTERS=CHUNK_REGISTERS, DECODE_REGISTERS=DECODE_REGISTERS, num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
+def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
+    """Whether `launch` computes the chunks of a plan and the items beside them, of this tile: chunks that
+    `prefill.supports` accepts, and tiles of 16 rows by 64 keys."""
+    return (
+        plan.prefill is not None
+        and prefill.supports(t, plan.prefill.tile, plan.geometry)
+        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, BLOCK_TOKENS.value, 1)
+        and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
+        and plan.geometry.run % BOX_TOKENS.value == 0
+    )
+
+
+def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillDecodeArguments:
+    """The arguments of a launch, from the tensors of a layer, a plan, and options."""
+    assert plan.prefill
+    arrays, g = plan.arrays, plan.geometry
+    chunks = prefill.chunks_of(plan.prefill)
+    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
+    options = (g.masked, g.window != UNLIMITED, return_lse, pdl_trigger)
+    return PrefillDecodeArguments(
+        layer_of(t),
+        *tma_descriptors(t),
+        PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["beside"], g.window),
+        PrefillDecodeConstants(*heads, g.page_size, g.run, *options),
+    )
+
+
+def launch(t: Tensors, plan: GpuPlan, num_ctas: int, pdl_trigger: bool, return_lse: bool) -> None:
+    """Launches a plan's prompt chunks, and the items beside them, on the current stream."""
+    given = arguments(t, plan, pdl_trigger, return_lse)
+    hopper_prefill_decode_kernel[(num_ctas,)](*given, num_warps=4, maxnreg=REGISTERS)

@@ -6,6 +6,7 @@ Not for a process in which Triton interprets (TRITON_INTERPRET).
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,18 +22,15 @@ from trunkattn.gpu.triton.decode import decode_kernel
 from trunkattn.gpu.triton.merge import merge_kernel
 from trunkattn.gpu.triton.prefill import prefill_kernel
 from trunkattn.gpu.tuning.decode import GpuTile, Tile
-from trunkattn.gpu.tuning.tile_solver import Resources, Rings
+from trunkattn.gpu.tuning.tile_solver import PipelineOps, Resources
 
-_BOX = "tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)>"
 _TYPES = MappingProxyType({
     "lse_out": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32", "v_scale": "*fp32",
     "sinks": "*fp32", "soft_cap": "fp32",
-    "k_desc": _BOX, "v_desc": _BOX,  # of the copy engine
 })  # fmt: skip
 _CACHES = ("k_cache", "v_cache")
 _ARRAYS = (
-    "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges",
-    "block_table", "beside", "chunk_items", "chunk_count", "chunk_queries", "chunk_slots",
+    "items", "runs", "queries", "slots", "parts", "positions", "counts", "merge_queries", "merge_ranges", "block_table",
 )  # fmt: skip
 
 
@@ -53,6 +51,11 @@ class Target:
         """Of the tensors in its dtypes."""
         of_q, of_kv = dict.fromkeys(("q", "out"), f"*{self.dtype}"), dict.fromkeys(_CACHES, f"*{self.kv_dtype}")
         return of_q | of_kv
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, query heads per KV head."""
+        return self.num_qo_heads, self.num_kv_heads, self.num_qo_heads // self.num_kv_heads
 
     @property
     def precision(self) -> str:
@@ -86,47 +89,56 @@ def compile_prefill(target: Target, tile: Tile) -> Resources:
     return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
 
 
-def compile_prefill_hopper(target: Target, window: bool = False) -> Resources:
-    """`prefill_hopper_kernel`, for an sm_90 and heads of 128. registers: of a thread in the mean; warps have shares of
-    their own."""
-    from triton.experimental.gluon._runtime import GluonASTSource
+def compile_hopper_decode(target: Target, masked: bool = False) -> Resources:
+    """`hopper_decode_kernel`, for an sm_90 and heads of 128. registers: of a thread on average; producer and consumer
+    warps have shares of their own. masked: requests have several query tokens."""
+    from trunkattn.gpu.hopper import decode
+    from trunkattn.gpu.hopper.segments import RowTiles
 
-    from trunkattn.gpu.hopper import prefill as prefill_hopper
-
-    constants: dict[str, object] = {
-        "PAGE_SIZE": 16, "WINDOW": window, "RETURN_LSE": False, "LEADS": True, "BLOCK_N": prefill_hopper.BLOCK_N,
-        "STAGES": prefill_hopper.STAGES,
-    }  # fmt: skip
-    options = {"num_warps": 4, "maxnreg": prefill_hopper.REGISTERS}
-    return _compile(prefill_hopper.prefill_hopper_kernel, target, constants, options, GluonASTSource)
-
-
-def compile_hybrid(target: Target, masked: bool = False, window: bool = False) -> Resources:
-    """`hybrid_kernel`, for an sm_90 and heads of 128; registers as of `compile_prefill_hopper`. masked: requests have
-    several query tokens; with a window they are masked too."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from trunkattn.gpu.hopper import prefill_decode as hybrid
-
-    constants: dict[str, object] = {
-        "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked or window, "WINDOW": window, "RETURN_LSE": False, "LEADS": True,
-        "SLOTS": hybrid.SLOTS, "CHUNK_REGISTERS": hybrid.CHUNK_REGISTERS, "DECODE_REGISTERS": hybrid.DECODE_REGISTERS,
-    }  # fmt: skip
-    options = {"num_warps": 4, "maxnreg": hybrid.REGISTERS}
-    return _compile(hybrid.hybrid_kernel, target, constants, options, GluonASTSource)
+    tiles = _same(RowTiles, "*i32")
+    arguments = _same(
+        decode.DecodeArguments,
+        "i32",
+        layer=_layer(target),
+        k_desc=_tma_descriptor(target),
+        v_desc=_tma_descriptor(target),
+        work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
+        C=decode.DecodeConstants(*target.heads, page_size=16, segment_size=16, masked=masked, return_lse=False),
+    )
+    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS)
 
 
-def compile_decode_hopper(target: Target, masked: bool = False) -> Resources:
-    """`decode_hopper_kernel`, for an sm_90 and heads of 128; registers and masked as of `compile_hybrid`."""
-    from triton.experimental.gluon._runtime import GluonASTSource
+def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
+    """`hopper_prefill_kernel`; as `compile_hopper_decode`."""
+    from trunkattn.gpu.hopper import prefill
 
-    from trunkattn.gpu.hopper import decode as decode_hopper
+    arguments = prefill.PrefillArguments(
+        layer=_layer(target),
+        k_desc=_tma_descriptor(target),
+        v_desc=_tma_descriptor(target),
+        work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
+        C=prefill.PrefillConstants(*target.heads, page_size=16, windowed=window, return_lse=False, pdl_trigger=True),
+    )
+    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS)
 
-    constants: dict[str, object] = {
-        "PAGE_SIZE": 16, "RUN": 16, "MASKED": masked, "RETURN_LSE": False,
-    }  # fmt: skip
-    options = {"num_warps": 4, "maxnreg": decode_hopper.REGISTERS}
-    return _compile(decode_hopper.decode_hopper_kernel, target, constants, options, GluonASTSource)
+
+def compile_hopper_prefill_decode(target: Target, masked: bool = False, window: bool = False) -> Resources:
+    """`hopper_prefill_decode_kernel`; as `compile_hopper_decode`. With a window requests are masked, too."""
+    from trunkattn.gpu.hopper import prefill, prefill_decode
+    from trunkattn.gpu.hopper.segments import RowTiles
+
+    chunks, tiles = _same(prefill.Chunks, "*i32", table_stride="i32"), _same(RowTiles, "*i32")
+    arguments = prefill_decode.PrefillDecodeArguments(
+        layer=_layer(target),
+        k_desc=_tma_descriptor(target),
+        v_desc=_tma_descriptor(target),
+        work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
+        C=prefill_decode.PrefillDecodeConstants(
+            *target.heads, page_size=16, segment_size=16, masked=masked or window, windowed=window, return_lse=False,
+            pdl_trigger=True,
+        ),
+    )  # fmt: skip
+    return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
 
 
 def compile_merge(target: Target) -> Resources:
@@ -143,7 +155,6 @@ def _compile(
     target: Target,
     constants: dict[str, object],
     options: dict[str, int],
-    make_source: Any = ASTSource,
 ) -> Resources:
     """The arguments are typed and aligned as a launch on a GPU finds them."""
     constants |= {"NUM_QO_HEADS": target.num_qo_heads, "NUM_KV_HEADS": target.num_kv_heads}
@@ -154,7 +165,49 @@ def _compile(
         for index, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or "_stride_" in name
     }
-    source = make_source(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    return _resources(ASTSource(kernel, signature, constexprs, aligned), target, options)
+
+
+def _same(named: Any, kind: str, **others: Any) -> Any:
+    """A NamedTuple of one type in all fields but others."""
+    return named(**dict.fromkeys(named._fields, kind) | others)
+
+
+def _layer(target: Target) -> Any:
+    """The types of a layer's tensors."""
+    from trunkattn.gpu.hopper.common import Layer
+
+    strides = {name: "i32" for name in Layer._fields if name.endswith("_stride")}
+    return _same(Layer, "*fp32", q=f"*{target.dtype}", out=f"*{target.dtype}", **strides)
+
+
+def _tma_descriptor(target: Target) -> str:
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
+    return f"tensordesc<{target.kv_dtype}[1, 16, 1, 64],{layout}>"
+
+
+def _compile_hopper(kernel: Any, target: Target, arguments: Any, registers: int) -> Resources:
+    """arguments: types, but for the constants C; aligned as a launch on a GPU finds them."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = arguments._asdict() | {"C": "constexpr"}
+    constexprs = {(kernel.arg_names.index("C"),): arguments.C}
+    aligned = {path: [["tt.divisibility", 16]] for path in _aligned_paths(arguments)}
+    source = GluonASTSource(kernel, signature, constexprs, aligned)
+    return _resources(source, target, {"num_warps": 4, "maxnreg": registers})
+
+
+def _aligned_paths(named: Any) -> Iterator[tuple[int, ...]]:
+    """Paths of what a launch finds to be multiples of 16: pointers and strides."""
+    for index, (name, kind) in enumerate(named._asdict().items()):
+        if hasattr(kind, "_fields"):
+            yield from ((index, *path) for path in _aligned_paths(kind))
+        elif isinstance(kind, str) and (kind.startswith("*") or name.endswith("_stride")):
+            yield (index,)
+
+
+def _resources(source: Any, target: Target, options: dict[str, int]) -> Resources:
     compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -165,11 +218,11 @@ def _compile(
     spilled, shared = used["STACK"] + used["LOCAL"], max(used["SHARED"], compiled.metadata.shared)
     named = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\S*)(?:\.aligned)?\s+(\d+)", compiled.asm["ptx"])
     barriers = 1 + max(map(int, named), default=-1)
-    return Resources(used["REG"], spilled, shared, barriers, _rings(compiled.asm["ptx"]))
+    return Resources(used["REG"], spilled, shared, barriers, _pipeline_ops(compiled.asm["ptx"]))
 
 
-def _rings(ptx: str) -> Rings | None:
-    """Barriers of rings have numbers that are computed, others have constant ones."""
+def _pipeline_ops(ptx: str) -> PipelineOps | None:
+    """The empty barriers of pipelines have numbers that are computed, other barriers have constant ones."""
     texts = (r"\.expect_tx\.", r"\bbar\.sync\s+%r", r"\bwgmma\.commit_group\.", r"\bbar\.arrive\s+%r")
-    rings = Rings(*(len(re.findall(text, ptx)) for text in texts))
-    return rings if rings.fills else None
+    ops = PipelineOps(*(len(re.findall(text, ptx)) for text in texts))
+    return ops if ops.fills else None

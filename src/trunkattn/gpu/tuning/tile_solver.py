@@ -11,26 +11,26 @@ from typing import Final, NamedTuple
 from trunkattn.gpu.tuning.decode import GpuTile, Tile
 
 
-class Rings(NamedTuple):
-    """Places in the code of a kernel that has rings in shared memory: where the copy engine is told to fill a slot,
-    where that waits for the slot, where slots are multiplied with, and where they are given back."""
+class PipelineOps(NamedTuple):
+    """Places in the code of a kernel with TMA pipelines: where a producer fills a stage, where it acquires one, where
+    consumers multiply with a stage, and where they release one."""
 
     fills: int
-    waits: int
+    acquires: int
     products: int
-    returns: int
+    releases: int
 
 
 @dataclass(frozen=True)
 class Resources:
     """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a program, how many
-    named barriers the compiler took for itself, the first ones, and its rings, if it has any."""
+    named barriers the compiler took for itself, the first ones, and the operations of its pipelines, if it has any."""
 
     registers: int
     spilled: int
     shared: int
     barriers: int = 1
-    rings: Rings | None = None
+    pipelines: PipelineOps | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`kernels/decode_hopper.py` through `BatchAttention` at real sizes, in every tiling that takes it.
+"""`hopper_decode_kernel` through `BatchAttention` at real sizes, in every tiling that takes it.
 
 On a card that does not run it the same batches are computed by the tiles that it has.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu.hopper import decode as decode_hopper
+from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.planner.row_tiles.choice import candidates
 from trunkattn.planner.row_tiles.step import TiledStep
@@ -34,8 +34,8 @@ def runs_it() -> bool:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every launch of the kernel."""
     calls: list[int] = []
-    launch = decode_hopper.launch
-    monkeypatch.setattr(decode_hopper, "launch", lambda *given: calls.append(1) or launch(*given))
+    launch = hopper_decode.launch
+    monkeypatch.setattr(hopper_decode, "launch", lambda *given: calls.append(1) or launch(*given))
     return calls
 
 

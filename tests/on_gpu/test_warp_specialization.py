@@ -1,4 +1,4 @@
-"""Warps with roles that share nothing but barriers: what the race checker says of them is not of our making."""
+"""Partitions of warps that share nothing but barriers: what the race checker says of them is not of our making."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def _answer(turns, asked, answered, out):
 
 
 @gluon.jit
-def roles_kernel(out):
+def warp_specialized_kernel(out):
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(i), count=1)
@@ -35,9 +35,9 @@ def roles_kernel(out):
     gl.warp_specialize([(_answer, (turns, asked, answered, out)), (_ask, (turns, asked, answered))], [1], [24])
 
 
-def test_roles_alone_for_the_sanitizer() -> None:
+def test_partitions_alone_for_the_sanitizer() -> None:
     if torch.cuda.get_device_capability()[0] < 9:
         return  # such barriers came with Hopper
     out = torch.full((PROGRAMS,), -1, dtype=torch.int32, device="cuda")
-    roles_kernel[(PROGRAMS,)](out, num_warps=4)
+    warp_specialized_kernel[(PROGRAMS,)](out, num_warps=4)
     assert out.tolist() == [program % 7 for program in range(PROGRAMS)]

@@ -56,11 +56,11 @@ def only(batch: PagedBatch, of_chunks: bool) -> PagedBatch:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A 1 for each launch of the kernel."""
-    from trunkattn.gpu.hopper import prefill_decode as hybrid
+    from trunkattn.gpu.hopper import prefill_decode
 
     found: list[int] = []
-    launch = hybrid.launch
-    monkeypatch.setattr(hybrid, "launch", lambda *given: found.append(1) or launch(*given))
+    launch = prefill_decode.launch
+    monkeypatch.setattr(prefill_decode, "launch", lambda *given: found.append(1) or launch(*given))
     return found
 
 
@@ -249,7 +249,7 @@ def test_a_thousand_runs_are_bit_equal(launched: list[int]) -> None:
 
 @pytest.mark.parametrize("layout", ["head-major", "one row", "odd"])
 def test_layouts_of_the_cache(launched: list[int], layout: str) -> None:
-    """The first two the copy engine reads; rows that begin at odd addresses it cannot."""
+    """TMA reads the first two; it cannot read rows that begin at odd addresses."""
     if refused(CONFIG):
         return
     layer = poisoned(CONFIG, mixed())

@@ -1,0 +1,145 @@
+"""The online softmax of the Hopper kernels, and FlashAttention-3's main loop over blocks of keys and values.
+
+For each block, with the scores s = scale · q·k in units of log2:
+
+    new_max = max(row_max, max(s))        p = exp2(s - new_max)
+    row_sum = row_sum · exp2(row_max - new_max) + sum(p)
+    acc     = acc · exp2(row_max - new_max) + p·v
+
+The main loop overlaps the softmax of a block with the product p·v of the block before (FlashAttention-3, section 3.2,
+https://arxiv.org/abs/2407.08608).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from trunkattn.gpu.hopper.common import HEAD_DIM, NEG_INF, WARPGROUP_ROWS
+from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_KV_EMPTY, BAR_V_EMPTY, consumer_release, consumer_wait
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+
+
+class MainloopTile(NamedTuple):
+    """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
+
+    mask_ahead: masks are computed while the product q·k runs, since they read memory, and not behind it, which takes
+    fewer registers. acc: layout of the accumulators."""
+
+    block_n: int
+    num_stages: int
+    num_threads: int
+    k_empty: int
+    v_empty: int
+    mask_ahead: bool
+    acc: Any
+
+
+def mainloop_tile(block_n: int, num_stages: int, num_consumer_warps: int, mask_ahead: bool) -> MainloopTile:
+    """The constants of a main loop with one producer warp per pipeline."""
+    k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
+    assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
+    acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, block_n, 16])
+    return MainloopTile(block_n, num_stages, 32 * (1 + num_consumer_warps), k_empty, v_empty, mask_ahead, acc)
+
+
+class AttentionState(NamedTuple):
+    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc [64, 128]: the
+    output before it is divided by row_sum."""
+
+    row_max: Any
+    row_sum: Any
+    p: Any
+    acc: Any
+
+
+@gluon.jit
+def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr):
+    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum."""
+    if MASK:
+        scores = gl.where(mask, scores, -float("inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    p = gl.exp2(gl.fma(scores, scale, -new_max[:, None]))
+    rescale = gl.exp2(row_max - new_max)
+    return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
+
+
+@gluon.jit
+def finalize(row_max, row_sum):
+    """Returns 1 / row_sum and lse. A row that sees no key of its item gets a zero output and NEG_INF."""
+    safe_sum = gl.where(row_sum > 0, row_sum, 1.0)
+    lse = gl.where(row_sum > 0, row_max * _LN_2 + gl.log(safe_sum), NEG_INF)
+    return 1.0 / safe_sum, lse
+
+
+@gluon.jit
+def _start_scores(q_tile, kv, index, T: gl.constexpr):
+    """Starts the product q·k of block `index`."""
+    BLOCK_N: gl.constexpr = T.block_n
+    ACC: gl.constexpr = T.acc
+    k_tile = kv.k.tiles.index(index % T.num_stages).permute((1, 0))
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, ACC)
+    return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def attend_first_block(
+    q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
+):
+    """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
+    ACC: gl.constexpr = T.acc
+    consumer_wait(kv.k, index, T)
+    scores = _start_scores(q_tile, kv, index, T)
+    if T.mask_ahead:
+        mask = mask_fn(mask_args, C, T)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    consumer_release(index, T.k_empty, T)
+    if not T.mask_ahead:
+        mask = mask_fn(mask_args, C, T)
+    row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, ACC))
+    row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, ACC))
+    p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True)
+    p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, ACC, 2))
+    acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, ACC)
+    consumer_wait(kv.k, index + 1, T, has_next)
+    return AttentionState(row_max, row_sum, p, acc)
+
+
+@gluon.jit
+def attend_block(
+    state, q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
+):
+    """Adds block `index`, whose keys are there. mask_fn: None if every row sees every key.
+
+    The wait for the keys of the next block stands before the wait for acc: its branch keeps ptxas from moving the
+    softmax behind the latter."""
+    scores = _start_scores(q_tile, kv, index, T)
+    MASK: gl.constexpr = mask_fn is not None
+    mask = 0
+    if MASK and T.mask_ahead:
+        mask = mask_fn(mask_args, C, T)
+    consumer_wait(kv.v, index - 1, T)
+    acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    consumer_release(index, T.k_empty, T)
+    if MASK and not T.mask_ahead:
+        mask = mask_fn(mask_args, C, T)
+    p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, scale, mask, MASK)
+    p = gl.convert_layout(p.to(state.p.dtype), gl.DotOperandLayout(0, T.acc, 2))
+    consumer_wait(kv.k, index + 1, T, has_next)
+    acc, _, p = warpgroup_mma_wait(0, deps=(acc, state.p, p))
+    consumer_release(index - 1, T.v_empty, T)
+    return AttentionState(row_max, row_sum, p, acc * rescale[:, None])
+
+
+@gluon.jit
+def finish_attention(state, kv, index, T: gl.constexpr):
+    """Adds the values of an item's last block, the one before block `index`. Returns outputs and lse."""
+    consumer_wait(kv.v, index - 1, T)
+    acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)
+    acc, _ = warpgroup_mma_wait(0, deps=(acc, state.p))
+    consumer_release(index - 1, T.v_empty, T)
+    inverse_sum, lse = finalize(state.row_max, state.row_sum)
+    return acc * inverse_sum[:, None], lse

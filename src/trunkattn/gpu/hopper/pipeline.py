@@ -1,0 +1,119 @@
+"""Pipelines between a producer warp, which loads keys or values by TMA, and the warps that consume them.
+
+A pipeline has stages in shared memory, each for one block of keys or of values. The full barrier of a stage, an
+mbarrier, completes when TMA has written it. The empty barrier, a named barrier, lets the producer fill the stage again
+when every consumer warp has read it.
+"""
+
+from typing import Any, Final, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from trunkattn.gpu.hopper.common import BOX_TOKENS, HEAD_DIM, SWIZZLED, opaque
+
+# Empty barriers, by the number of the one of stage 0. An SM has 16 named barriers for a CTA; Triton takes 0, 1 and one
+# for each partition of warps.
+BAR_K_EMPTY, BAR_V_EMPTY = gl.constexpr(8), gl.constexpr(10)
+BAR_KV_EMPTY: Final = 12
+NUM_BARRIERS: Final = 16
+
+# Names of Triton 3.9, and of 3.6
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+warps_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+class PipelineShape(NamedTuple):
+    """Constants of a pipeline. block_n: keys or values of a stage. num_threads: those of the producer and of the
+    consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0."""
+
+    block_n: int
+    num_stages: int
+    num_threads: int
+    empty: int
+
+
+class Pipeline(NamedTuple):
+    """boxes [stages * boxes of a block, ...]: as TMA writes them; first those of dims 0 to 63, then the others. tiles
+    [stages, block_n, 128]: the same memory. full [stages, 1]: the full barriers."""
+
+    boxes: Any
+    tiles: Any
+    full: Any
+
+
+class KvPipelines(NamedTuple):
+    """One pipeline for keys and one for values."""
+
+    k: Any
+    v: Any
+
+
+class Boxes(NamedTuple):
+    """TMA boxes of a block, as tuples: the page of each and the token of the page at which it begins."""
+
+    page: Any
+    token: Any
+
+
+@gluon.jit
+def allocate_boxes(desc, SHAPE: gl.constexpr):
+    """Shared memory of a pipeline's stages."""
+    BOXES: gl.constexpr = SHAPE.num_stages * 2 * SHAPE.block_n // BOX_TOKENS
+    return gl.allocate_shared_memory(desc.dtype, [BOXES, 1, BOX_TOKENS, 1, HEAD_DIM // 2], desc.layout)
+
+
+@gluon.jit
+def make_pipeline(boxes, SHAPE: gl.constexpr):
+    """A pipeline over such memory, all stages empty. The boxes of a block lie as a swizzled tile has its rows."""
+    NUM_STAGES: gl.constexpr = SHAPE.num_stages
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), count=1)
+    if _HAS_REINTERPRET:
+        tiles = boxes.reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, HEAD_DIM], SWIZZLED)
+    else:
+        tiles = boxes._reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, HEAD_DIM], SWIZZLED)
+    return Pipeline(boxes, tiles, full)
+
+
+@gluon.jit
+def producer_acquire(index, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
+    """Waits until all consumer warps have released the stage that block `index` goes to. The first blocks find it
+    empty."""
+    if index >= SHAPE.num_stages:
+        operands = [gl.to_tensor(BAR_EMPTY) + index % SHAPE.num_stages, gl.to_tensor(SHAPE.num_threads)]
+        gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def load_block(desc, pipeline, index, boxes, kv_head, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
+    """Acquires the stage of block `index` and starts its TMA loads."""
+    BOXES: gl.constexpr = SHAPE.block_n // BOX_TOKENS
+    stage = index % SHAPE.num_stages
+    full = pipeline.full.index(stage)
+    producer_acquire(index, BAR_EMPTY, SHAPE)
+    mbarrier.expect(full, SHAPE.block_n * HEAD_DIM * 2)
+    for half in range(opaque(2)):
+        for i in gl.static_range(BOXES):
+            box = pipeline.boxes.index((stage * 2 + half) * BOXES + i)
+            tma_load(desc, [boxes.page[i], boxes.token[i], kv_head, half * (HEAD_DIM // 2)], full, box)
+
+
+@gluon.jit
+def consumer_wait(pipeline, index, SHAPE: gl.constexpr, pred=True):
+    """Waits until TMA has written block `index`, if `pred`."""
+    mbarrier.wait(pipeline.full.index(index % SHAPE.num_stages), index // SHAPE.num_stages % 2, pred=pred)
+
+
+@gluon.jit
+def consumer_release(index, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
+    """This warp has read block `index`. It arrives without waiting, unlike with `mbarrier.arrive`: Triton has all warps
+    of the partition meet before that, and Triton 3.6 behind it too.
+
+    A warp cannot release a stage twice before the producer acquires it, since the stage is filled again only then.
+    Nobody acquires what is released at the end of a kernel."""
+    operands = [gl.to_tensor(BAR_EMPTY) + index % SHAPE.num_stages, gl.to_tensor(SHAPE.num_threads)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)

@@ -1,0 +1,112 @@
+"""Row tiles as the Hopper kernels read them: the arrays of a `TileList`, its segments, and where TMA finds tokens.
+
+A segment is a stretch of tokens that lie together in one page. Items list their segments, each with the item's queries
+that see it; a block is as many whole segments as hold BLOCK_TOKENS tokens.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from trunkattn.gpu.hopper.common import BOX_TOKENS
+from trunkattn.gpu.hopper.pipeline import Boxes
+from trunkattn.gpu.plan import GpuPlan
+from trunkattn.gpu.tuning.prefill import HYBRID_KEYS
+from trunkattn.planner.work_list import RUN_END, RUN_FULL, RUN_START
+
+BLOCK_TOKENS = gl.constexpr(HYBRID_KEYS)
+_BLOCK_BOXES = gl.constexpr(BLOCK_TOKENS.value // BOX_TOKENS.value)
+# Columns of an item: its segments [start, end), of which those before `full` are whole and seen by all of its queries
+ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL)
+ITEM_SEGMENT_END = gl.constexpr(RUN_END)
+# Columns of a segment: the place of its first token in the cache; its span, which is first query | end query << 8 |
+# tokens << 16; the position of its first token in the sequence
+_SEGMENT_SPAN, _SEGMENT_POSITION, _SEGMENT_COLUMNS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+
+
+class RowTiles(NamedTuple):
+    """Arrays of a `TileList` on the device."""
+
+    items: Any
+    segments: Any
+    queries: Any
+    partial_slots: Any
+    positions: Any
+
+
+class BlockMask(NamedTuple):
+    """What the mask of a block depends on. The block begins with segment `at`; the item's segments end at `end`. query,
+    position [rows]: of each row, the query's place in the item and in its sequence. window: tokens."""
+
+    segments: Any
+    at: Any
+    end: Any
+    query: Any
+    position: Any
+    window: Any
+
+
+@gluon.jit
+def locate_boxes(segments, at, end, C: gl.constexpr):
+    """The TMA boxes of a block that begins with segment `at`. A box of fewer tokens than 16 ends where they end: it
+    begins with tokens before them or in what TMA sets to 0, since what lies behind them may be NaN."""
+    page: gl.tuple = ()
+    token: gl.tuple = ()
+    for i in gl.static_range(_BLOCK_BOXES):
+        index = at + i * BOX_TOKENS // C.segment_size
+        segment = segments + gl.maximum(gl.minimum(index, end - 1), 0) * _SEGMENT_COLUMNS
+        first = gl.load(segment)
+        tokens = gl.where(index < end, gl.load(segment + _SEGMENT_SPAN) >> 16, 0) - i * BOX_TOKENS % C.segment_size
+        tokens = gl.minimum(gl.maximum(tokens, 0), BOX_TOKENS)
+        page += (first // C.page_size,)
+        begin = first % C.page_size + i * BOX_TOKENS % C.segment_size + tokens - BOX_TOKENS
+        token += (gl.where(tokens > 0, begin, -BOX_TOKENS),)
+    return Boxes(page, token)
+
+
+@gluon.jit
+def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
+    """[rows, BLOCK_TOKENS] which row sees which key of a block."""
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.acc))
+    boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
+    place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
+    for i in gl.static_range(_BLOCK_BOXES):
+        index = args.at + i * BOX_TOKENS // C.segment_size
+        span = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_SPAN, mask=index < args.end, other=0)
+        tokens = gl.minimum(gl.maximum((span >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
+        boxes_seen |= gl.where((args.query >= (span & 255)) & (args.query < (span >> 8 & 255)), 1 << i, 0)
+        place = gl.where(n // BOX_TOKENS == i, n % BOX_TOKENS + tokens, place)
+    box_seen = (boxes_seen[:, None] >> (n // BOX_TOKENS)[None, :]) & 1 != 0
+    mask = box_seen & (place >= BOX_TOKENS)[None, :]
+    if C.masked:
+        index = args.at + n // C.segment_size
+        first = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_POSITION, mask=index < args.end, other=0)
+        key = first + n % C.segment_size // BOX_TOKENS * BOX_TOKENS + place - BOX_TOKENS
+        mask = mask & (key[None, :] <= args.position[:, None])
+        mask = mask & (key[None, :] > (args.position - args.window)[:, None])
+    return mask
+
+
+@gluon.jit
+def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
+    """[BLOCK_TOKENS, rows] which row sees which key of a block. ACC: layout of the mask."""
+    n = gl.arange(0, BLOCK_TOKENS, gl.SliceLayout(1, ACC))
+    index = args.at + n // C.segment_size
+    segment = args.segments + index * _SEGMENT_COLUMNS
+    span = gl.load(segment + _SEGMENT_SPAN, mask=index < args.end, other=0)
+    first = n % C.segment_size // BOX_TOKENS * BOX_TOKENS  # of the box, in the segment
+    missing = BOX_TOKENS - gl.minimum(gl.maximum((span >> 16) - first, 0), BOX_TOKENS)  # a box ends with its last token
+    begin, until = gl.where(n % BOX_TOKENS >= missing, span & 255, 256), span >> 8 & 255
+    mask = (args.query[None, :] >= begin[:, None]) & (args.query[None, :] < until[:, None])
+    if C.masked:
+        key = gl.load(segment + _SEGMENT_POSITION, mask=index < args.end, other=0) + n % C.segment_size - missing
+        mask = mask & (key[:, None] <= args.position[None, :])
+        mask = mask & (key[:, None] > (args.position - args.window)[None, :])
+    return mask
+
+
+def row_tiles_of(plan: GpuPlan) -> RowTiles:
+    """The arrays of a plan's tile list."""
+    arrays = plan.arrays
+    return RowTiles(arrays["items"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"])
