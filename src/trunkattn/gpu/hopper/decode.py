@@ -109,8 +109,8 @@ class DecodeArguments(NamedTuple):
     C: DecodeConstants
 
 
-# Numbers of a plan and of a launch, for which nothing is compiled anew: launches that run at once are then the same
-# code. Two copies of it in an SM's instruction cache take up to twice as long.
+# Numbers of a plan and of a launch, whose values Triton does not compile for: launches that run at once are then the
+# same code, and an SM's instruction cache holds it once.
 UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
 
 
