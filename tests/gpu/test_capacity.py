@@ -34,7 +34,7 @@ def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: s
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
         step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
         step.check()
-        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, executor._partial.data_ptr()))
+        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, executor._workspace.partial.data_ptr()))
         q, kv = torch.randn(len(batch.seq_lens), 4, 32), caches(batch, CONFIG)
         out, lse = run(executor, step, q, kv)
         want, want_lse = expected(batch, q, kv)

@@ -142,7 +142,7 @@ def test_sharing_that_leaves_the_card_idle_is_passed_over(requests: int, policy:
     """Chunks of 40 tokens fill 1.25 tiles. 16 tiles of 8 chunks, times 8 heads, are one round of 132 multiprocessors,
     and the 10 that share would be no less than one."""
     config = replace(CONFIG, num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    chunks = ChunkPlanner(config, PREFILL_TILE, processors=132)
+    chunks = ChunkPlanner(config, PREFILL_TILE, num_sms=132)
     batch = tree_batch(parse_tree(f"1,{requests}_2048,40"), 16)
     starts = np.arange(requests + 1, dtype=np.int32) * 40
     division = chunks.divide(Batch(batch.block_table, batch.seq_lens, starts, UNLIMITED))

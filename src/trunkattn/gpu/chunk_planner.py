@@ -32,13 +32,13 @@ class PlannedChunks:
         own = self.planned.stats()
         both = rest.num_work_items > 0
         return PlanStats(
-            rest.kv_tokens_read + own.kv_tokens_read,
-            rest.kv_tokens_per_query + own.kv_tokens_per_query,
-            rest.num_packs + own.num_packs,
-            rest.num_work_items + own.num_work_items,
-            rest.tiles | own.tiles,
-            f"{rest.policy}, prefill {own.policy}" if both else f"prefill {own.policy}",
-            f"{rest.reason}; prefill: {own.reason}" if both else own.reason,
+            kv_tokens_read=rest.kv_tokens_read + own.kv_tokens_read,
+            kv_tokens_per_query=rest.kv_tokens_per_query + own.kv_tokens_per_query,
+            num_packs=rest.num_packs + own.num_packs,
+            num_work_items=rest.num_work_items + own.num_work_items,
+            tiles=rest.tiles | own.tiles,
+            policy=f"{rest.policy}, prefill {own.policy}" if both else f"prefill {own.policy}",
+            reason=f"{rest.reason}; prefill: {own.reason}" if both else own.reason,
         )
 
 

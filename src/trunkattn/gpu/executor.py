@@ -231,12 +231,20 @@ class GpuExecutor:
         return reserve(self._limits, self._tiles, geometry, self._card, execution, self.device, room)
 
     def _geometry(self, window: int, several: bool) -> Geometry:
-        """several: query tokens of a request that is rows of tiles."""
+        """several: some request that is rows of tiles may have several query tokens."""
         config = self.config
         return Geometry(
-            config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
-            self._rule.run, window, several or window != UNLIMITED, config.logits_soft_cap, config.sinks,
-        )  # fmt: skip
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            head_dim_v=config.value_dim,
+            page_size=config.page_size,
+            run=self._rule.run,
+            window=window,
+            masked=several or window != UNLIMITED,
+            soft_cap=config.logits_soft_cap,
+            sinks=config.sinks,
+        )
 
     def run(self, step: GpuStep | DeviceStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
