@@ -26,16 +26,12 @@ KV_KINDS: Final = MappingProxyType(
     }
 )
 
-HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v; this, groups and pages: of `decode_hopper`, too
+# What the Hopper kernels take.
+HYBRID_WIDTH: Final = 128  # head_dim and head_dim_v
+HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
+HYBRID_PAGE: Final = 16  # page_size is a multiple of this
 
-
-HYBRID_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads a KV head
-
-
-HYBRID_PAGE: Final = 16  # tokens that a page holds a multiple of
-
-
-NO_E4M3 = "another one on a GPU before compute capability 8.9, such as torch.float8_e5m2"
+E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"
 
 
 def has_e4m3(device: torch.device | str) -> bool:
