@@ -33,14 +33,21 @@ def njit(function: Callable | None = None, *, cached: bool = True, **options: An
 
     def compile_lazily(function: Callable) -> Any:
         dispatcher = numba.njit(**options)(function)
-        if cached:
-            try:
-                dispatcher._cache = _PackageCache(function)
-            except RuntimeError:  # no folder that Numba knows can be written
-                _warn_without_cache()
+        if cached and cache_folder() is not None:
+            dispatcher._cache = _PackageCache(function)
         return dispatcher
 
     return compile_lazily if function is None else compile_lazily(function)
+
+
+@cache
+def cache_folder() -> str | None:
+    """Where Numba keeps this package's compiled code; None if it finds no folder that can be written."""
+    try:
+        own = _PackageCache(njit).cache_path
+    except RuntimeError:  # what Numba raises then
+        return None
+    return str(numba.config.CACHE_DIR or own)  # type: ignore[attr-defined]  # Numba sets it at run time
 
 
 @cache
@@ -65,45 +72,48 @@ class _PackageCache(FunctionCache):
     _impl_class = _PackageCacheImpl
 
 
-@cache
-def _warn_without_cache() -> None:
-    warnings.warn(
-        "trunkattn finds no folder that it can write compiled CPU kernels to, so every process compiles them again, "
-        "which takes about 10 s: set NUMBA_CACHE_DIR to a folder that can be written",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-class _Announcer(event.Listener):
-    """Says once, on stderr, that functions of this package are being compiled."""
+class Announcer(event.Listener):
+    """Says once that functions of this package are being compiled. Numba tells it of each one that is not cached."""
 
     def __init__(self) -> None:
-        self._depth = 0  # functions compile the functions that they call
-        self._begin = self._spent = 0.0
+        self._depth = 0  # compiling a function compiles those that it calls
+        self._begin = self._spent_s = 0.0
         self._said = False
 
     def on_start(self, event: Any) -> None:
-        if not event.data["dispatcher"].py_func.__module__.startswith(f"{__package__}."):
-            return
-        if self._depth == 0:
-            self._begin = time.perf_counter()
-            if self._spent >= _SAYS_AFTER_S and not self._said:
-                self._announce(event.data["dispatcher"])
-        self._depth += 1
+        """A compilation begins."""
+        if not self._said and _is_ours(event):
+            if self._depth == 0:
+                self._begin = time.perf_counter()
+                self._said = self._spent_s >= _SAYS_AFTER_S
+                if self._said:
+                    announce(cache_folder())
+            self._depth += 1
 
     def on_end(self, event: Any) -> None:
-        if not event.data["dispatcher"].py_func.__module__.startswith(f"{__package__}."):
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            self._spent += time.perf_counter() - self._begin
-
-    def _announce(self, dispatcher: Any) -> None:
-        self._said = True
-        folder = dispatcher._cache.cache_path
-        kept = "this process alone, for no cache folder can be written" if folder is None else folder
-        print(f"trunkattn: compiling the CPU kernels, about 10 s once; they are kept in {kept}", file=sys.stderr)
+        """It ends, or fails."""
+        if not self._said and _is_ours(event):
+            self._depth -= 1
+            if self._depth == 0:
+                self._spent_s += time.perf_counter() - self._begin
 
 
-event.register("numba:compile", _Announcer())
+def _is_ours(event: Any) -> bool:
+    module: str = event.data["dispatcher"].py_func.__module__
+    return module.startswith(f"{__package__}.")
+
+
+def announce(folder: str | None) -> None:
+    """On stderr what is happening, or a warning if it will happen again in every process."""
+    if folder is None:
+        warnings.warn(
+            "trunkattn compiles its CPU kernels, about 10 s, and finds no folder to keep them in, so every process "
+            "compiles them again; set NUMBA_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    else:
+        print(f"trunkattn: compiling the CPU kernels, about 10 s once; they are kept in {folder}", file=sys.stderr)
+
+
+event.register("numba:compile", Announcer())

@@ -9,34 +9,49 @@ import torch
 
 from trunkattn.dtypes import (
     COMPUTE_DTYPES,
+    E4M3_NEEDS,
     EXECUTIONS,
     HOPPER_GROUPS,
     KV_KINDS,
-    NO_E4M3,
     POLICIES,
     fits_hopper,
     has_e4m3,
 )
 from trunkattn.validate import check_int, check_positive
 
-_WIDEST_ON_GPU: Final = 256
-_NO_OVERLAP: Final = (
-    "expected 'auto' or 'serial', for the kernel that computes prompt chunks and decodes at once takes queries and "
-    "caches of one 16-bit dtype, heads of 128, pages of whole 16 tokens and 1, 2, 4, 8 or 16 query heads a KV head, "
-    "with policy='auto' and without soft cap, sinks and batch_invariant, on compute capability 9.0"
+_MAX_HEAD_DIM_ON_GPU: Final = 256
+_MAX_GROUP_SIZE_ON_GPU: Final = 64  # rows of the tallest tile, for head_dim up to 128 and 16-bit caches
+_MAX_GROUP_SIZE_OF_LARGE_TILES: Final = 32  # for larger heads or elements
+_SMALL_TILE_HEAD_DIM: Final = 128
+_MAX_INT32: Final = torch.iinfo(torch.int32).max  # kernels count the tokens of a cache in int32
+_OVERLAP_NEEDS: Final = (
+    "expected queries and caches of one 16-bit dtype, head_dim 128, a page_size that is a multiple of 16, "
+    "1, 2, 4, 8 or 16 query heads per KV head, policy='auto', no soft cap, no sinks, batch_invariant=False and "
+    "compute capability 9.0; use execution='auto' or 'serial'"
 )
-_NARROW_ON_GPU: Final = 128
-_LARGEST_GROUP_ON_GPU: Final = (64, 32)  # rows of the tallest tile: head_dim up to 128 and 16-bit caches, and others
-_MOST_TOKENS: Final = torch.iinfo(torch.int32).max  # places in a cache are int32
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Upper bounds of a step, each at least 1; plans raise ValueError beyond them.
+    """Upper bounds of a step. `BatchAttention.plan` raises ValueError beyond them.
 
-    max_query_len: query tokens of one request, None for max_query_tokens; 1 for decoding alone, which a GPU does
-    without causal masks; with few it does without a launch for prompt chunks. A policy other than `auto` may cut a
-    batch within these bounds into more pieces than a plan of fixed size holds; then it raises too.
+    On a GPU a plan then has arrays of fixed sizes, so that one captured CUDA graph serves every batch within the
+    bounds. A `policy` other than "auto" may cut a batch into more work items than such a plan holds; it raises too.
+
+    Attributes:
+        max_requests: rows of block_table, at least 1.
+        max_query_tokens: query tokens of all requests together, at least 1.
+        max_pages_per_request: columns of block_table, at least 1.
+        num_pages: pages of the caches, at least 1.
+        max_query_len: query tokens of one request; None for max_query_tokens. With 1, for decoding alone, a GPU uses
+            no causal mask; with few tokens it launches no kernel for prompt chunks.
+
+    Raises:
+        ValueError, TypeError: naming the field, its value and what is accepted.
+
+    Example:
+        >>> Capacity(max_requests=64, max_query_tokens=64, max_pages_per_request=128, num_pages=4096, max_query_len=1)
+        Capacity(max_requests=64, max_query_tokens=64, max_pages_per_request=128, num_pages=4096, max_query_len=1)
     """
 
     max_requests: int
@@ -55,16 +70,33 @@ class Capacity:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """One attention layer's shape and options; validated on construction.
+    """One attention layer's shape and options, validated on construction.
 
-    head_dim_v: None for head_dim. kv_dtype: dtype of the cache, None for `dtype`. sm_scale: None for
-    1 / sqrt(head_dim). logits_soft_cap: c > 0 for logits c · tanh(x / c). sinks: `run` takes an extra logit per query
-    head. policy: how shared prefixes are packed (`trunkattn.planner`). batch_invariant: a request's output bits depend
-    on its own tokens and these options alone. execution: how a GPU launches a step: serial, overlapped (prompt chunks
-    and some decodes at once, POD-Attention §4), streams (PAT §6), or auto.
+    Attributes:
+        num_qo_heads: query heads, a multiple of num_kv_heads.
+        num_kv_heads: key and value heads, at least 1.
+        head_dim: elements of a query and a key of one head.
+        page_size: tokens of a page of the cache.
+        dtype: torch dtype of queries and outputs: float32, bfloat16 or float16.
+        head_dim_v: elements of a value of one head; None for head_dim.
+        kv_dtype: torch dtype of the cache: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; None for dtype.
+        sm_scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
+        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c); None for no cap.
+        sinks: whether `run` takes an extra logit per query head, which has no value.
+        policy: how shared prefixes are packed. "per_query" (FlashAttention), "relay" (RelayAttention), "cascade",
+            "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto", the cheapest of them by
+            predicted cost.
+        batch_invariant: whether a request's output has the same bits alone and in any batch.
+        execution: how a GPU launches a step. "serial", "overlapped" (prompt chunks and some decodes at once,
+            POD-Attention §4), "streams" (PAT §6), or "auto". A CPU accepts "auto" alone.
 
     Raises:
-        ValueError, TypeError: naming the field, its value and what was expected.
+        ValueError, TypeError: naming the field, its value and what is accepted.
+
+    Example:
+        >>> config = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
+        >>> config.supports("cpu")
+        []
     """
 
     num_qo_heads: int
@@ -86,8 +118,8 @@ class AttentionConfig:
             check_int(name, getattr(self, name), at_least=1)
         if self.head_dim_v is not None:
             check_int("head_dim_v", self.head_dim_v, at_least=1)
-        if self.page_size > _MOST_TOKENS:
-            raise ValueError(f"page_size={self.page_size}: expected at most {_MOST_TOKENS}")
+        if self.page_size > _MAX_INT32:
+            raise ValueError(f"page_size={self.page_size}: expected at most {_MAX_INT32} tokens")
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads={self.num_qo_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}"
@@ -125,14 +157,12 @@ class AttentionConfig:
 
     @property
     def tile_itemsize(self) -> int:
-        """Bytes of an element of the keys that a GPU's tiles hold: the cache's, or of float32 queries, to which those
-        are converted."""
+        """Bytes of an element of the keys in a GPU's tile: float32 queries convert the cache's elements to float32."""
         return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the kernels for an sm_90 compute this attention: decoding in row tiles, which `auto` plans; prompt
-        chunks and decodes at once."""
+        """Whether the Hopper kernels, for sm_90, compute this attention."""
         return (
             self.policy == "auto"
             and not self.batch_invariant
@@ -157,26 +187,27 @@ class AttentionConfig:
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device={device!r}: expected a torch.device or the name of one") from error
         if kind == "cpu":
-            launches = self.execution == "auto"
-            return [] if launches else [f"device cpu: execution={self.execution!r} is a way to launch kernels on a GPU"]
+            if self.execution == "auto":
+                return []
+            return [f"device cpu: execution={self.execution!r}: expected 'auto', for a CPU launches no GPU kernels"]
         if kind != "cuda":
             return [f"device {kind}: expected cpu or cuda"]
         reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
         if self.execution == "overlapped" and not (self.on_hopper and _is_hopper(device)):
-            reasons.append(f"device cuda: execution='overlapped': {_NO_OVERLAP}")
+            reasons.append(f"device cuda: execution='overlapped': {_OVERLAP_NEEDS}")
         if self.cache_dtype == torch.float8_e4m3fn and not has_e4m3(device):
-            reasons.append(f"device cuda: kv_dtype={self.cache_dtype}: expected {NO_E4M3}")
+            reasons.append(f"device cuda: kv_dtype={self.cache_dtype}: {E4M3_NEEDS}")
         if find_spec("triton") is None:
-            reasons.append("device cuda: the kernels need the package triton, which is not installed")
-        if max(self.head_dim, self.value_dim) > _WIDEST_ON_GPU:
-            width = max(self.head_dim, self.value_dim)
-            reasons.append(f"device cuda: head_dim {width} is over {_WIDEST_ON_GPU}, the widest the kernels hold")
-        wide = max(self.head_dim, self.value_dim) > _NARROW_ON_GPU or self.tile_itemsize > 2
-        largest, group = _LARGEST_GROUP_ON_GPU[wide], self.num_qo_heads // self.num_kv_heads
-        if group > largest:
+            reasons.append("device cuda: the package triton is not installed; use pip install triton")
+        widest, group = max(self.head_dim, self.value_dim), self.num_qo_heads // self.num_kv_heads
+        if widest > _MAX_HEAD_DIM_ON_GPU:
+            reasons.append(f"device cuda: head_dim {widest}: expected at most {_MAX_HEAD_DIM_ON_GPU}; use the CPU")
+        small = widest <= _SMALL_TILE_HEAD_DIM and self.tile_itemsize <= 2
+        most = _MAX_GROUP_SIZE_ON_GPU if small else _MAX_GROUP_SIZE_OF_LARGE_TILES
+        if group > most:
             reasons.append(
-                f"device cuda: {group} query heads a KV head are over {largest}, the rows of the tallest tile for "
-                f"head_dim {max(self.head_dim, self.value_dim)} and {self.cache_dtype} caches"
+                f"device cuda: {group} query heads per KV head: expected at most {most} with head_dim {widest}, "
+                f"{self.dtype} queries and {self.cache_dtype} caches; use the CPU"
             )
         return reasons
 

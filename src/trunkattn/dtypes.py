@@ -53,7 +53,7 @@ def fits_hopper(
     )
 
 
-NO_E4M3 = "another one on a GPU before compute capability 8.9, such as torch.float8_e5m2"
+E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"
 
 
 def has_e4m3(device: torch.device | str) -> bool:

@@ -50,15 +50,17 @@ def all_on_gpu(inputs: StepInputs) -> bool:
 
 
 def check_on_device(inputs: StepInputs) -> None:
-    """What the host can see of a step that is planned on the device, but for shapes, which its planner knows."""
+    """Checks what the host sees of a step that is planned on the device. Its planner checks the shapes."""
     if inputs.num_pages is not None:
-        raise ValueError("num_pages is given: expected None for tables that are planned on the device")
+        raise ValueError(
+            "num_pages is given: expected None, for these tables are planned on the GPU; use Capacity.num_pages"
+        )
 
 
 def check_step(
     inputs: StepInputs, page_size: int, capacity: Capacity | None, device: torch.device
 ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], int]:
-    """(block table, lengths, query starts) and the highest page id, shapes and values checked."""
+    """Checks shapes and values. Returns (block table, lengths, query starts) and the highest page id."""
     table = _int32("block_table", inputs.block_table, (None, None), device)
     num_requests, max_pages = table.shape
     lens = _int32("seq_lens", inputs.seq_lens, (num_requests,), device)
@@ -90,38 +92,41 @@ def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages
     ):
         most = getattr(capacity, limit)
         if most is not None and value > most:
-            raise ValueError(f"{name}: {value} is over the capacity, {limit}={most}")
+            raise ValueError(
+                f"{name}: {value} is over the capacity, {limit}={most}; use a larger Capacity or a smaller batch"
+            )
 
 
-_STARTS, _NEGATIVE, _SHORT, _LONG, _PAGE = 1, 2, 3, 4, 5
+# What `_first_problem` finds. 0: nothing.
+_STARTS_FALL, _NEGATIVE_LENGTH, _TOO_MANY_QUERIES, _TOO_LONG, _PAGE_OUTSIDE = 1, 2, 3, 4, 5
 
 
 @njit
 def _first_problem(table, lens, starts, page_size, num_pages):
-    """(problem, row, column, highest page id); problem 0: there is none."""
+    """(problem, row, column, highest page id)."""
     last_page = -1
     if starts[0] != 0:
-        return _STARTS, 0, 0, last_page
+        return _STARTS_FALL, 0, 0, last_page
     for row in range(len(lens)):
         queries = starts[row + 1] - starts[row]
         if queries < 0:
-            return _STARTS, row + 1, 0, last_page
+            return _STARTS_FALL, row + 1, 0, last_page
         if lens[row] < 0:
-            return _NEGATIVE, row, 0, last_page
+            return _NEGATIVE_LENGTH, row, 0, last_page
         if queries > lens[row]:
-            return _SHORT, row, 0, last_page
+            return _TOO_MANY_QUERIES, row, 0, last_page
         if queries == 0:
             continue
         pages = (np.int64(lens[row]) + page_size - 1) // page_size
         if pages > table.shape[1]:
-            return _LONG, row, 0, last_page
+            return _TOO_LONG, row, 0, last_page
         low, high = table[row, 0], table[row, 0]
         for column in range(pages):
             low, high = min(low, table[row, column]), max(high, table[row, column])
         if low < 0 or high >= num_pages:
             for column in range(pages):
                 if table[row, column] < 0 or table[row, column] >= num_pages:
-                    return _PAGE, row, column, last_page
+                    return _PAGE_OUTSIDE, row, column, last_page
         last_page = max(last_page, high)
     return 0, 0, 0, last_page
 
@@ -130,15 +135,15 @@ def _describe(
     problem: int, at: tuple[int, int], arrays: tuple[Int32Array, Int32Array, Int32Array], page_size: int, num_pages: int
 ) -> str:
     (row, column), (table, lens, starts) = at, arrays
-    if problem == _STARTS:
+    if problem == _STARTS_FALL:
         return f"query_start_loc[{row}]={starts[row]}: expected {'0' if row == 0 else f'at least {starts[row - 1]}'}"
-    if problem == _NEGATIVE:
+    if problem == _NEGATIVE_LENGTH:
         return f"seq_lens[{row}]={lens[row]}: expected at least 0"
-    if problem == _SHORT:
+    if problem == _TOO_MANY_QUERIES:
         return f"seq_lens[{row}]={lens[row]}: expected at least its {starts[row + 1] - starts[row]} query tokens"
-    if problem == _LONG:
+    if problem == _TOO_LONG:
         most = table.shape[1] * page_size
-        return f"seq_lens[{row}]={lens[row]}: expected at most {most}, the columns of block_table × page_size"
+        return f"seq_lens[{row}]={lens[row]}: expected at most {most}, block_table's columns × page_size"
     return f"block_table[{row}, {column}]={table[row, column]}: expected a page id from 0 to {num_pages - 1}"
 
 
@@ -171,10 +176,13 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
     if out is not None:
         _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
         if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-            raise ValueError(f"out has strides {out.stride()}: expected a place in memory for every element")
+            raise ValueError(
+                f"out has strides {out.stride()}: expected no two elements in one place; use out.contiguous()"
+            )
     if (sinks is not None) != config.sinks:
         raise ValueError(
-            f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}"
+            f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}, "
+            f"so expected {'a tensor' if config.sinks else 'None'}"
         )
     if sinks is not None:
         _tensor("sinks", sinks, (config.num_qo_heads,), None, device)
@@ -195,7 +203,9 @@ def _tensor(
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating dtype")
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad: expected an inference call (this attention has no backward)")
+        raise ValueError(
+            f"{name} requires grad: expected no gradient, for this attention has no backward pass; use torch.no_grad()"
+        )
     fits = tensor.dim() == len(shape) and all(
         want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
     )
@@ -211,7 +221,7 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         if value.numel() not in (1, num_kv_heads):
             raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
         _tensor(name, value, tuple(value.shape), None, device)
-        # elsewhere looking would wait for the device
+        # on a GPU, looking at the values would wait for it
         finite = device.type != "cpu" or bool(value.float().isfinite().all())
     elif isinstance(value, Real) and not isinstance(value, bool):
         number: Any = value  # an int may be too large for a float
@@ -219,11 +229,11 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
     else:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
     if not finite:
-        raise ValueError(f"{name}={value}: expected finite numbers, in the range of float32")
+        raise ValueError(f"{name}={value}: expected finite numbers in the range of float32")
 
 
 def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:
-    """Of what logits are multiplied by, one after the other, as far as the host can see it: not tensors on a GPU."""
+    """Checks that the product of what logits are multiplied by is finite; scales on a GPU are not looked at."""
     if inputs.q_scale is None and inputs.k_scale is None:
         return
     product: Any = config.logit_scale
@@ -234,7 +244,7 @@ def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.d
             product = product * float(value)
         if np.max(np.abs(product)) > torch.finfo(torch.float32).max:
             scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={config.sm_scale}"
-            raise ValueError(f"{scales}: expected a product in the range of float32")
+            raise ValueError(f"{scales}: expected scales whose product is in the range of float32")
 
 
 def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:

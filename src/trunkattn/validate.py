@@ -25,11 +25,13 @@ def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises unless value is None or a number (not a bool) among float32's normal ones above 0."""
+    """Raises unless `value` is None or a positive normal number of float32. A bool is no number."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: expected None or a number")
     if not _FLOAT32.tiny <= value <= _FLOAT32.max:
-        wanted = f"{_FLOAT32.tiny:.3g} to {_FLOAT32.max:.3g}, the range of float32"
-        raise ValueError(f"{name}={value}: expected None or a finite number above 0, from {wanted}")
+        smallest, largest = f"{_FLOAT32.tiny:.3g}", f"{_FLOAT32.max:.3g}"
+        raise ValueError(
+            f"{name}={value}: expected None or a number from {smallest} to {largest}, the range of float32"
+        )

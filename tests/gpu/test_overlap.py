@@ -189,7 +189,7 @@ def test_a_card_without_e4m3_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None
     config = AttentionConfig(8, 2, 128, 16, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"kv_dtype=torch\.float8_e4m3fn: expected .* before compute capability 8\.9"):
+    with pytest.raises(ValueError, match=r"kv_dtype=torch\.float8_e4m3fn: expected compute capability 8\.9"):
         BatchAttention(config, "cuda")
     assert not config.supports("cpu")
     assert not any("e4m3" in reason for reason in replace(config, kv_dtype=torch.float8_e5m2).supports("cuda"))

@@ -220,7 +220,7 @@ def test_tensors_of_another_device_are_refused() -> None:
 
 
 def test_what_the_kernels_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim 320 is over 256"):
+    with pytest.raises(ValueError, match="head_dim 320: expected at most 256"):
         BatchAttention(replace(GOOD, head_dim=320))
 
 

@@ -106,7 +106,7 @@ OUT, LSE = random_state(0)
             r"lse_a has dtype torch\.float16: expected torch\.float32 or",
         ),
         ({"lse_b": LSE.long()}, TypeError, r"lse_b has dtype torch\.int64"),
-        ({"out_b": OUT[:4]}, ValueError, r"out_b has shape \(4, 3, 8\): expected out_a's, \(5, 3, 8\)"),
+        ({"out_b": OUT[:4]}, ValueError, r"out_b has shape \(4, 3, 8\): expected \(5, 3, 8\), like out_a"),
         ({"lse_a": LSE[:, :2]}, ValueError, r"lse_a has shape \(5, 2\): expected \(5, 3\)"),
         ({"lse_b": LSE.unsqueeze(-1)}, ValueError, r"lse_b has shape \(5, 3, 1\): expected \(5, 3\)"),
         ({"out_b": OUT.to("meta")}, ValueError, "out_b is on meta: expected cpu, like out_a"),

@@ -17,7 +17,7 @@ _INT32_ARRAYS: Final = (
 )  # fmt: skip
 _CACHES: Final = ("k_cache", "v_cache")  # of the KV dtype's bits
 _INT64_ARRAYS: Final = ("ints",)
-# `floats` and `ints` are the workspace, thread_floats and thread_ints elements for each thread. Strides are in elements.
+# `floats` and `ints`: the workspace, thread_floats and thread_ints elements for each thread. Strides are in elements.
 _NUMBERS: Final = (
     "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "kv_kind", "window", "aligned_blocks",
     "table_columns", "k_page_stride", "k_token_stride", "k_head_stride", "v_page_stride", "v_token_stride",

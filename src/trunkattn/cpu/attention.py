@@ -206,8 +206,8 @@ def _shape_of(a):
 
 
 @cache
-def attention_kernel(kv_bits: type[np.generic]) -> Any:
-    """The kernel of one thread's share of the tasks, for caches of one NumPy type; see `cpu.threads`.
+def attention_kernel(kv_bits: Any) -> Any:
+    """The kernel of one thread's share of the tasks, for caches of a NumPy type; see `cpu.threads`.
 
     While a task's last keys are used, the first of the thread's next task are fetched.
     """

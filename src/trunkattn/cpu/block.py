@@ -57,7 +57,7 @@ class Cache(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a task: tokens start .. end - 1, for one KV head, in blocks of `step` tokens from token `first` on."""
+    """The keys of a task: tokens start .. end - 1 for one KV head, in blocks of `step` tokens from token `first` on."""
 
     pages: int  # address of the task's row of the block table
     start: int

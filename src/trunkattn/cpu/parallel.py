@@ -180,19 +180,19 @@ def execute(plan: CpuPlan, layer: Layer, options: Options, workspace: Workspace)
         for name, stride in zip(Strides._fields, strides_of(kv), strict=True):
             arguments[f"{prefix}_{name}_stride"] = stride
     arrays = {"logit_scale": options.logit_scale, "v_scale": options.v_scale, "sinks": options.sinks}
-    for name, array in (*arrays.items(), *zip(workspace._fields, workspace, strict=True)):
+    for name, array in {**arrays, **workspace._asdict()}.items():
         arguments[name] = address_of(array)
     arguments["soft_cap"], arguments["num_sinks"] = options.soft_cap, len(options.sinks)
     arguments["thread_floats"], arguments["thread_ints"] = workspace.floats.shape[1], workspace.ints.shape[1]
     num_threads, address = len(plan.task_indptr) - 1, address_of(arguments)
-    call_on_threads(_attention_address(_NUMPY_TYPES[layer.kv_bits]), address, num_threads)
+    call_on_threads(_attention_address(layer.kv_bits), address, num_threads)
     if len(plan.work.merge_queries):
         call_on_threads(_merge_address(), address, num_threads)
 
 
 @cache
-def _attention_address(kv_bits: type[np.generic]) -> int:
-    return kernel_address(attention_kernel(kv_bits))
+def _attention_address(kv_bits: torch.dtype) -> int:
+    return kernel_address(attention_kernel(_NUMPY_TYPES[kv_bits]))
 
 
 @cache

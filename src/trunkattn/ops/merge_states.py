@@ -1,4 +1,7 @@
-"""Merge of two attention states over disjoint keys (online softmax; RelayAttention §3.3 "relay fusion")."""
+"""Merges two attention states over disjoint keys: online softmax, the "relay fusion" of RelayAttention §3.3.
+
+RelayAttention: Zhu et al. 2024, https://arxiv.org/abs/2402.14808.
+"""
 
 import math
 
@@ -8,13 +11,25 @@ import torch
 def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """State of the union of two disjoint sets of keys.
+    """The attention state of the union of two disjoint sets of keys.
 
-    out [..., head_dim_v] floating, lse [...] float32 or float64, natural logarithm. The empty state is (0, -inf) and is
-    the identity: merging two empty states gives (0, -inf). Returns out in out_a's dtype and lse in lse_a's.
+    The empty state is (0, -inf), the identity: merging two empty states gives (0, -inf).
+
+    Args:
+        out_a, out_b: [..., head_dim_v], any floating dtype.
+        lse_a, lse_b: [...] float32 or float64, natural log-sum-exp of the logits.
+
+    Returns:
+        out in out_a's dtype and lse in lse_a's.
 
     Raises:
-        ValueError, TypeError: naming the argument, if shapes or devices do not match or a dtype is another.
+        ValueError: shapes or devices do not match.
+        TypeError: an argument is not a tensor, or has a dtype that is not accepted.
+
+    Example:
+        >>> out, lse = merge_states(torch.ones(1, 2), torch.zeros(1), 3 * torch.ones(1, 2), torch.zeros(1))
+        >>> out.tolist(), round(lse.item(), 4)
+        ([[2.0, 2.0]], 0.6931)
     """
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if not isinstance(tensor, torch.Tensor):
@@ -27,7 +42,7 @@ def merge_states(
     if out_a.dim() == 0:
         raise ValueError("out_a has shape (): expected (..., head_dim_v)")
     if out_a.shape != out_b.shape:
-        raise ValueError(f"out_b has shape {tuple(out_b.shape)}: expected out_a's, {tuple(out_a.shape)}")
+        raise ValueError(f"out_b has shape {tuple(out_b.shape)}: expected {tuple(out_a.shape)}, like out_a")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if lse.shape != out_a.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")

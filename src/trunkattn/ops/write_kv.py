@@ -1,10 +1,10 @@
-"""New keys and values into the paged cache (PagedAttention, lecture §3.3)."""
+"""Writes new keys and values into the paged cache (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180)."""
 
 import torch
 
 from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
-from trunkattn.dtypes import KV_KINDS, NO_E4M3, has_e4m3
+from trunkattn.dtypes import E4M3_NEEDS, KV_KINDS, has_e4m3
 
 
 def write_kv(
@@ -12,16 +12,28 @@ def write_kv(
 ) -> None:
     """Stores token i's key and value in slot `slot_mapping[i]` = page * page_size + offset; slot -1 is skipped.
 
-    k [num_tokens, num_kv_heads, head_dim], v [num_tokens, num_kv_heads, head_dim_v], caches [num_pages, page_size,
-    num_kv_heads, ...] of any strides with a contiguous last dimension, slot_mapping [num_tokens] int64. Values are cast
-    to the cache's dtype. Everything on a CPU or on one GPU, where slots are not looked at by the host and one outside
-    the cache is skipped.
+    All tensors are on the CPU or on one GPU. Values are cast to the cache's dtype. On a GPU the host does not look at
+    the slots, and the kernel skips one outside the cache.
+
+    Args:
+        k: [num_tokens, num_kv_heads, head_dim].
+        v: [num_tokens, num_kv_heads, head_dim_v].
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or head_dim_v], any strides with a contiguous
+            last dimension; float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+        slot_mapping: [num_tokens] int64.
 
     Raises:
-        ValueError: if a shape, stride or device does not fit or, on a CPU, a slot lies outside the cache; nothing is
+        ValueError: a shape, stride or device does not fit or, on a CPU, a slot lies outside the cache. Nothing is
             written then.
-        TypeError: if slot_mapping is not int64, a cache has no dtype that its device converts, or an argument is no
-            tensor.
+        TypeError: an argument is not a tensor, or has a dtype that is not accepted.
+
+    Example:
+        >>> k_cache = torch.zeros(4, 16, 1, 8)  # 4 pages of 16 tokens
+        >>> v_cache = torch.zeros(4, 16, 1, 8)
+        >>> k, v = torch.ones(2, 1, 8), torch.ones(2, 1, 8)
+        >>> write_kv(k, v, k_cache, v_cache, torch.tensor([2 * 16 + 5, -1]))  # page 2, offset 5; the second is skipped
+        >>> int(k_cache.sum())
+        8
     """
     named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     for name, tensor in named.items():
@@ -40,7 +52,8 @@ def write_kv(
         _check(name, new, cache, len(slot_mapping))
     if k_cache.shape[:2] != v_cache.shape[:2]:
         raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}: expected the pages of k_cache, {tuple(k_cache.shape)}"
+            f"v_cache has shape {tuple(v_cache.shape)}: expected the num_pages and page_size of k_cache, "
+            f"{tuple(k_cache.shape[:2])}"
         )
     if k.is_cuda:
         from trunkattn.gpu.triton.write_kv import write_on_gpu  # needs Triton, which a CPU does not
@@ -51,7 +64,9 @@ def write_kv(
     num_slots = k_cache.shape[0] * k_cache.shape[1]
     bad = _first_outside(slots, num_slots)
     if bad >= 0:
-        raise ValueError(f"slot_mapping[{bad}]={slots[bad]}: expected -1 to {num_slots - 1}")
+        raise ValueError(
+            f"slot_mapping[{bad}]={slots[bad]}: expected a slot from 0 to {num_slots - 1}, or -1 to skip the token"
+        )
     for new, cache in ((k, k_cache), (v, v_cache)):
         bits = KV_KINDS[cache.dtype][1]
         target, strides = flat(cache, bits)
@@ -63,12 +78,13 @@ def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -
     if cache.dim() != 4 or (cache.shape[3] > 1 and cache.stride(3) != 1):
         shape, strides = tuple(cache.shape), cache.stride()
         raise ValueError(
-            f"{name}_cache has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous"
+            f"{name}_cache has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous: "
+            "(num_pages, page_size, num_kv_heads, head_dim)"
         )
     if cache.dtype not in KV_KINDS:
         raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
     if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not has_e4m3(cache.device):
-        raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected {NO_E4M3}")
+        raise TypeError(f"{name}_cache has dtype {cache.dtype}: {E4M3_NEEDS}")
     expected = (num_tokens, *cache.shape[2:])
     if tuple(new.shape) != expected:
         raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")

@@ -1,0 +1,118 @@
+"""How functions are compiled for the CPU: what the cache notices, running without one, and who is told."""
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numba.core.caching import CompileResultCacheImpl, NullCache
+
+from trunkattn import compiled
+
+SOURCE = Path(compiled.__file__).parent
+
+
+def first_axis(x):  # type: ignore[no-untyped-def]
+    return x.shape[0]
+
+
+@pytest.fixture
+def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with a few sources in the place of trunkattn."""
+    for name in ("compiled.py", "planner/packing/cost.py", "engine/llm.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(compiled, "_PACKAGE", tmp_path)
+    return tmp_path
+
+
+def stamp() -> str:
+    return compiled.source_stamp.__wrapped__()
+
+
+@pytest.mark.parametrize(("name", "matters"), [("planner/packing/cost.py", True), ("engine/llm.py", False)])
+def test_a_stamp_follows_the_compiled_sources(own_package: Path, name: str, matters: bool) -> None:
+    before = stamp()
+    (own_package / name).write_text("x = 2\n")
+    assert (stamp() != before) == matters
+    (own_package / name).write_text("x = 1\n")
+    assert stamp() == before
+
+
+def test_every_compiled_function_stands_in_a_source_of_the_stamp() -> None:
+    files = [file.relative_to(SOURCE) for file in SOURCE.rglob("*.py") if "njit" in file.read_text()]
+    named = [Path(name) for name in compiled.COMPILED_SOURCES]
+    assert len(files) > 10
+    assert not [file for file in files if not any(name in (file, *file.parents) for name in named)]
+    assert all((SOURCE / name).exists() for name in named)
+
+
+def test_a_cached_function_has_the_stamp_of_all_sources() -> None:
+    dispatcher = compiled.njit(first_axis)
+    assert dispatcher._cache._cache_file._source_stamp == compiled.source_stamp()
+    assert isinstance(compiled.njit(cached=False)(first_axis)._cache, NullCache)
+
+
+def test_without_a_folder_functions_run_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
+    compiled.cache_folder.cache_clear()
+    try:
+        assert compiled.cache_folder() is None
+        dispatcher = compiled.njit(first_axis)
+        assert isinstance(dispatcher._cache, NullCache)
+        assert dispatcher(np.zeros(3)) == 3
+    finally:
+        compiled.cache_folder.cache_clear()
+
+
+def compile_events(announcer: compiled.Announcer, module: str, seconds: float) -> None:
+    event = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=SimpleNamespace(__module__=module))})
+    announcer.on_start(event)
+    announcer.on_start(event)  # a function that it calls
+    announcer.on_end(event)
+    time.sleep(seconds)
+    announcer.on_end(event)
+
+
+def test_the_second_long_compilation_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
+    announcer = compiled.Announcer()
+    compile_events(announcer, "somebody.elses", 0.4)
+    compile_events(announcer, "trunkattn.planner.planner", 0.0)
+    compile_events(announcer, "trunkattn.planner.planner", 0.4)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        compile_events(announcer, "trunkattn.cpu.parallel", 0.0)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("trunkattn: compiling the CPU kernels") and str(compiled.cache_folder()) in said
+
+
+def test_without_a_folder_the_announcement_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a folder that can be written"):
+        compiled.announce(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.announce("/somewhere")
+    assert capsys.readouterr().err.endswith("/somewhere\n")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import trunkattn",
+        "from trunkattn import AttentionConfig, Capacity",
+        "from trunkattn import flash_attention",
+        "from trunkattn import merge_states, PlanStats",
+        "import trunkattn.reference",
+    ],
+)
+def test_no_compiler_of_the_cpu_is_imported_before_a_plan_needs_it(use: str) -> None:
+    code = f"import sys; {use}; print(sorted({{'numba', 'llvmlite'}} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == "[]"
