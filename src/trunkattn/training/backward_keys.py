@@ -39,8 +39,8 @@ class KeysTensors(NamedTuple):
 class KeyBlock(NamedTuple):
     """A block of keys and values [N, D], and the number of each key in its sequence, which has `length` tokens."""
 
-    keys: Any
-    values: Any
+    k: Any
+    v: Any
     n: Any
     length: Any
 
@@ -92,7 +92,7 @@ def _add_queries(
     m = first + tl.arange(0, TILE.block_m)
     q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
     shift = tl.load(head.shift + m, mask=m < side.length, other=float("inf"))
-    scores = tl.dot(block.keys, tl.trans(q), input_precision=SHAPE.precision)
+    scores = tl.dot(block.k, tl.trans(q), input_precision=SHAPE.precision)
     p = tl.exp2(scores * scales.log2 - shift[None, :])
     if MASK:
         seen = block.n[:, None] < block.length
@@ -102,12 +102,12 @@ def _add_queries(
     dout = load_tile(head.dout, first, side.token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
     dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)
     delta = tl.load(head.delta + m, mask=m < side.length, other=0.0)
-    dp = tl.dot(block.values, tl.trans(dout), input_precision=SHAPE.precision)
+    dp = tl.dot(block.v, tl.trans(dout), input_precision=SHAPE.precision)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, state.dk, input_precision=SHAPE.precision)
     if ONE_PASS:
         rows, d = tl.arange(0, TILE.block_m)[:, None], tl.arange(0, SHAPE.padded_dim)[None, :]
-        dq = tl.dot(tl.trans(ds), block.keys, input_precision=SHAPE.precision) * scales.sm_scale
+        dq = tl.dot(tl.trans(ds), block.k, input_precision=SHAPE.precision) * scales.sm_scale
         pointers = head.dq + tl.cast(first, tl.int64) * side.token + rows * side.token + d
         tl.atomic_add(pointers, dq, mask=(m < side.length)[:, None] & (d < SHAPE.head_dim), sem="relaxed")
     return KeyGradients(dk, dv)

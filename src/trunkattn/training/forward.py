@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.triton.online_softmax import add_values, empty_state, finish, softmax_step
+from trunkattn.gpu.triton.online_softmax import add_values, empty_state, lse_of, output_of, softmax_step
 from trunkattn.training.common import (
     Batch,
     Sequences,
@@ -87,10 +87,11 @@ def forward_kernel(
         position = m + (keys.length - length)
         for at in tl.range(full, end, TILE.block_n):
             state = _attend(state, q_tile, keys, at, position, scale, SHAPE, TILE, VARIANT, True)
-    result, lse = finish(state, -float("inf"))
+    result = output_of(state)
     token_stride = batch.num_qo_heads * SHAPE.head_dim
     out = tensors.out + (queries.batch * batch.seqlen_q + queries.begin) * token_stride + queries.head * SHAPE.head_dim
     store_tile(out, first, token_stride, length, result, SHAPE)
+    lse = lse_of(state, -float("inf"))
     row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
     tl.store(tensors.lse + row + m, lse, mask=m < length)
 

@@ -25,7 +25,15 @@ from trunkattn.gpu.triton.online_softmax import (
     soft_capped,
     softmax_step,
 )
-from trunkattn.gpu.triton.tile_io import Rows, head_cache, load_block, load_in_halves, load_queries, store_rows
+from trunkattn.gpu.triton.tile_io import (
+    HeadCache,
+    Rows,
+    load_block,
+    load_in_halves,
+    load_masked_block,
+    load_queries,
+    store_rows,
+)
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner import work_list
 
@@ -101,9 +109,8 @@ class KeyPlaces(NamedTuple):
 
 
 @triton.jit
-def load_item(items, number):
-    """One row of the items."""
-    row = items + number * _ITEM_COLUMNS
+def load_item(row):
+    """The item at a row of the items."""
     return Item(
         tl.load(row + _SEGMENT_START),
         tl.load(row + _SHARED_END),
@@ -153,8 +160,7 @@ def attend_shared(state, query, item, cache, segments, SHAPE: tl.constexpr, TILE
     place = load_segments(segments, item.segment_start, item.segment_end, key_segment, _PLACE, COUNT)
     for first in tl.range(item.segment_start, item.shared_end, COUNT, num_stages=TILE.stages):
         page, offset = (place // SHAPE.page_size).to(tl.int64), place % SHAPE.page_size + n % TILE.segment
-        keys, values = load_block(cache, page, offset, True, 2, SHAPE, False)
-        keys, values = keys.to(query.tile.dtype), values.to(query.tile.dtype)
+        keys, values = load_block(cache, page, offset, query.tile, SHAPE)
         state = attend(state, query, keys, values, True, False, FEATURES)
         place = load_segments(segments, first + COUNT, item.segment_end, key_segment, _PLACE, COUNT)
     return state
@@ -174,16 +180,15 @@ def attend_masked(
     STAGES: tl.constexpr,
 ):
     """Adds the other segments, COUNT of them at a time, each to the rows of its queries."""
-    RANK: tl.constexpr = len(query.tile.shape)
-    M: tl.constexpr = RANK - 1  # axes to insert, so that a mask lies along the keys
-    N: tl.constexpr = RANK - 2
+    M: tl.constexpr = len(query.tile.shape) - 1  # axes to insert, so that a mask lies along the keys
+    N: tl.constexpr = len(query.tile.shape) - 2
     begin, end = item.shared_end, item.segment_end
     place = load_segments(segments, begin, end, places.segment, _PLACE, COUNT)
     packed = load_segments(segments, begin, end, places.segment, _QUERIES, COUNT)
     for first in tl.range(begin, end, COUNT, num_stages=STAGES):
         inside = places.offset < packed >> 16
         page, offset = (place // SHAPE.page_size).to(tl.int64), place % SHAPE.page_size + places.offset
-        keys, values = load_block(cache, page, offset, inside, RANK, SHAPE, True)
+        keys, values = load_masked_block(cache, page, offset, inside, query.tile, SHAPE)
         first_query, end_query = tl.where(inside, packed & 255, 256), packed >> 8 & 255
         number = tl.expand_dims(query.number, M)
         seen = (number >= tl.expand_dims(first_query, N)) & (number < tl.expand_dims(end_query, N))
@@ -249,15 +254,15 @@ def merge_earlier(state, rows, first, last, operands, SHAPE: tl.constexpr):
         valid = rows.used & (first + i < last)
         slot_at = (first + i).to(tl.int64) * SHAPE.num_qo_heads + rows.head
         lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=NEG_INF)
-        pointers = operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :]
-        partial = tl.load(pointers, mask=valid[:, None] & (dv < SHAPE.head_dim_v)[None, :], other=0.0)
+        mask = valid[:, None] & (dv < SHAPE.head_dim_v)[None, :]
+        partial = tl.load(operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :], mask=mask, other=0.0)
         state = add_partial(state, partial, lse, valid)
     return state
 
 
 @triton.jit
 def compute_item(
-    item,
+    row,
     kv_head,
     operands,
     work,
@@ -269,11 +274,12 @@ def compute_item(
     MERGE: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """One item for one KV head."""
+    """The item at a row of the items, for one KV head."""
     BLOCK_M: tl.constexpr = TILE.block_m
     GROUP: tl.constexpr = SHAPE.group_size
     ROWS: tl.constexpr = TILE.block_m // TILE.subtiles  # of a subtile, which holds whole groups
     QUERIES: tl.constexpr = ROWS // GROUP
+    item = load_item(row)
     m = tl.arange(0, BLOCK_M)
     number = m // ROWS * QUERIES + m % ROWS // GROUP
     entry = item.query_start + number
@@ -282,7 +288,9 @@ def compute_item(
     rows = Rows(token, kv_head * GROUP + m % ROWS % GROUP, used)
     tile = load_queries(operands, strides, rows, SHAPE)
     scale = tl.load(modifiers.logit_scale + kv_head)
-    cache = head_cache(operands, strides, kv_head)
+    head = tl.cast(kv_head, tl.int64)  # heads may lie far apart
+    k, v = operands.k_cache + head * strides.k_head, operands.v_cache + head * strides.v_head
+    cache = HeadCache(k, v, strides.k_page, strides.k_token, strides.v_page, strides.v_token)
     position = number
     if FEATURES.masked:
         position = tl.load(work.positions + token, mask=used, other=0)
@@ -326,9 +334,9 @@ def decode_kernel(
         num_second = tl.load(work.counts + BUCKETS.second + 1) - second_item - num_items
     for task in range(tl.program_id(0), (num_items + num_second) * SHAPE.num_kv_heads, tl.num_programs(0)):
         number = task // SHAPE.num_kv_heads
-        item = load_item(work.items, number + tl.where(number < num_items, first_item, second_item))
+        row = work.items + (number + tl.where(number < num_items, first_item, second_item)) * _ITEM_COLUMNS
         compute_item(
-            item,
+            row,
             task % SHAPE.num_kv_heads,
             operands,
             work,

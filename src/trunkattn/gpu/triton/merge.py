@@ -59,8 +59,8 @@ def _add_block(state, operands, first, last, head, SHAPE: tl.constexpr, COUNT: t
     valid = slot < last
     slot_at = slot.to(tl.int64) * SHAPE.num_qo_heads + head
     lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=NEG_INF)
-    pointers = operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :]
-    partials = tl.load(pointers, mask=valid[:, None] & (dv < SHAPE.head_dim_v)[None, :], other=0.0)
+    mask = valid[:, None] & (dv < SHAPE.head_dim_v)[None, :]
+    partials = tl.load(operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :], mask=mask, other=0.0)
     return add_partials(state, partials, lse, valid)
 
 

@@ -52,8 +52,8 @@ def softmax_step(state, scores, scale, block_max):
 @triton.jit
 def add_values(state, rescale, p, values, PRECISION: tl.constexpr):
     """Rescales acc and adds p · values, in the dtype of the values."""
-    rescaled = tl.expand_dims(rescale, len(p.shape) - 1)
-    acc = tl.dot(p.to(values.dtype), values, state.acc * rescaled, input_precision=PRECISION)
+    AXIS: tl.constexpr = len(p.shape) - 1
+    acc = tl.dot(p.to(values.dtype), values, state.acc * tl.expand_dims(rescale, AXIS), input_precision=PRECISION)
     return Softmax(acc, state.row_max, state.row_sum)
 
 
@@ -79,11 +79,16 @@ def add_partials(state, partials, lse, valid):
 
 
 @triton.jit
-def finish(state, EMPTY_LSE: tl.constexpr):
-    """Output and lse of each row; 0 and EMPTY_LSE of a row that has seen no key."""
+def output_of(state):
+    """The output of each row, 0 of a row that has seen no key."""
+    return state.acc / tl.where(state.row_sum > 0, state.row_sum, 1.0)[:, None]
+
+
+@triton.jit
+def lse_of(state, EMPTY_LSE: tl.constexpr):
+    """The lse of each row, EMPTY_LSE of a row that has seen no key."""
     row_sum = tl.where(state.row_sum > 0, state.row_sum, 1.0)
-    output = state.acc / row_sum[:, None]
-    return output, tl.where(state.row_sum > 0, state.row_max * LN_2 + tl.log(row_sum), EMPTY_LSE)
+    return tl.where(state.row_sum > 0, state.row_max * LN_2 + tl.log(row_sum), EMPTY_LSE)
 
 
 @triton.jit

@@ -16,7 +16,15 @@ from trunkattn.gpu.prefill_plan import run_tokens
 from trunkattn.gpu.triton import arguments
 from trunkattn.gpu.triton.arguments import Modifiers, Operands, Strides
 from trunkattn.gpu.triton.online_softmax import add_values, empty_state, soft_capped, softmax_step
-from trunkattn.gpu.triton.tile_io import Rows, head_cache, load_block, load_in_halves, load_queries, store_rows
+from trunkattn.gpu.triton.tile_io import (
+    HeadCache,
+    Rows,
+    load_block,
+    load_in_halves,
+    load_masked_block,
+    load_queries,
+    store_rows,
+)
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.planner import work_list
 
@@ -79,9 +87,8 @@ class KeyBlocks(NamedTuple):
 
 
 @triton.jit
-def load_item(items, number):
-    """One row of the items."""
-    row = items + number * _ITEM_COLUMNS
+def load_item(row):
+    """The item at a row of the items."""
     return ChunkItem(
         tl.load(row + _KV_ROW),
         tl.load(row + _KV_START),
@@ -144,7 +151,7 @@ def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexp
 
 @triton.jit
 def prefill_item(
-    item,
+    row,
     kv_head,
     operands,
     work,
@@ -155,10 +162,11 @@ def prefill_item(
     TILE: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """One item for one KV head."""
+    """The item at a row of the items, for one KV head."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     GROUP: tl.constexpr = SHAPE.group_size
+    item = load_item(row)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     entry = item.query_start + m // GROUP
     used = (entry < item.query_end) & (m < BLOCK_M // GROUP * GROUP)
@@ -169,31 +177,31 @@ def prefill_item(
     scale = tl.load(modifiers.logit_scale + kv_head)
     scale = tl.where(tl.abs(scale) < 1e-37, 1e-37, scale)  # 0 times the infinite score of a masked key would be NaN
     state = empty_state(BLOCK_M, SHAPE.padded_dim_v)
-    cache = head_cache(operands, strides, kv_head)
+    head = tl.cast(kv_head, tl.int64)  # heads may lie far apart
+    k, v = operands.k_cache + head * strides.k_head, operands.v_cache + head * strides.v_head
+    cache = HeadCache(k, v, strides.k_page, strides.k_token, strides.v_page, strides.v_token)
     pages = work.block_table + item.kv_row.to(tl.int64) * table_stride
-    row = PageRow(pages, (item.kv_end + SHAPE.page_size - 1) // SHAPE.page_size)
+    page_row = PageRow(pages, (item.kv_end + SHAPE.page_size - 1) // SHAPE.page_size)
     blocks = key_blocks(item, position, used, modifiers.window, TILE)
     begin, end = blocks.start + blocks.leading * BLOCK_N, blocks.start + (blocks.leading + blocks.full) * BLOCK_N
-    page = load_pages(row, begin, n, SHAPE, TILE)
+    page = load_pages(page_row, begin, n, SHAPE, TILE)
     for first in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
-        offset = offset_in_page(first, n, SHAPE, TILE)
-        keys, values = load_block(cache, page.to(tl.int64), offset, True, 2, SHAPE, False)
-        keys, values = keys.to(q_tile.dtype), values.to(q_tile.dtype)
+        keys, values = load_block(cache, page.to(tl.int64), offset_in_page(first, n, SHAPE, TILE), q_tile, SHAPE)
         state = attend(state, q_tile, keys, values, True, scale, modifiers.soft_cap, False, FEATURES)
-        page = load_pages(row, first + BLOCK_N, n, SHAPE, TILE)
-    page = load_pages(row, tl.where(blocks.leading > 0, blocks.start, end), n, SHAPE, TILE)
+        page = load_pages(page_row, first + BLOCK_N, n, SHAPE, TILE)
+    page = load_pages(page_row, tl.where(blocks.leading > 0, blocks.start, end), n, SHAPE, TILE)
     for block in tl.range(0, blocks.count - blocks.full, num_stages=TILE.stages):
         first = blocks.start + (block + tl.where(block < blocks.leading, 0, blocks.full)) * BLOCK_N
+        of_page, offset = page.to(tl.int64), offset_in_page(first, n, SHAPE, TILE)
         kv_token = first + n
         inside = (kv_token >= item.kv_start) & (kv_token < item.kv_end)
-        offset = offset_in_page(first, n, SHAPE, TILE)
-        keys, values = load_block(cache, page.to(tl.int64), offset, inside, 2, SHAPE, True)
+        keys, values = load_masked_block(cache, of_page, offset, inside, q_tile, SHAPE)
         seen = inside[None, :] & (kv_token[None, :] <= position[:, None])
         seen = seen & (kv_token[None, :] > position[:, None] - modifiers.window)
         keys, values = keys.to(q_tile.dtype), values.to(q_tile.dtype)
         state = attend(state, q_tile, keys, values, seen, scale, modifiers.soft_cap, True, FEATURES)
         following = blocks.start + (block + 1 + tl.where(block + 1 < blocks.leading, 0, blocks.full)) * BLOCK_N
-        page = load_pages(row, following, n, SHAPE, TILE)
+        page = load_pages(page_row, following, n, SHAPE, TILE)
     partial_slot = tl.load(work.partial_slots + entry, mask=used, other=0)
     v_scale = modifiers.v_scale + kv_head
     store_rows(state, rows, partial_slot, operands, strides, v_scale, modifiers.sinks, SHAPE, FEATURES)
@@ -222,9 +230,8 @@ def prefill_kernel(
         backwards = (first // num_ctas % 2 == 1) & (first + num_ctas <= num_tasks)
         task = first + tl.where(backwards, num_ctas - 1 - turn, turn)
         if task < num_tasks:
-            item = load_item(work.items, task // SHAPE.num_kv_heads)
             prefill_item(
-                item,
+                work.items + task // SHAPE.num_kv_heads * _ITEM_COLUMNS,
                 task % SHAPE.num_kv_heads,
                 operands,
                 work,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.triton.online_softmax import NEG_INF, finish, sink_divisor
+from trunkattn.gpu.triton.online_softmax import NEG_INF, lse_of, output_of, sink_divisor
 from trunkattn.planner.work_list import DIRECT
 
 _DIRECT = tl.constexpr(DIRECT)
@@ -64,31 +64,29 @@ def load_queries(operands, strides, rows, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def head_cache(operands, strides, kv_head):
-    """The cache of one KV head."""
-    head = tl.cast(kv_head, tl.int64)  # heads may lie far apart
-    k, v = operands.k_cache + head * strides.k_head, operands.v_cache + head * strides.v_head
-    return HeadCache(k, v, strides.k_page, strides.k_token, strides.v_page, strides.v_token)
+def load_block(cache, page, offset, q_tile, SHAPE: tl.constexpr):
+    """A block's keys [D, N] and values [N, Dv], in the dtype of the queries. page, offset [N]: of each key."""
+    d, dv = tl.arange(0, SHAPE.padded_dim), tl.arange(0, SHAPE.padded_dim_v)
+    k_at, v_at = page * cache.k_page + offset * cache.k_token, page * cache.v_page + offset * cache.v_token
+    keys = load_tile(cache.k, k_at[None, :], d[:, None], True, SHAPE.head_dim, SHAPE.padded_dim, False)
+    keys = keys.to(q_tile.dtype)
+    values = load_tile(cache.v, v_at[:, None], dv[None, :], True, SHAPE.head_dim_v, SHAPE.padded_dim_v, False)
+    return keys, values.to(q_tile.dtype)
 
 
 @triton.jit
-def load_block(cache, page, offset, inside, RANK: tl.constexpr, SHAPE: tl.constexpr, MASK: tl.constexpr):
-    """A block's keys [..., D, N] and values [..., N, Dv]. page, offset, inside [..., N]: of each key; RANK: of the
-    tiles; inside is used under MASK alone, and what is not inside is 0."""
-    N: tl.constexpr = RANK - 2  # the axis to insert for keys
-    M: tl.constexpr = RANK - 1  # and for values
+def load_masked_block(cache, page, offset, inside, q_tile, SHAPE: tl.constexpr):
+    """A block's keys [..., D, N] and values [..., N, Dv], 0 where not inside, in the dtype of the cache. page, offset,
+    inside [..., N]: of each key."""
+    N: tl.constexpr = len(q_tile.shape) - 2  # the axis to insert for keys
+    M: tl.constexpr = len(q_tile.shape) - 1  # and for values
     d, dv = tl.arange(0, SHAPE.padded_dim), tl.arange(0, SHAPE.padded_dim_v)
-    k_at, v_at = page * cache.k_page + offset * cache.k_token, page * cache.v_page + offset * cache.v_token
-    if MASK:
-        k_at, v_at = tl.expand_dims(k_at, N), tl.expand_dims(v_at, M)
-        keys = load_tile(cache.k, k_at, d[:, None], tl.expand_dims(inside, N), SHAPE.head_dim, SHAPE.padded_dim, True)
-        inside = tl.expand_dims(inside, M)
-        values = load_tile(cache.v, v_at, dv[None, :], inside, SHAPE.head_dim_v, SHAPE.padded_dim_v, True)
-    else:
-        k_at = tl.expand_dims(k_at, N)
-        keys = load_tile(cache.k, k_at, d[:, None], True, SHAPE.head_dim, SHAPE.padded_dim, False)
-        v_at = tl.expand_dims(v_at, M)
-        values = load_tile(cache.v, v_at, dv[None, :], True, SHAPE.head_dim_v, SHAPE.padded_dim_v, False)
+    k_at = tl.expand_dims(page * cache.k_page + offset * cache.k_token, N)
+    v_at = tl.expand_dims(page * cache.v_page + offset * cache.v_token, M)
+    D: tl.constexpr = SHAPE.head_dim
+    DV: tl.constexpr = SHAPE.head_dim_v
+    keys = load_tile(cache.k, k_at, d[:, None], tl.expand_dims(inside, N), D, SHAPE.padded_dim, True)
+    values = load_tile(cache.v, v_at, dv[None, :], tl.expand_dims(inside, M), DV, SHAPE.padded_dim_v, True)
     return keys, values
 
 
@@ -99,7 +97,7 @@ def store_rows(
     """Writes each used row to its partial slot, or to the output if the slot is DIRECT. v_scale: of the KV head."""
     dv = tl.arange(0, SHAPE.padded_dim_v)
     columns = (dv < SHAPE.head_dim_v)[None, :]
-    result, lse = finish(state, NEG_INF)
+    result, lse = output_of(state), lse_of(state, NEG_INF)
     kept = rows.used & (partial_slot != _DIRECT)
     slot_at = partial_slot.to(tl.int64) * SHAPE.num_qo_heads + rows.head
     mask = kept[:, None] & columns
