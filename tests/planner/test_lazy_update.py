@@ -84,7 +84,7 @@ class Requests:
             row = self.some_row()
             for values in (self.pages, self.seq_lens, self.query_lens):
                 del values[row]
-    
+
     def pad_row(self) -> None:
         self.query_lens[self.some_row()] = 0
 

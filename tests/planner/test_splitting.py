@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trunkattn.planner.packing.cost import cost_model
 from trunkattn.planner.packing.policies import Packs
 from trunkattn.planner.planner import Batch, Planned, Planner
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, split_tiles, row_tiles, split_rule
+from trunkattn.planner.splitting import UNLIMITED, SplitRule, row_tiles, split_rule, split_tiles
 from trunkattn.planner.work_list import DIRECT, DeviceModel
 
 from .specs import MODEL, UNCUT, make_batch, make_spec

@@ -10,7 +10,7 @@ from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, DeviceModel
 def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
     """The planner for one attention on one device.
 
-    A batch-invariant plan shares and splits KV only at multiples of a fixed number of tokens, rounded up to whole pages.
+    A batch-invariant plan shares and splits KV only at multiples of a fixed number of tokens, in whole pages.
     """
     model = cost_model(
         machine,

@@ -129,7 +129,7 @@ class _Last:
 
 
 class Planner:
-    """Plans one step at a time. It remembers the last forest, so that a growing batch is patched and not built again."""
+    """Plans one step at a time. It remembers the last forest, so that a growing batch is patched, not built again."""
 
     def __init__(self, spec: PlannerSpec) -> None:
         self.spec = spec
@@ -199,9 +199,7 @@ class Planner:
         first_visible = _first_visible(batch)
         costs = {
             name: int(
-                policies.packing_cost(
-                    policies.collect_packs(forest, start, first_visible), last.query_lens, spec.model
-                )
+                policies.packing_cost(policies.collect_packs(forest, start, first_visible), last.query_lens, spec.model)
             )
             for name, start in found.items()
         }

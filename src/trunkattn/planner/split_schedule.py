@@ -75,7 +75,7 @@ def heaviest_first(weights):
 
 @njit(inline="always")
 def split_evenly(rule, tokens, num_splits):
-    """Tokens of each of `num_splits` splits of about equal length whose borders lie on the grid; fewer if it is coarse."""
+    """Tokens of each of `num_splits` splits of about equal length. Borders lie on the grid, so there may be fewer."""
     num_splits = min(num_splits, (tokens + rule.grid - 1) // rule.grid)
     length = (tokens + num_splits - 1) // num_splits
     return tokens if num_splits == 1 else (length + rule.grid - 1) // rule.grid * rule.grid
@@ -139,7 +139,7 @@ def _schedule_time(rule, tiles, weights, splits):
 
 @njit
 def work_time(rule, items, num_partials):
-    """Time of a work list: until the last worker ends, and of its partials, one for each query token and partial slot."""
+    """Time of a work list: until the last worker ends, and for its `num_partials` partial slots."""
     weights = np.empty(len(items), np.int64)
     for i in range(len(items)):
         tokens, queries = items[i, KV_END] - items[i, KV_START], items[i, QUERY_END] - items[i, QUERY_START]

@@ -9,8 +9,8 @@ several partial results, which are written, read again and merged:
 Every cost is an int64, so that any planner on any device takes the same decisions, bit for bit.
 
 Source: the profit model of PAT, https://arxiv.org/abs/2511.22333, §5.1. This model adds the group size, the dtypes and
-the height of a tile. PAT's own rule, merge if 4·s > l, is its special case of float32 partials, 16-bit KV and group size
-2.
+the height of a tile. PAT's own rule, merge if 4·s > l, is the special case of float32 partials, 16-bit KV and group
+size 2.
 """
 
 from typing import Final, NamedTuple

@@ -12,7 +12,8 @@ and node 1 is shared by requests A and B:
             start of 0 1 2 3 4     R R R R R          R R 1 1 0          R 0 1 1 0
 
 The stretches of `*` are one pack, read once for all requests that show them, and so are those of `~`. In this case
-`pat` lets node 1 carry the trunk's tokens: A and B then have two segments to merge, not three. A node at which no request stops has no pack.
+`pat` lets node 1 carry the trunk's tokens: A and B then have two segments to merge, not three. A node at which no
+request stops has no pack.
 
 Sources: PAT, https://arxiv.org/abs/2511.22333, §5.1 with Algorithm 1, and §8.2 for FastTree's rule; RelayAttention,
 https://arxiv.org/abs/2402.14808, §3.
