@@ -55,22 +55,24 @@ def without_runs(*places: int) -> Change:
     return change
 
 
-MISSED, NOT_FOR_ALL = "a token is missed or read twice", "item 0: a full run is not for all"
+MISSED = r"query \d+ of row \d+ must read token \d+ once, but reads it (never|\d+ times)"
+NOT_FOR_ALL = "item 0 has a full segment that is not for all"
+NOT_MERGED = "a partial slot is written and not merged"
 ONE_TILE = [
     (changed("items", (0, RUN_END), -5), MISSED),
     (changed("items", (0, RUN_START), 1), MISSED),
     (changed("items", (0, RUN_FULL), 1), NOT_FOR_ALL),
-    (changed("items", (0, RUN_FULL), 24), NOT_FOR_ALL + "|needs a mask"),
+    (changed("items", (0, RUN_FULL), 24), NOT_FOR_ALL + "|sees only a part"),
     (changed("items", (0, QUERY_END), -1), NOT_FOR_ALL),
-    (changed("runs", (0, 0), 1), "item 0: query .* has other pages"),
+    (changed("runs", (0, 0), 1), "item 0 reads pages that its query .* does not have"),
     (changed("runs", (0, 1), 1), NOT_FOR_ALL),
     (changed("runs", (0, 1), -(1 << 8)), NOT_FOR_ALL),
     (last_run(1, -(1 << 16)), MISSED),
-    (changed("runs", (0, 1), -(1 << 16)), "item 0: query .* needs a mask"),
-    (last_run(2, -1), "item 0: query .* has other pages"),
-    (changed("queries", 0, 1), "has other pages|" + MISSED),
-    (changed("counts", 1, 1), "item 0 exceeds its tile"),
-    (changed("slots", 0, 1), "a partial is written and not merged"),
+    (changed("runs", (0, 1), -(1 << 16)), "item 0 has a full segment of which query .* sees only a part"),
+    (last_run(2, -1), "item 0 reads pages that its query .* does not have"),
+    (changed("queries", 0, 1), "reads pages that|" + MISSED),
+    (changed("counts", 1, 1), "item 0 has .* queries, but its tile holds"),
+    (changed("slots", 0, 1), NOT_MERGED),
 ]
 
 
@@ -102,10 +104,10 @@ def test_a_run_that_the_wrong_subtile_reads_is_found(name: str) -> None:
 
 
 CUT = [
-    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 0, tiles.slots)), "a partial slot is written twice"),
-    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 999, tiles.slots)), "written and not merged"),
-    (changed("merge_ranges", (0, 1), -1), "written and not merged"),
-    (changed("merge_ranges", (0, 0), 1), "written and not merged"),
+    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 0, tiles.slots)), "partial slot 0 is written twice"),
+    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 999, tiles.slots)), NOT_MERGED),
+    (changed("merge_ranges", (0, 1), -1), NOT_MERGED),
+    (changed("merge_ranges", (0, 0), 1), NOT_MERGED),
     (lambda tiles: replace(tiles, merge_queries=tiles.merge_queries[[0, *range(len(tiles.merge_queries) - 1)]]),
      "a query's output is not written exactly once"),
 ]  # fmt: skip
@@ -123,7 +125,7 @@ def test_a_bucket_out_of_order_is_found() -> None:
     batch, rule = make_batch([[1, 2, 3], [4, 5, 6, 7, 8]]), make_rule(4, 1, 1, num_kv_heads=2)
     tile_list = tile(rule, Tiling(0, alone=True), batch)
     check_tiles(tile_list, batch, rule)
-    with pytest.raises(AssertionError, match="a bucket's items are not ordered by length"):
+    with pytest.raises(AssertionError, match="item 1 is longer than the item before it in its bucket"):
         check_tiles(replace(tile_list, items=tile_list.items[::-1].copy()), batch, rule)
 
 
@@ -144,7 +146,7 @@ def test_a_missing_run_and_a_moved_mark_are_found_anywhere(case: tuple[TilingRul
     masked = (rows >> 16 < rule.run) | (rows & 255 > 0) | (rows >> 8 & 255 < count)
     if masked.any():
         everything = changed("items", (at, RUN_FULL), end - full)(tile_list)
-        with pytest.raises(AssertionError, match=r"a full run is not for all|needs a mask"):
+        with pytest.raises(AssertionError, match=r"a full segment that is not for all|sees only a part"):
             check_tiles(everything, batch, rule)
 
 

@@ -1,6 +1,6 @@
 """Lazy update: a planner that has seen other batches plans as one that has seen none, and seldom rebuilds."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn.dtypes import POLICIES
-from trunkattn.planner import planner as build
+from trunkattn.planner import planner as planner_module
 from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.planner import Batch, Planned, Planner
 from trunkattn.planner.splitting import UNLIMITED
@@ -34,7 +34,6 @@ class Requests:
     columns: int
     window: int = UNLIMITED
     next_page: int = 10_000
-    touched: set[int] = field(default_factory=set)  # rows of which earlier pages changed since the last plan
 
     def batch(self) -> Batch:
         """The block table, with new garbage after every row's pages."""
@@ -61,7 +60,6 @@ class Requests:
             others = [other for i, other in enumerate(self.pages) if i != row]
             if self.seq_lens[row] % self.page_size and any(pages[-1] in other for other in others):
                 pages[-1] = self.new_page()
-                self.touched.add(row)
             while len(pages) * self.page_size < new_len:
                 pages.append(self.new_page())
             self.seq_lens[row] = new_len
@@ -71,7 +69,6 @@ class Requests:
         if self.pages[row]:
             column = int(self.rng.integers(len(self.pages[row])))
             self.pages[row][column] = self.new_page()
-            self.touched.add(row)
 
     def add_row(self) -> None:
         """A new row, often with the prefix of another; it gets a place between the others."""
@@ -81,14 +78,12 @@ class Requests:
         self.pages.insert(at, [*prefix[:shared], self.new_page()])
         self.seq_lens.insert(at, shared * self.page_size + int(self.rng.integers(1, self.page_size + 1)))
         self.query_lens.insert(at, 1)
-        self.touched = set(range(len(self.pages)))
 
     def remove_row(self) -> None:
         if len(self.pages) > 1:
             row = self.some_row()
             for values in (self.pages, self.seq_lens, self.query_lens):
                 del values[row]
-            self.touched = set(range(len(self.pages)))
 
     def pad_row(self) -> None:
         self.query_lens[self.some_row()] = 0
@@ -107,7 +102,6 @@ class Requests:
         self.window = int(self.rng.integers(1, 100)) if self.window == UNLIMITED else UNLIMITED
 
     def step(self, name: str) -> None:
-        self.touched.clear()
         getattr(self, name)()
 
 
@@ -139,11 +133,8 @@ def snapshot(planned: Planned) -> list[np.ndarray]:
     policy=st.sampled_from(POLICIES),
     page_size=st.sampled_from([1, 2, 3, 7, 16]),
     steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=15),
-    rows_given=st.booleans(),
 )
-def test_a_patched_plan_equals_a_cold_one(
-    seed: int, policy: str, page_size: int, steps: list[str], rows_given: bool
-) -> None:
+def test_a_patched_plan_equals_a_cold_one(seed: int, policy: str, page_size: int, steps: list[str]) -> None:
     rng = np.random.default_rng(seed)
     spec = random_spec(rng, policy, page_size)
     requests, planner = random_requests(rng, page_size), Planner(spec)
@@ -152,8 +143,7 @@ def test_a_patched_plan_equals_a_cold_one(
     for name in steps:
         requests.step(name)
         batch = requests.batch()
-        changed = np.array(sorted(requests.touched), np.int32) if rows_given else None
-        found, expected = planner.plan(batch, changed), Planner(spec).plan(batch)
+        found, expected = planner.plan(batch), Planner(spec).plan(batch)
         assert_same_plan(found, expected)
         plans.append(found)
         kept.append(snapshot(found))
@@ -167,13 +157,13 @@ class CountedBuilds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = build.build_forest
+        original = planner_module.build_forest
 
         def counted(*args: object) -> object:
             self.count += 1
             return original(*args)
 
-        monkeypatch.setattr(build, "build_forest", counted)
+        monkeypatch.setattr(planner_module, "build_forest", counted)
 
 
 @pytest.fixture
@@ -190,13 +180,11 @@ def decode_steps(count: int) -> list[Batch]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("rows_given", [False, True])
-def test_growing_tails_are_patched(policy: str, rows_given: bool, builds: CountedBuilds) -> None:
+def test_growing_tails_are_patched(policy: str, builds: CountedBuilds) -> None:
     planner = Planner(make_spec(policy, 16))
-    none_changed = np.empty(0, np.int32) if rows_given else None
     counts = []
     for batch in decode_steps(200):
-        planner.plan(batch, none_changed)
+        planner.plan(batch)
         counts.append(builds.count)
     # rebuilt once: when the first private pages, from token 64 to 80, are full, they could have been shared
     assert counts == [1] * 15 + [2] * 185

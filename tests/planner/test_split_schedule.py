@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trunkattn.planner.split_schedule import FINEST, _time, scheduled_parts, weight_of, work_time
+from trunkattn.planner.split_schedule import FINEST, _schedule_time, scheduled_splits, weight_of, work_time
 from trunkattn.planner.splitting import SplitRule
 
 RULE = SplitRule(
@@ -36,13 +36,13 @@ def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> N
     rule, tiles = RULE._replace(num_slots=slots, num_kv_heads=heads, partial_bytes=0), tiles_of(lengths)
     weights = np.array([weight_of(rule, length, 32) for length in lengths])
     items = [int(weight) + rule.item_bytes for weight in weights]
-    assert _time(rule, tiles, weights, np.array(lengths, np.int32)) == end_of_schedule(rule, items)
+    assert _schedule_time(rule, tiles, weights, np.array(lengths, np.int32)) == end_of_schedule(rule, items)
 
 
 @given(lengths=LENGTHS, slots=st.sampled_from([1, 7, 132, 264]))
 def test_parts_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) -> None:
     rule, tiles = RULE._replace(num_slots=slots), tiles_of(lengths)
-    parts = scheduled_parts(rule, tiles)
+    parts = scheduled_splits(rule, tiles)
     cut = parts < np.array(lengths)
     assert (parts[~cut] == np.array(lengths)[~cut]).all()
     assert (parts[cut] % rule.grid == 0).all() and (parts > 0).all()
@@ -68,13 +68,13 @@ def test_parts_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) ->
     ],
 )
 def test_how_many_parts_the_longest_is_cut_into(lengths: list[int], pieces: int) -> None:
-    assert -(-lengths[0] // scheduled_parts(RULE, tiles_of(lengths))[0]) == pieces
+    assert -(-lengths[0] // scheduled_splits(RULE, tiles_of(lengths))[0]) == pieces
 
 
 def test_partials_that_cost_more_than_they_save_are_not_made() -> None:
     tiles = tiles_of([4096] * 4)
-    assert (scheduled_parts(RULE, tiles) < 4096).all()
-    assert (scheduled_parts(RULE._replace(partial_bytes=10**6), tiles) == 4096).all()
+    assert (scheduled_splits(RULE, tiles) < 4096).all()
+    assert (scheduled_splits(RULE._replace(partial_bytes=10**6), tiles) == 4096).all()
 
 
 @given(lengths=LENGTHS, partials=st.sampled_from([0, 64]))
@@ -86,5 +86,5 @@ def test_the_time_of_a_work_list(lengths: list[int], partials: int) -> None:
 
 
 def test_one_slot_or_no_tile() -> None:
-    assert scheduled_parts(RULE._replace(num_slots=1), tiles_of([50_000, 3])).tolist() == [50_000, 3]
-    assert scheduled_parts(RULE, tiles_of([])).tolist() == []
+    assert scheduled_splits(RULE._replace(num_slots=1), tiles_of([50_000, 3])).tolist() == [50_000, 3]
+    assert scheduled_splits(RULE, tiles_of([])).tolist() == []

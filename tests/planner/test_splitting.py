@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trunkattn.planner.packing.cost import cost_model
 from trunkattn.planner.packing.policies import Packs
 from trunkattn.planner.planner import Batch, Planned, Planner
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, part_length, row_tiles, split_rule
+from trunkattn.planner.splitting import UNLIMITED, SplitRule, row_tiles, split_rule, split_tiles
 from trunkattn.planner.work_list import DIRECT, DeviceModel
 
 from .specs import MODEL, UNCUT, make_batch, make_spec
@@ -45,20 +45,20 @@ def test_the_rule_of_an_attention_on_a_device() -> None:
 
 def test_no_part_is_longer_than_the_mean() -> None:
     # mean 400: 1000 needs 3 parts of 334, on the grid 340; nothing else is longer than the mean
-    assert part_length(MEAN, tiles_of_lengths([1000, 100, 100])).tolist() == [340, 100, 100]
+    assert split_tiles(MEAN, tiles_of_lengths([1000, 100, 100])).tolist() == [340, 100, 100]
 
 
 def test_the_mean_is_rounded_up_to_the_grid() -> None:
-    assert part_length(MEAN, tiles_of_lengths([106, 100])).tolist() == [106, 100]
-    assert part_length(MEAN, tiles_of_lengths([112, 100])).tolist() == [60, 100]
+    assert split_tiles(MEAN, tiles_of_lengths([106, 100])).tolist() == [106, 100]
+    assert split_tiles(MEAN, tiles_of_lengths([112, 100])).tolist() == [60, 100]
 
 
 def test_without_the_rule_of_the_mean_a_long_tile_stays_whole() -> None:
-    assert part_length(MEAN._replace(above_mean=False), tiles_of_lengths([1000, 100, 100])).tolist() == [1000, 100, 100]
+    assert split_tiles(MEAN._replace(above_mean=False), tiles_of_lengths([1000, 100, 100])).tolist() == [1000, 100, 100]
 
 
 def test_no_tile_no_part() -> None:
-    assert part_length(MEAN, tiles_of_lengths([])).tolist() == []
+    assert split_tiles(MEAN, tiles_of_lengths([])).tolist() == []
 
 
 @pytest.mark.property
@@ -73,7 +73,7 @@ def test_parts_keep_to_the_limit_and_the_grid(
     lengths: list[int], grid: int, slots: int, heads: int, above_mean: bool
 ) -> None:
     rule = UNCUT._replace(grid=grid, num_slots=slots, num_kv_heads=heads, above_mean=above_mean)
-    parts = part_length(rule, tiles_of_lengths(lengths)).tolist()
+    parts = split_tiles(rule, tiles_of_lengths(lengths)).tolist()
     mean = -(-sum(lengths) // len(lengths))
     share = sum(lengths) * heads / (2 * slots)
     for length, part in zip(lengths, parts, strict=True):

@@ -85,21 +85,21 @@ def swap_first_and_last(work: WorkList) -> None:
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (set_item(4, KV_END, 4), "query 5 of row 2: a token is missed or read twice"),
-        (set_item(4, KV_START, 1), "query 4 of row 2: a token is missed or read twice"),
-        (set_item(2, KV_START, 7), "query 0 of row 0: a token is missed or read twice"),
-        (set_item(3, KV_ROW, 2), "item 3: query 2 of row 1 has other pages than row 2"),
-        (set_item(2, KV_END, 8), "item 2 has no token"),
-        (set_item(2, KV_START, 13), "item 2: query 0 sees none of its tokens"),
+        (set_item(4, KV_END, 4), "query 5 of row 2 must read token 4 once, but reads it never"),
+        (set_item(4, KV_START, 1), "query 4 of row 2 must read token 0 once, but reads it never"),
+        (set_item(2, KV_START, 7), "query 0 of row 0 must read token 7 once, but reads it 2 times"),
+        (set_item(3, KV_ROW, 2), "item 3 reads the pages of row 2, but query 2 of row 1 has others"),
+        (set_item(2, KV_END, 8), "item 2 has no KV token"),
+        (set_item(2, KV_START, 13), "item 2 has query 0, which sees none of the item's tokens"),
         (set_item(1, QUERY_END, 2), "item 1 has no query"),
-        (set_item(0, QUERY_END, 3), "item 0: 3 queries exceed the tile"),
-        (set_item(1, QUERY_START, 3), "query 2 of row 1: a token is missed or read twice"),
-        (set_slots(0, 2, 4, 6, 0, 3, 5, 7, -1, -1), r"query 0: slots \[0, 0\]"),
-        (set_slots(2, 2, 4, 6, 1, 3, 5, 7, -1, -1), r"query 0: slots \[2, 1\]"),
-        (set_slots(1, 2, 4, 6, 0, 3, 5, 7, -1, -1), r"query 0: slots \[1, 0\]"),
-        (set_slots(-1, 2, 4, 6, -1, 3, 5, 7, -1, -1), r"query 0: slots \[-1, -1\]"),
-        (set_slots(0, 2, 4, 6, 1, 3, 5, 7, 8, -1), r"query 4: slots \[8\]"),
-        (swap_first_and_last, "items are not ordered by weight"),
+        (set_item(0, QUERY_END, 3), "item 0 has 3 queries, but its tile holds 2"),
+        (set_item(1, QUERY_START, 3), "query 2 of row 1 must read token 0 once, but reads it never"),
+        (set_slots(0, 2, 4, 6, 0, 3, 5, 7, -1, -1), r"query 0 is written to the slots \[0, 0\]"),
+        (set_slots(2, 2, 4, 6, 1, 3, 5, 7, -1, -1), r"query 0 is written to the slots \[2, 1\]"),
+        (set_slots(1, 2, 4, 6, 0, 3, 5, 7, -1, -1), r"query 0 is written to the slots \[1, 0\]"),
+        (set_slots(-1, 2, 4, 6, -1, 3, 5, 7, -1, -1), r"query 0 is written to the slots \[-1, -1\]"),
+        (set_slots(0, 2, 4, 6, 1, 3, 5, 7, 8, -1), r"query 4 is written to the slots \[8\]"),
+        (swap_first_and_last, "item 1 is heavier than the item before it"),
     ],
 )
 def test_a_broken_work_list_is_found(break_it: Callable[[WorkList], None], message: str) -> None:
@@ -112,11 +112,11 @@ def test_a_broken_work_list_is_found(break_it: Callable[[WorkList], None], messa
 def test_a_query_that_is_not_merged_is_found() -> None:
     planned = work_list()
     work = replace(planned.work, merge_queries=planned.work.merge_queries[:-1])
-    with pytest.raises(AssertionError, match="query 3: slots"):
+    with pytest.raises(AssertionError, match="query 3 is written to the slots"):
         check_plan(replace(planned, work=work))
 
 
 def test_a_token_outside_the_window_is_found() -> None:
     planned = work_list()
-    with pytest.raises(AssertionError, match="item 0: query 0 sees none of its tokens"):
+    with pytest.raises(AssertionError, match="item 0 has query 0, which sees none of the item's tokens"):
         check_plan(replace(planned, batch=replace(planned.batch, window=3)))

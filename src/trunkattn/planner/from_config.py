@@ -1,4 +1,4 @@
-"""The planner of a `BatchAttention`, from its configuration and its device; the same on every device."""
+"""Makes the planner of a `BatchAttention` from its configuration and a description of its device."""
 
 from trunkattn.config import AttentionConfig
 from trunkattn.planner.packing.cost import cost_model
@@ -8,10 +8,22 @@ from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, DeviceModel
 
 
 def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
-    """A batch-invariant plan cuts at chunks of a fixed number of tokens, in whole pages."""
-    dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-    model = cost_model(machine, *dims, config.cache_dtype.itemsize)
-    columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size) if config.batch_invariant else 1
-    chunk = columns * config.page_size if config.batch_invariant else 0
-    rule = split_rule(machine, model, config.num_kv_heads, config.head_dim + config.value_dim, chunk)
-    return Planner(PlannerSpec(config.page_size, config.policy, model, rule, columns, machine.name))
+    """The planner for one attention on one device.
+
+    A batch-invariant plan shares and splits KV only at multiples of a fixed number of tokens, in whole pages.
+    """
+    model = cost_model(
+        machine,
+        config.num_qo_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.value_dim,
+        config.cache_dtype.itemsize,
+    )
+    share_columns, fixed_chunk = 1, 0
+    if config.batch_invariant:
+        share_columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size)
+        fixed_chunk = share_columns * config.page_size
+    head_dims = config.head_dim + config.value_dim
+    rule = split_rule(machine, model, config.num_kv_heads, head_dims, fixed_chunk)
+    return Planner(PlannerSpec(config.page_size, config.policy, model, rule, share_columns, machine.name))

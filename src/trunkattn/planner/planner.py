@@ -1,40 +1,56 @@
-"""The planner: cold build, and lazy update while only private tails grow (PAT §5.1 "Lazy Update")."""
+"""The planner: from the tables of a step to its work list.
+
+    block table -> prefix forest -> packing -> packs -> row tiles -> work items
+                   prefix_forest    packing/           splitting
+
+A decode step is nearly the one before it: every request has one token more, and now and then a new page of its own. As
+long as nothing but such private tails has grown, the planner keeps its forest and packing and moves the ends of the
+leaves. Anything else is planned from scratch. Both give the same bits.
+
+Source: PAT, https://arxiv.org/abs/2511.22333, §5.1, "Lazy Update" for the patch.
+"""
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.packing import policies as packing
+from trunkattn.planner.packing import policies
 from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.packing.optimal import count_states, optimal
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, emit, part_length, row_tiles
+from trunkattn.planner.splitting import UNLIMITED, SplitRule, emit, row_tiles, split_tiles
 from trunkattn.planner.work_list import KV_END, KV_START, PlanStats, WorkList
 
 Int32Array = NDArray[np.int32]
-Starts = NDArray[np.int32]
 
 HEURISTICS: Final = MappingProxyType(
     {
-        "per_query": packing.per_query,
-        "relay": packing.relay,
-        "cascade": packing.cascade,
-        "pat": packing.pat,
-        "fasttree": packing.fasttree,
+        "per_query": policies.per_query,
+        "relay": policies.relay,
+        "cascade": policies.cascade,
+        "pat": policies.pat,
+        "fasttree": policies.fasttree,
     }
 )
 _DEPENDS_ON_TAILS: Final = frozenset({"fasttree"})  # its choice moves with the length of a leaf
-_CHEAP: Final = ("per_query", "relay", "cascade", "pat")  # what `auto` and `optimal` compare with
-MAX_STATES: Final = MappingProxyType({"auto": 1 << 14, "optimal": 1 << 22})  # at 35 ns each: 0.6 ms, 0.15 s
+_COMPARED: Final = ("per_query", "relay", "cascade", "pat")  # what `auto` and `optimal` take the cheapest of
+# The largest search for the optimum, in cases of `count_states`: under a millisecond for `auto`, well under a second
+# for `optimal`, which was asked for.
+MAX_STATES: Final = MappingProxyType({"auto": 1 << 14, "optimal": 1 << 22})
+_MEGABYTE: Final = 1e6
 
 
 @dataclass(frozen=True)
 class PlannerSpec:
-    """Everything a plan depends on besides the batch. `share_columns`: unit of sharing, in columns."""
+    """Everything a plan depends on besides the batch.
+
+    share_columns: columns of the block table are shared in groups of so many. tile_name: what `stats.tiles` calls the
+    planner's one tile.
+    """
 
     page_size: int
     policy: str
@@ -46,17 +62,21 @@ class PlannerSpec:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: block_table [num_requests, max_pages], seq_lens [num_requests], query_start_loc [num_requests + 1]."""
+    """The tables of one step.
+
+    block_table [num_requests, max_pages], seq_lens [num_requests], query_start_loc [num_requests + 1]. window: the
+    sliding window in tokens, the current one included.
+    """
 
     block_table: Int32Array
     seq_lens: Int32Array
     query_start_loc: Int32Array
-    window: int = UNLIMITED  # sliding window in tokens, the current one included
+    window: int = UNLIMITED
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A work list, the pages it was made for (a copy) and what `stats` needs."""
+    """A work list, a copy of the tables that it was made for, and what `stats` needs."""
 
     work: WorkList
     batch: Batch
@@ -67,181 +87,205 @@ class Planned:
 
     def stats(self) -> PlanStats:
         """See PlanStats."""
-        items = self.work.items
-        read = int((items[:, KV_END].astype(np.int64) - items[:, KV_START]).sum())
-        batch, per_tile = self.batch, self.spec.model.queries_per_tile
-        alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, per_tile))
-        tiles = {self.spec.tile_name: len(items)}
-        return PlanStats(read, alone, self.num_packs, len(items), tiles, self.policy, self.reason)
+        items, batch = self.work.items, self.batch
+        tokens_read = int((items[:, KV_END].astype(np.int64) - items[:, KV_START]).sum())
+        per_tile = self.spec.model.queries_per_tile
+        tokens_alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, per_tile))
+        return PlanStats(
+            kv_tokens_read=tokens_read,
+            kv_tokens_per_query=tokens_alone,
+            num_packs=self.num_packs,
+            num_work_items=len(items),
+            tiles={self.spec.tile_name: len(items)},
+            policy=self.policy,
+            reason=self.reason,
+        )
+
+
+class _Packing(NamedTuple):
+    """How a forest is packed (see `packing.policies`), by which policy, and why by this one."""
+
+    start: Int32Array
+    policy: str
+    reason: str
+
+
+class _Tables(NamedTuple):
+    """The tables of a step, for compiled functions."""
+
+    block_table: Int32Array
+    seq_lens: Int32Array
+    query_start_loc: Int32Array
 
 
 @dataclass
 class _Last:
-    """The last cold build, and the tails as they are now."""
+    """The last forest that was built, with the tails as they are now, and its packing for each window."""
 
-    batch: Batch
+    tables: _Tables
     query_lens: Int32Array
     forest: Forest
-    starts: dict[int, tuple[Starts, str, str]]  # by window: start, policy, reason
+    packings: dict[int, _Packing]
 
 
 class Planner:
-    """Plans one step at a time; remembers the last forest so that a growing batch is patched, not rebuilt."""
+    """Plans one step at a time. It remembers the last forest, so that a growing batch is patched, not built again."""
 
     def __init__(self, spec: PlannerSpec) -> None:
         self.spec = spec
         self._last: _Last | None = None
 
     def forget(self) -> None:
-        """Makes the next plan a cold one: what was planned last was not used."""
+        """Makes the next plan start from scratch: what was planned last was not used."""
         self._last = None
 
     def plan(self, batch: Batch) -> Planned:
-        """Work list of a validated batch; equal, bit for bit, to that of a planner that never saw another batch."""
+        """Work list of a checked batch; equal, bit for bit, to that of a planner that has never seen another one."""
         last = self._update(batch)
-        if batch.window not in last.starts:
-            last.starts[batch.window] = self._choose(last, batch)
-        start, policy, reason = last.starts[batch.window]
-        if policy in _DEPENDS_ON_TAILS or batch.window != UNLIMITED:
-            del last.starts[batch.window]
-        return _planned(last, start, batch, self.spec, (policy, reason))
+        if batch.window not in last.packings:
+            last.packings[batch.window] = self._choose(last, batch)
+        packing = last.packings[batch.window]
+        if packing.policy in _DEPENDS_ON_TAILS or batch.window != UNLIMITED:
+            del last.packings[batch.window]
+        return _assemble(last, packing, batch, self.spec)
 
     def plan_unshared(self, batch: Batch, spec: PlannerSpec, reason: str) -> Planned:
-        """Work list of the batch that was planned last, or whose forest was asked for, if nothing is shared. spec: may
-        cut by another rule than the planner's own."""
-        assert self._last is not None
-        forest = self._last.forest
-        start = packing.per_query(forest, np.empty(0, np.int64), spec.model)
-        return _planned(self._last, start, batch, spec, ("per_query", reason))
+        """Work list of the batch that was planned last, or whose forest was asked for, if nothing is shared.
+
+        spec: may split by another rule than the planner's own.
+        """
+        assert self._last is not None, "plan_unshared needs a batch that was planned before"
+        start = policies.per_query(self._last.forest, np.empty(0, np.int64), spec.model)
+        return _assemble(self._last, _Packing(start, "per_query", reason), batch, spec)
 
     def forest(self, batch: Batch) -> tuple[Forest, Int32Array]:
-        """The prefix forest of a validated batch, and the block table it was made for."""
+        """The prefix forest of a checked batch, and the copy of the block table that it was made for."""
         last = self._update(batch)
-        return last.forest, last.batch.block_table
+        return last.forest, last.tables.block_table
 
     def _update(self, batch: Batch) -> _Last:
         last = self._last
-        if last is None or not self._grown(last, batch):
-            last = self._last = self._cold(batch)
+        if last is None or not self._patched(last, batch):
+            last = self._last = self._build(batch)
         return last
 
-    def _cold(self, batch: Batch) -> _Last:
+    def _build(self, batch: Batch) -> _Last:
         query_lens = np.diff(batch.query_start_loc).astype(np.int32)
-        table = batch.block_table.copy()
-        forest = build_forest(table, batch.seq_lens, query_lens, self.spec.page_size, self.spec.share_columns)
-        kept = Batch(table, batch.seq_lens.copy(), batch.query_start_loc.copy())
-        return _Last(kept, query_lens, Forest(*forest), {})
+        tables = _Tables(batch.block_table.copy(), batch.seq_lens.copy(), batch.query_start_loc.copy())
+        arrays = build_forest(
+            tables.block_table, tables.seq_lens, query_lens, self.spec.page_size, self.spec.share_columns
+        )
+        return _Last(tables, query_lens, Forest(*arrays), {})
 
-    def _grown(self, last: _Last, batch: Batch) -> bool:
-        if batch.block_table.shape != last.batch.block_table.shape:
+    def _patched(self, last: _Last, batch: Batch) -> bool:
+        if batch.block_table.shape != last.tables.block_table.shape:
             return False
-        before = (last.batch.block_table, last.batch.seq_lens, last.batch.query_start_loc)
-        after = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-        units = (self.spec.page_size, self.spec.share_columns)
-        return bool(_grow(last.forest, before, after, units))
+        tables = _Tables(batch.block_table, batch.seq_lens, batch.query_start_loc)
+        return bool(_grow_tails(last.forest, last.tables, tables, self.spec.page_size, self.spec.share_columns))
 
-    def _choose(self, last: _Last, batch: Batch) -> tuple[Starts, str, str]:
-        """The packing, the policy that made it, and why."""
+    def _choose(self, last: _Last, batch: Batch) -> _Packing:
+        """The packing of the configured policy, or the cheapest one."""
         forest, spec = last.forest, self.spec
-        queries = packing.queries_below(forest, last.query_lens)
+        queries = policies.queries_below(forest, last.query_lens)
         if spec.policy in HEURISTICS:
-            return HEURISTICS[spec.policy](forest, queries, spec.model), spec.policy, "as configured"
+            return _Packing(HEURISTICS[spec.policy](forest, queries, spec.model), spec.policy, "as configured")
         if bool(forest.is_leaf.all()):
-            return packing.per_query(forest, queries, spec.model), "per_query", "no two requests share a full page"
-        lowest = _lowest_token(batch)
-        found = {name: HEURISTICS[name](forest, queries, spec.model) for name in _CHEAP}
-        states = int(count_states(forest))
-        within = states <= MAX_STATES[spec.policy]
-        if within:
+            start = policies.per_query(forest, queries, spec.model)
+            return _Packing(start, "per_query", "no two requests share a full page")
+        found = {name: HEURISTICS[name](forest, queries, spec.model) for name in _COMPARED}
+        states, allowed = int(count_states(forest)), MAX_STATES[spec.policy]
+        if states <= allowed:  # first, so that it wins a tie
             found = {"optimal": optimal(forest, queries, spec.model), **found}
-        costs = {name: _cost(forest, start, lowest, last.query_lens, spec.model) for name, start in found.items()}
+        first_visible = _first_visible(batch)
+        costs = {
+            name: int(
+                policies.packing_cost(policies.collect_packs(forest, start, first_visible), last.query_lens, spec.model)
+            )
+            for name, start in found.items()
+        }
         name = min(costs, key=lambda candidate: costs[candidate])
-        reason = f"least predicted cost: {_list_costs(costs)}"
-        if not within:
-            reason += f"; optimal left out: {states} states, {MAX_STATES[spec.policy]} allowed"
-        return found[name], name, reason
+        listed = ", ".join(f"{name} {cost / _MEGABYTE:.3g} MB" for name, cost in costs.items())
+        left_out = "" if states <= allowed else f"; optimal left out: {states} states, {allowed} allowed"
+        return _Packing(found[name], name, f"least predicted cost: {listed}{left_out}")
 
 
-def _planned(last: _Last, start: Starts, batch: Batch, spec: PlannerSpec, choice: tuple[str, str]) -> Planned:
-    """choice: policy and reason."""
-    packs, work = _assemble(last.forest, start, batch, spec)
-    kept = Batch(last.batch.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
-    return Planned(work, kept, len(packs.kv_row), *choice, spec)
-
-
-def _list_costs(costs: dict[str, int]) -> str:
-    return ", ".join(f"{name} {cost / 1e6:.3g} MB" for name, cost in costs.items())
-
-
-def _cost(forest: Forest, start: Starts, lowest: Int32Array, query_lens: Int32Array, model: CostModel) -> int:
-    return int(packing.packing_cost(packing.collect_packs(forest, start, lowest), query_lens, model))
-
-
-def _lowest_token(batch: Batch) -> Int32Array:
-    """[num_requests] the first token that any of a request's query tokens sees."""
+def _first_visible(batch: Batch) -> Int32Array:
+    """[num_requests] the first token that any query token of a request sees."""
     if batch.window == UNLIMITED:
         return np.zeros(len(batch.seq_lens), np.int32)
     first_query = batch.seq_lens.astype(np.int64) - np.diff(batch.query_start_loc)
     return np.maximum(first_query + 1 - batch.window, 0).astype(np.int32)
 
 
-def _assemble(forest: Forest, start: Starts, batch: Batch, spec: PlannerSpec) -> tuple[packing.Packs, WorkList]:
-    packs = packing.collect_packs(forest, start, _lowest_token(batch))
-    tables = (batch.seq_lens, batch.query_start_loc, batch.window)
-    return packs, WorkList(*_assemble_arrays(packs, tables, spec.model.queries_per_tile, spec.rule))
+def _assemble(last: _Last, packing: _Packing, batch: Batch, spec: PlannerSpec) -> Planned:
+    packs = policies.collect_packs(last.forest, packing.start, _first_visible(batch))
+    arrays = _work_list_arrays(
+        packs, batch.seq_lens, batch.query_start_loc, batch.window, spec.model.queries_per_tile, spec.rule
+    )
+    kept = Batch(last.tables.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
+    return Planned(WorkList(*arrays), kept, len(packs.kv_row), packing.policy, packing.reason, spec)
 
 
 @njit
-def _assemble_arrays(packs, batch, queries_per_tile, rule):
-    seq_lens, query_start_loc, window = batch
-    tiles, query, position = row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile)
-    parts = part_length(rule, tiles)
-    return emit(packs, tiles, parts, query, position, window, rule, query_start_loc[-1])
+def _work_list_arrays(packs, seq_lens, query_start_loc, window, queries_per_tile, rule):
+    """The arrays of a WorkList, in its order."""
+    tiles = row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile)
+    splits = split_tiles(rule, tiles.tiles)
+    return emit(packs, tiles, splits, window, rule, query_start_loc[-1])
 
 
 @njit
-def _grow(forest, old, new, units):
-    """True, with the old table and the leaves brought up to date, if nothing but private tails grew."""
-    old_table, old_lens, old_loc = old
-    table, seq_lens, query_start_loc = new
-    page_size, share_columns = units
-    for r in range(len(seq_lens)):
-        if query_start_loc[r + 1] - query_start_loc[r] != old_loc[r + 1] - old_loc[r]:
+def _grow_tails(forest, old, new, page_size, share_columns):
+    """Brings the forest and the old tables up to date and returns True if nothing but private tails has grown."""
+    if not _only_tails_grew(forest, old, new, page_size, share_columns):
+        return False
+    order, leaf_of, token_end = forest.order, forest.leaf_of, forest.token_end
+    old_table, old_lens, table, lens = old.block_table, old.seq_lens, new.block_table, new.seq_lens
+    for i in range(len(order)):
+        row = order[i]
+        if lens[row] > old_lens[row]:
+            first, last = (old_lens[row] + page_size - 1) // page_size, (lens[row] + page_size - 1) // page_size
+            for col in range(first, last):
+                old_table[row, col] = table[row, col]
+            old_lens[row] = token_end[leaf_of[i]] = lens[row]
+    return True
+
+
+@njit(inline="always")
+def _only_tails_grew(forest, old, new, page_size, share_columns):
+    """Whether a new forest would have the same nodes, with nothing changed but the ends of some leaves."""
+    order, leaf_of, token_start = forest.order, forest.leaf_of, forest.token_start
+    old_table, old_lens, old_loc = old.block_table, old.seq_lens, old.query_start_loc
+    table, lens, loc = new.block_table, new.seq_lens, new.query_start_loc
+    for r in range(len(lens)):
+        if loc[r + 1] - loc[r] != old_loc[r + 1] - old_loc[r]:
             return False
-    for i in range(len(forest.order)):
-        row, leaf = forest.order[i], forest.leaf_of[i]
-        if seq_lens[row] < old_lens[row]:
+    for i in range(len(order)):
+        row, begin = order[i], token_start[leaf_of[i]]
+        if lens[row] < old_lens[row]:
             return False
-        if seq_lens[row] > old_lens[row]:
-            if forest.token_start[leaf] == old_lens[row]:
+        if lens[row] > old_lens[row]:
+            if begin == old_lens[row]:
                 return False  # an empty leaf is no longer empty
-            first = forest.token_start[leaf] // page_size
+            first = begin // page_size
             was_shareable = old_lens[row] // page_size // share_columns * share_columns > first
-            if not was_shareable and seq_lens[row] // page_size // share_columns * share_columns > first:
-                return False  # the leaf's first block is full now: another row may hold the same one
-        differs = np.int32(0)  # no early exit: the loop is vectorised
+            if not was_shareable and lens[row] // page_size // share_columns * share_columns > first:
+                return False  # the leaf's first pages are full now: another row may hold the same ones
+        differs = np.int32(0)  # no early exit, so that the loop is vectorised
         for col in range((old_lens[row] + page_size - 1) // page_size):
             differs |= table[row, col] ^ old_table[row, col]
         if differs != 0:
             return False
-    for i in range(len(forest.order)):
-        row, leaf = forest.order[i], forest.leaf_of[i]
-        if seq_lens[row] > old_lens[row]:
-            first, last = (old_lens[row] + page_size - 1) // page_size, (seq_lens[row] + page_size - 1) // page_size
-            for col in range(first, last):
-                old_table[row, col] = table[row, col]
-            old_lens[row] = seq_lens[row]
-            forest.token_end[leaf] = seq_lens[row]
     return True
 
 
 @njit
 def tokens_per_query(seq_lens, query_start_loc, window, queries_per_tile):
-    """KV tokens that one pack per request would read."""
+    """KV tokens that the batch would read if nothing were shared: one pack per request, in tiles of the same height."""
     tokens = np.int64(0)
     for row in range(len(seq_lens)):
         first, last = query_start_loc[row], query_start_loc[row + 1]
-        for tile in range(first, last, queries_per_tile):
-            stop = min(tile + queries_per_tile, last)
-            tokens += seq_lens[row] - last + stop - max(0, seq_lens[row] - last + tile + 1 - window)
+        for begin in range(first, last, queries_per_tile):
+            end = min(begin + queries_per_tile, last)
+            tokens += seq_lens[row] - last + end - max(0, seq_lens[row] - last + begin + 1 - window)
     return tokens

@@ -1,106 +1,141 @@
-"""Block table -> prefix forest (PAT §5.1, "Tree Structure Block Table"), in flat arrays.
+"""The prefix forest of a step: which requests share which pages, found from the block table alone.
 
-A physical page at column j belongs to exactly one prefix, so two requests share a node exactly where their page ids
-are equal in every column up to there. A node is a maximal run of columns shared by the same set of rows. Only pages
-that are full for a row can be shared; what follows a row's last shared page is the row's own *leaf*, which may be
-empty (a request that is a prefix of another, or one of several equal requests).
+Engines give equal prefixes the same physical pages, and a page at column j belongs to exactly one prefix. So two
+requests share their first columns exactly as far as their page ids are equal. With pages of 16 tokens:
 
-The result does not depend on how it is computed: with `rep[r, c]` = the lowest row that shares columns 0..c with row r
-(r itself from the first private column on), `order` sorts the rows lexicographically by `rep`, and nodes are numbered
-in depth-first order with children in the order of their lowest row.
+    block table                 forest
+    row 0:  7  8  3  5          node 0: tokens [0, 32) of rows 0, 1, 2           the trunk
+    row 1:  7  8  3  6           |- node 1: [32, 48) of rows 0, 1
+    row 2:  7  8  4              |   |- node 2: leaf of row 0
+    row 3:  9                    |   `- node 3: leaf of row 1
+                                 `- node 4: leaf of row 2
+                                node 5: leaf of row 3                            another tree
+
+A *node* is a longest segment of columns that the same rows share. Only pages that are full for a row can be shared.
+What follows a row's last shared page is its own *leaf*. It is empty for a request that is a prefix of another one, or
+equal to it.
+
+The result does not depend on how it is computed, so the planner on a GPU finds the same forest in another way. Let
+`rep[r, c]` be the lowest row that shares columns 0 to c with row r (r itself, where no other does). Then `order` sorts
+the rows lexicographically by `rep`, and nodes are numbered depth first, children in the order of their lowest row.
+
+Source: PAT, https://arxiv.org/abs/2511.22333, §5.1 "Tree Structure Block Table".
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 
-ROOT = -1
-_EMPTY = -1
+ROOT: Final = -1  # parent of a node without one
+_EMPTY: Final = -1
+_TOP: Final = 0  # while a forest is built, all of its trees hang below this node, which holds no column
+_MIN_BUCKETS: Final = 4
+_BUCKETS_PER_ROW: Final = 4  # a row adds at most two children, so the hash table stays half empty
 
 
 class Forest(NamedTuple):
-    """Flat arrays, int32. N nodes in depth-first order, R active rows (query length > 0).
+    """Flat arrays: N nodes in depth-first order, R active rows (those with a query token).
 
-    A node's rows are `order[row_start:row_end]`; its KV is tokens `[token_start, token_end)` of any of them.
+    A node's rows are `order[row_start:row_end]`. Its KV is tokens `[token_start, token_end)` of any of them.
     """
 
     order: NDArray[np.int32]  # [R] rows of the block table, depth first
     parent: NDArray[np.int32]  # [N] node, or ROOT
-    depth: NDArray[np.int32]  # [N] number of proper ancestors
+    depth: NDArray[np.int32]  # [N] number of ancestors
     row_start: NDArray[np.int32]  # [N] into order
     row_end: NDArray[np.int32]  # [N]
     token_start: NDArray[np.int32]  # [N]
     token_end: NDArray[np.int32]  # [N] a leaf's end is its row's seq_len
-    is_leaf: NDArray[np.bool_]  # [N] exactly one leaf per active row
-    leaf_of: NDArray[np.int32]  # [R] leaf node of order[i]
+    is_leaf: NDArray[np.bool_]  # [N] each active row has exactly one leaf
+    leaf_of: NDArray[np.int32]  # [R] leaf of order[i]
+
+
+# A node while the forest is built; _EMPTY: none. Children are a linked list.
+_NODE: Final = np.dtype(
+    [
+        ("row", np.int32),  # the first row that came to the node; its pages are the node's
+        ("col_start", np.int32),
+        ("col_end", np.int32),
+        ("leaf_row", np.int32),  # the row whose leaf the node is
+        ("parent", np.int32),
+        ("first_child", np.int32),
+        ("last_child", np.int32),
+        ("next_sibling", np.int32),
+        ("prev_sibling", np.int32),
+    ]
+)
 
 
 @njit
 def build_forest(table, seq_lens, query_lens, page_size, share_columns):
-    """Builds the forest in one pass over the shared part of the table.
+    """The Forest of a block table, in one pass over the part of it that is shared.
 
-    table [num_requests, max_pages] int32, seq_lens and query_lens [num_requests] int32. `share_columns` is the unit of
-    sharing in columns: 1, or the chunk of a batch-invariant plan. Rows with query length 0 are left out.
+    table [num_requests, max_pages], seq_lens and query_lens [num_requests], all int32. Rows without query tokens are
+    left out. share_columns: columns are shared in groups of so many, 1 or the chunk of a batch-invariant plan.
+
+    Each row walks down from the top as far as its pages are those of a node, which a hash table finds by (parent, next
+    pages). Where it leaves a node in the middle, the node is cut in two.
     """
     num_rows = table.shape[0]
-    cap = 2 * num_rows + 1
-    rep = np.empty(cap, np.int32)
-    col_start = np.empty(cap, np.int32)
-    col_end = np.empty(cap, np.int32)
-    leaf_row = np.full(cap, _EMPTY, np.int32)
-    parent = np.full(cap, _EMPTY, np.int32)
-    first_child = np.full(cap, _EMPTY, np.int32)
-    last_child = np.full(cap, _EMPTY, np.int32)
-    next_sibling = np.full(cap, _EMPTY, np.int32)
-    prev_sibling = np.full(cap, _EMPTY, np.int32)
-    buckets = 4
-    while buckets < 4 * num_rows:
-        buckets *= 2
-    slots = np.full(buckets, _EMPTY, np.int32)  # open addressing: (parent, block of pages) -> child
-    rep[0], col_start[0], col_end[0] = 0, 0, 0
-    count = np.int64(1)  # not a literal, for which the helpers would be compiled once more
+    nodes = np.empty(2 * num_rows + 1, _NODE)
+    num_buckets = _MIN_BUCKETS
+    while num_buckets < _BUCKETS_PER_ROW * num_rows:
+        num_buckets *= 2
+    buckets = np.full(num_buckets, _EMPTY, np.int32)  # open addressing: (parent, group of pages) -> child
+    _set_node(nodes, np.int64(_TOP), np.int64(0), np.int64(0), np.int64(0))
+    count = np.int64(1)  # a literal would make Numba compile the helpers a second time
     for row in range(num_rows):
         if query_lens[row] == 0:
             continue
         full = seq_lens[row] // page_size // share_columns * share_columns
-        node, col = np.int64(0), np.int64(0)
+        node, col = np.int64(_TOP), np.int64(0)
         while col < full:
-            slot = _find(slots, parent, rep, col_start, table, row, col, node, share_columns)
-            child = np.int64(slots[slot])
+            bucket = _find(nodes, buckets, table, row, col, node, share_columns)
+            child = np.int64(buckets[bucket])
             if child == _EMPTY:
                 break
             end = col + share_columns
-            while end < col_end[child] and end < full and _same(table, row, rep[child], end, share_columns):
+            child_end, child_row = nodes[child].col_end, np.int64(nodes[child].row)
+            while end < child_end and end < full and _same(table, row, child_row, end, share_columns):
                 end += share_columns
-            if end == col_end[child] and leaf_row[child] == _EMPTY:
+            if end == child_end and nodes[child].leaf_row == _EMPTY:
                 node, col = child, end
                 continue
-            upper = count  # the shared part of the edge becomes a node of its own
+            upper = count  # what the row shares of the child becomes a node of its own
             count += 1
-            rep[upper], col_start[upper], col_end[upper], parent[upper] = rep[child], col, end, node
-            _replace_child(upper, child, node, first_child, last_child, next_sibling, prev_sibling)
-            slots[slot] = upper
-            col_start[child] = end
-            parent[child] = upper
-            _append_child(child, upper, first_child, last_child, next_sibling, prev_sibling)
-            if end < col_end[child]:
-                _insert(slots, parent, rep, col_start, table, child, share_columns)
+            _set_node(nodes, upper, child_row, col, end)
+            _replace_child(nodes, upper, child)
+            buckets[bucket] = upper
+            nodes[child].col_start = end
+            _append_child(nodes, child, upper)
+            if end < child_end:
+                _insert(nodes, buckets, table, child, share_columns)
             node, col = upper, end
             break
         leaf = count
         count += 1
-        rep[leaf], col_start[leaf], col_end[leaf], leaf_row[leaf], parent[leaf] = row, col, full, row, node
-        _append_child(leaf, node, first_child, last_child, next_sibling, prev_sibling)
+        _set_node(nodes, leaf, row, col, full)
+        nodes[leaf].leaf_row = row
+        _append_child(nodes, leaf, node)
         if col < full:
-            _insert(slots, parent, rep, col_start, table, leaf, share_columns)
-    return _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_end, seq_lens, page_size)
+            _insert(nodes, buckets, table, leaf, share_columns)
+    return _number(nodes, count, seq_lens, page_size)
+
+
+@njit(cached=False)
+def _set_node(nodes, node, row, col_start, col_end):
+    """A node that has its columns and no relatives yet."""
+    new = nodes[node]
+    new.row, new.col_start, new.col_end = row, col_start, col_end
+    new.leaf_row = new.parent = new.first_child = new.last_child = new.next_sibling = new.prev_sibling = _EMPTY
 
 
 @njit(cached=False)
 def _same(table, row_a, row_b, col, width):
+    """Whether two rows have the same pages in `width` columns from `col` on."""
     equal = True
     for j in range(col, col + width):
         equal &= table[row_a, j] == table[row_b, j]
@@ -113,61 +148,64 @@ def _hash(node, page, mask):
 
 
 @njit(cached=False)
-def _find(slots, parent, rep, col_start, table, row, col, node, width):
-    """The slot of the child of `node` whose first block of pages equals the row's at `col`, or the free slot for it."""
-    mask = len(slots) - 1
-    slot = _hash(node, table[row, col], mask)
-    while slots[slot] != _EMPTY:
-        child = slots[slot]
-        if parent[child] == node and _same(table, row, rep[child], col, width):
+def _find(nodes, buckets, table, row, col, node, width):
+    """The bucket of the child of `node` that begins with the row's pages from `col` on, or the free bucket for it."""
+    mask = len(buckets) - 1
+    bucket = _hash(node, table[row, col], mask)
+    while buckets[bucket] != _EMPTY:
+        child = buckets[bucket]
+        if nodes[child].parent == node and _same(table, row, np.int64(nodes[child].row), col, width):
             break
-        slot = (slot + 1) & mask
-    return slot
+        bucket = (bucket + 1) & mask
+    return bucket
 
 
 @njit(cached=False)
-def _insert(slots, parent, rep, col_start, table, child, width):
-    col = np.int64(col_start[child])
-    row, node = np.int64(rep[child]), np.int64(parent[child])
-    slots[_find(slots, parent, rep, col_start, table, row, col, node, width)] = child
+def _insert(nodes, buckets, table, child, width):
+    """Makes a child with at least one column known to `_find`."""
+    row, col, node = np.int64(nodes[child].row), np.int64(nodes[child].col_start), np.int64(nodes[child].parent)
+    buckets[_find(nodes, buckets, table, row, col, node, width)] = child
 
 
 @njit(cached=False)
-def _append_child(child, node, first_child, last_child, next_sibling, prev_sibling):
-    prev_sibling[child] = last_child[node]
-    next_sibling[child] = _EMPTY
-    if last_child[node] == _EMPTY:
-        first_child[node] = child
+def _append_child(nodes, child, node):
+    """Makes `child` the last child of `node`."""
+    last = nodes[node].last_child
+    nodes[child].parent = node
+    nodes[child].prev_sibling = last
+    nodes[child].next_sibling = _EMPTY
+    if last == _EMPTY:
+        nodes[node].first_child = child
     else:
-        next_sibling[last_child[node]] = child
-    last_child[node] = child
+        nodes[last].next_sibling = child
+    nodes[node].last_child = child
 
 
 @njit(cached=False)
-def _replace_child(new, old, node, first_child, last_child, next_sibling, prev_sibling):
-    before, after = prev_sibling[old], next_sibling[old]
-    prev_sibling[new], next_sibling[new] = before, after
+def _replace_child(nodes, new, old):
+    """Puts a new node in the place of `old` among the children of old's parent."""
+    node, before, after = nodes[old].parent, nodes[old].prev_sibling, nodes[old].next_sibling
+    nodes[new].parent, nodes[new].prev_sibling, nodes[new].next_sibling = node, before, after
     if before == _EMPTY:
-        first_child[node] = new
+        nodes[node].first_child = new
     else:
-        next_sibling[before] = new
+        nodes[before].next_sibling = new
     if after == _EMPTY:
-        last_child[node] = new
+        nodes[node].last_child = new
     else:
-        prev_sibling[after] = new
+        nodes[after].prev_sibling = new
 
 
 @njit(inline="always")
-def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_end, seq_lens, page_size):
-    """Depth-first numbering: nodes, rows and tokens as `Forest` holds them. The root itself is left out."""
+def _number(nodes, count, seq_lens, page_size):
+    """The Forest of a finished tree: nodes are numbered depth first, and the top itself is left out."""
     num_nodes = count - 1
     num_rows = 0
     for node in range(count):
-        if leaf_row[node] != _EMPTY:
-            num_rows += 1
+        num_rows += nodes[node].leaf_row != _EMPTY
     order = np.empty(num_rows, np.int32)
     leaf_of = np.empty(num_rows, np.int32)
-    new_parent = np.empty(num_nodes, np.int32)
+    parent = np.empty(num_nodes, np.int32)
     depth = np.empty(num_nodes, np.int32)
     row_start = np.empty(num_nodes, np.int32)
     row_end = np.empty(num_nodes, np.int32)
@@ -175,32 +213,32 @@ def _number(count, first_child, next_sibling, parent, leaf_row, col_start, col_e
     token_end = np.empty(num_nodes, np.int32)
     is_leaf = np.empty(num_nodes, np.bool_)
     number = np.full(count, ROOT, np.int32)
-    node, next_number, rows = first_child[0], 0, 0
+    node, next_number, rows = nodes[_TOP].first_child, 0, 0
     while node != _EMPTY:
         k = next_number
         next_number += 1
         number[node] = k
-        up = number[parent[node]]
-        new_parent[k] = up
+        up = number[nodes[node].parent]
+        parent[k] = up
         depth[k] = 0 if up == ROOT else depth[up] + 1
         row_start[k] = rows
-        token_start[k] = col_start[node] * page_size
-        token_end[k] = col_end[node] * page_size
-        is_leaf[k] = leaf_row[node] != _EMPTY
+        token_start[k] = nodes[node].col_start * page_size
+        token_end[k] = nodes[node].col_end * page_size
+        row = nodes[node].leaf_row
+        is_leaf[k] = row != _EMPTY
         if is_leaf[k]:
-            row = leaf_row[node]
             order[rows], leaf_of[rows] = row, k
             token_end[k] = seq_lens[row]
             rows += 1
-        if first_child[node] != _EMPTY:
-            node = first_child[node]
+        if nodes[node].first_child != _EMPTY:
+            node = nodes[node].first_child
             continue
-        while node != 0:
+        while node != _TOP:  # up to the first ancestor, or the node itself, that has another sibling
             row_end[number[node]] = rows
-            if next_sibling[node] != _EMPTY:
-                node = next_sibling[node]
+            if nodes[node].next_sibling != _EMPTY:
+                node = nodes[node].next_sibling
                 break
-            node = parent[node]
-        if node == 0:
+            node = nodes[node].parent
+        if node == _TOP:
             break
-    return order, new_parent, depth, row_start, row_end, token_start, token_end, is_leaf, leaf_of
+    return Forest(order, parent, depth, row_start, row_end, token_start, token_end, is_leaf, leaf_of)

@@ -1,11 +1,21 @@
-"""Cuts of row tiles by a simulated schedule: where a tile costs arithmetic, every cut costs partials (PAT §6).
+"""Where to split row tiles of prompt chunks: the schedule is simulated (PAT, https://arxiv.org/abs/2511.22333, §6).
 
-Chunks of prompts fill their tiles, so the device is busy with few of them, and the last ones to start decide when it
-ends. Tiles are cut into equal parts of at most some share of a slot's work: of the shares tried, that one is taken
-with which the slots, given the heaviest item next, would end first.
+A tile of a prompt chunk is full of query rows. Its time is arithmetic, and each split costs partial results, which are
+written, read and merged. A few such tiles keep a device busy, and whichever ends last decides when the step is over:
+
+    3 workers, 4 equal tiles           the same tiles, each in 3 splits
+    |--- 0 ---|--- 3 ---|              |-0-|-1-|-2-|-3-|
+    |--- 1 ---|  idle                  |-0-|-1-|-2-|-3-|
+    |--- 2 ---|  idle                  |-0-|-1-|-2-|-3-|
+
+So several limits to the size of an item are tried. For each of them the items are given out heaviest first, each to the
+worker that is free first, and the limit whose last worker ends first wins. A *worker* computes one item of one KV head
+at a time: a program (CTA) on a GPU, a thread on a CPU. `SplitRule.num_slots` of them work at once.
+
+Times are in bytes: what a worker computes while so many bytes of KV are read.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -13,22 +23,34 @@ from trunkattn.compiled import njit
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 
 _NEVER: Final = np.iinfo(np.int64).max
-_MERGE: Final = 2  # a merge is a launch more, which takes about as long as it takes to begin and end so many items
-FINEST: Final = 3  # items of a slot, at most, that tiles are cut for
+_MERGE_ITEMS: Final = 2  # a merge is one more launch, which takes as long as it takes to begin and end so many items
+_TRUSTED: Final = 16  # predictions that differ by less than one part in so many are taken as equal
+FINEST: Final = 3  # items per worker, at most, that tiles are split for
+
+
+class _ItemLimit(NamedTuple):
+    """The largest item allowed: `sixteenths` / 16 of a worker's share of all work, divided by `items_per_worker`."""
+
+    sixteenths: int
+    items_per_worker: int
+
+
+# A little over the share, so that a tile of a little over n shares is split into n, not n + 1.
+_LIMITS: Final = (_ItemLimit(17, 1), _ItemLimit(18, 1), _ItemLimit(17, 2), _ItemLimit(17, FINEST))
 
 
 @njit(inline="always")
 def weight_of(rule, tokens, queries):
-    """Time of one item on one head, in bytes."""
+    """Time of one item on one head, without the item's fixed cost. Rows are computed in whole units of `row_unit`."""
     rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) & -rule.row_unit
     return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
 
 
 @njit(cached=False)
 def heaviest_first(weights):
-    """The order of items by falling weight; equal ones stay as they are. A merge sort from the bottom up.
+    """The order of items by falling weight; equal ones keep their order. A merge sort from the bottom up.
 
-    NumPy's argsort costs Numba a second to compile.
+    Numba compiles this much faster than NumPy's argsort.
     """
     count = len(weights)
     order, merged = np.empty(count, np.int32), np.empty(count, np.int32)
@@ -51,85 +73,94 @@ def heaviest_first(weights):
     return order
 
 
+@njit(inline="always")
+def split_evenly(rule, tokens, num_splits):
+    """Tokens of each of `num_splits` splits of about equal length. Borders lie on the grid, so there may be fewer."""
+    num_splits = min(num_splits, (tokens + rule.grid - 1) // rule.grid)
+    length = (tokens + num_splits - 1) // num_splits
+    return tokens if num_splits == 1 else (length + rule.grid - 1) // rule.grid * rule.grid
+
+
 @njit
-def scheduled_parts(rule, tiles):
-    """[T] int32: tokens of each part a tile is cut into, as `splitting.part_length`."""
-    lengths = tiles[:, 2] - tiles[:, 1]
+def scheduled_splits(rule, tiles):
+    """[T] int32: tokens of each split of a tile; a tile that stays whole has all of its tokens in one.
+
+    tiles: as `splitting.RowTiles.tiles`.
+    """
+    lengths = tiles[:, KV_END] - tiles[:, KV_START]
     weights = np.empty(len(tiles), np.int64)
     for t in range(len(tiles)):
-        weights[t] = weight_of(rule, lengths[t], tiles[t, 4] - tiles[t, 3])
+        weights[t] = weight_of(rule, lengths[t], tiles[t, QUERY_END] - tiles[t, QUERY_START])
     whole = lengths.astype(np.int32)
     share = (weights.sum() + rule.item_bytes * len(tiles)) * rule.num_kv_heads // rule.num_slots
-    enough = share + share // 16
-    if len(tiles) == 0 or weights.max() <= share // 16:
+    good_enough = share + share // _TRUSTED
+    if len(tiles) == 0 or weights.max() <= share // _TRUSTED:
         return whole
-    best, best_time, whole_time = whole, _NEVER, _time(rule, tiles, weights, whole)
-    # of an item, in shares; a little over, so that tiles of a little over n shares are cut into n parts
-    for sixteenths, pieces in ((17, 1), (18, 1), (17, 2), (17, FINEST)):
-        if min(whole_time, best_time) <= enough:
+    best, best_time, whole_time = whole, _NEVER, _schedule_time(rule, tiles, weights, whole)
+    for limit in _LIMITS:
+        if min(whole_time, best_time) <= good_enough:
             break
-        parts = _cut(rule, lengths, weights, max(np.int64(1), share * sixteenths // (16 * pieces)))
-        time = _time(rule, tiles, weights, parts)
+        most = share * limit.sixteenths // (16 * limit.items_per_worker)
+        splits = _split_above(rule, lengths, weights, max(np.int64(1), most))
+        time = _schedule_time(rule, tiles, weights, splits)
         if time < best_time:
-            best, best_time = parts, time
-    # no prediction is exact
-    return best if best_time + _MERGE * rule.item_bytes < whole_time - whole_time // 16 else whole
+            best, best_time = splits, time
+    gains = best_time + _MERGE_ITEMS * rule.item_bytes < whole_time - whole_time // _TRUSTED
+    return best if gains else whole
 
 
 @njit(cached=False)
-def _cut(rule, lengths, weights, most):
-    """Parts of about equal weight, of at most `most` but for the grid."""
-    parts = np.empty(len(lengths), np.int32)
+def _split_above(rule, lengths, weights, most):
+    """Splits of about equal weight, each of at most `most` as far as the grid allows."""
+    splits = np.empty(len(lengths), np.int32)
     for t in range(len(lengths)):
-        pieces = min((weights[t] + most - 1) // most, np.int64((lengths[t] + rule.grid - 1) // rule.grid))
-        part = (lengths[t] + pieces - 1) // pieces
-        parts[t] = lengths[t] if pieces == 1 else (part + rule.grid - 1) // rule.grid * rule.grid
-    return parts
+        splits[t] = split_evenly(rule, np.int64(lengths[t]), (weights[t] + most - 1) // most)
+    return splits
 
 
 @njit
-def _time(rule, tiles, weights, parts):
-    """Time until the last slot ends, and the slots' shares of the partials."""
-    most = np.int64(0)
+def _schedule_time(rule, tiles, weights, splits):
+    """Time until the last worker ends, and each worker's share of writing and reading partial results."""
+    num_items = np.int64(0)
     for t in range(len(tiles)):
-        most += (tiles[t, 2] - tiles[t, 1] + parts[t] - 1) // parts[t]
-    items = np.empty(most, np.int64)
-    count, partials = 0, np.int64(0)
+        num_items += (tiles[t, KV_END] - tiles[t, KV_START] + splits[t] - 1) // splits[t]
+    items = np.empty(num_items, np.int64)
+    count, partial_bytes = 0, np.int64(0)
     for t in range(len(tiles)):
-        length = np.int64(tiles[t, 2] - tiles[t, 1])
-        for begin in range(0, length, parts[t]):
-            items[count] = weights[t] * min(np.int64(parts[t]), length - begin) // length + rule.item_bytes
+        length = np.int64(tiles[t, KV_END] - tiles[t, KV_START])
+        for begin in range(0, length, splits[t]):
+            items[count] = weights[t] * min(np.int64(splits[t]), length - begin) // length + rule.item_bytes
             count += 1
-        if parts[t] < length:
-            pieces = (length + parts[t] - 1) // parts[t]
-            partials += pieces * (tiles[t, 4] - tiles[t, 3]) * rule.group_size * rule.partial_bytes
-    return _end(rule, items) + partials * rule.num_kv_heads // rule.num_slots
+        if splits[t] < length:
+            rows = (tiles[t, QUERY_END] - tiles[t, QUERY_START]) * rule.group_size
+            partial_bytes += (length + splits[t] - 1) // splits[t] * rows * rule.partial_bytes
+    return _last_end(rule, items) + partial_bytes * rule.num_kv_heads // rule.num_slots
 
 
 @njit
 def work_time(rule, items, num_partials):
-    """Time of a work list's items until the last slot ends, and of its partials: one for each query token and slot."""
+    """Time of a work list: until the last worker ends, and for its `num_partials` partial slots."""
     weights = np.empty(len(items), np.int64)
     for i in range(len(items)):
         tokens, queries = items[i, KV_END] - items[i, KV_START], items[i, QUERY_END] - items[i, QUERY_START]
         weights[i] = weight_of(rule, tokens, queries) + rule.item_bytes
     partials = np.int64(num_partials) * rule.group_size * rule.partial_bytes * rule.num_kv_heads // rule.num_slots
-    return _end(rule, weights) + partials + (_MERGE * rule.item_bytes if num_partials else 0)
+    return _last_end(rule, weights) + partials + (_MERGE_ITEMS * rule.item_bytes if num_partials else 0)
 
 
 @njit(cached=False)
-def _end(rule, weights):
-    """When the last slot ends, the heaviest item going next to the slot that ends first, once for each head."""
-    ends = np.zeros(rule.num_slots, np.int64)  # a heap: no slot ends later than its two children
+def _last_end(rule, weights):
+    """When the last worker ends, if the heaviest item, once per head, always goes to the worker that is free first."""
+    ends = np.zeros(rule.num_slots, np.int64)  # a heap: no worker ends later than its two children
     for item in heaviest_first(weights):
         for _ in range(rule.num_kv_heads):
-            _take(ends, weights[item])
+            _give_to_first(ends, weights[item])
     return ends.max()
 
 
 @njit(cached=False)
-def _take(ends, weight):
-    """Gives an item to the slot that ends first."""
+def _give_to_first(ends, weight):
+    """Gives an item to the worker that is free first, and moves that worker down the heap."""
     end, at = ends[0] + weight, 0
     while 2 * at + 1 < len(ends):
         child = 2 * at + 1

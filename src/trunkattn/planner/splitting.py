@@ -1,12 +1,29 @@
-"""Packs -> work items: row tiles, long-KV split, order, partial slots (PAT §5.2 round-up, §6 "Long KV Split", §7)."""
+"""From packs to work items: packs are cut into row tiles, and tiles with much KV are split.
 
-from typing import NamedTuple
+A pack names query tokens and the KV tokens that they read together. A *row tile* holds as many of its queries as one
+work item computes. Where a tile has more KV than is good for the balance, it is split, and each split is a work item:
+
+    one pack, 5 queries, 10 KV tokens         KV 0    4    8 10
+    at most 2 queries a tile,         q0 q1      |----|----|--|     items 0, 1, 2
+    at most 4 tokens an item          q2 q3      |----|----|--|     items 3, 4, 5
+                                      q4         |----|----|--|     items 6, 7, 8
+
+A query in several items gets one *partial slot* per item, in the order of the tokens. A merge adds its partial results
+up. A query in a single item needs none: the item writes the final output. Items stand heaviest first, so that those
+that start last have the least to do.
+
+Source: PAT, https://arxiv.org/abs/2511.22333, §5.2 for tiles, §6 "Long KV Split", §7 for the merge. Flash-decoding
+splits KV in the same way.
+"""
+
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.planner.packing.cost import CostModel
-from trunkattn.planner.split_schedule import heaviest_first, scheduled_parts, weight_of
+from trunkattn.planner.split_schedule import heaviest_first, scheduled_splits, split_evenly, weight_of
 from trunkattn.planner.work_list import (
     DIRECT,
     ITEM_COLUMNS,
@@ -19,26 +36,53 @@ from trunkattn.planner.work_list import (
     DeviceModel,
 )
 
+# A row tile has the columns of a work item, but for the first: it names its pack, not a row of the block table.
+TILE_PACK: Final = KV_ROW
+
+_OPERATIONS_PER_PRODUCT: Final = 2  # a multiplication and an addition
+# An item has at most this part of a worker's share of the work: coarse enough to keep partial results few, fine enough
+# that the workers end together.
+_ITEMS_PER_WORKER: Final = 2
+
 
 class SplitRule(NamedTuple):
-    """Integers only. `fixed_chunk` > 0 cuts at its multiples from the sequence's start and nowhere else."""
+    """How tiles are split; integers only. A *worker* computes one item of one KV head at a time.
 
-    num_slots: int  # programs that run at once
-    num_kv_heads: int  # programs per work item
-    grid: int  # cut points are multiples of this many tokens from the pack's start
-    above_mean: bool  # PAT §6: no item longer than the mean
-    fixed_chunk: int
+    Bytes are a unit of time: what a worker does while so many bytes of KV are read.
+    """
+
+    num_slots: int  # workers
+    num_kv_heads: int  # each item is computed once per KV head
+    grid: int  # splits begin at multiples of this many tokens from the pack's start
+    above_mean: bool  # no item is longer than the mean tile (PAT §6)
+    fixed_chunk: int  # above 0: splits are at its multiples from the sequence's start and nowhere else
     head_bytes: int  # KV bytes of one token and head
-    row_bytes: int  # one row × one key, in the same unit
-    row_unit: int  # a power of two
+    row_bytes: int  # the arithmetic of one query row and one key
+    row_unit: int  # rows are computed in multiples of this, a power of two
     group_size: int
-    by_schedule: bool | None = None  # True: see `planner.split_schedule`; None: not, and it is not compiled either
+    by_schedule: bool | None = None  # True: by `split_schedule`; None: without it, and it is not compiled
     item_bytes: int = 0  # fixed cost of an item of one head
     partial_bytes: int = 0  # one row's partial output and lse, written and read
 
 
+class RowTiles(NamedTuple):
+    """Row tiles, and the query tokens that they hold."""
+
+    tiles: NDArray[np.int32]  # [T, ITEM_COLUMNS] pack, first and end KV token, first and end of the arrays below
+    query: NDArray[np.int32]  # [...] query tokens of the step
+    position: NDArray[np.int32]  # [...] their positions in their sequences
+
+
+class PartialSlots(NamedTuple):
+    """Where partial results go; see WorkList."""
+
+    slots: NDArray[np.int32]
+    merge_queries: NDArray[np.int32]
+    merge_indptr: NDArray[np.int32]
+
+
 def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_dims: int, fixed_chunk: int) -> SplitRule:
-    """The rule for one attention shape on one device. `head_dims`: head_dim + head_dim_v."""
+    """The rule for one attention shape on one device. `head_dims` is head_dim + head_dim_v."""
     return SplitRule(
         num_slots=device.num_slots,
         num_kv_heads=num_kv_heads,
@@ -46,7 +90,7 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
         above_mean=device.split_above_mean,
         fixed_chunk=fixed_chunk,
         head_bytes=model.kv_bytes // num_kv_heads,
-        row_bytes=max(1, 2 * head_dims // device.flops_per_byte),
+        row_bytes=max(1, _OPERATIONS_PER_PRODUCT * head_dims // device.flops_per_byte),
         row_unit=device.row_unit,
         group_size=model.group_size,
         by_schedule=True if device.by_schedule else None,
@@ -57,152 +101,157 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
 
 @njit(inline="always")
 def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
-    """Cuts each pack's query tokens into tiles.
+    """Cuts the query tokens of each pack into row tiles.
 
-    Returns (pack, kv_start, kv_end, query_start, query_end) [T] and the query tokens and their positions [...]. The KV
-    range of a tile is what at least one of its queries sees (causal, window); tiles that see nothing are left out.
+    A tile's KV is what at least one of its queries sees (causal mask, window). Tiles that see nothing are left out.
     """
     starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
-    total, most = 0, 0
-    for p in range(len(indptr) - 1):
-        pack_queries = 0
-        for i in range(indptr[p], indptr[p + 1]):
-            pack_queries += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
-        total += pack_queries
-        most += 1 if pack_queries <= queries_per_tile else (pack_queries - 1) // queries_per_tile + 1
-    tiles = np.empty((most, 5), np.int32)
-    query = np.empty(total, np.int32)
-    position = np.empty(total, np.int32)
+    num_queries, num_tiles = 0, 0
+    for pack in range(len(indptr) - 1):
+        in_pack = 0
+        for i in range(indptr[pack], indptr[pack + 1]):
+            in_pack += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
+        num_queries += in_pack
+        num_tiles += 1 if in_pack <= queries_per_tile else (in_pack - 1) // queries_per_tile + 1
+    tiles = np.empty((num_tiles, ITEM_COLUMNS), np.int32)
+    query = np.empty(num_queries, np.int32)
+    position = np.empty(num_queries, np.int32)
     filled, count = 0, 0
-    for p in range(len(indptr) - 1):
+    for pack in range(len(indptr) - 1):
         begin = filled
-        for i in range(indptr[p], indptr[p + 1]):
+        for i in range(indptr[pack], indptr[pack + 1]):
             first, last = query_start_loc[rows[i]], query_start_loc[rows[i] + 1]
             for token in range(first, last):
                 query[filled] = token
                 position[filled] = seq_lens[rows[i]] - last + token
                 filled += 1
-        for tile in range(begin, filled, queries_per_tile):
-            stop = min(tile + queries_per_tile, filled)
-            low, high = UNLIMITED, 0
-            for i in range(tile, stop):
-                low = min(low, position[i])
-                high = max(high, position[i] + 1)
-            kv_start = max(starts[p], low + 1 - window)
-            kv_end = min(ends[p], high)
+        for query_start in range(begin, filled, queries_per_tile):
+            query_end = min(query_start + queries_per_tile, filled)
+            lowest, end = UNLIMITED, 0
+            for i in range(query_start, query_end):
+                lowest = min(lowest, position[i])
+                end = max(end, position[i] + 1)
+            kv_start = max(starts[pack], lowest + 1 - window)
+            kv_end = min(ends[pack], end)
             if kv_end > kv_start:
-                tiles[count, 0], tiles[count, 1], tiles[count, 2] = p, kv_start, kv_end
-                tiles[count, 3], tiles[count, 4] = tile, stop
+                tiles[count, TILE_PACK] = pack
+                tiles[count, KV_START], tiles[count, KV_END] = kv_start, kv_end
+                tiles[count, QUERY_START], tiles[count, QUERY_END] = query_start, query_end
                 count += 1
-    return tiles[:count], query, position
+    return RowTiles(tiles[:count], query, position)
 
 
 @njit(inline="always")
-def part_length(rule, tiles):
-    """[T] int32: tokens of each part a tile is cut into; the cut points lie on the grid."""
-    return _part_length(rule, rule.by_schedule, tiles)
+def split_tiles(rule, tiles):
+    """[T] int32: tokens of each split of a tile; a tile that stays whole has all of its tokens in one."""
+    return _split_tiles(rule, rule.by_schedule, tiles)
 
 
 @njit(cached=False)
-def _part_length(rule, by_schedule, tiles):
-    if by_schedule is not None:  # of an argument, Numba compiles the one branch that its type takes
-        return scheduled_parts(rule, tiles)
+def _split_tiles(rule, by_schedule, tiles):
+    if by_schedule is not None:  # Numba compiles only the branch that the argument's type takes
+        return scheduled_splits(rule, tiles)
     num_tiles = len(tiles)
     tokens, work = np.int64(0), np.int64(0)
     for t in range(num_tiles):
-        length = tiles[t, 2] - tiles[t, 1]
+        length = tiles[t, KV_END] - tiles[t, KV_START]
         tokens += length
-        work += weight_of(rule, length, tiles[t, 4] - tiles[t, 3])
-    parts = np.empty(num_tiles, np.int32)
+        work += weight_of(rule, length, tiles[t, QUERY_END] - tiles[t, QUERY_START])
+    splits = np.empty(num_tiles, np.int32)
     if num_tiles == 0:
-        return parts
+        return splits
     mean = (tokens + num_tiles - 1) // num_tiles
     longest = (mean + rule.grid - 1) // rule.grid * rule.grid if rule.above_mean else np.int64(UNLIMITED)
-    # half of a slot's share: coarse enough to keep partials few, fine enough that the slots end together
-    share = max(np.int64(1), work * rule.num_kv_heads // (2 * rule.num_slots))
+    heaviest = max(np.int64(1), work * rule.num_kv_heads // (_ITEMS_PER_WORKER * rule.num_slots))
     for t in range(num_tiles):
-        length = np.int64(tiles[t, 2] - tiles[t, 1])
-        weight = weight_of(rule, length, tiles[t, 4] - tiles[t, 3])
-        parts[t] = length
-        if length > rule.grid and (length > longest or weight > share):
-            pieces = max((length + longest - 1) // longest, (weight + share - 1) // share)
-            pieces = min(pieces, (length + rule.grid - 1) // rule.grid)
-            part = (length + pieces - 1) // pieces
-            parts[t] = (part + rule.grid - 1) // rule.grid * rule.grid
-    return parts
+        length = np.int64(tiles[t, KV_END] - tiles[t, KV_START])
+        weight = weight_of(rule, length, tiles[t, QUERY_END] - tiles[t, QUERY_START])
+        splits[t] = length
+        if length > rule.grid and (length > longest or weight > heaviest):
+            num_splits = max((length + longest - 1) // longest, (weight + heaviest - 1) // heaviest)
+            splits[t] = split_evenly(rule, length, num_splits)
+    return splits
 
 
 @njit(cached=False)
-def _next_cut(rule, begin, end, part):
+def _split_end(rule, begin, end, split):
+    """End of the split that begins at token `begin` of a tile that ends at `end`."""
     if rule.fixed_chunk > 0:
         return min(end, (begin // rule.fixed_chunk + 1) * rule.fixed_chunk)
-    return min(end, begin + part)
+    return min(end, begin + split)
 
 
 @njit(inline="always")
-def emit(packs, tiles, parts, query, position, window, rule, num_queries):
-    """The work list's arrays, items heaviest first (ties: as they were cut)."""
+def emit(packs, row_tiles, splits, window, rule, num_queries):
+    """The arrays of a WorkList. Items stand heaviest first; equal ones stay in the order of their tiles and tokens."""
+    tiles, query, position, kv_row = row_tiles.tiles, row_tiles.query, row_tiles.position, packs.kv_row
     num_items, num_entries = 0, 0
     for t in range(len(tiles)):
-        begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
+        begin, end = np.int64(tiles[t, KV_START]), np.int64(tiles[t, KV_END])
         while begin < end:
-            begin = _next_cut(rule, begin, end, np.int64(parts[t]))
+            begin = _split_end(rule, begin, end, np.int64(splits[t]))
             num_items += 1
-            num_entries += tiles[t, 4] - tiles[t, 3]
+            num_entries += tiles[t, QUERY_END] - tiles[t, QUERY_START]
     items = np.empty((num_items, ITEM_COLUMNS), np.int32)
     queries = np.empty(num_entries, np.int32)
-    weight = np.empty(num_items, np.int64)
-    pieces = np.zeros(num_queries + 1, np.int32)
+    weights = np.empty(num_items, np.int64)
+    items_of = np.zeros(num_queries + 1, np.int32)  # of each query token
     count, filled = 0, 0
     for t in range(len(tiles)):
-        begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
+        begin, end = np.int64(tiles[t, KV_START]), np.int64(tiles[t, KV_END])
         while begin < end:
-            cut = _next_cut(rule, begin, end, np.int64(parts[t]))
-            first, low, high = filled, UNLIMITED, 0
-            for i in range(tiles[t, 3], tiles[t, 4]):
-                if position[i] >= begin and position[i] + 1 - window < cut:  # it sees a token of this part
+            split_end = _split_end(rule, begin, end, np.int64(splits[t]))
+            first, lowest, seen_end = filled, UNLIMITED, 0
+            for i in range(tiles[t, QUERY_START], tiles[t, QUERY_END]):
+                if position[i] >= begin and position[i] + 1 - window < split_end:  # it sees a token of this split
                     queries[filled] = query[i]
-                    pieces[query[i]] += 1
-                    low = min(low, position[i])
-                    high = max(high, position[i] + 1)
+                    items_of[query[i]] += 1
+                    lowest = min(lowest, position[i])
+                    seen_end = max(seen_end, position[i] + 1)
                     filled += 1
             if filled > first:
-                items[count, KV_ROW] = packs.kv_row[tiles[t, 0]]
-                items[count, KV_START] = max(begin, low + 1 - window)
-                items[count, KV_END] = min(cut, high)
+                items[count, KV_ROW] = kv_row[tiles[t, TILE_PACK]]
+                items[count, KV_START] = max(begin, lowest + 1 - window)
+                items[count, KV_END] = min(split_end, seen_end)
                 items[count, QUERY_START], items[count, QUERY_END] = first, filled
-                weight[count] = weight_of(rule, items[count, KV_END] - items[count, KV_START], filled - first)
+                weights[count] = weight_of(rule, items[count, KV_END] - items[count, KV_START], filled - first)
                 count += 1
-            begin = cut
+            begin = split_end
     queries = queries[:filled].copy()
-    slots, merge_queries, merge_indptr = _partial_slots(queries, pieces, num_queries)
-    order = heaviest_first(weight[:count])
-    ordered = np.empty((count, ITEM_COLUMNS), np.int32)
-    for i in range(count):
+    partials = _partial_slots(queries, items_of, num_queries)
+    ordered = _take_rows(items, heaviest_first(weights[:count]))
+    return ordered, queries, partials.slots, partials.merge_queries, partials.merge_indptr
+
+
+@njit(inline="always")
+def _take_rows(items, order):
+    """items[order], which Numba compiles faster than NumPy's indexing."""
+    ordered = np.empty((len(order), ITEM_COLUMNS), np.int32)
+    for i in range(len(order)):
         for column in range(ITEM_COLUMNS):
             ordered[i, column] = items[order[i], column]
-    return ordered, queries, slots, merge_queries, merge_indptr
+    return ordered
 
 
 @njit(cached=False)
-def _partial_slots(queries, pieces, num_queries):
-    """Consecutive slots per query in several pieces; items were cut in token order, so slots are too."""
+def _partial_slots(queries, items_of, num_queries):
+    """Consecutive slots for each query in several items; items stand in the order of their tokens, so slots do too."""
     num_merged = 0
-    for q in range(num_queries):
-        num_merged += pieces[q] > 1
+    for query in range(num_queries):
+        num_merged += items_of[query] > 1
     merge_queries = np.empty(num_merged, np.int32)
     merge_indptr = np.zeros(num_merged + 1, np.int32)
     next_slot = np.full(num_queries, DIRECT, np.int32)
     merged = 0
-    for q in range(num_queries):
-        if pieces[q] > 1:
-            merge_queries[merged] = q
-            next_slot[q] = merge_indptr[merged]
-            merge_indptr[merged + 1] = merge_indptr[merged] + pieces[q]
+    for query in range(num_queries):
+        if items_of[query] > 1:
+            merge_queries[merged] = query
+            next_slot[query] = merge_indptr[merged]
+            merge_indptr[merged + 1] = merge_indptr[merged] + items_of[query]
             merged += 1
     slots = np.empty(len(queries), np.int32)
     for i in range(len(queries)):
         slots[i] = next_slot[queries[i]]
         if slots[i] != DIRECT:
             next_slot[queries[i]] += 1
-    return slots, merge_queries, merge_indptr
+    return PartialSlots(slots, merge_queries, merge_indptr)

@@ -1,8 +1,17 @@
-"""What every floor agrees on: the work list of a plan, its columns, and the log-sum-exp convention.
+"""The work list: the contract between planners, which write it, and kernels, which read nothing else about a batch.
 
-A *work item* is one run of KV tokens read once for several query tokens. `lse` is always the natural logarithm of the
-sum of exponentials of the scaled (and soft-capped) logits, in float32, sinks not included; an empty state has output 0
-and lse -inf.
+A *work item* is a range of KV tokens that is read once for several query tokens. There are two kinds of list:
+
+    WorkList    an item reads one range of one row of the block table       CPU, and prompt chunks on a GPU
+    TileList    an item reads many segments, each for some of its queries   row tiles on a GPU
+
+A query whose KV lies in one item gets its output from that item (DIRECT). One whose KV lies in several gets a *partial
+slot* from each of them: an output and its log-sum-exp, which a merge adds up. `lse` is always the natural logarithm of
+the sum of the exponentials of the scaled and soft-capped logits, in float32 and without sinks. An empty state has
+output 0 and lse -inf.
+
+Sources: PAT, https://arxiv.org/abs/2511.22333, §5.2 for packs as work items, §7 for the merge; FlashAttention,
+https://arxiv.org/abs/2205.14135, §3.1 for why partial results with their lse can be merged.
 """
 
 from dataclasses import dataclass, fields
@@ -12,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Columns of WorkList.items
-KV_ROW: Final = 0  # row of the block table whose pages hold the item's KV
+KV_ROW: Final = 0  # row of the block table that holds the pages of the item's KV
 KV_START: Final = 1  # first token
 KV_END: Final = 2  # one past the last token
 QUERY_START: Final = 3  # into WorkList.queries and .slots
@@ -30,24 +39,24 @@ SEGMENT_QUERIES: Final = 1  # first query | end query << 8 | tokens << 16, queri
 SEGMENT_POSITION: Final = 2  # of its first token in the sequence
 SEGMENT_COLUMNS: Final = 3
 
-# A token of a batch-invariant plan is always computed in the same chunk of its sequence, whatever it is batched with.
+# A batch-invariant plan always computes a token in the same chunk of its sequence, whatever other requests there are.
 INVARIANT_CHUNK_TOKENS: Final = 256
 
-UNLIMITED: Final = 2**31 - 1  # sliding window: none
+UNLIMITED: Final = 2**31 - 1  # the sliding window of attention without one
 
-DIRECT: Final = -1  # slot of a query whose KV is in one piece: its item writes the final output
+DIRECT: Final = -1  # the slot of a query whose KV is in one item: that item writes the final output
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What the planner must know of a device; integers, calibrated by measurement (`kernels/tile_table.py`).
+    """What the planner must know of a device; integers, from measurements (`cpu/tuning.py`, `gpu/tuning/`).
 
-    name: for messages and `stats.tiles`. tile_rows: query rows (tokens × group size) of the tallest tile. row_unit:
-    rows are computed in multiples of this, a power of two. num_slots: work items (of one KV head) that run at once.
-    item_bytes: fixed cost of one of those, in bytes of KV read in the same time. flops_per_byte: arithmetic done in
-    the time of one byte, for balance only. split_above_mean: PAT §6's rule, no work item longer than the mean.
-    split_grid: cut points are multiples of this many tokens from a pack's start. by_schedule: tiles are cut only as far
-    as the slots then end sooner, the partials counted (`planner/schedule.py`).
+    name: what `stats.tiles` calls the device's tile. tile_rows: query rows (tokens × group size) of the tallest tile.
+    row_unit: rows are computed in multiples of this, a power of two. num_slots: work items (of one KV head) that run at
+    once. item_bytes: fixed cost of one of those, in bytes of KV that are read in the same time. flops_per_byte:
+    arithmetic done while one byte is read, for balance only. split_above_mean: no work item is longer than the mean
+    (PAT §6). split_grid: splits begin at multiples of this many tokens from a pack's start. by_schedule: tiles are
+    split only as far as all workers then end sooner, partials included (`planner/split_schedule.py`).
     """
 
     name: str
@@ -63,11 +72,11 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class WorkList:
-    """The plan's arrays, all int32.
+    """Items that each read one range of KV; all arrays are int32.
 
-    items [num_items, ITEM_COLUMNS], heaviest first. queries, slots [...]: for each item, query tokens of the step and
-    the partial slot each writes, or DIRECT. merge_queries [num_merged] are the query tokens in several pieces;
-    slots merge_indptr[i] .. merge_indptr[i + 1] - 1 hold those of merge_queries[i], in order of their tokens.
+    items [num_items, ITEM_COLUMNS]: heaviest first. queries, slots [...]: the query tokens of each item, and the
+    partial slot that each of them writes, or DIRECT. merge_queries [num_merged]: the query tokens in several items. The
+    partial slots of merge_queries[i] are merge_indptr[i] to merge_indptr[i + 1] - 1, in the order of their tokens.
     """
 
     items: NDArray[np.int32]
@@ -78,7 +87,7 @@ class WorkList:
 
     @property
     def num_slots(self) -> int:
-        """Partial states that a run writes and reads, per query head."""
+        """Partial slots: partial results that a run writes and reads, per query head."""
         return int(self.merge_indptr[-1])
 
     def equals(self, other: "WorkList") -> bool:
@@ -88,14 +97,14 @@ class WorkList:
 
 @dataclass(frozen=True)
 class TileList:
-    """A work list whose items read several runs of KV, each for some of the item's queries; all int32.
+    """Items that each read several segments of KV, a segment for some of the item's queries; all arrays are int32.
 
-    items [num_items, ITEM_COLUMNS] in buckets: items that merge nothing by tile height, then items that merge, by tile
-    height, heaviest first; counts [2 * heights + 1] where each bucket begins, and the end. runs [num_runs, 3]: place of
-    the first token in the cache (page * page_size + offset); first query | end query << 8 | tokens << 16, queries
-    counted from the item's first; position of the first token. queries, slots as in WorkList; parts [..., 2]: partial
-    slots [first, last) that the query's item merges. merge_queries, merge_ranges [num_merged, 2]: those no item merges.
-    merges_taller: items merge what taller tiles leave, and nothing else.
+    items [num_items, ITEM_COLUMNS]: in buckets, first the items that merge nothing by tile height, then those that
+    merge by tile height, each bucket heaviest first. counts [2 * heights + 1]: where each bucket begins, and the end.
+    runs [num_segments, SEGMENT_COLUMNS]: the segments. queries, slots: as in WorkList. parts [..., 2]: the partial
+    slots [first, last) that the item merges for the query. merge_queries, merge_ranges [num_merged, 2]: the queries
+    that no item merges, and their partial slots. num_slots: partial slots. merges_taller: items merge what taller tiles
+    leave, and nothing else.
     """
 
     items: NDArray[np.int32]
@@ -112,10 +121,10 @@ class TileList:
 
 @dataclass(frozen=True)
 class PrefillList:
-    """A work list of prompt chunks as `kernels.prefill` reads it, beside the tile list of a step's other requests.
+    """The work list of a step's prompt chunks, next to the tile list of its other requests.
 
-    items, queries, slots: as in WorkList, queries and slots numbered through the whole step; block_table [rows,
-    columns]: the pages that items name by KV_ROW. What several items compute is merged by the tile list's merges.
+    items, queries, slots: as in WorkList, with the query tokens and partial slots of the whole step. block_table [rows,
+    columns]: the pages of the chunks' requests, whose rows KV_ROW names. The tile list merges the chunks' partials too.
     """
 
     items: NDArray[np.int32]
@@ -126,7 +135,7 @@ class PrefillList:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """Most that the arrays of a PrefillList may hold in buffers of a fixed size. columns: exactly, of its table."""
+    """The largest PrefillList that buffers of a fixed size hold. Its table has exactly `columns` columns."""
 
     items: int
     queries: int
@@ -136,7 +145,7 @@ class PrefillLimits:
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Most that the arrays of a TileList may hold in buffers of a fixed size."""
+    """The largest TileList that buffers of a fixed size hold."""
 
     items: int
     runs: int
@@ -146,7 +155,7 @@ class TileLimits:
     query_tokens: int
 
     def broken_by(self, tiles: TileList) -> list[str]:
-        """What of a tile list is over its limit; empty: it fits."""
+        """What of a tile list exceeds its limit, such as "9 items of 8". Empty: it fits."""
         sizes = {
             "items": len(tiles.items),
             "runs": len(tiles.runs),
@@ -159,12 +168,21 @@ class TileLimits:
 
 @dataclass(frozen=True)
 class PlanStats:
-    """What a plan reads. Tokens are KV tokens per KV head and layer; a token read by two items counts twice."""
+    """What a plan reads. Tokens are KV tokens per KV head and layer; a token that two items read counts twice.
+
+    kv_tokens_read: what the plan reads.
+    kv_tokens_per_query: what it would read with one pack per request, in the same tiles.
+    num_packs: groups of queries that read KV together. Row tiles on a GPU have no packs; their work items are counted.
+    num_work_items: all items.
+    tiles: number of items by tile.
+    policy: the packing policy, or the kind of tiling, that was chosen.
+    reason: why it was chosen.
+    """
 
     kv_tokens_read: int
-    kv_tokens_per_query: int  # what one pack per request would read, with the same tiles
+    kv_tokens_per_query: int
     num_packs: int
     num_work_items: int
-    tiles: dict[str, int]  # work items by tile
-    policy: str  # the policy that was used
-    reason: str  # why this one
+    tiles: dict[str, int]
+    policy: str
+    reason: str

@@ -1,1 +1,1 @@
-"""Packing policies: which segments of a prefix forest are read together."""
+"""How the KV of a prefix forest is packed: which segments are read together, and what a packing costs."""

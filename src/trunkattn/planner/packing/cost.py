@@ -1,35 +1,47 @@
-"""What a packing costs, in bytes (PAT §5.1 "profit model", with the group size, the dtypes and the tile height in it).
+"""What a packing costs, in bytes moved.
 
-All costs are int64 bytes moved, so that a planner on another processor reproduces every decision exactly. PAT's own
-rule (merge when 4·s > l) is the special case of float32 partials, 16-bit KV and group size 2.
+A pack reads its KV once for all of its queries. That saves reads, but a query whose KV lies in several packs has
+several partial results, which are written, read again and merged:
+
+    cost = tiles of the pack × (its tokens × kv_bytes + item_bytes)        summed over the packs
+         + segments of the query × partial_bytes                           summed over the queries with several
+
+Every cost is an int64, so that any planner on any device takes the same decisions, bit for bit.
+
+Source: the profit model of PAT, https://arxiv.org/abs/2511.22333, §5.1. This model adds the group size, the dtypes and
+the height of a tile. PAT's own rule, merge if 4·s > l, is the special case of float32 partials, 16-bit KV and group
+size 2.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from trunkattn.compiled import njit
 from trunkattn.planner.work_list import DeviceModel
 
+_FLOAT32_BYTES: Final = 4
+_WRITTEN_AND_READ: Final = 2
+
 
 class CostModel(NamedTuple):
-    """Integers only; built by `cost_model()`."""
+    """Prices in bytes, all integers; `cost_model()` makes one."""
 
     kv_bytes: int  # keys and values of one token, all KV heads
-    partial_bytes: int  # one query token's partial output and lse written and read, all query heads
+    partial_bytes: int  # one query token's partial output and lse, written and read, all query heads
     item_bytes: int  # fixed cost of one work item, all KV heads
-    queries_per_tile: int  # query tokens of the tallest tile
-    group_size: int
+    queries_per_tile: int  # query tokens that the tallest tile holds
+    group_size: int  # query heads per KV head
 
 
 def cost_model(
     device: DeviceModel, num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int, kv_itemsize: int
 ) -> CostModel:
-    """The model for one attention shape on one device. `kv_itemsize` in bytes."""
+    """The model for one attention shape on one device. `kv_itemsize` is the size of a cached number in bytes."""
     group_size = num_qo_heads // num_kv_heads
     return CostModel(
         kv_bytes=num_kv_heads * (head_dim + head_dim_v) * kv_itemsize,
-        partial_bytes=num_qo_heads * (head_dim_v + 1) * 4 * 2,
+        partial_bytes=num_qo_heads * (head_dim_v + 1) * _FLOAT32_BYTES * _WRITTEN_AND_READ,
         item_bytes=device.item_bytes * num_kv_heads,
         queries_per_tile=max(1, device.tile_rows // group_size),
         group_size=group_size,
@@ -44,11 +56,11 @@ def tiles_of(model, queries):
 
 @njit(inline="always")
 def read_cost(model, tokens, queries):
-    """One pack: its KV once per row tile, and the fixed cost of its work items."""
+    """Cost of one pack: each of its row tiles reads the pack's KV and is a work item."""
     return tiles_of(model, queries) * (np.int64(tokens) * model.kv_bytes + model.item_bytes)
 
 
 @njit(inline="always")
-def partial_cost(model, pieces, queries):
-    """Partials of `queries` query tokens whose KV is cut into `pieces`; one piece is written straight to the output."""
-    return np.int64(0) if pieces <= 1 else np.int64(pieces) * np.int64(queries) * model.partial_bytes
+def partial_cost(model, num_segments, queries):
+    """Partial results of `queries` query tokens whose KV is cut into segments. A single one needs no partial result."""
+    return np.int64(0) if num_segments <= 1 else np.int64(num_segments) * np.int64(queries) * model.partial_bytes

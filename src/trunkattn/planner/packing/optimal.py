@@ -1,15 +1,27 @@
-"""The cheapest packing, by dynamic programming over the forest.
+"""The cheapest packing, found by dynamic programming over the forest.
 
-Which segment a request may start at a node depends only on the *cuts* made above it. Order those cuts by depth; two
-facts make the state small. All requests cut at a node can share one way of getting there: moving them all to the way
-with fewer pieces costs no more. And of two cuts reached with equally many pieces only the deeper is worth starting
-from. So the state at a node is a set of ancestors, the i-th of which is reached with i pieces: a bit mask over the
-path. The value of a state is the least cost of everything at and below the node.
+Which segment a request may start at a node depends only on the *cuts* above it: the nodes at whose ends a segment of
+the request may begin. Two facts keep the number of cases small.
 
-Exact while a pack fits one row tile (`tests/planner` compares with every way to cut every path); above that the number
-of row tiles is that of all queries below the node, an upper bound. The states number 2^depth per node, so forests
-deeper than the caller's limit are refused (`count_states`).
+- All requests that cut at a node can share one way of getting there. Moving them all to the way with the fewest
+  segments costs no more.
+- Of two cuts that are reached with equally many segments, only the deeper one is worth starting from.
+
+So the case at a node is a set of its ancestors, of which the i-th is reached with i segments. It is stored as a bit
+mask over the path, and its value is the least cost of everything at and below the node:
+
+    path        depth 0 --- depth 1 --- depth 2 --- node
+    mask 0b101  cut         -           cut              the node's segment may begin
+                                                         - at token 0              (0 segments before it)
+                                                         - at the end of depth 0   (1 segment before it)
+                                                         - at the end of depth 2   (2 segments before it)
+
+The result is exact while a pack fits one row tile: `tests/planner` compares it with every way to cut every path. With
+more queries the tiles of a pack are counted for all queries below its node, which is an upper bound. A node at depth d
+has 2^d cases, so the caller asks `count_states` first and leaves out forests that are too deep.
 """
+
+from typing import Final
 
 import numpy as np
 
@@ -17,12 +29,13 @@ from trunkattn.compiled import njit
 from trunkattn.planner.packing.cost import partial_cost, read_cost
 from trunkattn.planner.prefix_forest import ROOT, Forest
 
-_UNUSED = -1  # choice: no request is cut at this node
-_TOO_DEEP = 40
+_NO_CUT: Final = -1  # a choice: no request cuts at this node
+_TOO_DEEP: Final = 40  # at this depth a node has more cases than any caller allows
+_DEARER_THAN_ALL: Final = 1 << 62
 
 
 def count_states(forest: Forest) -> int:
-    """Number of (node, set of cuts above it) states: the work of `optimal`, before doing it."""
+    """Number of (node, set of cuts above it) cases. `optimal` takes time and memory in proportion to it."""
     return int((np.int64(1) << np.minimum(forest.depth, _TOO_DEEP).astype(np.int64)).sum())
 
 
@@ -37,7 +50,7 @@ def optimal(forest, queries, model):
         offset[node + 1] = offset[node] + (np.int64(1) << depths[node])
         max_depth = max(max_depth, depths[node])
     below = np.zeros(offset[num_nodes] * 2, np.int64)  # [node, mask over the node and its ancestors]: its children
-    choice = np.empty(offset[num_nodes], np.int8)
+    choice = np.empty(offset[num_nodes], np.int8)  # [node, mask over its ancestors]: segments before the node's own
     path_end = np.empty(max_depth + 1, np.int64)
     for node in range(num_nodes - 1, -1, -1):
         depth = depths[node]
@@ -47,47 +60,47 @@ def optimal(forest, queries, model):
             up = parent[up]
         children = below[2 * offset[node] : 2 * offset[node + 1]]
         for mask in range(np.int64(1) << depth):
-            value, pick = _best(ends[node], is_leaf[node], depth, queries[node], model, path_end, mask, children)
-            choice[offset[node] + mask] = pick
+            cost, segments = _best(ends[node], is_leaf[node], depth, queries[node], model, path_end, mask, children)
+            choice[offset[node] + mask] = segments
             if depth > 0:
-                below[2 * offset[parent[node]] + mask] += value
+                below[2 * offset[parent[node]] + mask] += cost
     return _follow(parent, depths, choice, offset)
 
 
 @njit(inline="always")
 def _best(end, leaf, depth, queries, model, path_end, mask, children):
-    """Least cost at and below a node under the cuts `mask`, and the number of pieces before its segment, or _UNUSED."""
+    """Least cost at and below a node under the cuts `mask`, and how many segments come before its own, or _NO_CUT."""
     here = np.int64(1) << depth
-    best, pick = (np.int64(1) << 62, 0) if leaf else (children[mask], _UNUSED)
+    best, choice = (np.int64(_DEARER_THAN_ALL), 0) if leaf else (children[mask], _NO_CUT)
     kept, before, begin = np.int64(0), 0, np.int64(0)
     for d in range(depth + 1):
-        if d == depth or mask >> d & 1:  # the segment may start at token `begin`, reached with `before` pieces
+        if d == depth or mask >> d & 1:  # the node's segment may begin at token `begin`, after `before` others
             if end > begin:
                 cost = read_cost(model, end - begin, queries)
-                pieces = before + 1
+                num_segments = before + 1
             else:  # an empty leaf right below a cut
-                cost, pieces = np.int64(0), before
-            cost += partial_cost(model, pieces, queries) if leaf else children[kept | here]
+                cost, num_segments = np.int64(0), before
+            cost += partial_cost(model, num_segments, queries) if leaf else children[kept | here]
             if cost < best:
-                best, pick = cost, before
+                best, choice = cost, before
             if d < depth:
                 kept |= np.int64(1) << d
                 before += 1
                 begin = path_end[d]
-    return best, pick
+    return best, choice
 
 
 @njit(inline="always")
 def _follow(parent, depths, choice, offset):
-    """Replays the choices from the roots down."""
+    """`start` of each node, by taking the choices from the roots down."""
     num_nodes = len(parent)
     start = np.full(num_nodes, ROOT, np.int32)
-    masks = np.zeros(num_nodes, np.int64)  # cuts above and at the node
+    masks = np.zeros(num_nodes, np.int64)  # the cuts above and at each node
     for node in range(num_nodes):
         up = parent[node]
         mask = np.int64(0) if up == ROOT else masks[up]
-        pieces = choice[offset[node] + mask]
-        if pieces == _UNUSED:
+        segments_before = choice[offset[node] + mask]
+        if segments_before == _NO_CUT:
             masks[node] = mask
             continue
         kept, count, begin = np.int64(0), 0, ROOT
@@ -96,7 +109,7 @@ def _follow(parent, depths, choice, offset):
             ancestors[d] = up
             up = parent[up]
         for d in range(depths[node]):
-            if mask >> d & 1 and count < pieces:
+            if mask >> d & 1 and count < segments_before:
                 kept |= np.int64(1) << d
                 count += 1
                 begin = ancestors[d]
