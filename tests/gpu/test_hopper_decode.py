@@ -65,7 +65,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     hopper_decode.bind(tensors, plan, (1, 2), (264,), Pdl(trigger=True, overlaps=False), False)(tensors)
     ((num_ctas, args, options),) = kernel.calls
     given = DecodeArguments(*args)
-    assert (num_ctas, given.first_cta, given.num_ctas) == (264, 0, 264)
+    assert (num_ctas, given.first_cta, given.total_ctas) == (264, 0, 264)
     assert set(options) == {"num_warps", "maxnreg", "launch_pdl"}
     assert given.work.counts.tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
     assert (given.first_bucket, given.last_bucket) == (1, 2)
@@ -135,8 +135,8 @@ def test_launches_side_by_side(kernels: dict[str, Recorder], trigger: bool, over
     tensors = make_tensors()
     hopper_decode.bind(tensors, uploaded(), (1, 2), (132, 68), Pdl(trigger, overlaps), True)(tensors)
     (first_ctas, first), (second_ctas, second) = of(kernels["hopper"])
-    assert (first_ctas, first.first_cta, first.num_ctas) == (132, 0, 200)
-    assert (second_ctas, second.first_cta, second.num_ctas) == (68, 132, 200)
+    assert (first_ctas, first.first_cta, first.total_ctas) == (132, 0, 200)
+    assert (second_ctas, second.first_cta, second.total_ctas) == (68, 132, 200)
     assert first.work.pdl == (True, overlaps) and second.work.pdl == (trigger, True)
 
 

@@ -108,7 +108,7 @@ class DecodeArguments(NamedTuple):
     queries_size: int
     segments_size: int
     first_cta: int
-    num_ctas: int
+    total_ctas: int
     C: DecodeConstants
 
 
@@ -279,11 +279,11 @@ def hopper_decode_kernel(
     queries_size,
     segments_size,
     first_cta,
-    num_ctas,
+    total_ctas,
     C: gl.constexpr,
 ):
     """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers. first_cta:
-    of this launch, among all `num_ctas` of the launches that share the items."""
+    of this launch, among all `total_ctas` of the launches that share the items."""
     if not work.pdl.overlaps:
         pdl_wait()
     if work.pdl.trigger:
@@ -299,7 +299,7 @@ def hopper_decode_kernel(
     kv = KvPipelines(make_pipeline(k_boxes, _TILE), make_pipeline(v_boxes, _TILE))
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads
-    tasks = _Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, num_ctas)
+    tasks = _Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, total_ctas)
     gl.warp_specialize(
         [
             (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, _TILE)),

@@ -1,0 +1,201 @@
+"""Measures every tiling of PAT's trees and of ragged batches on this card, and fits the tile table's times to them.
+
+    python benchmarks/calibrate.py [--heads 32/8 16/8]     # results/calibration-CARD.json
+    python benchmarks/calibrate.py --fit FILE              # the fit alone, on what was measured; needs no GPU
+
+The fit looks for the times (block_ns and chain_ns of each tile, and launch_ns) with the least error of the predicted
+times and the least loss of the tiling that they would choose against the best one, by random steps from today's table.
+"""
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, largest_error, make_case, microseconds
+from numpy.typing import NDArray
+from report import short_name, write_result
+from tiled import list_tiles, make_run, tile_rule
+from workloads_gpu import make_batches
+from workloads_gpu import make_case as make_ragged_case
+
+from trunkattn.kernels.tile_table import DECODE_TILES, DECODE_TILES_HOPPER, GpuLimits, GpuTile, gpu_limits
+from trunkattn.planner import tile_costs, tiles, tiling
+from trunkattn.planner.forest import Forest, build_forest
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import PagedBatch
+from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
+
+RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the rule takes from the device."""
+
+    processors: int
+    bytes_per_us: int
+    l2_bytes: int = 50 << 20
+    hopper: bool = False
+
+    @property
+    def tiles(self) -> tuple[GpuTile, ...]:
+        """That it runs."""
+        return DECODE_TILES_HOPPER if self.hopper else DECODE_TILES
+
+
+def make_rule(card: Card, heads: str, times: NDArray[np.float64] | None = None) -> tiling.TilingRule:
+    """The rule of `BatchAttention` for bf16; times: see `start`."""
+    hq, hkv = map(int, heads.split("/"))
+    table = start(card) if times is None else times
+    timed = tuple(
+        replace(tile, block_ns=(int(row[0]), int(row[1])), chain_ns=(int(row[2]), int(row[3])))
+        for tile, row in zip(card.tiles, table[:-1].reshape(-1, 4), strict=True)
+    )
+    limits = GpuLimits(card.bytes_per_us, int(table[-1]), "as measured")
+    return tile_rule(timed, (hq, hkv, HEAD_DIM), (card.processors, card.l2_bytes), limits)
+
+
+def start(card: Card) -> NDArray[np.float64]:
+    """Today's times: block_ns and chain_ns (full, masked) of each tile, then launch_ns."""
+    return np.array(
+        [value for tile in card.tiles for value in (*tile.block_ns, *tile.chain_ns)]
+        + [gpu_limits("NVIDIA H200").launch_ns],
+        np.float64,
+    )
+
+
+def batch_of(name: str) -> tuple[PagedBatch, Forest]:
+    """A tree, as kernels.make_case has it, or a workload without a trace, such as "conversation 64"; and its forest."""
+    workload, _, count = name.partition(" ")
+    batch = make_batches((), int(count))[workload] if count else tree_batch(parse_tree(name), PAGE_SIZE, page_seed=1)
+    return batch, Forest(*build_forest(batch.block_table, batch.seq_lens, batch.query_lens, PAGE_SIZE, 1))
+
+
+def measure(heads: str, name: str, card: Card) -> dict[str, Any]:
+    """Microseconds of every tiling of one batch."""
+    hq, hkv = map(int, heads.split("/"))
+    if " " in name:
+        case = make_ragged_case(batch_of(name)[0], heads, torch.bfloat16)
+    else:
+        case = make_case(name, hq, hkv, torch.bfloat16, torch.bfloat16)
+    rule = make_rule(card, heads)
+    found = {}
+    for way in tiling.candidates(rule):
+        run = make_run(case, rule, list_tiles(case.batch, rule, way), card.tiles)
+        error = largest_error(case, run(0))
+        if error > TOLERANCE:
+            raise SystemExit(f"{heads} {name} {way.name(rule)}: error {error:.3g}")
+        found[way.name(rule)] = round(microseconds(run, len(case.kv)), 2)
+    return {"heads": heads, "batch": name, "us": found}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch: what the prediction needs, and the measured ns of each tiling."""
+
+    heads: str
+    loads: tile_costs.StageLoads
+    ns: NDArray[np.float64]
+    names: list[str]
+
+
+def prepare(row: dict[str, Any], card: Card) -> Measured:
+    """Everything of a measured batch that does not depend on the times."""
+    rule = make_rule(card, row["heads"])
+    batch, forest = batch_of(row["batch"])
+    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    ways, stages, _, costs = rule.priced
+    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.run)
+    names = [way.name(rule) for way in ways]
+    return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
+
+
+def predict(rows: list[Measured], card: Card, times: NDArray[np.float64]) -> list[NDArray[np.int64]]:
+    """Predicted ns of every tiling of every batch."""
+    priced = {heads: make_rule(card, heads, times).priced for heads in {row.heads for row in rows}}
+    return [
+        tile_costs.ways_ns(row.loads, priced[row.heads].stages, priced[row.heads].uses, priced[row.heads].costs)
+        for row in rows
+    ]
+
+
+def losses(rows: list[Measured], predicted: list[NDArray[np.int64]]) -> tuple[float, float]:
+    """Mean |log| error of the predictions up to a constant of the batch, and mean log loss of the choice."""
+    errors, regrets = [], []
+    for row, times in zip(rows, predicted, strict=True):
+        ratio = np.log(times / row.ns)
+        errors.append(np.abs(ratio - np.median(ratio)).mean())
+        regrets.append(math.log(row.ns[np.argmin(times)] / row.ns.min()))
+    return float(np.mean(errors)), float(np.mean(regrets))
+
+
+def fit(rows: list[Measured], card: Card, seconds: float) -> NDArray[np.float64]:
+    """Random steps that shrink; the last ones by a few per cent."""
+    rng = np.random.default_rng(0)
+
+    def loss(times: NDArray[np.float64]) -> float:
+        error, regret = losses(rows, predict(rows, card, times))
+        return error + 2 * regret
+
+    best = start(card)
+    least = loss(best)
+    begin = time.perf_counter()
+    while (share := (time.perf_counter() - begin) / seconds) < 1:
+        step = np.exp(rng.normal(0, 0.25 if share < 0.5 else 0.06, len(best)) * (rng.random(len(best)) < 0.25))
+        if (found := loss(best * step)) < least:
+            best, least = best * step, found
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", nargs="+", default=("32/8", "16/8"), help="query heads / KV heads")
+    parser.add_argument("--trees", nargs="+", default=PAT_TREES)
+    parser.add_argument(
+        "--ragged", nargs="*", default=RAGGED, help="workloads and their requests, such as conversation:64"
+    )
+    parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
+    parser.add_argument("--seconds", type=float, default=120, help="that the fit may take")
+    arguments = parser.parse_args()
+    if arguments.fit:
+        result = json.loads(arguments.fit.read_text())
+        card, rows = Card(**result["card"]), result["rows"]
+    else:
+        properties = torch.cuda.get_device_properties(0)
+        hopper = (properties.major, properties.minor) == (9, 0)
+        card = Card(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size, hopper)
+        rows = []
+        for heads in arguments.heads:
+            for name in (*arguments.trees, *(each.replace(":", " ") for each in arguments.ragged)):
+                rows.append(measure(heads, name, card))
+                print(heads, name, sorted(rows[-1]["us"].items(), key=lambda item: item[1])[:4], flush=True)
+                torch.cuda.empty_cache()
+        name = short_name(torch.cuda.get_device_name())
+        print(write_result(f"calibration-{name}", {"card": card.__dict__, "rows": rows}, "triton"))
+    prepared = [prepare(row, card) for row in rows]
+    print(
+        "today's table: error {:.3f}, loss of the choice {:.4f}".format(
+            *losses(prepared, predict(prepared, card, start(card)))
+        )
+    )
+    best = fit(prepared, card, arguments.seconds)
+    predicted = predict(prepared, card, best)
+    print("fitted: error {:.3f}, loss of the choice {:.4f}".format(*losses(prepared, predicted)))
+    for tile, row in zip(card.tiles, best[:-1].reshape(-1, 4).round(-1).astype(int).tolist(), strict=True):
+        print(replace(tile, block_ns=tuple(row[:2]), chain_ns=tuple(row[2:])))
+    print(f"launch_ns={best[-1]:.0f}")
+    for batch, times, source in zip(prepared, predicted, rows, strict=True):
+        chosen, least = int(np.argmin(times)), int(np.argmin(batch.ns))
+        if batch.ns[chosen] > 1.02 * batch.ns[least]:
+            ours, other = (f"{batch.names[i]} {batch.ns[i] / 1e3:.1f} µs" for i in (chosen, least))
+            print(f"{source['heads']} {source['batch']}: chooses {ours}, best {other}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Decode attention on a GPU: PAT's 20 trees × 4 head settings, against every peer that imports.
+
+    python benchmarks/kernels.py                                            # results/kernels-CARD-bfloat16.json
+    python benchmarks/kernels.py --name long --heads 32/8 --trees 8_8192 1_131072
+    python benchmarks/kernels.py --name fp8 --kv-dtype float8_e4m3fn --trees 256_1024 256_4096      # ours alone
+
+Time is the device's, of a CUDA graph that runs the layer once on each of several copies of the cache, together several
+times the L2 cache, so that every run finds it cold; median of replays that the host queues ahead. SOL = max(unique K,
+V, Q and output bytes / read bandwidth, FLOPs / bf16 matrix rate), both measured here. Every output is checked against
+float64.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from report import short_name, write_result
+
+import trunkattn
+from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from gpu_kernels import PEERS, Case, Run
+
+HEADS = ("32/32", "16/8", "32/8", "64/8")
+HEAD_DIM, PAGE_SIZE = 128, 16
+FLUSH_BYTES = 400_000_000
+OURS = ("trunkattn", "trunkattn_one_graph")
+# Replays before those that are timed: right after the check in float64 a card was up to 20 % slower
+WARM_UP_SECONDS = 0.05
+# The device is held so long before each replay that is timed, about 0.2 ms, while the host queues it. Without, a host
+# that was late made a tree or two of a run up to a quarter slower, and a graph of nothing takes 16 to 20 µs
+HELD_CYCLES = 400_000
+TOLERANCE = 0.02  # bf16 outputs of size 1: 8 bits of mantissa, and a sum of rounded weights
+
+
+@triton.jit
+def _read(source, sums, size, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK, num_stages=4):
+        total += tl.load(source + i.to(tl.int64) + tl.arange(0, BLOCK))
+    tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+def microseconds(run: Run, copies: int, replays: int = 15) -> float:
+    """Of one run on the device, from graphs of one run per copy."""
+    for copy in range(copies):
+        run(copy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            run(copy)
+    ready = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < ready:
+        graph.replay()
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(replays):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HELD_CYCLES)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / copies)
+    return median(times)
+
+
+def ceilings() -> tuple[float, float]:
+    """Read bandwidth in bytes per µs and bf16 matrix rate in FLOP per µs."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * 8192**3 / microseconds(lambda _: torch.mm(a, b), 2)
+    source = torch.randn(1 << 30, device="cuda")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    sums = torch.empty(processors * 8, device="cuda")
+    rates = [
+        source.nbytes
+        / microseconds(lambda _, n=n: _read[(processors * n,)](source, sums, source.numel(), 4096, num_warps=8), 1)
+        for n in (2, 4, 8)
+    ]
+    return max(rates), flops
+
+
+def make_case(tree: str, hq: int, hkv: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Case:
+    """Random q and caches, pages shuffled; the rows stay in tree order, in which the cascades want them."""
+    parsed = parse_tree(tree)
+    batch = tree_batch(parsed, PAGE_SIZE, page_seed=1)
+    shape = (batch.num_pages, PAGE_SIZE, hkv, HEAD_DIM)
+    copies = max(2, math.ceil(FLUSH_BYTES / (2 * kv_dtype.itemsize * math.prod(shape))))
+    torch.manual_seed(0)
+    kv = [tuple(torch.randn(shape, device="cuda", dtype=dtype).to(kv_dtype) for _ in range(2)) for _ in range(copies)]
+    q = torch.randn(len(batch.seq_lens), hq, HEAD_DIM, device="cuda", dtype=dtype)
+    return Case(batch, q, kv, list(zip(parsed.nodes, parsed.tokens, strict=True)))
+
+
+def largest_error(case: Case, out: torch.Tensor) -> float:
+    """Against float64, on rows from everywhere in the batch; NaN anywhere is an infinite error."""
+    hq, hkv, dim = case.heads
+    if out.isnan().any():
+        return math.inf
+    worst = 0.0
+    for row in {0, len(out) // 3, len(out) // 2, len(out) - 1}:
+        length = int(case.batch.seq_lens[row])
+        pages = torch.from_numpy(case.batch.block_table[row, : -(-length // PAGE_SIZE)]).cuda().long()
+        k, v = (
+            cache[pages].reshape(-1, hkv, dim)[:length].double().repeat_interleave(hq // hkv, 1) for cache in case.kv[0]
+        )
+        weights = (torch.einsum("hd,lhd->hl", case.q[row].double(), k) / math.sqrt(dim)).softmax(-1)
+        worst = max(worst, float((torch.einsum("hl,lhd->hd", weights, v) - out[row].double()).abs().max()))
+    return worst
+
+
+def ours(case: Case, fixed: bool = False) -> tuple[Run, trunkattn.Plan]:
+    """This project, `auto`. fixed: the plan has a capacity, for twice as many requests of twice the length, so that a
+    captured graph serves any batch within it."""
+    hq, hkv, dim = case.heads
+    config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, kv_dtype=case.kv[0][0].dtype)
+    requests, pages = case.batch.block_table.shape
+    capacity = trunkattn.Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages, 1) if fixed else None
+    attention = trunkattn.BatchAttention(config, "cuda", capacity)
+    plan = attention.plan(torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens))
+    out = torch.full_like(case.q, math.nan)
+    return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out), plan
+
+
+def measure(case: Case, run: Run) -> dict[str, Any]:
+    """Time and error, or why there is none."""
+    error = largest_error(case, run(0))
+    if error > TOLERANCE:
+        return {"wrong": f"error {error:.3g}"}
+    return {"us": round(microseconds(run, len(case.kv)), 2), "error": error}
+
+
+def row_of(
+    tree: str, heads: str, limits: tuple[float, float], dtypes: tuple[torch.dtype, torch.dtype], peers: list[str]
+) -> dict[str, Any]:
+    """One cell: SOL, ours and the peers (of q's dtype only). dtypes: of q and of the cache."""
+    hq, hkv = map(int, heads.split("/"))
+    case = make_case(tree, hq, hkv, *dtypes)
+    parsed = parse_tree(tree)
+    size = parsed.unique_tokens * hkv * HEAD_DIM * 2 * dtypes[1].itemsize + 2 * case.q.nbytes
+    flops = 4 * HEAD_DIM * hq * parsed.num_requests * parsed.seq_len
+    row: dict[str, Any] = {"tree": tree, "heads": heads, "sol_us": round(max(size / limits[0], flops / limits[1]), 2)}
+    run, plan = ours(case)
+    stats = plan.stats
+    row["trunkattn"] = measure(case, run) | {"tiling": stats.policy, "items": stats.num_work_items}
+    row["trunkattn_one_graph"] = measure(case, ours(case, fixed=True)[0])
+    for name in peers if dtypes[0] == dtypes[1] else ():
+        try:
+            row[name] = measure(case, PEERS[name](case))
+        except Exception as reason:  # a peer that cannot run here is reported, not fatal
+            row[name] = {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per head setting, geometric mean over the shared trees as a multiple of SOL, where every cell was measured."""
+    means: dict[str, dict[str, float]] = {}
+    for heads in dict.fromkeys(row["heads"] for row in rows):
+        shared = [row for row in rows if row["heads"] == heads and "," in row["tree"].split("_")[0]]
+        for name in (*OURS, *PEERS):
+            times = [row[name]["us"] / row["sol_us"] for row in shared if "us" in row.get(name, {})]
+            if times and len(times) == len(shared):
+                means.setdefault(heads, {})[name] = round(geometric_mean(times), 3)
+    return means
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads / KV heads")
+    parser.add_argument("--trees", nargs="+", default=PAT_TREES, help="nodes per level _ tokens per level")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
+    parser.add_argument("--peers", nargs="*", default=tuple(PEERS), choices=tuple(PEERS), help="default: all")
+    parser.add_argument("--name", help="of the result file; default: the dtype")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "kernels.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    dtypes = tuple(getattr(torch, name) for name in (arguments.dtype, arguments.kv_dtype or arguments.dtype))
+    limits = ceilings()
+    card = torch.cuda.get_device_name()
+    print(f"{card}: {limits[0] / 1e6:.2f} TB/s read, {limits[1] / 1e6:.0f} TFLOP/s bf16", flush=True)
+    rows = []
+    for heads in arguments.heads:
+        for tree in arguments.trees:
+            rows.append(row_of(tree, heads, limits, dtypes, arguments.peers))
+            torch.cuda.empty_cache()
+            row = rows[-1]
+            cells = {name: row[name].get("us", "-") for name in (*OURS, *PEERS) if name in row}
+            print(f"{heads} {tree}: SOL {row['sol_us']}, {cells}, {row['trunkattn'].get('tiling')}", flush=True)
+    figures = {
+        "card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1),
+        "dtype": arguments.dtype, "kv_dtype": arguments.kv_dtype or arguments.dtype,
+        "head_dim": HEAD_DIM, "page_size": PAGE_SIZE,
+        "times_sol": summary(rows), "rows": rows,
+    }  # fmt: skip
+    print(figures["times_sol"])
+    write_result(f"kernels-{short_name(card)}-{arguments.name or arguments.dtype}", figures, "triton")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Whether vLLM on a GPU answers with ours as it does with its own attention, and whether a step waits for the device.
+
+    python benchmarks/vllm_equality.py                       # results/vllm-equality-CARD.json
+
+Small models with random weights, scaled so that the answer hangs on what is far back (a control with other tokens in
+the shared prefix shows it), in one process per case and back end, all side by side. Requests are greedy and share a
+prefix; each is generated twice, the second time from the prefix cache. Compared are the tokens up to the first that
+differs; there, how far apart the first back end saw the two candidates, against how much the log-probabilities of equal
+tokens differ between the back ends: a gap no wider than that is rounding.
+
+Cases: bf16; fp8 (KV cache); drafts (n-gram speculation, several query tokens); window (a sliding window, Mistral);
+soft-cap (Gemma2, windows in every other layer); tensor-parallel (two cards, if there are two).
+Each case of the same model is also compared with bf16 on one card, by the same back end: `alone`.
+
+The case `steady` traces 20 decode steps of 32 requests (calls that wait for the device, by name) and compares memory
+after the first steps with memory after --steps of them.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BACKENDS = ("FLASH_ATTN", "CUSTOM")
+DENSE = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 16384,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "sliding_window": 512,
+}  # fmt: skip
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "rms_norm_eps": 1e-6, "sliding_window": 512,
+    "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 128,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": (LLAMA, {}),
+    "fp8": (LLAMA, {"kv_cache_dtype": "fp8"}),
+    "drafts": (LLAMA, {"speculative_config": DRAFTS}),
+    "window": (MISTRAL, {}),
+    "soft-cap": (GEMMA, {}),
+    "tensor-parallel": (LLAMA, {"tensor_parallel_size": 2}),
+    "steady": (LLAMA, {}),
+}
+TOKENS, SHARED, STEADY_REQUESTS = 48, 1040, 32
+CACHE_BYTES, GRAPHS = 3 << 30, [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]
+
+
+def save_model(folder: Path, shape: dict[str, Any]) -> None:
+    """A model of random weights that let attention matter: logits of attention that are far from even."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    kind = dict(shape)
+    config = AutoConfig.for_model(kind.pop("model_type"), **(DENSE | kind))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() < 2:
+                weight.fill_(0.0 if "Gemma2ForCausalLM" in shape["architectures"] else 1.0)  # Gemma's norm adds 1
+            else:
+                own = "embed" in name and not config.tie_word_embeddings  # a tied one makes the logits
+                scale = 1.0 if own else weight.shape[1] ** -0.5
+                weight.normal_(0.0, scale * (1.6 if "q_proj" in name or "k_proj" in name else 1.0))
+    model.save_pretrained(folder)
+
+
+def start(folder: Path, case: str, backend: str) -> Any:
+    """An engine with the case's model."""
+    from vllm import LLM
+
+    return LLM(
+        str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=12288,
+        gpu_memory_utilization=0.05, kv_cache_memory_bytes=CACHE_BYTES, attention_backend=backend,
+        enable_prefix_caching=True, max_num_seqs=32, max_num_batched_tokens=1024, seed=0,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS},
+        **CASES[case][1],
+    )  # fmt: skip
+
+
+def prompts(changed: bool) -> list[list[int]]:
+    """24 prompts, 16 of them behind one prefix. changed: the first half of each is made of other tokens."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 30000, SHARED).tolist()
+    found = [shared + rng.integers(3, 30000, 5 + 37 * i).tolist() for i in range(16)]
+    found += [rng.integers(3, 30000, 300 + 31 * i).tolist() for i in range(8)]
+    for prompt in found if changed else ():
+        half = len(prompt) // 2
+        prompt[:half] = rng.integers(3, 30000, half).tolist()
+    return found
+
+
+def answers(llm: Any, changed: bool) -> list[dict[str, Any]]:
+    """Each request's tokens, and its steps' two best log-probabilities by token."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts(changed)], sampling, use_tqdm=False)
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "best": [
+                {str(token): value.logprob for token, value in step.items()} for step in output.outputs[0].logprobs
+            ],
+        }
+        for output in outputs
+    ]
+
+
+def steady(llm: Any, steps: int) -> dict[str, Any]:
+    """What decode steps wait for, and what they keep."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, detokenize=False)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 30000, SHARED).tolist()
+    for number in range(STEADY_REQUESTS):
+        prompt = shared + rng.integers(3, 30000, 40 + number).tolist()
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+    memory, done = {}, 0
+
+    def go_on(until: int) -> None:
+        nonlocal done
+        while done < until and llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            done += 1
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        memory[str(done)] = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(),
+                             "used_on_card": total - free}  # fmt: skip
+
+    go_on(300)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        go_on(320)
+    calls = Counter(event.name for event in trace.events() if event.name.startswith("cuda"))
+    kernels = Counter(event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    copies = {name: count for name, count in kernels.items() if "Memcpy DtoH" in name}
+    go_on(1000)
+    go_on(steps - 10)
+    return {
+        "traced_steps": 20, "calls": dict(calls), "copies_to_host": copies, "memory": memory, "steps": done,
+        "kernels": {name[:60]: count for name, count in kernels.most_common(40)},
+    }  # fmt: skip
+
+
+def work(case: str, backend: str, steps: int, answer: Path) -> None:
+    """One case with one back end, in a process of its own."""
+    from prometheus_client import REGISTRY
+
+    llm = start(answer.parent / CASES[case][0]["model_type"], case, backend)
+    import torch
+
+    found: dict[str, Any] = {"card": torch.cuda.get_device_name()}
+    if case == "steady":
+        found["steady"] = steady(llm, steps)
+    else:
+        found["rounds"] = [answers(llm, changed=False) for _ in range(2)]
+        found["control"] = answers(llm, changed=True)
+    found["counters"] = {
+        f"{sample.name} {' '.join(sample.labels.get(key, '') for key in ('path', 'reason'))}".strip(): sample.value
+        for metric in REGISTRY.collect() for sample in metric.samples
+        if sample.name.startswith("trunkattn_") and "created" not in sample.name and sample.value
+    }  # fmt: skip
+    answer.write_text(json.dumps(found))
+
+
+def parted_at(ours: list[int], theirs: list[int]) -> int:
+    """First step in which two answers differ, or their length."""
+    return next((step for step, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """See above. gaps: log-probability of theirs less that of ours, by the first back end, where answers part."""
+    equal, gaps, noise = 0, [], []
+    for mine, other in zip(ours, theirs, strict=True):
+        step = parted_at(mine["tokens"], other["tokens"])
+        equal += step
+        for before in range(step):
+            token = str(other["tokens"][before])
+            noise.append(abs(mine["best"][before][token] - other["best"][before][token]))
+        if step < len(other["tokens"]):
+            best = sorted(other["best"][step].values(), reverse=True)
+            near = other["best"][step].get(str(mine["tokens"][step]), best[1])
+            gaps.append(round(best[0] - near, 4))
+    total = sum(len(answer["tokens"]) for answer in theirs)
+    differences = np.array(noise or [0.0])
+    spread = {"mean": differences.mean(), "p99": np.quantile(differences, 0.99), "max": differences.max()}
+    return {
+        "equal_tokens": equal, "of": total, "parted": len(gaps), "gaps": sorted(gaps),
+        "logprob_difference": {name: round(float(value), 5) for name, value in spread.items()},
+    }  # fmt: skip
+
+
+def run_cases(cases: list[str], steps: int) -> dict[str, dict[str, Any]]:
+    """By case and back end, all side by side; a case that fails has its log's last line instead."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    found: dict[str, dict[str, Any]] = {case: {} for case in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        started = {}
+        for shape in {case: CASES[case][0] for case in cases}.values():
+            if not Path(folder, shape["model_type"]).exists():
+                save_model(Path(folder, shape["model_type"]), shape)
+        for case in cases:
+            for backend in BACKENDS:
+                answer = Path(folder, f"{case}-{backend}.json")
+                command = [sys.executable, __file__, "--work", case, backend, str(answer), "--steps", str(steps)]
+                log = answer.with_suffix(".log")
+                with log.open("w") as lines:
+                    process = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment)
+                started[case, backend] = process, log, answer
+        for (case, backend), (process, log, answer) in started.items():
+            process.wait()
+            if answer.exists():
+                found[case][backend] = json.loads(answer.read_text())
+            else:
+                errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
+                found[case][backend] = {"failed": errors[-3:]}
+    return found
+
+
+def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any]:
+    """A row of the result. alone: what bf16 on one card found, for cases of the same model."""
+    first, other = (found[backend] for backend in BACKENDS)
+    failed = {backend: run["failed"] for backend, run in found.items() if "failed" in run}
+    if failed:
+        return {"case": case, "failed": failed}
+    row: dict[str, Any] = {"case": case, "counters": other["counters"]}
+    if case == "steady":
+        return row | {backend: run["steady"] for backend, run in found.items()}
+    for number, name in enumerate(("cold", "cached")):
+        row[name] = compare(other["rounds"][number], first["rounds"][number])
+    if alone is not None and not any("failed" in run for run in alone.values()):
+        row["alone"] = {name: compare(run["rounds"][0], alone[name]["rounds"][0]) for name, run in found.items()}
+    row["control"] = compare(first["control"], first["rounds"][0])
+    row["same_backend_cold_and_cached"] = compare(first["rounds"][1], first["rounds"][0])
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    alone = [case for case in CASES if case != "tensor-parallel"]
+    parser.add_argument("--cases", nargs="+", default=alone, choices=list(CASES))
+    parser.add_argument("--suffix", default="", help="of the result's name")
+    parser.add_argument("--steps", type=int, default=10_000, help="decode steps of the case steady")
+    parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        folder = Path(__file__).resolve().parent
+        sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]  # see vllm_tpot.py
+        case, backend, answer = arguments.work
+        return work(case, backend, arguments.steps, Path(answer))
+    from report import short_name, write_result
+
+    found = run_cases(arguments.cases, arguments.steps)
+    rows = []
+    for case in arguments.cases:
+        same_model = case != "bf16" and CASES[case][0] is LLAMA
+        rows.append(summarize(case, found[case], found.get("bf16") if same_model else None))
+    for row in rows:
+        print(json.dumps(row)[:1500], flush=True)
+    cards = [run["card"] for case in found.values() for run in case.values() if "card" in run]
+    card = cards[0] if cards else "none"
+    print(
+        write_result(
+            f"vllm-equality-{short_name(card)}{arguments.suffix}",
+            {"card": card, "rows": rows},
+            "vllm",
+            "triton",
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

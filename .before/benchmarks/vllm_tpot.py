@@ -1,0 +1,210 @@
+"""Time per output token of a whole engine, vLLM on a GPU, with its own attention and with ours.
+
+    python benchmarks/vllm_tpot.py --model FOLDER                     # results/vllm-tpot-CARD.json
+
+FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One after the
+other, each back end is started in a process of its own, with full CUDA graphs and prefix caching, and generates for six
+batches of prompts: REQUESTS × (levels of shared and private tokens). Each batch is generated once to fill the prefix
+cache, then for 8 and for 136 tokens in turn; TPOT is the median over repeats of (time of 136 - time of 8) / 128.
+
+The first 16 tokens of each request, greedy, are compared with those of the first back end: the fraction that is equal
+before the first that differs, and in which steps sequences part. With random weights logits lie close together, so that
+rounding parts some: this shows gross errors, and is no test of accuracy. For CUSTOM what was read and saved is in the
+result, from the counters that vLLM would serve under /metrics.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+SHORT, LONG, COMPARED = 8, 136, 16
+OPTIONS = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
+    "hf_overrides": {"max_position_embeddings": 16384}, "max_model_len": 12288, "max_num_seqs": 256, "seed": 0,
+}  # fmt: skip
+BACKENDS = ("FLASH_ATTN", "CUSTOM")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """levels: (number of groups, tokens), from the root; a request is in one group of each, in turn."""
+
+    requests: int
+    levels: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        parts = [f"{groups} groups x {tokens}" if 1 < groups < self.requests else f"{tokens}"
+                 for groups, tokens in self.levels]  # fmt: skip
+        return f"{self.requests} x ({' + '.join(parts)})"
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """Random tokens, the same at every call; prompts of two workloads share nothing."""
+        rng = random.Random(str(self))
+        texts = [[rng.choices(range(vocabulary), k=tokens) for _ in range(groups)] for groups, tokens in self.levels]
+        return [[token for level in texts for token in level[i % len(level)]] for i in range(self.requests)]
+
+
+WORKLOADS = (
+    Workload(64, ((1, 8192), (64, 512))),
+    Workload(64, ((1, 1024), (8, 3072), (64, 256))),
+    Workload(256, ((1, 1024), (256, 128))),
+    Workload(64, ((1, 2048), (64, 256))),
+    Workload(8, ((1, 4096), (8, 128))),
+    Workload(32, ((32, 2048),)),
+)
+
+
+def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """(seconds, the tokens of each request)."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def measure(llm: Any, workload: Workload, vocabulary: int, repeats: int) -> dict[str, Any]:
+    """One back end on one batch."""
+    prompts = workload.prompts(vocabulary)
+    generate(llm, prompts, SHORT)
+    times, tokens = [], []
+    for _ in range(repeats):
+        short, _ = generate(llm, prompts, SHORT)
+        long, tokens = generate(llm, prompts, LONG)
+        times.append((long - short) / (LONG - SHORT) * 1e3)
+    figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
+    return figures | {"tokens": [sequence[:COMPARED] for sequence in tokens]}
+
+
+def counters() -> dict[str, float]:
+    """What the workers have counted so far, summed over their labels but path and reason."""
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry, found = CollectorRegistry(), {}
+    multiprocess.MultiProcessCollector(registry)
+    for metric in registry.collect():
+        for sample in metric.samples:
+            if sample.name.startswith("trunkattn_"):
+                name = " ".join(
+                    [sample.name, *(sample.labels[key] for key in ("path", "reason") if key in sample.labels)]
+                )
+                found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+def hide_benchmarks(path: list[str]) -> None:
+    """transformers imports a package "kernels" if it finds one, and would find kernels.py beside this file."""
+    path[:] = [folder for folder in path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+
+def serve(backend: str, model: Path, cards: int, repeats: int, answers: Connection) -> None:
+    """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
+    hide_benchmarks(sys.path)
+    with tempfile.TemporaryDirectory() as shared:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        import torch
+        from vllm import LLM
+
+        start = perf_counter()
+        llm: Any = LLM(str(model), attention_backend=backend, tensor_parallel_size=cards, **OPTIONS)
+        ready = perf_counter() - start
+        print(f"{backend}: ready after {ready:.0f} s", flush=True)
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        for workload in WORKLOADS:
+            answers.send((str(workload), measure(llm, workload, vocabulary, repeats)))
+        answers.send(("", {"card": torch.cuda.get_device_name(), "ready_s": round(ready, 1), "counters": counters()}))
+        llm.llm_engine.engine_core.shutdown()
+
+
+def run_backend(backend: str, model: Path, cards: int, repeats: int) -> dict[str, Any]:
+    """Figures of each workload, and "" for facts of the run.
+
+    Raises:
+        RuntimeError: if the process ends before it has answered.
+    """
+    context = multiprocessing.get_context("spawn")
+    answers, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(backend, model, cards, repeats, sender))
+    process.start()
+    sender.close()
+    found: dict[str, Any] = {}
+    try:
+        while "" not in found:
+            name, figures = answers.recv()
+            found[name] = figures
+            if name:
+                print(f"{backend} {name}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
+    except EOFError as error:
+        raise RuntimeError(f"{backend}: the process ended after {len(found)} of {len(WORKLOADS)} workloads") from error
+    finally:
+        process.join()
+    return found
+
+
+def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Of the first tokens, before the first that differs."""
+    parted = [
+        next((step for step, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), COMPARED)
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    steps = sorted(step for step in parted if step < COMPARED)
+    return {"equal_tokens": round(sum(parted) / (COMPARED * len(parted)), 4), "parted_in_steps": steps}
+
+
+def table(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per workload: each back end, and how the others compare with the first."""
+    first, *others = results
+    rows = []
+    for name in map(str, WORKLOADS):
+        row: dict[str, Any] = {"workload": name}
+        for backend, found in results.items():
+            row[backend] = {key: value for key, value in found[name].items() if key != "tokens"}
+        for backend in others:
+            row[backend] |= compare(results[backend][name]["tokens"], results[first][name]["tokens"])
+            row[backend]["speedup"] = round(results[first][name]["tpot_ms"] / results[backend][name]["tpot_ms"], 3)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
+    parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
+    if not (arguments.model / "config.json").is_file():
+        parser.error(f"argument --model: {arguments.model} has no config.json")
+    # not by the processes that vLLM starts, which import this file: see `serve`
+    from report import short_name, write_result
+
+    cards = arguments.tensor_parallel
+    results = {name: run_backend(name, arguments.model, cards, arguments.repeats) for name in arguments.backends}
+    rows = table(results)
+    for row in rows:
+        print(row, flush=True)
+    facts = {backend: found[""] for backend, found in results.items()}
+    card = next(iter(facts.values()))["card"]
+    figures = {"card": card, "cards": cards, "model": arguments.model.name, "options": OPTIONS}
+    figures["repeats"] = arguments.repeats
+    name = f"vllm-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
+    print(write_result(name, figures | {"rows": rows, "runs": facts}, "vllm", "triton"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trunkattn.attention_config import AttentionConfig, integer
+from trunkattn.checks import LayerInputs, Scale, StepInputs, all_on_gpu, check_layer, check_on_device, check_step
+from trunkattn.plan_format import Capacity, PlanStats
+from trunkattn.planner.build import Batch
+from trunkattn.planner.splitting import UNLIMITED
+
+
+def _executor(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> Any:
+    """What plans and runs on a device; imported when asked for, so that neither side needs the other's compiler."""
+    if device.type == "cpu":
+        from trunkattn.attention_cpu import CpuExecutor
+
+        return CpuExecutor(config)
+    from trunkattn.attention_gpu import GpuExecutor
+
+    return GpuExecutor(config, device, capacity)
+
+
+class Plan:
+    """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
+
+    def __init__(self, step: Any, owner: "BatchAttention", last_page: int, window: int, refills: bool = True) -> None:
+        """refills: whether another batch may be planned into it."""
+        self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Rows of q and out that `run` expects; of a plan made on the device with query_start_loc, at least."""
+        return self.step.num_query_tokens
+
+    @property
+    def stats(self) -> PlanStats:
+        """What this plan reads, and what one pack per request would read."""
+        return self.step.stats()
+
+    @property
+    def traffic(self) -> torch.Tensor:
+        """Of a plan made on the device, there: int64 [2], KV tokens that it reads, and those that it would read if
+        every request read its own; for counters that must not wait. See `stats` for other plans."""
+        summary: torch.Tensor | None = getattr(self.step, "summary", None)
+        if summary is None:
+            raise ValueError("traffic of a plan that was made on the host: expected one made on the device; see stats")
+        return summary[1:]
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether requests of this plan are prompt chunks to a kernel of their own, as they may be on a GPU."""
+        return getattr(self.step, "chunks", None) is not None
+
+    @property
+    def may_have_chunks(self) -> bool:
+        """Whether `run` launches that kernel: with a capacity it does even if there is nothing for it to compute."""
+        gpu_plan = getattr(self.step, "gpu_plan", None)
+        return gpu_plan is not None and gpu_plan.prefill is not None
+
+    def without_chunks(self) -> "Plan":
+        """The same plan, in the same arrays, but `run` does not launch the kernel for prompt chunks, which spares a
+        decode step some µs a layer. A CUDA graph that ran it computes any plan without chunks that is put into this one
+        later; into the result nothing can be.
+
+        Raises:
+            ValueError: the plan has chunks.
+        """
+        if self.has_chunks:
+            raise ValueError("without_chunks: expected a plan without prompt chunks, see has_chunks")
+        if not self.may_have_chunks:
+            return self
+        step = replace(self.step, gpu_plan=self.step.gpu_plan.without_chunks())
+        return Plan(step, self.owner, self.last_page, self.window, refills=False)
+
+    def check(self) -> None:
+        """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
+
+        Raises:
+            AssertionError: naming the invariant and the item or query that breaks it.
+        """
+        self.step.check()
+
+
+class BatchAttention:
+    """Attention of a batch over a paged KV cache that reads what requests share once.
+
+    `plan` is called once per step (and window), `run` once per layer. Not for use by several threads at once: the
+    workspace is shared by all plans.
+
+    A query, key or value that is not finite makes outputs of the requests that see it NaN or infinite, and no others,
+    but for one case: on a GPU a value reaches the other requests of its tile of up to 64 rows, whose weights for it
+    are 0.
+
+    Args:
+        config: shape and options.
+        device: where q and the caches live.
+        capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of fixed sizes,
+            and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there. Without one, a
+            later plan may move the workspace, and a graph must not be replayed after it.
+
+    Raises:
+        ValueError: with the reasons, if the device cannot run the configuration.
+    """
+
+    def __init__(
+        self, config: AttentionConfig, device: torch.device | str = "cuda", capacity: Capacity | None = None
+    ) -> None:
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config is a {type(config).__name__}: expected an AttentionConfig")
+        if capacity is not None and not isinstance(capacity, Capacity):
+            raise TypeError(f"capacity is a {type(capacity).__name__}: expected a Capacity or None")
+        reasons = config.supports(device)
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        self.config, self.device, self.capacity = config, torch.device(device), capacity
+        if self.device.type == "cpu":
+            self.device = torch.device("cpu")  # tensors there have no index
+        self._executor = _executor(config, self.device, capacity)
+
+    def plan(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        *,
+        num_pages: int | None = None,
+        changed_rows: torch.Tensor | None = None,
+        into: Plan | None = None,
+    ) -> Plan:
+        """The work list of one step.
+
+        With a capacity and the policy `auto`, tensors that all lie on a GPU are planned there, on the current stream:
+        nothing is copied or waited for, and with `into` nothing is allocated. Values that are out of bounds are then
+        clamped, and reported by `check`; `stats` waits for the device and reads the tensors as they are by then. The
+        buffers that a plan is made in belong to this object: its plans are to be made on one stream.
+
+        Args:
+            block_table: [num_requests, max_pages] int32, on the CPU or this device (where it is not planned there, it
+                is copied, which waits for the device); entries past a request's pages are never looked at.
+            seq_lens: [num_requests] int32, KV length including this step's query tokens.
+            query_start_loc: [num_requests + 1] int32; None: one query token each. Rows of query length 0 are padding.
+            sliding_window: tokens a query sees, itself included; None: all.
+            num_pages: pages in the cache, to check page ids against; None: the capacity's; without either only `run`
+                checks. None for tables that are planned on the device.
+            changed_rows: int32 rows whose earlier pages may differ from the last plan; None: compare all rows. None for
+                tables that are planned on the device.
+            into: a plan of this object, with the same window, that is to become the plan of this batch, and is
+                returned; only with a capacity. A CUDA graph that ran it runs the new batch.
+
+        Raises:
+            ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.
+        """
+        inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages, changed_rows)
+        window = UNLIMITED
+        if sliding_window is not None:
+            integer("sliding_window", sliding_window, at_least=1)
+            window = min(sliding_window, UNLIMITED)
+        if into is not None:
+            self._check_into(into, window)
+        earlier = into.step if into else None
+        if self.capacity is not None and self._executor.plans_on_device and all_on_gpu(inputs):
+            check_on_device(inputs)
+            step, last_page = self._executor.plan_on_device(inputs[:3], window, earlier), self.capacity.num_pages - 1
+        else:
+            checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
+            (table, lens, starts), rows, last_page = checked
+            step = self._executor.plan(Batch(table, lens, starts, window), rows, earlier)
+        if into is None:
+            return Plan(step, self, last_page, window)
+        into.step, into.last_page = step, last_page
+        return into
+
+    def check(self) -> None:
+        """Waits for the device, and reports what plans made there met since the last check.
+
+        Raises:
+            ValueError: naming what was out of bounds in a block table, lengths or query starts.
+        """
+        self._executor.check()
+
+    @property
+    def errors(self) -> torch.Tensor | None:
+        """[1] int32 on the device, not 0 if `check` would raise, to be copied without waiting; None: nothing is planned
+        on the device. `kernels.device_plan.errors_of` says what it means."""
+        errors: torch.Tensor | None = self._executor.errors
+        return errors
+
+    def _check_into(self, into: Any, window: int) -> None:
+        self._check_own("into", into)
+        if self.capacity is None:
+            raise ValueError("into is given: expected a BatchAttention with a capacity")
+        if not into.refills:
+            raise ValueError("into is a plan of `without_chunks`: expected the plan that it was made of")
+        if into.window != window:
+            given, kept = (None if each == UNLIMITED else each for each in (window, into.window))
+            raise ValueError(f"sliding_window={given}: expected {kept}, the window that `into` was planned with")
+
+    def _check_own(self, name: str, plan: Any) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"{name} is a {type(plan).__name__}: expected a Plan")
+        if plan.owner is not self:
+            raise ValueError(f"{name} belongs to another BatchAttention: expected a plan made by this one")
+
+    def run(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        *,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one layer.
+
+        Args:
+            plan: of this object.
+            q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more
+                rows, up to max_query_tokens; of them, `out` is left as it is and lse undefined. The host does not know
+                how many tokens a query_start_loc on the device has: fewer rows than that are undefined.
+            k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
+                strides with a contiguous last dimension.
+            out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.
+            return_lse: also return lse [num_query_tokens, num_qo_heads] float32 (natural log, sinks not included).
+            q_scale, k_scale, v_scale: what stored q, k, v are to be multiplied by: a number, or a tensor of one element
+                or [num_kv_heads].
+            sinks: [num_qo_heads] extra logits, given iff the configuration says so.
+
+        Raises:
+            ValueError, TypeError: naming the argument, the value and what was expected; nothing is computed then.
+        """
+        config = self.config
+        self._check_own("plan", plan)
+        inputs = LayerInputs(q, k_cache, v_cache, out, q_scale, k_scale, v_scale, sinks, return_lse)
+        rows = plan.num_query_tokens
+        if self.capacity is not None and isinstance(q, torch.Tensor) and q.dim():
+            rows = min(max(rows, q.shape[0]), self.capacity.max_query_tokens)
+        check_layer(config, self.device, rows, inputs)
+        if plan.last_page >= k_cache.shape[0]:
+            raise ValueError(
+                f"k_cache has {k_cache.shape[0]} pages: expected more than the plan's page {plan.last_page}"
+            )
+        if self.capacity is not None and q.is_cuda and k_cache.shape[0] < self.capacity.num_pages:
+            # a graph that captures this call may run a later plan with any page of the capacity
+            raise ValueError(
+                f"k_cache has {k_cache.shape[0]} pages: expected at least the capacity's, {self.capacity.num_pages}"
+            )
+        shape = (rows, config.num_qo_heads, config.value_dim)
+        result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out
+        lse = self._executor.run(plan.step, inputs, result)
+        return (result, lse) if return_lse else result

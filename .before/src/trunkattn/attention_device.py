@@ -1,0 +1,169 @@
+"""Plans made on the device, from tables that never leave it: no copy, no wait."""
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from trunkattn.attention_captured import capture
+from trunkattn.kernels.device_plan import MOST_COLUMNS, MOST_ROWS, DevicePlanner, TileWays, errors_of
+from trunkattn.kernels.gpu import Card, GpuPlan
+from trunkattn.plan_format import Capacity, PlanStats, TileLimits, TileList
+from trunkattn.planner.build import Batch, tokens_per_query
+from trunkattn.planner.check import check_tiles
+from trunkattn.planner.tile_costs import ALONE_PERCENT, FILLED_NS, HIDDEN_PARTS, IDLE_PERCENT
+from trunkattn.planner.tiling import TilingRule
+
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step planned on the device. tables: the caller's, which `stats` and `check` read when they are asked."""
+
+    tables: Tables
+    window: int
+    rule: TilingRule
+    gpu_plan: GpuPlan
+    num_query_tokens: int = 0  # at least; the number is on the device
+
+    @property
+    def summary(self) -> torch.Tensor | None:
+        """See GpuPlan."""
+        return self.gpu_plan.summary
+
+    def tile_list(self) -> TileList:
+        """What the plan's arrays hold. Waits for the device."""
+        host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}
+        heights = len(self.rule.kinds)
+        *counts, merged = host["counts"][: 2 * heights + 2].tolist()
+        items = host["items"][: 5 * counts[-1]].reshape(-1, 5)
+        queries, runs = (int(items[:, column].max(initial=0)) for column in (4, 2))
+        slots = host["slots"][:queries]
+        return TileList(
+            items=items,
+            runs=host["runs"][: 3 * runs].reshape(-1, 3),
+            queries=host["queries"][:queries],
+            slots=slots,
+            parts=host["parts"][: 2 * queries].reshape(-1, 2),
+            counts=np.array(counts, np.int32),
+            merge_queries=host["merge_queries"][:merged],
+            merge_ranges=host["merge_ranges"][: 2 * merged].reshape(-1, 2),
+            num_slots=int(slots.max(initial=-1)) + 1,
+            merges_taller=True,
+        )
+
+    def batch(self) -> Batch:
+        """The tables as they are now. Waits for the device."""
+        table, lens, starts = (table.cpu().numpy() for table in self.tables)
+        return Batch(table, lens, starts, self.window)
+
+    def stats(self) -> PlanStats:
+        """See PlanStats. Waits for the device."""
+        assert self.gpu_plan.summary is not None
+        way = self.rule.priced.ways[int(self.gpu_plan.summary[0])]
+        described = way.name(self.rule), "least predicted time, found on the device"
+        return tile_stats(self.tile_list(), self.batch(), self.rule, *described)
+
+    def check(self) -> None:
+        """Raises AssertionError if the tile list breaks an invariant."""
+        check_tiles(self.tile_list(), self.batch(), self.rule)
+
+
+def tile_stats(tile_list: TileList, batch: Batch, rule: TilingRule, policy: str, reason: str) -> PlanStats:
+    """See PlanStats. A trunk that several tiles read leaves memory once; the others find it in the L2 cache."""
+    kinds, counts = rule.kinds, np.diff(tile_list.counts)
+    tiles = {
+        f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + len(kinds)]) for i, kind in enumerate(kinds)
+    }
+    read = int((tile_list.runs[:, 1] >> 16).sum())
+    tallest = kinds[-1].entries(rule.group_size)
+    alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
+    items = len(tile_list.items)
+    return PlanStats(read, alone, items, items, tiles, policy, reason)
+
+
+class OnDevice:
+    """Plans steps within a capacity on the device; one for all windows."""
+
+    @torch.inference_mode(False)
+    def __init__(
+        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, card: Card, device: torch.device
+    ) -> None:
+        most = {  # places in the cache are int32, and what orders the requests is one int64
+            "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
+            "max_requests": MOST_ROWS,
+            "max_pages_per_request": MOST_COLUMNS,
+        }
+        for name, bound in most.items():
+            if (value := getattr(capacity, name)) > bound:
+                raise ValueError(f"{name}={value}: expected at most {bound} to plan on the device")
+        self._rule, self._device = rule, device
+        self._planner = DevicePlanner(tile_ways(rule), capacity, limits, rule.page_size, card, device)
+        # by plan and tensors; an engine pads a step to some numbers of rows, and may have one plan for each window
+        self._graphs: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
+        self._most_graphs = 256 + 2 * capacity.max_requests
+        self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # to capture on
+
+    def plan(
+        self, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], window: int, plan: GpuPlan
+    ) -> DeviceStep:
+        """Fills a reserved plan; query_start_loc None: one query token each."""
+        table, lens, starts = tables
+        known = 0 if starts is not None else table.shape[0]
+        kept = (table, lens, self._starts[: table.shape[0] + 1] if starts is None else starts)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._fill(plan, kept, window)
+        return DeviceStep(kept, window, self._rule, plan, known)
+
+    def _fill(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+        """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches
+        from Python take five times as long as what they launch."""
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return self._planner.fill(plan, *tables, window)
+        assert plan.summary is not None
+        places = [value for table in tables for value in (table.dtype, table.data_ptr(), *table.shape, *table.stride())]
+        key = (plan.flat.data_ptr(), plan.summary.data_ptr(), window, *places)
+        seen, graph = key in self._graphs, self._graphs.pop(key, None)
+        if graph is None:
+            self._planner.check(*tables)  # before anything begins
+            graph = capture(partial(self._planner.fill, plan, *tables, window), self._stream) if seen else None
+        self._graphs[key] = graph
+        if len(self._graphs) > self._most_graphs:
+            self._graphs.popitem(last=False)
+        if graph is None:
+            self._planner.fill(plan, *tables, window)
+        else:
+            graph.replay()
+
+    @property
+    def errors(self) -> torch.Tensor:
+        """[1] int32, on the device: `errors_of` says what it means."""
+        return self._planner.errors
+
+    @torch.inference_mode(False)
+    def check(self) -> None:
+        """Raises ValueError if a batch since the last check held values that are wrong. Waits for the device."""
+        bits = int(self._planner.errors)
+        if bits:
+            self._planner.errors.zero_()
+            raise ValueError(f"plans made on the device: {'; '.join(errors_of(bits))}")
+
+
+def tile_ways(rule: TilingRule) -> TileWays:
+    """The candidates of a rule as the kernels take them."""
+    _, stages, uses, costs = rule.priced
+    subtile = [kind.entries(rule.group_size) // kind.subtiles for kind in rule.kinds]
+    timed = (costs.block_ns, costs.chain_ns, costs.slots, costs.read_percent, costs.together)
+    kinds = np.column_stack([*timed, np.array(subtile, np.int64)])
+    scalars = (
+        costs.launch_ns, costs.bytes_per_us, costs.token_bytes, costs.partial_bytes, costs.l2_tokens, costs.run_tokens,
+        FILLED_NS, ALONE_PERCENT, HIDDEN_PARTS, IDLE_PERCENT, costs.l2_percent,
+    )  # fmt: skip
+    return TileWays(stages, uses, kinds, np.array(scalars, np.int64), rule.run, rule.fuse_up_to)

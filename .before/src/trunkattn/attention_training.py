@@ -1,0 +1,309 @@
+"""FlashAttention for training (lecture §5): exact attention that never stores the scores, with its gradients.
+
+Two custom ops of torch, so that autograd and `torch.compile` take them: Triton kernels on a GPU, blocks of PyTorch on a
+CPU.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.library import custom_op
+
+from trunkattn.attention_config import positive
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES: Final = {"cuda": _GPU_DTYPES, "cpu": (*_GPU_DTYPES, torch.float64)}
+_GPU_HEAD_DIM = 256  # above it accumulators do not fit the registers
+_CPU_BLOCK = 256  # queries and keys of a tile: 256 KiB of scores a head
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    *,
+    sm_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | Pair:
+    """Differentiable exact attention in memory linear in the sequence length (FlashAttention; lecture §5.3 to §5.8).
+
+    The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile.
+
+    Args:
+        q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
+            float32, on a CPU also float64, and any strides. Under torch.autocast, q, k and v become its dtype first.
+        k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_qo_heads is
+            a multiple of num_kv_heads. On a GPU head_dim is at most 256.
+        causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
+        sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
+        cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds
+            tokens [cu_seqlens[i], cu_seqlens[i + 1]), at times none. Tokens after the last are padding: output 0,
+            gradient 0. Their values are checked on a CPU; kernels stay inside the tensors whatever they are.
+        deterministic: gradients are bit-equal over repeated runs, as torch.use_deterministic_algorithms asks for, too.
+            Else a GPU adds dq in whatever order its programs come; all else is bit-equal anyway.
+        return_lse: also return the natural log-sum-exp of the logits, through which gradients flow, too.
+
+    Returns:
+        out like q; with return_lse also lse [..., num_qo_heads], q's shape without head_dim, float32 (float64 for
+        float64). A query that sees no key has output 0, lse -inf and gradient 0.
+
+    Gradients of gradients and torch.func.grad raise; forward-mode differentiation finds no tangent.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected.
+    """
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: expected a bool")
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
+    q, k, v = (_autocast(tensor) for tensor in (q, k, v))
+    packed = cu_seqlens_q is not None
+    _check_tensors(q, k, v, packed)
+    _check_sums(q, cu_seqlens_q, cu_seqlens_k)
+    positive("sm_scale", sm_scale)
+    if sm_scale is None:
+        sm_scale = 1 / math.sqrt(q.shape[-1])
+    ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, float(sm_scale), ordered)
+    return (out, lse.transpose(-1, -2)) if return_lse else out
+
+
+def _autocast(tensor: Any) -> Any:
+    """In the dtype that torch.autocast asks for, if it is on; float64 stays, as in torch's own operators."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _GPU_DTYPES:
+        return tensor
+    kind = tensor.device.type
+    on = kind in _DTYPES and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if on else tensor
+
+
+def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        dtypes = _DTYPES.get(tensor.device.type)
+        if dtypes is None or tensor.device != q.device:
+            expected = "cpu or cuda" if dtypes is None else f"{q.device}, like q"
+            raise ValueError(f"{name} is on {tensor.device}: expected {expected}")
+        if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
+            expected = f"one of {', '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else f"{q.dtype}, like q"
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
+        if tensor.dim() != (3 if packed else 4):
+            expected = "(tokens, heads, head_dim), as cu_seqlens_q is given" if packed else "4 dimensions"
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
+    heads, head_dim = q.shape[-2:]
+    if not 1 <= head_dim <= (_GPU_HEAD_DIM if q.is_cuda else math.inf):
+        raise ValueError(f"q has head_dim {head_dim}: expected 1 to {_GPU_HEAD_DIM} on a GPU, from 1 on a CPU")
+    if k.shape[-1] != head_dim or (not packed and len(k) != len(q)):
+        expected = f"q's head_dim, {head_dim}" + ("" if packed else f", and batch, {len(q)}")
+        raise ValueError(f"k has shape {tuple(k.shape)}: expected {expected}")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}: expected k's, {tuple(k.shape)}")
+    if heads < 1 or k.shape[-2] < 1 or heads % k.shape[-2]:
+        raise ValueError(f"k has {k.shape[-2]} heads: expected a divisor of q's {heads}")
+
+
+def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    for name, sums in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if sums is None:
+            continue
+        if not isinstance(sums, torch.Tensor):
+            raise TypeError(f"{name} is a {type(sums).__name__}: expected a torch.Tensor")
+        if sums.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {sums.dtype}: expected torch.int32")
+        if sums.device != q.device:
+            raise ValueError(f"{name} is on {sums.device}: expected {q.device}, like q")
+        if sums.dim() != 1 or len(sums) == 0 or sums.shape != cu_seqlens_q.shape:
+            expected = "(num_sequences + 1), the same for both"
+            raise ValueError(f"{name} has shape {tuple(sums.shape)}: expected {expected}")
+
+
+@custom_op("trunkattn::flash_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, causal: bool, sm_scale: float, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out like q and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]; `deterministic` is for
+    the backward pass."""
+    if q.is_cuda:
+        from trunkattn.kernels import flash_training as kernels  # needs Triton, which a CPU does not
+
+        sums = [None if tensor is None else tensor.contiguous() for tensor in (cu_seqlens_q, cu_seqlens_k)]
+        with torch.cuda.device(q.device):  # launches go to the current device
+            return kernels.forward(q, k, v, kernels.Sequences(causal, sm_scale, *sums))
+    out = torch.zeros(q.shape, dtype=_sums_dtype(q))
+    lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype)
+    for rows, sequence in _cpu_sequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), causal, sm_scale):
+        found, found_lse = sequence.forward()
+        out.view(-1, *q.shape[-2:])[rows[0]] = sequence.by_token(found)
+        lse.view(-1, q.shape[-2])[rows[0]] = sequence.by_token(found_lse).squeeze(-1)
+    return out.to(q.dtype), lse.transpose(-1, -2).contiguous()
+
+
+@_forward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
+    lse = torch.empty_like(q[..., 0].transpose(-1, -2), dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+@custom_op("trunkattn::flash_attention_backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor, dlse: torch.Tensor, saved: list[torch.Tensor], cu_seqlens: list[torch.Tensor], causal: bool,
+    sm_scale: float, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk and dv. saved: q, k, v, out and lse. cu_seqlens: of queries and keys, or none."""
+    sums = (cu_seqlens[0], cu_seqlens[1]) if cu_seqlens else (None, None)
+    q, k, v, out, lse = saved
+    if q.is_cuda:
+        from trunkattn.kernels.flash_backward import backward
+        from trunkattn.kernels.flash_training import Sequences
+
+        sequences = Sequences(causal, sm_scale, *(tensor.contiguous() for tensor in cu_seqlens))
+        with torch.cuda.device(q.device):
+            return backward((dout, dlse), tuple(saved), sequences, deterministic)
+    heads, head_dim = q.shape[-2:]
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
+    delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
+    flat = [delta.reshape(-1, heads, 1), lse.transpose(-1, -2).reshape(-1, heads, 1), dout.reshape(-1, heads, head_dim)]
+    gradients = tuple(torch.zeros(tensor.shape, dtype=lse.dtype) for tensor in (q, k, v))
+    for rows, sequence in _cpu_sequences((q, k, v), sums, causal, sm_scale):
+        found = sequence.backward(*(sequence.by_head(tensor[rows[0]]) for tensor in flat))
+        for gradient, part, own in zip(gradients, found, (rows[0], rows[1], rows[1]), strict=True):
+            gradient.view(-1, *gradient.shape[-2:])[own] = sequence.by_token(part, gradient.shape[-2])
+    return gradients[0].to(q.dtype), gradients[1].to(q.dtype), gradients[2].to(q.dtype)
+
+
+@_backward.register_fake
+def _(dout: torch.Tensor, dlse: torch.Tensor, saved: list[torch.Tensor], *options: Any) -> Triple:
+    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved[:3])
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, *(() if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)))
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    return (*_backward(dout, dlse, list(tensors[:5]), list(tensors[5:]), *ctx.options), *[None] * 5)
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _sums_dtype(q: torch.Tensor) -> torch.dtype:
+    """In which sums are made."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class _CpuSequence:
+    """One sequence, KV head first: q [num_kv_heads, rows, head_dim], where a row is a query token of one head of the
+    group, tokens in order; k, v [num_kv_heads, tokens, head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    group: int
+    causal: bool
+    sm_scale: float
+
+    def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, n] as [num_kv_heads, rows, n], in the dtype of sums."""
+        num_kv_heads, (tokens, heads, width) = self.q.shape[0], tensor.shape
+        per_head = tensor.to(self.q.dtype).view(tokens, num_kv_heads, heads // num_kv_heads, width)
+        return per_head.transpose(0, 1).reshape(num_kv_heads, tokens * heads // num_kv_heads, width)
+
+    def by_token(self, tensor: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+        """The way back. heads: None for those of q."""
+        num_kv_heads, rows, width = tensor.shape
+        group = self.group if heads is None else heads // num_kv_heads
+        return (
+            tensor.view(num_kv_heads, rows // group, group, width)
+            .transpose(0, 1)
+            .reshape(-1, num_kv_heads * group, width)
+        )
+
+    def tiles(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Rows and keys of every tile of which something is seen, and its logits, -inf where nothing is."""
+        num_rows, len_k = self.q.shape[1], self.k.shape[1]
+        offset = len_k - num_rows // self.group
+        for first in range(0, num_rows, _CPU_BLOCK * self.group):
+            rows = slice(first, min(first + _CPU_BLOCK * self.group, num_rows))
+            position = torch.arange(rows.start, rows.stop)[:, None] // self.group + offset
+            end = min(len_k, max(0, int(position[-1]) + 1)) if self.causal else len_k
+            for at in range(0, end, _CPU_BLOCK):
+                keys = slice(at, min(at + _CPU_BLOCK, end))
+                scores = self.q[:, rows] @ self.k[:, keys].mT * self.sm_scale
+                if self.causal and keys.stop - 1 > int(position[0]):
+                    scores.masked_fill_(torch.arange(keys.start, keys.stop) > position, -math.inf)
+                yield rows, keys, scores
+
+    @torch.autocast("cpu", enabled=False)  # it would make these products in 16 bits
+    def forward(self) -> Pair:
+        """out and lse [num_kv_heads, rows, head_dim or 1], by online softmax."""
+        acc, total = torch.zeros_like(self.q), torch.zeros_like(self.q[..., :1])
+        top = torch.full_like(total, -math.inf)
+        for rows, keys, scores in self.tiles():
+            higher = torch.maximum(top[:, rows], scores.amax(-1, keepdim=True))
+            base = higher.masked_fill(higher == -math.inf, 0.0)  # a row that saw nothing yet
+            weights, rescale = torch.exp(scores - base), torch.exp(top[:, rows] - base)
+            total[:, rows] = total[:, rows] * rescale + weights.sum(-1, keepdim=True)
+            acc[:, rows] = acc[:, rows] * rescale + weights @ self.v[:, keys]
+            top[:, rows] = higher
+        return acc / total.masked_fill(total == 0, 1.0), top + torch.log(total)
+
+    @torch.autocast("cpu", enabled=False)
+    def backward(self, delta: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Triple:
+        """dq, dk and dv. delta [num_kv_heads, rows, 1]: row sums of dout · out, less dlse. lse: from `forward`."""
+        dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
+        shift = lse.masked_fill(lse == -math.inf, math.inf)  # weights of a row that sees nothing are 0
+        for rows, keys, scores in self.tiles():
+            weights = torch.exp(scores - shift[:, rows])
+            dscores = weights * (dout[:, rows] @ self.v[:, keys].mT - delta[:, rows]) * self.sm_scale
+            dv[:, keys] += weights.mT @ dout[:, rows]
+            dk[:, keys] += dscores.mT @ self.q[:, rows]
+            dq[:, rows] += dscores @ self.k[:, keys]
+        return dq, dk, dv
+
+
+def _cpu_sequences(
+    tensors: Triple, sums: tuple[torch.Tensor | None, torch.Tensor | None], causal: bool, sm_scale: float
+) -> Iterator[tuple[tuple[slice, slice], _CpuSequence]]:
+    """Each sequence, with its tokens among all query tokens and among all key tokens."""
+    q, k, v = (tensor.to(_sums_dtype(tensor)).reshape(-1, *tensor.shape[-2:]) for tensor in tensors)
+    bounds = []
+    for name, cu_seqlens, own, flat in zip(("cu_seqlens_q", "cu_seqlens_k"), sums, tensors, (q, k), strict=False):
+        dense = range(0, len(flat) + 1, own.shape[1]) if own.shape[1] else [0] * (len(own) + 1)
+        bounds.append(list(dense) if cu_seqlens is None else _checked(name, cu_seqlens, len(flat)))
+    group = q.shape[1] // k.shape[1]
+    for index in range(len(bounds[0]) - 1):
+        rows, keys = (slice(*ends[index : index + 2]) for ends in bounds)
+        own_q = q[rows].unflatten(1, (k.shape[1], group)).transpose(0, 1).flatten(1, 2)
+        own_k, own_v = k[keys].transpose(0, 1), v[keys].transpose(0, 1)
+        yield (rows, keys), _CpuSequence(own_q, own_k, own_v, group, causal, sm_scale)
+
+
+def _checked(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """The values, from 0 and never falling, up to `total`."""
+    values: list[int] = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}[0]={values[0]}: expected 0")
+    for index in range(1, len(values)):
+        if not values[index - 1] <= values[index] <= total:
+            expected = f"{values[index - 1]} to {total}, from the one before to the number of tokens"
+            raise ValueError(f"{name}[{index}]={values[index]}: expected {expected}")
+    return values

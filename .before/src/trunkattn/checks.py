@@ -1,0 +1,259 @@
+"""Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
+
+import math
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from trunkattn.attention_config import AttentionConfig, integer
+from trunkattn.plan_format import Capacity
+
+Int32Array = NDArray[np.int32]
+Scale = float | torch.Tensor | None
+
+
+class StepInputs(NamedTuple):
+    """The arguments of `BatchAttention.plan`."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    sliding_window: int | None
+    num_pages: int | None
+    changed_rows: torch.Tensor | None
+
+
+def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.device) -> Int32Array:
+    """The tensor as a NumPy array, or an error that names it. None in `shape`: any size."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    if tensor.device.type not in ("cpu", device.type):
+        raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected torch.int32")
+    wrong = tensor.dim() != len(shape) or any(
+        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=False)
+    )
+    if wrong:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+    return tensor.contiguous().cpu().numpy()
+
+
+def all_on_gpu(inputs: StepInputs) -> bool:
+    """Whether the tables that are given lie on a GPU."""
+    table, lens, starts = inputs[:3]
+    given = (table, lens) if starts is None else (table, lens, starts)
+    return all(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in given)
+
+
+def check_on_device(inputs: StepInputs) -> None:
+    """What the host can see of a step that is planned on the device, but for shapes, which its planner knows."""
+    for name in ("num_pages", "changed_rows"):
+        if getattr(inputs, name) is not None:
+            raise ValueError(f"{name} is given: expected None for tables that are planned on the device")
+
+
+def check_step(
+    inputs: StepInputs, page_size: int, capacity: Capacity | None, device: torch.device
+) -> tuple[tuple[Int32Array, Int32Array, Int32Array], Int32Array | None, int]:
+    """(block table, lengths, query starts), changed rows and the highest page id, shapes and values checked."""
+    table = _int32("block_table", inputs.block_table, (None, None), device)
+    num_requests, max_pages = table.shape
+    lens = _int32("seq_lens", inputs.seq_lens, (num_requests,), device)
+    if inputs.query_start_loc is None:
+        starts = np.arange(num_requests + 1, dtype=np.int32)
+    else:
+        starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,), device)
+    rows = None if inputs.changed_rows is None else _int32("changed_rows", inputs.changed_rows, (None,), device)
+    if rows is not None and len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
+        raise ValueError(
+            f"changed_rows holds {rows.min()} to {rows.max()}: expected rows of block_table, 0 to {num_requests - 1}"
+        )
+    limit = int(np.iinfo(np.int32).max) // page_size  # places in the cache are int32 too
+    if inputs.num_pages is not None:
+        integer("num_pages", inputs.num_pages, at_least=1)
+        limit = min(limit, inputs.num_pages)
+    if capacity is not None:
+        limit = min(limit, capacity.num_pages)
+        _within(capacity, num_requests, starts, max_pages)
+    arrays = (table, lens, starts)
+    problem, row, column, last_page = _first_problem(table, lens, starts, page_size, limit)
+    if problem:
+        raise ValueError(_describe(problem, (row, column), arrays, page_size, limit))
+    return arrays, rows, last_page
+
+
+def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages: int) -> None:
+    longest = int(np.diff(starts).max(initial=0))
+    for name, value, limit in (
+        ("block_table rows", num_requests, "max_requests"),
+        ("block_table columns", max_pages, "max_pages_per_request"),
+        ("query tokens in query_start_loc", int(starts[-1]), "max_query_tokens"),
+        ("query tokens of a request in query_start_loc", longest, "max_query_len"),
+    ):
+        most = getattr(capacity, limit)
+        if most is not None and value > most:
+            raise ValueError(f"{name}: {value} is over the capacity, {limit}={most}")
+
+
+_STARTS, _NEGATIVE, _SHORT, _LONG, _PAGE = 1, 2, 3, 4, 5
+
+
+@njit(cache=True)
+def _first_problem(table, lens, starts, page_size, num_pages):
+    """(problem, row, column, highest page id); problem 0: there is none."""
+    last_page = -1
+    if starts[0] != 0:
+        return _STARTS, 0, 0, last_page
+    for row in range(len(lens)):
+        queries = starts[row + 1] - starts[row]
+        if queries < 0:
+            return _STARTS, row + 1, 0, last_page
+        if lens[row] < 0:
+            return _NEGATIVE, row, 0, last_page
+        if queries > lens[row]:
+            return _SHORT, row, 0, last_page
+        if queries == 0:
+            continue
+        pages = (np.int64(lens[row]) + page_size - 1) // page_size
+        if pages > table.shape[1]:
+            return _LONG, row, 0, last_page
+        low, high = table[row, 0], table[row, 0]
+        for column in range(pages):
+            low, high = min(low, table[row, column]), max(high, table[row, column])
+        if low < 0 or high >= num_pages:
+            for column in range(pages):
+                if table[row, column] < 0 or table[row, column] >= num_pages:
+                    return _PAGE, row, column, last_page
+        last_page = max(last_page, high)
+    return 0, 0, 0, last_page
+
+
+def _describe(
+    problem: int, at: tuple[int, int], arrays: tuple[Int32Array, Int32Array, Int32Array], page_size: int, num_pages: int
+) -> str:
+    (row, column), (table, lens, starts) = at, arrays
+    if problem == _STARTS:
+        return f"query_start_loc[{row}]={starts[row]}: expected {'0' if row == 0 else f'at least {starts[row - 1]}'}"
+    if problem == _NEGATIVE:
+        return f"seq_lens[{row}]={lens[row]}: expected at least 0"
+    if problem == _SHORT:
+        return f"seq_lens[{row}]={lens[row]}: expected at least its {starts[row + 1] - starts[row]} query tokens"
+    if problem == _LONG:
+        most = table.shape[1] * page_size
+        return f"seq_lens[{row}]={lens[row]}: expected at most {most}, the columns of block_table × page_size"
+    return f"block_table[{row}, {column}]={table[row, column]}: expected a page id from 0 to {num_pages - 1}"
+
+
+class LayerInputs(NamedTuple):
+    """The arguments of `BatchAttention.run`."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor | None
+    q_scale: Scale
+    k_scale: Scale
+    v_scale: Scale
+    sinks: torch.Tensor | None
+    return_lse: bool
+
+
+def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens: int, inputs: LayerInputs) -> None:
+    """Checks everything the host can see of the arguments of `run`; nothing waits for a device."""
+    if not isinstance(inputs.return_lse, bool):
+        raise TypeError(f"return_lse={inputs.return_lse!r}: expected a bool")
+    k_cache, v_cache, out, sinks = inputs.k_cache, inputs.v_cache, inputs.out, inputs.sinks
+    heads, dim, width = config.num_kv_heads, config.head_dim, config.value_dim
+    _tensor("q", inputs.q, (num_query_tokens, config.num_qo_heads, dim), config.dtype, device)
+    _tensor("k_cache", k_cache, (None, config.page_size, heads, dim), config.cache_dtype, device)
+    _tensor("v_cache", v_cache, (k_cache.shape[0], config.page_size, heads, width), config.cache_dtype, device)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous last dimension")
+    if out is not None:
+        _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
+        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+            raise ValueError(f"out has strides {out.stride()}: expected a place in memory for every element")
+    if (sinks is not None) != config.sinks:
+        raise ValueError(
+            f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}"
+        )
+    if sinks is not None:
+        _tensor("sinks", sinks, (config.num_qo_heads,), None, device)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        _check_scale(name, getattr(inputs, name), heads, device)
+    _check_product(config, inputs, device)
+
+
+def _tensor(
+    name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
+    if dtype is None and not tensor.is_floating_point():
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating dtype")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad: expected an inference call (this attention has no backward)")
+    fits = tensor.dim() == len(shape) and all(
+        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+
+
+def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device) -> None:
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        if value.numel() not in (1, num_kv_heads):
+            raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
+        _tensor(name, value, tuple(value.shape), None, device)
+        # elsewhere looking would wait for the device
+        finite = device.type != "cpu" or bool(value.float().isfinite().all())
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        number: Any = value  # an int may be too large for a float
+        finite = bool(abs(number) <= torch.finfo(torch.float32).max)
+    else:
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
+    if not finite:
+        raise ValueError(f"{name}={value}: expected finite numbers, in the range of float32")
+
+
+def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:
+    """Of what logits are multiplied by, one after the other, as far as the host can see it: not tensors on a GPU."""
+    if inputs.q_scale is None and inputs.k_scale is None:
+        return
+    product: Any = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+    for value in (None if config.logits_soft_cap else math.log2(math.e), inputs.q_scale, inputs.k_scale):
+        if isinstance(value, torch.Tensor):
+            product = product * value.detach().double().reshape(-1).numpy() if device.type == "cpu" else product
+        elif value is not None:
+            product = product * float(value)
+        if np.max(np.abs(product)) > torch.finfo(torch.float32).max:
+            scales = f"q_scale={inputs.q_scale}, k_scale={inputs.k_scale}, sm_scale={config.sm_scale}"
+            raise ValueError(f"{scales}: expected a product in the range of float32")
+
+
+def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:
+    """A checked scale on the CPU as [num_kv_heads] float32."""
+    if isinstance(value, torch.Tensor):
+        array = value.detach().to(torch.float32).reshape(-1).numpy()
+    else:
+        array = np.array([1.0 if value is None else value], np.float32)
+    return np.broadcast_to(array, num_kv_heads).astype(np.float32)
+
+
+def scale_tensor(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A checked scale to multiply a [num_kv_heads] tensor by."""
+    return value.detach().to(torch.float32).reshape(-1) if isinstance(value, torch.Tensor) else value

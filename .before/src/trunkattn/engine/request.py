@@ -1,0 +1,88 @@
+"""A request as the scheduler sees it: one sequence of tokens and how far its KV is computed. No torch here."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trunkattn.engine.config import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: a prompt and one of its `n` answers.
+
+    There is no prefill or decode phase: `num_computed_tokens` chases `num_tokens`, by a chunk or by one token per step.
+
+    Attributes:
+        request_id: unique among the engine's sequences.
+        token_ids: prompt and generated tokens.
+        num_prompt_tokens: how many of them are the prompt's.
+        params: sampling parameters.
+        max_tokens: most tokens to generate; `max_model_len` is accounted for.
+        eos_token_ids: end-of-sequence ids of the model; empty with `ignore_eos`.
+        arrival: rank in the order of arrival; the preemption victim is the last.
+        index: which of the `n` answers.
+        owner_id: the user's request that this is an answer to.
+        children: sequences to fork from this one once the prompt is computed (PagedAttention, parallel sampling).
+        num_computed_tokens: tokens whose KV is in the cache, or was before a preemption (then 0).
+        num_cached_tokens: prompt tokens found in the prefix cache when first scheduled; None before.
+        num_preemptions: times the pages were taken away.
+        finish_reason: "stop", "length" or "abort"; None while unfinished.
+        stop_reason: the stop string or stop token id that ended the answer; None for end-of-sequence.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival: int = 0
+    index: int = 0
+    owner_id: str = ""
+    children: list["Request"] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def order(self) -> tuple[int, int]:
+        """Sort key: earlier arrivals first."""
+        return self.arrival, self.index
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token; finishes the request at an end-of-sequence or stop token or at `max_tokens`."""
+        self.token_ids.append(token_id)
+        if self.first_token_time is None:
+            self.first_token_time = time.monotonic()
+        if token_id in self.params.stop_ids:
+            self.finish("stop", token_id)
+        elif token_id in self.eos_token_ids:
+            self.finish("stop")
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finished_time = time.monotonic()

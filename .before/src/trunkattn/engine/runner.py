@@ -1,0 +1,181 @@
+"""Runs a scheduled batch through the model: arrays, plans, page copies, forward pass, logits."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from trunkattn.attention import BatchAttention, Plan
+from trunkattn.cache.kv_cache import KVCache
+from trunkattn.cache.manager import CacheManager
+from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
+from trunkattn.engine.hf_attention import TrunkStep
+from trunkattn.engine.request import Request
+from trunkattn.engine.scheduler import Batch, ScheduledChunk
+
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256  # of plans that compile the planner; 2 chunks and 2 decodes may share pages
+
+
+@dataclass(frozen=True)
+class StepReads:
+    """KV tokens that a step's attention read, mean over the layers; `per_query`: what each request alone would read."""
+
+    kv_tokens_read: float = 0.0
+    kv_tokens_per_query: float = 0.0
+
+
+class ModelRunner:
+    """Executes batches with one model and one KV cache.
+
+    Args:
+        model: from `load_model`.
+        attention: of every layer, on the model's device. With a capacity its plans, one per window, are made once and
+            refilled for each step; graphs need that.
+        windows: sliding window of each layer, None for full attention.
+        kv_cache: pages of every layer.
+        max_num_seqs, max_model_len: capacity of the persistent arrays.
+        graphs: how the forward pass is captured; None: it is not.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        attention: BatchAttention,
+        windows: Sequence[int | None],
+        kv_cache: KVCache,
+        max_num_seqs: int,
+        max_model_len: int,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.last_reads = StepReads()
+        self._attention = attention
+        self._layers_of_window = Counter(windows)
+        self._page_size = attention.config.page_size
+        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
+        self._rows: list[tuple[Request, int]] = []  # whose pages each row of the table held in the last step
+        self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
+        forward = partial(_forward, model, attention, self._plans, kv_cache)
+        self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
+        if graphs is not None:
+            self._forward = GraphedForward(forward, attention.device, graphs)
+
+    def execute(self, batch: Batch, cache: CacheManager) -> torch.Tensor:
+        """Compute the batch's tokens and write their KV.
+
+        Returns:
+            logits [number of chunks that are sampled, vocab_size], in the order of the chunks; the next call may
+            overwrite them.
+        """
+        self.kv_cache.copy_pages(batch.copies)
+        starts = np.array([chunk.start for chunk in batch.chunks])
+        lengths = np.array([chunk.num_tokens for chunk in batch.chunks])
+        query_start_loc = np.concatenate(([0], lengths.cumsum()))
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1])[rows]
+        block_table = self._update_block_table(batch.chunks, cache)
+        slots = block_table[rows, positions // self._page_size].astype(np.int64) * self._page_size
+        slots += positions % self._page_size
+        sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
+        self._plan(block_table, starts + lengths, query_start_loc)
+        has_chunks = any(plan.has_chunks for plan in self._plans.values())
+        wanted = query_start_loc[1:][sampled] - 1
+        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
+        self.last_reads = self._reads()  # while a GPU computes
+        return logits
+
+    def warm_up(self, sizes: Sequence[int] | None = None) -> None:
+        """Runs the forward pass on so many tokens of padding each, which captures it; None: at every graph size, behind
+        plans that compile the planner. It is captured with prompt chunks, and without them as far as
+        `GraphedForward.decode_sizes` go."""
+        if sizes is None:
+            self._plan_samples()
+        nothing = np.zeros(0, dtype=np.int64)
+        self._plan(self._block_table[:0], nothing, np.zeros(1, dtype=np.int64))
+        most = len(self._block_table)
+        room = any(plan.may_have_chunks for plan in self._plans.values())
+        for size in reversed(self._forward.sizes if sizes is None else sizes):  # the largest leaves room for the others
+            padding = np.zeros(size, dtype=np.int64)
+            for has_chunks in (room, False) if room and size in self._forward.decode_sizes else (room,):
+                self._forward(StepArrays(padding, padding, padding - 1, padding[:most], has_chunks))
+
+    def _plan_samples(self) -> None:
+        """Plans requests that share their pages and others that do not, of many query tokens, of one, and both."""
+        capacity, (rows, columns) = self._attention.capacity, self._block_table.shape
+        most = columns * self._page_size
+        budget = capacity.max_query_tokens if capacity else rows * most
+        rows = min(rows, _SAMPLE_ROWS, budget)
+        tokens = min(most, _SAMPLE_TOKENS, budget // rows)
+        lens = np.full(rows, min(most, 2 * self._page_size + tokens))
+        shared = np.zeros((rows, columns), np.int32)
+        own = np.arange(shared.size, dtype=np.int32).reshape(shared.shape) % self.kv_cache.num_pages
+        for table in (shared, own):
+            for chunks in range(rows + 1):
+                query_lens = np.where(np.arange(rows) < chunks, tokens, 1)
+                self._plan(table, lens, np.concatenate(([0], query_lens.cumsum())))
+
+    def _update_block_table(self, chunks: Sequence[ScheduledChunk], cache: CacheManager) -> np.ndarray:
+        """[len(chunks), pages of the longest possible sequence]: a fixed width lets the planner patch its last plan.
+
+        Rewrites only the pages that this step writes to, or the row of another request than in the step before: one
+        that was in another row meanwhile has pages that this row never had.
+        """
+        owners = [(chunk.request, chunk.request.num_preemptions) for chunk in chunks]
+        for row, chunk in enumerate(chunks):
+            pages = cache.pages(chunk.request.request_id)
+            kept = row < len(self._rows) and self._rows[row] == owners[row]
+            first = chunk.start // self._page_size if kept else 0
+            self._block_table[row, first : len(pages)] = pages[first:]
+        self._rows = owners
+        return self._block_table[: len(chunks)]
+
+    def _plan(self, block_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray) -> None:
+        """Plans the step for each window, on the host: the tables are there, and prompt chunks get their own kernel."""
+        table, lens, starts = (
+            torch.from_numpy(array.astype(np.int32, copy=False)) for array in (block_table, seq_lens, query_start_loc)
+        )
+        for window in self._layers_of_window:
+            into = None if self._attention.capacity is None else self._plans.get(window)
+            self._plans[window] = self._attention.plan(table, lens, starts, sliding_window=window, into=into)
+
+    def _reads(self) -> StepReads:
+        num_layers = self._layers_of_window.total()
+        stats = [(self._plans[window].stats, count / num_layers) for window, count in self._layers_of_window.items()]
+        return StepReads(
+            kv_tokens_read=sum(stat.kv_tokens_read * share for stat, share in stats),
+            kv_tokens_per_query=sum(stat.kv_tokens_per_query * share for stat, share in stats),
+        )
+
+
+def _forward(
+    model: Any,
+    attention: BatchAttention,
+    plans: Mapping[int | None, Plan],
+    kv_cache: KVCache,
+    inputs: ForwardInputs,
+) -> torch.Tensor:
+    """Logits [R, vocab_size]; writes the tokens' KV."""
+    if not inputs.has_chunks:
+        plans = {window: plan.without_chunks() for window, plan in plans.items()}
+    with torch.inference_mode():
+        output = model(
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            attention_mask=inputs.mask,  # spares transformers a look at the values of position_ids
+            use_cache=False,
+            logits_to_keep=inputs.logits_rows,
+            trunk_step=TrunkStep(attention, plans, kv_cache, inputs.slots),
+        )
+    return output.logits[0]
+
+
+def _token_ids(chunks: Sequence[ScheduledChunk]) -> np.ndarray:
+    token_ids: list[int] = []
+    for chunk in chunks:
+        token_ids += chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return np.array(token_ids, dtype=np.int64)

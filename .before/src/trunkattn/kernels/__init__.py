@@ -1,0 +1,1 @@
+"""The programs that execute a work list."""

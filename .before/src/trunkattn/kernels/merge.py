@@ -1,0 +1,41 @@
+"""Merge of two attention states over disjoint keys (online softmax; RelayAttention §3.3 "relay fusion")."""
+
+import math
+
+import torch
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State of the union of two disjoint sets of keys.
+
+    out [..., head_dim_v] floating, lse [...] float32 or float64, natural logarithm. The empty state is (0, -inf) and is
+    the identity: merging two empty states gives (0, -inf). Returns out in out_a's dtype and lse in lse_a's.
+
+    Raises:
+        ValueError, TypeError: naming the argument, if shapes or devices do not match or a dtype is another.
+    """
+    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        if not tensor.is_floating_point() or (name.startswith("lse") and tensor.itemsize < 4):
+            expected = "torch.float32 or torch.float64" if name.startswith("lse") else "a floating dtype"
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {out_a.device}, like out_a")
+    if out_a.dim() == 0:
+        raise ValueError("out_a has shape (): expected (..., head_dim_v)")
+    if out_a.shape != out_b.shape:
+        raise ValueError(f"out_b has shape {tuple(out_b.shape)}: expected out_a's, {tuple(out_a.shape)}")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.shape != out_a.shape[:-1]:
+            raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = torch.exp(lse_a - lse).unsqueeze(-1), torch.exp(lse_b - lse).unsqueeze(-1)
+    zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
+    # an empty state's output may be anything; if both are empty, the weights are NaN (-inf - -inf)
+    empty_a, empty_b = (lse == -math.inf for lse in (lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)))
+    part_a = torch.where(empty_a | (weight_a == 0), zero, weight_a * out_a)
+    part_b = torch.where(empty_b | (weight_b == 0), zero, weight_b * out_b)
+    return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)

@@ -1,0 +1,117 @@
+"""Work items of prompt chunks on a GPU: their arrays, for `kernels.prefill`, and the order in which programs take them.
+
+Programs take the tasks of an item, one for each KV head, then those of the next; P programs compute P tasks at a time,
+a round, forwards and backwards in turn.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trunkattn.kernels.tile_table import PrefillTile
+from trunkattn.plan_format import ITEM_COLUMNS, PrefillLimits, PrefillList
+
+
+def aligned(size: int) -> int:
+    """Numbers of 4 bytes in whole 16 bytes."""
+    return -(-size // 4) * 4
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Arrays of `sizes` int32 on the device, one after the other in `flat`."""
+
+    flat: torch.Tensor
+    sizes: dict[str, int]
+
+    @cached_property
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The parts of `flat` by name."""
+        return dict(zip(self.sizes, self.flat.split(list(self.sizes.values())), strict=True))
+
+    def send(self, host: dict[str, NDArray[np.int32]]) -> None:
+        """Fills the arrays, in one copy up to the end of what the last one gets; host: in their order."""
+        last = list(host)[-1]
+        used = sum(self.sizes.values()) - self.sizes[last] + host[last].size
+        staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda)
+        at, flat = 0, staging.numpy()
+        for name, array in host.items():
+            flat[at : at + array.size] = array.ravel()
+            at += self.sizes[name]
+        self.flat[:used].copy_(staging, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class PrefillPlan(Packed):
+    """A PrefillList on the device. table_stride: columns of its block table. programs: of its launch."""
+
+    tile: PrefillTile
+    num_kv_heads: int
+    table_stride: int
+    programs: int
+
+    def fill(self, listed: PrefillList) -> None:
+        """Sends prompt chunks to the device."""
+        self.send(host_arrays(listed, self.table_stride, self.num_kv_heads, self.programs))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The prompt chunks of a step, and the tile that computes them."""
+
+    listed: PrefillList
+    tile: PrefillTile
+
+
+def upload(chunks: Chunks, num_kv_heads: int, processors: int, beside: bool, device: torch.device) -> PrefillPlan:
+    """Sends prompt chunks to the device; a program for each item and head, or for each multiprocessor, where decodes
+    run beside them."""
+    columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
+    programs = processors if beside else len(chunks.listed.items) * num_kv_heads
+    host = host_arrays(chunks.listed, columns, num_kv_heads, programs)
+    sizes = {name: aligned(array.size) for name, array in host.items()}
+    flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, programs)
+    plan.send(host)
+    return plan
+
+
+def reserve(
+    limits: PrefillLimits, tile: PrefillTile, num_kv_heads: int, processors: int, device: torch.device
+) -> PrefillPlan:
+    """Room for any prompt chunks within the limits."""
+    sizes = {
+        "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
+        "block_table": limits.rows * limits.columns,
+    }  # fmt: skip
+    sizes = {name: aligned(size) for name, size in sizes.items()}
+    flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
+    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, processors * tile.programs)
+
+
+def host_arrays(listed: PrefillList, columns: int, num_kv_heads: int, programs: int) -> dict[str, NDArray[np.int32]]:
+    """What the kernel reads, the block table, with rows of so many columns, last."""
+    table = np.zeros((len(listed.block_table), columns), np.int32)
+    table[:, : listed.block_table.shape[1]] = listed.block_table
+    items = even_rounds(listed.items, num_kv_heads, programs)
+    return {"items": items, "queries": listed.queries, "slots": listed.slots, "block_table": table}
+
+
+def even_rounds(items: NDArray[np.int32], num_kv_heads: int, programs: int) -> NDArray[np.int32]:
+    """Items, heaviest first, in the order in which programs end at about the same time.
+
+    A last round that is not full is taken forwards, whatever the one before, by the programs that have the heaviest if
+    that was forwards too: then they take the lightest first."""
+    full, left = divmod(len(items) * num_kv_heads, programs)
+    if full % 2 == 0 or left == 0:
+        return items
+    begin = full * programs // num_kv_heads
+    return np.concatenate([items[:begin], items[begin:][::-1]])
+
+
+def run_tokens(tile: PrefillTile, page_size: int) -> int:
+    """Tokens of a run, for which one page id is read: a power of two that divides a page and a block."""
+    return min(tile.block_n, page_size & -page_size)

@@ -1,0 +1,106 @@
+"""New keys and values into the paged cache (PagedAttention, lecture §3.3)."""
+
+import torch
+from numba import njit
+
+from trunkattn.kernels.cpu import flat
+from trunkattn.kernels.cpu_math import KV_KINDS
+
+NO_E4M3 = "another one on a GPU before compute capability 8.9, such as torch.float8_e5m2"
+
+
+def has_e4m3(device: torch.device | str) -> bool:
+    """Whether a CUDA device, if there is one, converts float8_e4m3fn."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Stores token i's key and value in slot `slot_mapping[i]` = page * page_size + offset; slot -1 is skipped.
+
+    k [num_tokens, num_kv_heads, head_dim], v [num_tokens, num_kv_heads, head_dim_v], caches [num_pages, page_size,
+    num_kv_heads, ...] of any strides with a contiguous last dimension, slot_mapping [num_tokens] int64. Values are cast
+    to the cache's dtype. Everything on a CPU or on one GPU, where slots are not looked at by the host and one outside
+    the cache is skipped.
+
+    Raises:
+        ValueError: if a shape, stride or device does not fit or, on a CPU, a slot lies outside the cache; nothing is
+            written then.
+        TypeError: if slot_mapping is not int64, a cache has no dtype that its device converts, or an argument is no
+            tensor.
+    """
+    named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    if slot_mapping.dtype != torch.int64:
+        raise TypeError(f"slot_mapping has dtype {slot_mapping.dtype}: expected torch.int64")
+    if slot_mapping.dim() != 1:
+        raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}: expected (num_tokens)")
+    if k.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"k is on {k.device}: expected cpu or cuda")
+    for name, tensor in named.items():
+        if tensor.device != k.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {k.device}, like k")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        _check(name, new, cache, len(slot_mapping))
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        raise ValueError(
+            f"v_cache has shape {tuple(v_cache.shape)}: expected the pages of k_cache, {tuple(k_cache.shape)}"
+        )
+    if k.is_cuda:
+        from trunkattn.kernels.write_kv_gpu import write_on_gpu  # needs Triton, which a CPU does not
+
+        with torch.cuda.device(k.device):  # launches go to the current device
+            return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
+    slots = slot_mapping.contiguous().numpy()
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    bad = _first_outside(slots, num_slots)
+    if bad >= 0:
+        raise ValueError(f"slot_mapping[{bad}]={slots[bad]}: expected -1 to {num_slots - 1}")
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        bits = KV_KINDS[cache.dtype][1]
+        target, strides = flat(cache, bits)
+        source = new.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
+        _scatter(target, tuple(strides), source, slots, cache.shape[1], cache.shape[2])
+
+
+def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -> None:
+    if cache.dim() != 4 or (cache.shape[3] > 1 and cache.stride(3) != 1):
+        shape, strides = tuple(cache.shape), cache.stride()
+        raise ValueError(
+            f"{name}_cache has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous"
+        )
+    if cache.dtype not in KV_KINDS:
+        raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
+    if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not has_e4m3(cache.device):
+        raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected {NO_E4M3}")
+    expected = (num_tokens, *cache.shape[2:])
+    if tuple(new.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
+
+
+@njit(cache=True)
+def _first_outside(slots, num_slots):
+    for i in range(len(slots)):
+        if slots[i] < -1 or slots[i] >= num_slots:
+            return i
+    return -1
+
+
+@njit(cache=True)
+def _scatter(target, strides, source, slots, page_size, num_heads):
+    """One thread: a step writes a few hundred kilobytes, less than waking a second thread costs."""
+    page_stride, token_stride, head_stride = strides
+    if len(slots) == 0:
+        return
+    width = len(source) // (len(slots) * num_heads)
+    for i in range(len(slots)):
+        if slots[i] < 0:
+            continue
+        at = slots[i] // page_size * page_stride + slots[i] % page_size * token_stride
+        for head in range(num_heads):
+            to, source_at = at + head * head_stride, (i * num_heads + head) * width
+            for d in range(width):
+                target[to + d] = source[source_at + d]

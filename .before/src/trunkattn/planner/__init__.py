@@ -1,0 +1,1 @@
+"""Block table -> prefix forest -> packs -> work list, in integers (PAT §5, §6)."""

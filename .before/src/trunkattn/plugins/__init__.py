@@ -1,0 +1,1 @@
+"""Ways into the engines that people already run."""

@@ -1,0 +1,187 @@
+"""One attention layer: refuses what it cannot do when it is made, writes new keys and values, runs the step's plan."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl
+
+from trunkattn import AttentionConfig, write_kv
+from trunkattn.plugins.vllm import versions
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """What vLLM passes to a layer, in its order."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int | None = None
+    alibi_slopes: list[float] | None = None
+    sliding_window: int | None = None
+    kv_cache_dtype: str = "auto"
+    logits_soft_cap: float | None = None
+    attn_type: str = "decoder"
+    kv_sharing_target_layer_name: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a plan depends on: layers of one kind, in one KV-cache group, share it."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype | None
+    sm_scale: float
+    logits_soft_cap: float | None
+    sinks: bool
+    sliding_window: int | None
+
+    def config(self, page_size: int) -> AttentionConfig:
+        """The attention of these layers, whatever the window."""
+        shape = asdict(self)
+        del shape["sliding_window"]
+        return AttentionConfig(page_size=page_size, **shape)
+
+
+def check_supported(unsupported: list[str]) -> None:
+    """Raises ValueError, with one line, if there is anything."""
+    if unsupported:
+        raise ValueError(
+            f"attention_backend=CUSTOM: TrunkAttention does not support {'; nor '.join(unsupported)}; "
+            "turn it off, or leave attention_backend out"
+        )
+
+
+def check_unquantized(output_quantization: dict[str, Any]) -> None:
+    """Raises ValueError if a scale is given to quantize the output with."""
+    wanted = [name for name, scale in output_quantization.items() if scale is not None]
+    if wanted:
+        raise ValueError(
+            f"{' and '.join(wanted)} given: expected None, TrunkAttention does not quantize its output (vLLM asks "
+            "`fused_output_quant_supported` before it fuses that into an attention)"
+        )
+
+
+def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> list[str]:
+    """What of a layer or the engine is not supported; empty: all of it is."""
+    found = versions.refused_options(vllm_config)
+    if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
+        found.append(f"{layer.attn_type} attention, only the decoder's own")
+    if layer.alibi_slopes is not None:
+        found.append("ALiBi")
+    if layer.kv_sharing_target_layer_name is not None:
+        found.append("layers that read the KV cache of another layer")
+    if layer.kv_cache_dtype not in versions.KV_DTYPES:
+        found.append(f"kv_cache_dtype={layer.kv_cache_dtype}, only {', '.join(versions.KV_DTYPES)}")
+    if envs.VLLM_BATCH_INVARIANT:
+        found.append("VLLM_BATCH_INVARIANT=1")
+    found += [f"the layer option {name}={value}" for name, value in extra.items() if not versions.is_off(name, value)]
+    return found
+
+
+class TrunkAttentionImpl(AttentionImpl):
+    """Attention of one layer.
+
+    Raises:
+        ValueError: with one line, if the model or an option of the engine needs what is not supported.
+    """
+
+    supports_dcp = False  # the default was True before 0.30
+    supports_pcp = False
+
+    def __init__(self, *args: Any, **extra: Any) -> None:
+        named = {name: extra.pop(name) for name in LayerArguments.__dataclass_fields__ if name in extra}
+        layer = LayerArguments(*args, **named)
+        sinks = extra.pop("sinks", None)
+        check_supported(refusals(layer, extra, get_current_vllm_config()))
+        # vLLM reads these
+        self.num_heads, self.head_size, self.scale = layer.num_heads, layer.head_size, float(layer.scale)
+        self.num_kv_heads = layer.num_kv_heads or layer.num_heads
+        self.sliding_window, self.alibi_slopes = layer.sliding_window, None
+        self.kv_cache_dtype, self.logits_soft_cap = layer.kv_cache_dtype, layer.logits_soft_cap
+        self.attn_type, self.kv_sharing_target_layer_name = layer.attn_type, None
+
+        self._model_sinks: torch.Tensor | None = sinks
+        self.sinks = self._model_sinks
+        dtype, kv_dtype = torch.get_default_dtype(), versions.KV_DTYPES[layer.kv_cache_dtype]  # the model's, as set
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
+        self.kind = LayerKind(*shape, layer.logits_soft_cap or None, sinks is not None, layer.sliding_window)
+        self.cache_dtype = kv_dtype or dtype
+        self.scaled = self.cache_dtype.itemsize == 1
+        self.kind.config(page_size=1)  # raises what no page size changes
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Sinks are loaded by now; if again, they stay where CUDA graphs read them."""
+        if self._model_sinks is None or self.sinks is None:
+            return
+        loaded = self._model_sinks.detach().to(torch.float32)
+        self.sinks = loaded if self.sinks is self._model_sinks else self.sinks.copy_(loaded)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Stores the step's keys and values [num_tokens, num_kv_heads, head_size], before any layer's attention reads
+        them. Both may be longer than slot_mapping; -1 in it is padding. fp8 values are divided by their scale first."""
+        rows = len(slot_mapping)
+        key, value = key[:rows], value[:rows]
+        if self.scaled:
+            key, value = self._quantized(key, layer._k_scale_float), self._quantized(value, layer._v_scale_float)
+        write_kv(key, value, *self._caches(kv_cache), slot_mapping)
+
+    def _quantized(self, values: torch.Tensor, scale: float) -> torch.Tensor:
+        most = torch.finfo(self.cache_dtype).max  # beyond it the conversion gives NaN
+        return (values.to(torch.float32) / scale).clamp(-most, most)
+
+    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return versions.split_cache(kv_cache, self.head_size, self.cache_dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **output_quantization: Any,
+    ) -> torch.Tensor:
+        """Writes and returns output [num_tokens, num_heads, head_size]; rows past the step's tokens are padding.
+        attn_metadata: what the builder made; None while vLLM measures memory, when output is zeros.
+
+        Raises:
+            ValueError: if a scale is given to quantize the output with.
+        """
+        if attn_metadata is None:
+            return output.fill_(0)
+        check_unquantized(output_quantization)
+        self._attend(layer, query, self._caches(kv_cache), attn_metadata, output)
+        return output
+
+    def _attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        step: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """`forward` of a step that is there; step: what the builder made."""
+        attention, plan = step.plans[self.kind]
+        rows = plan.num_query_tokens
+        attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **self._scales(layer))
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """What stored keys and values are to be multiplied by."""
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if self.scaled else {}

@@ -1,0 +1,74 @@
+"""The oracle: paged attention in float64, one request and one head at a time. Slow and obvious on purpose."""
+
+import math
+
+import torch
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None = None,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request's last tokens over its pages (PagedAttention, lecture §3.2).
+
+    Args:
+        q: [num_query_tokens, num_qo_heads, head_dim], any dtype.
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim or head_dim_v].
+        block_table: [num_requests, max_pages] page ids.
+        seq_lens: [num_requests] tokens of KV, this step's query tokens included.
+        query_start_loc: [num_requests + 1] or None for one query token each.
+        sm_scale: None for 1 / sqrt(head_dim).
+        sliding_window: a query sees this many last tokens, itself included.
+        logits_soft_cap: c, for logits c · tanh(x / c).
+        sinks: [num_qo_heads] extra logits without a value.
+
+    Returns:
+        out [num_query_tokens, num_qo_heads, head_dim_v] and lse [num_query_tokens, num_qo_heads], both float64, on the
+        device of q. lse is the natural log-sum-exp of the logits, sinks not included.
+    """
+    num_requests = len(seq_lens)
+    if query_start_loc is None:
+        query_start_loc = torch.arange(num_requests + 1)
+    page_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group_size = q.shape[1] // num_kv_heads
+    scale = 1 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[3], dtype=torch.float64)
+    lse = q.new_full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
+    for request in range(num_requests):
+        begin, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
+        length = int(seq_lens[request])
+        if begin == end:
+            continue
+        tokens = torch.arange(length, device=q.device)
+        pages, offsets = block_table[request].to(q.device).long()[tokens // page_size], tokens % page_size
+        keys, values = k_cache[pages, offsets].double(), v_cache[pages, offsets].double()
+        hidden = _hidden(tokens, end - begin, sliding_window)
+        for head in range(q.shape[1]):
+            logits = q[begin:end, head].double() @ keys[:, head // group_size].T * scale
+            if logits_soft_cap is not None:
+                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+            logits = logits.masked_fill(hidden, -math.inf)
+            lse[begin:end, head] = torch.logsumexp(logits, dim=-1)
+            norm = lse[begin:end, head]
+            if sinks is not None:
+                norm = torch.logaddexp(norm, sinks[head].double())
+            out[begin:end, head] = torch.exp(logits - norm[:, None]) @ values[:, head // group_size]
+    return out, lse
+
+
+def _hidden(tokens: torch.Tensor, num_queries: int, sliding_window: int | None) -> torch.Tensor:
+    """[num_queries, length] which of a sequence's tokens, 0 to length - 1, its last `num_queries` do not see."""
+    positions = tokens[len(tokens) - num_queries :, None]
+    hidden = tokens[None, :] > positions
+    if sliding_window is not None:
+        hidden |= tokens[None, :] <= positions - sliding_window
+    return hidden
