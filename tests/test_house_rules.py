@@ -37,6 +37,8 @@ TUPLES = frozenset({
     "arrays", "barriers", "batch", "bounds", "chunk", "costs", "kind", "limits", "options", "plan", "rows", "rule",
     "scales", "shape", "state", "strides", "tasks", "tensors", "tile", "tiles", "work",
 })  # fmt: skip
+LAUNCH_OPTIONS = frozenset({"num_ctas", "num_warps", "num_stages", "maxnreg", "launch_pdl", "grid", "warmup", "debug"})
+TUPLE_ATTRIBUTES = frozenset({"values", "type"})
 HASH = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7,40}\b")
 MEASUREMENT = re.compile(
     r"\d[\d,.]* ?(µs|ms|TFLOP/s|GFLOP/s|GB/s|TB/s)\b|\d[\d,.]* ?% (faster|slower|less|more|longer)"
@@ -141,6 +143,21 @@ def measurements(source: str) -> list[str]:
     return [f"{line}: {found.group()}" for line, text in texts(source) if (found := MEASUREMENT.search(text))]
 
 
+def clashing_names(source: str) -> list[str]:
+    """Names that mean something else to Triton: parameters of a launched kernel that are options of a launch, and fields
+    of a NamedTuple that Triton's own tuples have."""
+    found = []
+    for name, function in functions(ast.parse(source)):
+        if is_compiled(function, KERNELS) and name.endswith("_kernel"):
+            clashes = sorted({parameter.arg for parameter in parameters(name, function)} & LAUNCH_OPTIONS)
+            found += [f"{function.lineno}: {name} has a parameter {clash}" for clash in clashes]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and "NamedTuple" in [ast.unparse(base) for base in node.bases]:
+            fields = {ast.unparse(it.target) for it in node.body if isinstance(it, ast.AnnAssign)}
+            found += [f"{node.lineno}: {node.name} has a field {clash}" for clash in sorted(fields & TUPLE_ATTRIBUTES)]
+    return found
+
+
 def environment_reads(source: str) -> list[str]:
     """Places that read an environment variable."""
     found = []
@@ -202,6 +219,11 @@ def test_sizes() -> None:
 
 def test_compiled_functions_name_the_fields_of_what_they_take() -> None:
     found = violations(numbered_fields, SOURCE)
+    assert not found, "\n".join(found)
+
+
+def test_no_name_means_something_else_to_triton() -> None:
+    found = violations(clashing_names, SOURCE / "gpu", SOURCE / "training")
     assert not found, "\n".join(found)
 
 
@@ -391,6 +413,22 @@ def test_a_field_by_its_number_is_found(source: str) -> None:
 )
 def test_arrays_and_names_pass(source: str) -> None:
     assert numbered_fields(source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@triton.jit\ndef decode_kernel(a, num_ctas): ...",
+        "@gluon.jit\ndef decode_kernel(num_warps): ...",
+        "class Keys(NamedTuple):\n    values: Any",
+    ],
+)
+def test_a_name_of_tritons_is_found(source: str) -> None:
+    assert len(clashing_names(source)) == 1
+
+
+def test_other_names_pass() -> None:
+    assert clashing_names("@triton.jit\ndef helper(num_ctas): ...\nclass A(NamedTuple):\n    v: Any") == []
 
 
 @pytest.mark.parametrize(
