@@ -67,7 +67,7 @@ def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> 
 
 
 def test_a_refused_batch_leaves_no_trace() -> None:
-    """Its pages would else be taken for those of the batch before, whose rows are said to be unchanged."""
+    """Without that the next batch would be patched into the forest of the refused one."""
     executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
     arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
@@ -77,7 +77,7 @@ def test_a_refused_batch_leaves_no_trace() -> None:
     with pytest.raises(ValueError, match="of 1 that a plan"):
         executor.plan(other)
     executor._limits = limits
-    again = executor.plan(arrays, np.zeros(0, np.int32))
+    again = executor.plan(arrays)
     assert np.array_equal(again.tile_list.runs, first.tile_list.runs)
 
 

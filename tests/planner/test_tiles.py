@@ -23,6 +23,7 @@ from trunkattn.planner.row_tiles.choice import (
     tile_limits,
     tile_work,
 )
+from trunkattn.planner.row_tiles.tile_list import nest
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, TileList
 from trunkattn.workloads import parse_tree, tree_batch
@@ -178,7 +179,7 @@ def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
         np.arange(5, dtype=np.int32),
         np.ones(2, np.bool_),
     )
-    nested = tiles.nest(emitted, np.array([0, 1], np.int32), np.array([[1, 5, 4], [2, 2, 2]], np.int64))
+    nested = nest(emitted, np.array([0, 1], np.int32), np.array([[1, 5, 4], [2, 2, 2]], np.int64))
     first = [long_one, both, both, short]  # a block of the first subtile, and one of the second
     second = [long_two, long_three, empty, empty]
     assert nested.runs.tolist() == [*plain, full, *first, *second]
@@ -202,7 +203,7 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, Batch
         emitted = tiles.emit_stage(forest, entries, batch.block_table, uncut, batch.window, rule.run, rule.page_size)
         height = shape.entries(rule.group_size) // shape.subtiles
         of_kind = np.array([[shape.subtiles, height, stage.private_runs]], np.int64)
-        items = tiles.nest(emitted, np.zeros(len(emitted.items), np.int32), of_kind).items.tolist()
+        items = nest(emitted, np.zeros(len(emitted.items), np.int32), of_kind).items.tolist()
         step = stage.block_runs if shape.subtiles == 1 else stage.private_runs
         for (whole, private, _, held), (start, full, end, first, last) in zip(counted.tolist(), items, strict=True):
             blocks = (full - start) // stage.block_runs

@@ -12,6 +12,7 @@ from trunkattn.compiled import njit
 from trunkattn.config import Capacity
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles import layout as tiles
+from trunkattn.planner.row_tiles.tile_list import Subtiles, TileArrays, finish, nest
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
 
 _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
@@ -30,7 +31,7 @@ class TileKind:
     programs: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
-    subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tiles.nest`
+    subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tile_list.nest`
     private_tokens: int = 32
     paired: bool = True  # with a lowest tile for the nodes of few entries
     read_percent: int = 100  # of the bandwidth that it reaches
@@ -87,9 +88,7 @@ class TilingRule:
     def list_rule(self) -> "ListRule":
         """What emits tile lists."""
         subtiles = [
-            tiles.Subtiles(
-                kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.run
-            )
+            Subtiles(kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.run)
             for kind in self.kinds
         ]
         is_nested = any(each.number > 1 for each in subtiles)
@@ -275,6 +274,6 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
         (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs
     )
     if rule.list_rule.is_nested:
-        emitted = tiles.nest(emitted, kinds, rule.list_rule.subtiles)
-    arrays: tiles.TileArrays = tiles.finish(emitted, kinds, len(rule.kinds), int(starts[-1]), rule.fuse_up_to)
+        emitted = nest(emitted, kinds, rule.list_rule.subtiles)
+    arrays: TileArrays = finish(emitted, kinds, len(rule.kinds), int(starts[-1]), rule.fuse_up_to)
     return TileList(*arrays, merges_taller=False)

@@ -11,19 +11,9 @@ from trunkattn.planner.planner import Batch
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles.choice import TileStage, Tiling, TilingRule, launches_of, stage_of_row
 from trunkattn.planner.row_tiles.cost import stage_loads, ways_fit, ways_ns
-from trunkattn.planner.row_tiles.layout import (
-    Entries,
-    Stage,
-    TileArrays,
-    emit_stage,
-    finish,
-    heaviest_first,
-    join_stages,
-    make_entries,
-    nest,
-    outline_stage,
-)
+from trunkattn.planner.row_tiles.layout import Entries, Stage, emit_stage, heaviest_first, make_entries, outline_stage
 from trunkattn.planner.row_tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
+from trunkattn.planner.row_tiles.tile_list import TileArrays, finish, join_stages, nest
 from trunkattn.planner.work_list import TileLimits, TileList
 
 _NO_LIMITS: Final = np.full(3, np.iinfo(np.int64).max)
