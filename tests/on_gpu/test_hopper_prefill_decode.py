@@ -77,7 +77,7 @@ def refused(config: AttentionConfig) -> bool:
     """Whether the card has no kernel for an overlapped execution; the constructor then says so."""
     if hopper():
         return False
-    with pytest.raises(ValueError, match=r"execution='overlapped'.* on compute capability 9\.0"):
+    with pytest.raises(ValueError, match=r"execution='overlapped'.* and compute capability 9\.0"):
         BatchAttention(config)
     return True
 
