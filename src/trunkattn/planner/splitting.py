@@ -133,9 +133,9 @@ def _part_length(rule, by_schedule, tiles):
 
 
 @njit(cached=False)
-def _next_cut(rule, begin, end, part):
-    if rule.fixed_chunk > 0:
-        return min(end, (begin // rule.fixed_chunk + 1) * rule.fixed_chunk)
+def _next_cut(fixed_chunk, begin, end, part):
+    if fixed_chunk > 0:
+        return min(end, (begin // fixed_chunk + 1) * fixed_chunk)
     return min(end, begin + part)
 
 
@@ -146,7 +146,7 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     for t in range(len(tiles)):
         begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
         while begin < end:
-            begin = _next_cut(rule, begin, end, np.int64(parts[t]))
+            begin = _next_cut(rule.fixed_chunk, begin, end, np.int64(parts[t]))
             num_items += 1
             num_entries += tiles[t, 4] - tiles[t, 3]
     items = np.empty((num_items, ITEM_COLUMNS), np.int32)
@@ -157,7 +157,7 @@ def emit(packs, tiles, parts, query, position, window, rule, num_queries):
     for t in range(len(tiles)):
         begin, end = np.int64(tiles[t, 1]), np.int64(tiles[t, 2])
         while begin < end:
-            cut = _next_cut(rule, begin, end, np.int64(parts[t]))
+            cut = _next_cut(rule.fixed_chunk, begin, end, np.int64(parts[t]))
             first, low, high = filled, UNLIMITED, 0
             for i in range(tiles[t, 3], tiles[t, 4]):
                 if position[i] >= begin and position[i] + 1 - window < cut:  # it sees a token of this part
