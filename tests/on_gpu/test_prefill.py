@@ -150,8 +150,8 @@ def test_an_sm_90_and_no_other_card_gets_its_own_kernel(monkeypatch: pytest.Monk
     from trunkattn.gpu.hopper import prefill as hopper_prefill
 
     launched = []
-    launch = hopper_prefill.launch
-    monkeypatch.setattr(hopper_prefill, "launch", lambda *given: launched.append(1) or launch(*given))
+    bind = hopper_prefill.bind
+    monkeypatch.setattr(hopper_prefill, "bind", lambda *given: launched.append(1) or bind(*given))
     check(GOOD, chunks("1,4_1024,300", [300, 90]))
     assert bool(launched) == (torch.cuda.get_device_capability() == (9, 0))
 

@@ -1,6 +1,6 @@
 """What the CPU kernels take: one record of addresses and numbers in C's layout, and the views that they make of it."""
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import carray, from_dtype, types
@@ -10,23 +10,66 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 
-# Addresses of contiguous arrays, by the dtype of their elements.
-_FLOAT_ARRAYS: Final = ("q", "logit_scale", "v_scale", "sinks", "out", "lse", "partial", "partial_lse", "floats")
-_INT32_ARRAYS: Final = (
-    "block_table", "items", "queries", "slots", "positions", "tasks", "task_indptr", "merge_queries", "merge_indptr",
-)  # fmt: skip
-_CACHES: Final = ("k_cache", "v_cache")  # of the KV dtype's bits
-_INT64_ARRAYS: Final = ("ints",)
-# `floats` and `ints`: the workspace, thread_floats and thread_ints elements for each thread. Strides are in elements.
-_NUMBERS: Final = (
-    "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "kv_kind", "window", "aligned_blocks",
-    "table_columns", "k_page_stride", "k_token_stride", "k_head_stride", "v_page_stride", "v_token_stride",
-    "v_head_stride", "num_sinks", "num_merged", "num_threads", "thread_floats", "thread_ints",
-)  # fmt: skip
-ARGUMENTS: Final = np.dtype(
-    [(name, np.int64) for name in (*_FLOAT_ARRAYS, *_INT32_ARRAYS, *_CACHES, *_INT64_ARRAYS, *_NUMBERS)]
-    + [("soft_cap", np.float32)]
-)
+
+class LayerArguments(NamedTuple):
+    """Of one layer. Addresses of contiguous float32 arrays, of the caches' first elements, strides in elements."""
+
+    q: int
+    k_cache: int
+    v_cache: int
+    out: int
+    lse: int
+    logit_scale: int
+    v_scale: int
+    sinks: int
+    num_sinks: int
+    soft_cap: int  # the bits of a float32
+    k_page_stride: int
+    k_token_stride: int
+    k_head_stride: int
+    v_page_stride: int
+    v_token_stride: int
+    v_head_stride: int
+
+
+class WorkspaceArguments(NamedTuple):
+    """Addresses of what a run writes besides its results; elements of each thread's part of floats and ints."""
+
+    floats: int
+    ints: int
+    partial: int
+    partial_lse: int
+    thread_floats: int
+    thread_ints: int
+
+
+class PlanArguments(NamedTuple):
+    """Of one plan. Addresses of contiguous int32 arrays, then numbers; see `CpuPlan` and `block.Shape`."""
+
+    block_table: int
+    items: int
+    queries: int
+    slots: int
+    positions: int
+    tasks: int
+    task_indptr: int
+    merge_queries: int
+    merge_indptr: int
+    table_columns: int
+    num_merged: int
+    num_threads: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    kv_kind: int
+    window: int
+    aligned_blocks: int
+
+
+_NAMES: Final = (*LayerArguments._fields, *WorkspaceArguments._fields, *PlanArguments._fields)
+_RECORD: Final = np.dtype([(name, np.int64) for name in _NAMES])
 _ANY_LENGTH: Final = 2**48  # compiled code does not look at it
 
 
@@ -59,7 +102,7 @@ def array_at(typing_context, address, dtype):
 
 @intrinsic
 def _record_pointer(typing_context, address):
-    record = types.CPointer(from_dtype(ARGUMENTS))
+    record = types.CPointer(from_dtype(_RECORD))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(record))
@@ -69,5 +112,5 @@ def _record_pointer(typing_context, address):
 
 @njit(inline="always")
 def arguments_at(address):
-    """The record at an address."""
+    """The record of a layer's, a workspace's and a plan's arguments at an address."""
     return carray(_record_pointer(address), 1)[0]

@@ -27,7 +27,7 @@ from trunkattn.cpu.block import (
     workspace_at,
 )
 from trunkattn.cpu.convert import exp2
-from trunkattn.cpu.microkernel import LANES, TILES
+from trunkattn.cpu.microkernel import LANES, TILES, bits_to_float
 from trunkattn.cpu.tuning import BLOCK_TOKENS
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
@@ -222,7 +222,7 @@ def attention_kernel(kv_bits: Any) -> Any:
         k_cache = Cache(a.k_cache, a.k_page_stride, a.k_token_stride, a.k_head_stride)
         v_cache = Cache(a.v_cache, a.v_page_stride, a.v_token_stride, a.v_head_stride)
         floats, ints = a.floats + 4 * thread * a.thread_floats, a.ints + 8 * thread * a.thread_ints
-        q, soft_cap = a.q, a.soft_cap
+        q, soft_cap = a.q, bits_to_float(np.int32(a.soft_cap))
         logit_scale = array_at(options.logit_scale, np.float32)
         tasks, task_indptr = array_at(a.tasks, np.int32), array_at(a.task_indptr, np.int32)
         group = shape.num_qo_heads // shape.num_kv_heads

@@ -1,24 +1,23 @@
 """The CPU side of `BatchAttention`: a work list, a workspace that grows with the plans, and the run."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from trunkattn.config import AttentionConfig
 from trunkattn.cpu import parallel
-from trunkattn.cpu.block import Shape, workspace_sizes
+from trunkattn.cpu.block import Shape
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.dtypes import KV_KINDS
-from trunkattn.inputs import LayerInputs, scale_array
+from trunkattn.inputs import LayerInputs, Scale, scale_array
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.planner import Batch, Planned
-from trunkattn.planner.work_list import PlanStats
+from trunkattn.planner.work_list import UNLIMITED, PlanStats
 
 
-@dataclass(frozen=True)
-class CpuStep:
+class CpuStep(NamedTuple):
     """A planned step."""
 
     planned: Planned
@@ -63,22 +62,28 @@ class CpuExecutor:
         self.config = config
         self._threads = torch.get_num_threads()
         self._planner = make_planner(config, cpu_device(self._threads))
-        self._workspace = parallel.Workspace(
-            floats=np.empty((self._threads, 0), np.float32),
-            ints=np.empty((self._threads, 0), np.int64),
-            partial=np.empty((0, config.num_qo_heads, config.value_dim), np.float32),
-            partial_lse=np.empty((0, config.num_qo_heads), np.float32),
+        self._shape = Shape(
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            head_dim_v=config.value_dim,
+            page_size=config.page_size,
+            kv_kind=KV_KINDS[config.cache_dtype][0],
+            window=UNLIMITED,
+            aligned_blocks=config.batch_invariant,
         )
+        self._plain_options = self._make_options(None, None, None, None)
+        self._workspace = parallel.Workspace(self._threads, 0, 0, self._shape)
 
     def plan(self, batch: Batch, into: CpuStep | None = None) -> CpuStep:
         """Plans a checked batch; a step has nothing fixed that `into` would have to keep."""
         planned = self._planner.plan(batch)
-        config = self.config
-        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size)
-        shape = Shape(*dims, KV_KINDS[config.cache_dtype][0], batch.window, config.batch_invariant)
-        table, seq_lens, starts = planned.batch.block_table, planned.batch.seq_lens, planned.batch.query_start_loc
-        prepared = parallel.prepare(planned.work, table, seq_lens, starts, shape, self._threads)
-        self._reserve(prepared, shape)
+        shape = self._shape if batch.window == UNLIMITED else self._shape._replace(window=batch.window)
+        kept = planned.batch
+        prepared = parallel.prepare(
+            planned.work, kept.block_table, kept.seq_lens, kept.query_start_loc, shape, self._threads
+        )
+        self._reserve(prepared)
         return CpuStep(planned, prepared)
 
     @property
@@ -97,19 +102,12 @@ class CpuExecutor:
     def check(self) -> None:
         """Bad values are refused when a step is planned."""
 
-    def _reserve(self, prepared: parallel.CpuPlan, shape: Shape) -> None:
+    def _reserve(self, prepared: parallel.CpuPlan) -> None:
         """Grows the workspace so that `run` does not allocate."""
-        floats, ints = workspace_sizes(prepared.max_lanes, shape)
-        space, slots, config = self._workspace, prepared.work.num_slots, self.config
-        if floats > space.floats.shape[1]:
-            aligned = torch.empty(self._threads, -(-floats // 16) * 16).numpy()  # torch aligns to cache lines
-            space = space._replace(floats=aligned)
-        if ints > space.ints.shape[1]:
-            space = space._replace(ints=np.empty((self._threads, ints), np.int64))
-        if slots > len(space.partial):
-            partial = np.empty((slots, config.num_qo_heads, config.value_dim), np.float32)
-            space = space._replace(partial=partial, partial_lse=np.empty((slots, config.num_qo_heads), np.float32))
-        self._workspace = space
+        space = self._workspace
+        lanes, slots = max(prepared.max_lanes, space.lanes), max(prepared.work.num_slots, space.num_slots)
+        if (lanes, slots) != (space.lanes, space.num_slots):
+            self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
@@ -126,10 +124,15 @@ class CpuExecutor:
         return lse
 
     def _options(self, inputs: LayerInputs) -> parallel.Options:
-        config = self.config
-        heads = config.num_kv_heads
-        q_scale, k_scale = scale_array(inputs.q_scale, heads), scale_array(inputs.k_scale, heads)
-        logit_scale = (q_scale.astype(np.float64) * k_scale * config.logit_scale).astype(np.float32)
-        v_scale, sinks = scale_array(inputs.v_scale, heads), inputs.sinks
+        given = (inputs.q_scale, inputs.k_scale, inputs.v_scale, inputs.sinks)
+        return self._plain_options if all(value is None for value in given) else self._make_options(*given)
+
+    def _make_options(
+        self, q_scale: Scale, k_scale: Scale, v_scale: Scale, sinks: torch.Tensor | None
+    ) -> parallel.Options:
+        config, heads = self.config, self.config.num_kv_heads
+        of_logits = scale_array(q_scale, heads).astype(np.float64) * scale_array(k_scale, heads) * config.logit_scale
         extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
-        return parallel.Options(logit_scale, v_scale, config.logits_soft_cap or 0.0, extra)
+        return parallel.Options(
+            of_logits.astype(np.float32), scale_array(v_scale, heads), config.logits_soft_cap or 0.0, extra
+        )

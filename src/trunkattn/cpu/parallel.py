@@ -1,6 +1,5 @@
 """CPU executor of a work list (PAT §3.4: pack, forward, merge): deals tasks to threads and runs them."""
 
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -10,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.cpu.arguments import ARGUMENTS, address_of
+from trunkattn.cpu.arguments import LayerArguments, PlanArguments, WorkspaceArguments, address_of
 from trunkattn.cpu.attention import attention_kernel, merge_kernel
-from trunkattn.cpu.block import Shape, padded
+from trunkattn.cpu.block import Shape, padded, workspace_sizes
 from trunkattn.cpu.microkernel import LANES
 from trunkattn.cpu.threads import call_on_threads, kernel_address
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START, WorkList
@@ -21,19 +20,19 @@ from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 _FETCH_ROWS = 16
 # and beginning and ending a task that of so many rows × keys:
 _TASK_LOAD = 600
+_LINE_FLOATS = 16  # of a cache line
 
 
-@dataclass(frozen=True)
-class CpuPlan:
-    """A work list with its tasks dealt to threads. positions [num_query_tokens] int32: place in the sequence."""
+class CpuPlan(NamedTuple):
+    """A work list with its tasks dealt to threads."""
 
     work: WorkList
     block_table: NDArray[np.int32]
-    positions: NDArray[np.int32]
+    positions: NDArray[np.int32]  # [num_query_tokens] of each query token in its sequence
     tasks: NDArray[np.int32]  # item * num_kv_heads + head, by thread
     task_indptr: NDArray[np.int32]  # [num_threads + 1]
     max_lanes: int  # query rows of the tallest item, padded to whole vectors
-    arguments: NDArray[np.void]  # of the kernels, those that no layer changes
+    arguments: PlanArguments
 
 
 class Layer(NamedTuple):
@@ -50,25 +49,40 @@ class Layer(NamedTuple):
     lse: torch.Tensor
 
 
-class Options(NamedTuple):
-    """logit_scale, v_scale [num_kv_heads] float32; soft_cap 0: none; sinks [num_qo_heads] float32, or empty."""
+class Options:
+    """What a layer's logits and values are multiplied by, its soft cap and sinks.
 
-    logit_scale: NDArray[np.float32]
-    v_scale: NDArray[np.float32]
-    soft_cap: float
-    sinks: NDArray[np.float32]
-
-
-class Workspace(NamedTuple):
-    """What a run writes besides its results. floats, ints: [num_threads, ...], see `block.workspace_sizes`.
-
-    partial [num_slots, num_qo_heads, head_dim_v], partial_lse [num_slots, num_qo_heads].
+    logit_scale, v_scale: [num_kv_heads] float32. soft_cap: 0 for none. sinks: [num_qo_heads] float32, or empty.
     """
 
-    floats: NDArray[np.float32]
-    ints: NDArray[np.int64]
-    partial: NDArray[np.float32]
-    partial_lse: NDArray[np.float32]
+    def __init__(
+        self,
+        logit_scale: NDArray[np.float32],
+        v_scale: NDArray[np.float32],
+        soft_cap: float,
+        sinks: NDArray[np.float32],
+    ) -> None:
+        self._arrays = (logit_scale, v_scale, sinks)  # what the addresses point to
+        cap_bits = int(np.float32(soft_cap).view(np.int32))
+        self.arguments = (*(address_of(array) for array in self._arrays), len(sinks), cap_bits)
+
+
+class Workspace:
+    """What a run writes besides its results, for tiles of up to `lanes` padded query rows and `num_slots` partials."""
+
+    def __init__(self, num_threads: int, lanes: int, num_slots: int, shape: Shape) -> None:
+        self.lanes, self.num_slots = lanes, num_slots
+        floats, ints = workspace_sizes(lanes, shape)
+        floats = -(-floats // _LINE_FLOATS) * _LINE_FLOATS
+        states = num_slots * shape.num_qo_heads
+        self._arrays = (  # what the addresses point to
+            torch.empty(num_threads * floats).numpy(),  # torch aligns to cache lines
+            np.empty(num_threads * ints, np.int64),
+            np.empty(states * shape.head_dim_v, np.float32),
+            np.empty(states, np.float32),
+        )
+        at = [address_of(array) for array in self._arrays]
+        self.arguments = WorkspaceArguments(at[0], at[1], at[2], at[3], floats, ints)
 
 
 class Strides(NamedTuple):
@@ -89,33 +103,18 @@ def prepare(
 ) -> CpuPlan:
     """Deals the tasks to threads, heaviest first to the least loaded."""
     group = shape.num_qo_heads // shape.num_kv_heads
-    positions, tasks, indptr, most = _deal(
-        work.items, seq_lens, query_start_loc, shape.num_kv_heads, group, num_threads
+    arrays = (block_table, work.items, work.queries, work.slots, work.merge_queries, work.merge_indptr)
+    positions, tasks, indptr, most, addresses = _deal(
+        arrays, seq_lens, query_start_loc, shape.num_kv_heads, group, num_threads
     )
-    arguments = np.zeros((), ARGUMENTS)
-    arrays = {
-        "block_table": block_table,
-        "items": work.items,
-        "queries": work.queries,
-        "slots": work.slots,
-        "positions": positions,
-        "tasks": tasks,
-        "task_indptr": indptr,
-        "merge_queries": work.merge_queries,
-        "merge_indptr": work.merge_indptr,
-    }
-    for name, array in arrays.items():
-        arguments[name] = address_of(array)
-    for name, value in zip(shape._fields, shape, strict=True):
-        arguments[name] = value
-    arguments["table_columns"] = block_table.shape[1]
-    arguments["num_merged"] = len(work.merge_queries)
-    arguments["num_threads"] = num_threads
+    numbers = (block_table.shape[1], len(work.merge_queries), num_threads)
+    arguments = PlanArguments._make((*addresses, *numbers, *shape))
     return CpuPlan(work, block_table, positions, tasks, indptr, padded(most), arguments)
 
 
 @njit
-def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
+def _deal(arrays, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
+    block_table, items, queries, slots, merge_queries, merge_indptr = arrays
     positions = np.empty(query_start_loc[-1], np.int32)
     for row in range(len(seq_lens)):
         first, last = query_start_loc[row], query_start_loc[row + 1]
@@ -146,14 +145,18 @@ def _deal(items, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
     for task in range(num_tasks):
         tasks[fill[owner[task]]] = task
         fill[owner[task]] += 1
-    return positions, tasks, indptr, most
+    addresses = (
+        block_table.ctypes.data, items.ctypes.data, queries.ctypes.data, slots.ctypes.data, positions.ctypes.data,
+        tasks.ctypes.data, indptr.ctypes.data, merge_queries.ctypes.data, merge_indptr.ctypes.data,
+    )  # fmt: skip
+    return positions, tasks, indptr, most, addresses
 
 
 def strides_of(cache: torch.Tensor) -> Strides:
     """A cache's strides, 0 where there is one page, token or head."""
-    return Strides(
-        *(stride if size > 1 else 0 for stride, size in zip(cache.stride()[:3], cache.shape[:3], strict=True))
-    )
+    page, token, head, _ = cache.stride()
+    pages, tokens, heads, _ = cache.shape
+    return Strides(page if pages > 1 else 0, token if tokens > 1 else 0, head if heads > 1 else 0)
 
 
 def flat(cache: torch.Tensor, dtype: torch.dtype) -> tuple[NDArray, Strides]:
@@ -171,19 +174,10 @@ _NUMPY_TYPES = MappingProxyType({torch.float32: np.float32, torch.uint16: np.uin
 
 def execute(plan: CpuPlan, layer: Layer, options: Options, workspace: Workspace) -> None:
     """Runs a plan: writes `layer.out` and `layer.lse`."""
-    arguments = plan.arguments.copy()
-    for name, tensor in (
-        ("q", layer.q), ("k_cache", layer.k_cache), ("v_cache", layer.v_cache), ("out", layer.out), ("lse", layer.lse),
-    ):  # fmt: skip
-        arguments[name] = tensor.data_ptr()
-    for prefix, kv in (("k", layer.k_cache), ("v", layer.v_cache)):
-        for name, stride in zip(Strides._fields, strides_of(kv), strict=True):
-            arguments[f"{prefix}_{name}_stride"] = stride
-    arrays = {"logit_scale": options.logit_scale, "v_scale": options.v_scale, "sinks": options.sinks}
-    for name, array in {**arrays, **workspace._asdict()}.items():
-        arguments[name] = address_of(array)
-    arguments["soft_cap"], arguments["num_sinks"] = options.soft_cap, len(options.sinks)
-    arguments["thread_floats"], arguments["thread_ints"] = workspace.floats.shape[1], workspace.ints.shape[1]
+    tensors = (layer.q, layer.k_cache, layer.v_cache, layer.out, layer.lse)
+    strides = (*strides_of(layer.k_cache), *strides_of(layer.v_cache))
+    of_layer = LayerArguments._make((*(tensor.data_ptr() for tensor in tensors), *options.arguments, *strides))
+    arguments = np.array((*of_layer, *workspace.arguments, *plan.arguments), np.int64)
     num_threads, address = len(plan.task_indptr) - 1, address_of(arguments)
     call_on_threads(_attention_address(layer.kv_bits), address, num_threads)
     if len(plan.work.merge_queries):
