@@ -174,18 +174,11 @@ def _split_tiles(rule, by_schedule, tiles):
 
 
 @njit(cached=False)
-<<<<<<< HEAD
-def _split_end(rule, begin, end, split):
+def _split_end(fixed_chunk, begin, end, split):
     """End of the split that begins at token `begin` of a tile that ends at `end`."""
-    if rule.fixed_chunk > 0:
-        return min(end, (begin // rule.fixed_chunk + 1) * rule.fixed_chunk)
-    return min(end, begin + split)
-=======
-def _next_cut(fixed_chunk, begin, end, part):
     if fixed_chunk > 0:
         return min(end, (begin // fixed_chunk + 1) * fixed_chunk)
-    return min(end, begin + part)
->>>>>>> cpu
+    return min(end, begin + split)
 
 
 @njit(inline="always")
@@ -196,11 +189,7 @@ def emit(packs, row_tiles, splits, window, rule, num_queries):
     for t in range(len(tiles)):
         begin, end = np.int64(tiles[t, KV_START]), np.int64(tiles[t, KV_END])
         while begin < end:
-<<<<<<< HEAD
-            begin = _split_end(rule, begin, end, np.int64(splits[t]))
-=======
-            begin = _next_cut(rule.fixed_chunk, begin, end, np.int64(parts[t]))
->>>>>>> cpu
+            begin = _split_end(rule.fixed_chunk, begin, end, np.int64(splits[t]))
             num_items += 1
             num_entries += tiles[t, QUERY_END] - tiles[t, QUERY_START]
     items = np.empty((num_items, ITEM_COLUMNS), np.int32)
@@ -211,17 +200,10 @@ def emit(packs, row_tiles, splits, window, rule, num_queries):
     for t in range(len(tiles)):
         begin, end = np.int64(tiles[t, KV_START]), np.int64(tiles[t, KV_END])
         while begin < end:
-<<<<<<< HEAD
-            split_end = _split_end(rule, begin, end, np.int64(splits[t]))
+            split_end = _split_end(rule.fixed_chunk, begin, end, np.int64(splits[t]))
             first, lowest, seen_end = filled, UNLIMITED, 0
             for i in range(tiles[t, QUERY_START], tiles[t, QUERY_END]):
                 if position[i] >= begin and position[i] + 1 - window < split_end:  # it sees a token of this split
-=======
-            cut = _next_cut(rule.fixed_chunk, begin, end, np.int64(parts[t]))
-            first, low, high = filled, UNLIMITED, 0
-            for i in range(tiles[t, 3], tiles[t, 4]):
-                if position[i] >= begin and position[i] + 1 - window < cut:  # it sees a token of this part
->>>>>>> cpu
                     queries[filled] = query[i]
                     items_of[query[i]] += 1
                     lowest = min(lowest, position[i])
