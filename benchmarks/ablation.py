@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from inside import step_of
 from kernels import FLUSH_BYTES, HEADS, PAGE_SIZE, Case, Run, make_case, measure
 from report import short_name, write_result
 from tiled import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
@@ -26,7 +27,7 @@ from tiled import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, without_subtiles
 from trunkattn.planner.from_config import make_planner
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, tile_work
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
@@ -94,7 +95,7 @@ def through_api(setting: Setting, policy: str, execution: str) -> Variant:
         return out
 
     part, name = ("policy", policy) if execution == "serial" else ("execution", f"{policy}, {execution}")
-    return Variant(part, name, plan.stats.policy, plan.step.tile_list, run)
+    return Variant(part, name, plan.stats.policy, step_of(plan).tile_list, run)
 
 
 def packed(setting: Setting, part: str, name: str) -> Variant:
@@ -102,7 +103,7 @@ def packed(setting: Setting, part: str, name: str) -> Variant:
     case, rule = setting.case, setting.rule
     processors = torch.cuda.get_device_properties(case.q.device).multi_processor_count
     planner = make_planner(replace(setting.config, policy="pat"), gpu_device(processors, setting.tiles[-1].block_m))
-    work = planner.plan(Batch(*arrays_of(case.batch))).work
+    work = planner.plan(StepTables(*arrays_of(case.batch))).work
     listed = tile_work(rule, work, arrays_of(case.batch), UNLIMITED)
     return Variant(part, name, "pat", listed, make_run(case, rule, listed, setting.tiles))
 

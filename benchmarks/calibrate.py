@@ -118,7 +118,7 @@ def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     rule = make_rule(card, row["heads"])
     batch, forest = batch_of(row["batch"])
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    ways, stages, costs = rule.priced.ways, rule.priced.stages, rule.priced.costs
+    ways, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
     loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.run)
     names = [way.name(rule) for way in ways]
     return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
@@ -128,7 +128,7 @@ def predict(rows: list[Measured], card: MeasuredCard, times: NDArray[np.float64]
     """Predicted ns of every tiling of every batch."""
     priced = {heads: make_rule(card, heads, times).priced for heads in {row.heads for row in rows}}
     return [
-        tile_costs.ways_ns(row.loads, priced[row.heads].stages, priced[row.heads].uses, priced[row.heads].costs)
+        tile_costs.tilings_ns(row.loads, priced[row.heads].stages, priced[row.heads].uses, priced[row.heads].costs)
         for row in rows
     ]
 

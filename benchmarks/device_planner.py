@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from inside import step_of
 from kernels import microseconds
 from report import short_name, write_result
 
@@ -62,7 +63,7 @@ def row_of(tree: str, batch: PagedBatch) -> dict[str, Any]:
     tables = torch.from_numpy(batch.block_table), torch.from_numpy(batch.seq_lens)
     there = tuple(table.cuda() for table in tables)
     plan, expected = on_device.plan(*there), on_host.plan(*tables)
-    found, host = plan.step.tile_list(), expected.step.tile_list
+    found, host = step_of(plan).tile_list(), step_of(expected).tile_list
     names = ("items", "runs", "queries", "slots", "parts", "counts", "merge_queries", "merge_ranges")
     differing = [name for name in names if not np.array_equal(getattr(found, name), getattr(host, name))]
     fresh = trunkattn.BatchAttention(config, "cuda")

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from hybrid_batches import EXECUTIONS, MODELS, SPLITS, TABLE, HybridBatch, chunk_batches, limits, summary, sweep_batches
+from inside import backend_of, step_of
 from kernels import HEAD_DIM, PAGE_SIZE
 from report import RESULTS, environment, short_name, write_result
 
@@ -77,10 +78,10 @@ class Ours:
             config = trunkattn.AttentionConfig(*heads, HEAD_DIM, PAGE_SIZE, torch.bfloat16, execution=execution)
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
-                executor = made._backend
+                executor = backend_of(made)
                 num_sms = executor._card.processors
                 device = prefill_device(num_sms, executor._chunks.tile)
-                device = replace(device, num_slots=max(1, cut * device.num_slots))
+                device = replace(device, num_workers=max(1, cut * device.num_workers))
                 chunks = ChunkPlanner(config, executor._chunks.tile, num_sms)
                 chunks._planner = make_planner(replace(config, policy="per_query"), device)
                 chunks._alone = chunks._whole = chunks._planner.spec
@@ -245,7 +246,7 @@ class Session:
                     break
                 rows.append(measure(batch, make_case(batch, self._pool), makers(number), budget_us, exact))
                 if "trunkattn" in rows[-1]["us"]:
-                    rows[-1]["auto"] = self.ours.plans["trunkattn"].step.gpu_plan.execution
+                    rows[-1]["auto"] = step_of(self.ours.plans["trunkattn"]).gpu_plan.execution
                 if show:
                     show(rows[-1])
                 if (number + 1) % SAVED_EVERY == 0:
@@ -322,7 +323,7 @@ def splits(session: Session) -> None:
             names[cut] = f"trunkattn_serial_{cut}"
 
     def show(row: dict[str, Any]) -> None:
-        works = {cut: ours.plans[name].step.chunks.planned.work for cut, name in names.items() if name in row["us"]}
+        works = {cut: step_of(ours.plans[name]).chunks.planned.work for cut, name in names.items() if name in row["us"]}
         row["prefill_items"] = {cut: len(work.items) for cut, work in works.items()}
         row["prefill_partials"] = {cut: work.num_slots for cut, work in works.items()}
         print_row(row)

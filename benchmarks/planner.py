@@ -17,7 +17,7 @@ from trunkattn.dtypes import POLICIES
 from trunkattn.planner.packing import policies as packing
 from trunkattn.planner.packing.cost import CostModel, cost_model
 from trunkattn.planner.packing.optimal import optimal
-from trunkattn.planner.planner import HEURISTICS, Batch, Planner, PlannerSpec
+from trunkattn.planner.planner import HEURISTICS, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import split_rule
 from trunkattn.workloads.forests import random_forest
@@ -35,7 +35,7 @@ def spec(policy: str) -> PlannerSpec:
     return PlannerSpec(PAGE, policy, model, split_rule(device, model, 3, 128, 0))
 
 
-def tree_of(rows: int, pages: int, extra: int = 0) -> Batch:
+def tree_of(rows: int, pages: int, extra: int = 0) -> StepTables:
     """A decode batch: one root, 8 groups, 64 subgroups and private tails; `extra` more tokens per row."""
     quarter = pages // 4 * PAGE
     tree = f"1,{min(8, rows)},{min(64, rows)},{rows}_{quarter},{quarter},{quarter},{pages * PAGE - 3 * quarter}"
@@ -43,10 +43,10 @@ def tree_of(rows: int, pages: int, extra: int = 0) -> Batch:
     spare = np.arange(batch.num_pages, batch.num_pages + rows * 4, dtype=np.int32).reshape(rows, 4)
     table = np.concatenate([batch.block_table, spare], axis=1)
     lens = batch.seq_lens + np.int32(extra - 8)
-    return Batch(table, lens, np.arange(rows + 1, dtype=np.int32))
+    return StepTables(table, lens, np.arange(rows + 1, dtype=np.int32))
 
 
-def cold_ms(policy: str, batch: Batch, repeats: int = 50) -> dict[str, float]:
+def cold_ms(policy: str, batch: StepTables, repeats: int = 50) -> dict[str, float]:
     return time_ms(lambda: Planner(spec(policy)).plan(batch), repeats)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from inside import backend_of
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from report import short_name, write_result
 
@@ -87,7 +88,7 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     attention = trunkattn.BatchAttention(config, "cuda")
     if tile:
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        executor = attention._backend
+        executor = backend_of(attention)
         executor._chunks = ChunkPlanner(config, tile, processors)
         executor._card = replace(executor._card, hopper=False)
     batch = case.batch

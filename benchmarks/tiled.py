@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
 from trunkattn.gpu.tuning.cards import card_of
-from trunkattn.gpu.tuning.decode import GpuTile, tile_kind
-from trunkattn.planner.planner import Batch
+from trunkattn.gpu.tuning.decode import GpuTile, tile_config
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions
 from trunkattn.planner.row_tiles.cost import CardTimes
@@ -47,7 +47,7 @@ def tile_rule(
     bytes of the L2 cache."""
     (hq, hkv, dim), (processors, l2_bytes) = heads, card
     return TilingRule(
-        kinds=tuple(tile_kind(tile, processors) for tile in tiles),
+        kinds=tuple(tile_config(tile, processors) for tile in tiles),
         group_size=hq // hkv,
         num_kv_heads=hkv,
         page_size=PAGE_SIZE,
@@ -76,7 +76,7 @@ def list_tiles(batch: PagedBatch, rule: TilingRule, way: Tiling) -> TileList:
     """A batch tiled one way."""
     table, lens, starts = arrays_of(batch)
     forest = Forest(*build_forest(table, lens, batch.query_lens, rule.page_size, 1))
-    return TiledStep(rule, forest, Batch(table, lens, starts)).emit(way)
+    return TiledStep(rule, forest, StepTables(table, lens, starts)).emit(way)
 
 
 def make_run(

@@ -144,8 +144,8 @@ def measurements(source: str) -> list[str]:
 
 
 def clashing_names(source: str) -> list[str]:
-    """Names that mean something else to Triton: parameters of a launched kernel that are options of a launch, and fields
-    of a NamedTuple that Triton's own tuples have."""
+    """Names that mean something else to Triton: options of a launch as parameters of a launched kernel, and attributes
+    of Triton's own tuples as fields of a NamedTuple."""
     found = []
     for name, function in functions(ast.parse(source)):
         if is_compiled(function, KERNELS) and name.endswith("_kernel"):

@@ -22,14 +22,14 @@ import torch
 from kernels import FLUSH_BYTES, HEADS, PAGE_SIZE, Case, Run, make_case, measure
 from report import short_name, write_result
 from tiled import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
-
-from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention_planner import make_planner
 from trunkattn.kernels.tile_table import GpuTile, decode_tiles, gpu_device, without_subtiles
 from trunkattn.plan_format import TileList
 from trunkattn.planner.build import Batch
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import Tiling, TilingRule, candidates, tile_work
+
+from trunkattn import AttentionConfig, BatchAttention
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import parse_tree, tree_batch
 
 TREES = ("1,256_256,32", "1,4,16,512_1024,256,128,32", "1,8,512_32,2048,256")

@@ -21,12 +21,12 @@ from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, largest_error, mak
 from numpy.typing import NDArray
 from report import short_name, write_result
 from tiled import list_tiles, make_run, tile_rule
+from trunkattn.kernels.tile_table import DECODE_TILES, DECODE_TILES_HOPPER, GpuLimits, GpuTile, gpu_limits
+from trunkattn.planner.forest import Forest, build_forest
 from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
 
-from trunkattn.kernels.tile_table import DECODE_TILES, DECODE_TILES_HOPPER, GpuLimits, GpuTile, gpu_limits
 from trunkattn.planner import tile_costs, tiles, tiling
-from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch

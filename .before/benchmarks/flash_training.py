@@ -273,7 +273,6 @@ def sweep(head_dim: int, passes: list[str]) -> list[dict[str, Any]]:
 
 def _tile_time(name: str, tile: Any, saved: tuple[torch.Tensor, ...], sequences: Any) -> float | None:
     from triton.runtime.errors import OutOfResources
-
     from trunkattn.kernels.flash_backward import backward
     from trunkattn.kernels.flash_training import forward
 

@@ -30,11 +30,11 @@ import torch
 from hybrid_batches import EXECUTIONS, MODELS, SPLITS, TABLE, HybridBatch, chunk_batches, limits, summary, sweep_batches
 from kernels import HEAD_DIM, PAGE_SIZE
 from report import RESULTS, environment, short_name, write_result
-
-import trunkattn
 from trunkattn.attention_planner import make_planner
 from trunkattn.attention_prefill import ChunkPlanner
 from trunkattn.kernels.tile_table import prefill_device
+
+import trunkattn
 from trunkattn.workloads.batch import pages_for
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from report import time_ms, write_result
-
 from trunkattn.kernels.tile_table import cpu_device
-from trunkattn.planner import packing
 from trunkattn.planner.build import HEURISTICS, POLICIES, Batch, Planner, PlannerSpec
 from trunkattn.planner.cost_model import CostModel, cost_model
 from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.planner.optimal import optimal
+
+from trunkattn.planner import packing
 from trunkattn.planner.splitting import split_rule
 from trunkattn.workloads.forests import random_forest
 from trunkattn.workloads.trees import parse_tree, tree_batch

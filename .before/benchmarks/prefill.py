@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from report import short_name, write_result
-
-import trunkattn
 from trunkattn.attention_prefill import ChunkPlanner
 from trunkattn.kernels.tile_table import PREFILL_TILE, PrefillTile
+
+import trunkattn
 from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

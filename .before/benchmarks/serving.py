@@ -38,10 +38,10 @@ from given import integer, positive
 from numpy.typing import NDArray
 from plot_serving import draw, print_table
 from report import short_name, write_result
-
-from trunkattn import LLM, SamplingParams
 from trunkattn.attention_config import EXECUTIONS
 from trunkattn.cache.manager import CacheManager
+
+from trunkattn import LLM, SamplingParams
 from trunkattn.engine import Engine
 from trunkattn.engine.assembly import make_runner
 from trunkattn.engine.engine import Runner

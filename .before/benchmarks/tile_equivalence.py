@@ -18,7 +18,6 @@ import triton.language as tl
 from kernels import HEADS, Case, ceilings, make_case, measure, microseconds
 from report import short_name, write_result
 from tiled import list_tiles, make_run, planned_bytes, rule_on_card
-
 from trunkattn.kernels.tile_table import (
     DECODE_TILES,
     DECODE_TILES_FP8,

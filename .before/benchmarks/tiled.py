@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from kernels import PAGE_SIZE, Case, Run
 from numpy.typing import NDArray
-
 from trunkattn.attention_planner import tile_kind
 from trunkattn.kernels import gpu
 from trunkattn.kernels.tile_table import GpuLimits, GpuTile, gpu_limits
 from trunkattn.plan_format import TileList
 from trunkattn.planner.forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiling import Tiling, TilingRule, query_positions, tile_forest
+
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch
 
 

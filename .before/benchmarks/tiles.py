@@ -11,7 +11,6 @@ from dataclasses import asdict
 
 from report import write_result
 from rich.progress import track
-
 from trunkattn.kernels.ahead import Target, compile_decode
 from trunkattn.kernels.tile_solver import ARCHITECTURES, Memory, reasons_against
 from trunkattn.kernels.tile_table import DECODE_TILES, GpuTile

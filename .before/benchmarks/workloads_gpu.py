@@ -27,9 +27,9 @@ import torch
 from kernels import FLUSH_BYTES, HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from numpy.typing import NDArray
 from report import short_name, write_result
+from trunkattn.planner.forest import Forest, build_forest
 
 import trunkattn
-from trunkattn.planner.forest import Forest, build_forest
 from trunkattn.workloads import (
     PagedBatch,
     TraceRequest,

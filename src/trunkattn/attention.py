@@ -7,7 +7,7 @@ import torch
 from trunkattn.backend import Backend, PlannedStep
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.inputs import LayerInputs, Scale, StepInputs, all_on_gpu, check_layer, check_on_device, check_step
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import PlanStats
 from trunkattn.validate import check_int
@@ -165,7 +165,7 @@ class BatchAttention:
         else:
             checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
             (table, lens, starts), last_page = checked
-            step = self._backend.plan(Batch(table, lens, starts, window), earlier)
+            step = self._backend.plan(StepTables(table, lens, starts, window), earlier)
         if into is None:
             return Plan(step, self, last_page, window)
         into.step, into.last_page = step, last_page

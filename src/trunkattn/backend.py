@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 
 from trunkattn.inputs import LayerInputs
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import PlanStats
 
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
     def errors(self) -> torch.Tensor | None:
         """[1] int32 on the device, not 0 if `check` would raise; None if nothing is planned there."""
 
-    def plan(self, batch: Batch, into: Any = None) -> PlannedStep:
+    def plan(self, batch: StepTables, into: Any = None) -> PlannedStep:
         """Plans a checked batch. into: a step of this backend, whose arrays the new one takes over."""
 
     def plan_on_device(self, tables: Any, window: int, into: Any = None) -> PlannedStep:

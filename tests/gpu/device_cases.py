@@ -11,7 +11,7 @@ from trunkattn.gpu.device_planner.choice import Candidates, candidates_of
 from trunkattn.gpu.device_planner.planner import DevicePlanner, errors_of
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles import layout as tiles
 from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, stages_of
@@ -31,7 +31,7 @@ def some_candidates(rule: TilingRule, way: int | None = None) -> Candidates:
     return found if way is None else replace(found, passes=found.passes[way : way + 1])
 
 
-def capacity_for(batch: Batch, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
+def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
     """Of a batch, and a few of everything more."""
     requests, pages = batch.block_table.shape
     tokens = int(batch.query_start_loc[-1])
@@ -69,7 +69,7 @@ class Planned:
     def errors(self) -> list[str]:
         return errors_of(int(self.planner.errors))
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: StepTables) -> None:
         table, lens, starts = (torch.from_numpy(array).to(self.plan.flat.device) for array in arrays(batch))
         self.planner.fill(self.plan, table, lens, starts, batch.window)
 
@@ -80,28 +80,28 @@ class Planned:
         for name, buffer in self.buffers.items():
             assert bool((buffer[:GUARD] == UNTOUCHED).all() and (buffer[-GUARD:] == UNTOUCHED).all()), name
 
-    def chosen(self, batch: Batch) -> int:
+    def chosen(self, batch: StepTables) -> int:
         """The way of least time of those that fit, as the host finds it. All times are the host's."""
         step = tiled(self.rule, batch, self.limits)
         times, fits = step.predict(), step.fits()
         assert np.array_equal(np.where(fits, times, 1 << 61), np.minimum(self.planner.times.cpu().numpy(), 1 << 61))
         return int(np.argmin(np.where(fits, times, 1 << 61)))
 
-    def tokens_read(self, forest: Forest, batch: Batch, way: int) -> int:
+    def tokens_read(self, forest: Forest, batch: StepTables, way: int) -> int:
         """By all tiles of a way, as its prediction counts them."""
         entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
         total = 0
-        for _, stage in stages_of(self.rule, self.rule.priced.ways[way]):
+        for _, stage in stages_of(self.rule, self.rule.priced.tilings[way]):
             shared, tall = shared_tokens(forest, entries, stage.least if stage.least > 1 else stage.below)
             once, _, again = stage_tokens(entries.position, shared, tall, stage, batch.window)
             total += int(once + again)
         return total
 
-    def assert_equals_host(self, batch: Batch, way: int | None = None) -> None:
+    def assert_equals_host(self, batch: StepTables, way: int | None = None) -> None:
         """Bit equality with what the host writes, as far as it writes. way: by default the only one, or the best."""
         rule, way = self.rule, self.way if way is None else way
         way = self.chosen(batch) if way is None else way
-        tiling = rule.priced.ways[way]
+        tiling = rule.priced.tilings[way]
         forest = forest_of(batch, rule.page_size)
         assert self.plan.summary is not None
         assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]

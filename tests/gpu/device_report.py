@@ -26,7 +26,7 @@ from trunkattn.gpu.device_planner.choice import candidates_of
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
 from trunkattn.gpu.tuning.cards import H100
-from trunkattn.gpu.tuning.decode import decode_tiles, tile_kind
+from trunkattn.gpu.tuning.decode import decode_tiles, tile_config
 from trunkattn.planner.row_tiles.choice import TilingRule, tile_limits
 
 KERNELS = {
@@ -54,7 +54,7 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
         for name in names:
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
-    kinds = tuple(tile_kind(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
+    kinds = tuple(tile_config(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
     rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = tile_limits(rule, capacity)

@@ -15,11 +15,11 @@ from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.tuning.cards import H200, TIMED_CAPABILITY
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_kind, without_subtiles
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
 from trunkattn.planner.invariants import check_plan, check_tiles
 from trunkattn.planner.packing.cost import cost_model
-from trunkattn.planner.planner import Batch, Planned, Planner, PlannerSpec
+from trunkattn.planner.planner import Planned, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_work
@@ -36,7 +36,7 @@ CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an el
 
 def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
     """Two programs of each tile on a multiprocessor."""
-    kinds = (tile_kind(replace(it, programs=2), processors) for it in tiles)
+    kinds = (tile_config(replace(it, programs=2), processors) for it in tiles)
     return TilingRule(
         kinds=tuple(kinds),
         group_size=config.num_qo_heads // config.num_kv_heads,
@@ -86,9 +86,11 @@ class Interpreted:
         return make_rule(self.step.config, self.processors, self.tiles, fuse_up_to)
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> StepTables:
         paged, window = self.step.batch, self.step.window
-        return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window)
+        return StepTables(
+            paged.block_table, paged.seq_lens, paged.query_start_loc, UNLIMITED if window is None else window
+        )
 
     @cached_property
     def division(self) -> Division | None:

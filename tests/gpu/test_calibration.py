@@ -20,7 +20,7 @@ import pytest
 
 from trunkattn.gpu.tuning.cards import H100, H200, Card
 from trunkattn.gpu.tuning.decode import DECODE_TILES_HOPPER, GpuTile
-from trunkattn.planner.row_tiles.cost import CardTimes, ways_ns
+from trunkattn.planner.row_tiles.cost import CardTimes, tilings_ns
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -58,7 +58,7 @@ def replay(name: str, times: CardTimes, tiles: tuple[GpuTile, ...] = DECODE_TILE
     losses = []
     for row in rows:
         rule = rules[row.heads]
-        predicted = ways_ns(row.loads, rule.stages, rule.uses, rule.costs)
+        predicted = tilings_ns(row.loads, rule.stages, rule.uses, rule.costs)
         losses.append(row.ns[np.argmin(predicted)] / row.ns.min() - 1)
     return Regret(float(np.mean(losses)), float(max(losses)))
 

@@ -10,7 +10,7 @@ import torch
 from trunkattn import BatchAttention, Capacity
 from trunkattn.attention import Plan
 from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
@@ -32,7 +32,7 @@ def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: s
     step, places = None, set()
     for tree in TREES:
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
-        step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
+        step = executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
         step.check()
         places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, executor._workspace.partial.data_ptr()))
         q, kv = torch.randn(len(batch.seq_lens), 4, 32), caches(batch, CONFIG)
@@ -47,7 +47,7 @@ def test_a_capacity_for_several_query_tokens_masks_them() -> None:
     """As many query tokens as requests may still be several of one request, unless max_query_len says otherwise."""
     batch = tree_batch(parse_tree("1,4_48,32"), 16, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.full(4, 4, np.int32))
-    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
     executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
     q, kv = torch.randn(16, 4, 32), caches(batch, CONFIG)
     out, _ = run(executor, executor.plan(arrays), q, kv)
@@ -63,14 +63,14 @@ def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> 
     batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
     requests, pages = batch.block_table.shape
     executor = GpuExecutor(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
-    executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)).check()
+    executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)).check()
 
 
 def test_a_refused_batch_leaves_no_trace() -> None:
     """Without that the next batch would be patched into the forest of the refused one."""
     executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
-    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
     first = executor.plan(arrays)
     other = replace(arrays, block_table=arrays.block_table + 100)
     limits, executor._limits = executor._limits, replace(executor._limits, items=1)
@@ -84,7 +84,7 @@ def test_a_refused_batch_leaves_no_trace() -> None:
 def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
     executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
-    step = executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    step = executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
     out = torch.full((32, 4, 10), 7.0).transpose(0, 2)
     run(executor, step, torch.randn(10, 4, 32), caches(batch, CONFIG), out=out)
     assert (out[4:] == 7).all() and not (out[:4] == 7).any()
@@ -92,7 +92,7 @@ def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
 
 def test_a_plan_of_no_request_computes_nothing() -> None:
     executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
-    empty = Batch(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
+    empty = StepTables(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
     out, _ = run(
         executor, executor.plan(empty), torch.randn(5, 4, 32), caches(tree_batch(parse_tree("1_20"), 16), CONFIG)
     )
@@ -106,14 +106,14 @@ def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds: expected"
     ):
-        executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+        executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
 
 
 def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
     """No partial may be written, so nothing may be cut."""
     executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1_200"), 16)
-    arrays = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+    arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
     executor._limits = replace(executor._limits, slots=0)
     step = executor.plan(arrays)
     step.check()

@@ -12,7 +12,7 @@ from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.device_planner.step import DeviceStep
 from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.gpu.tuning.prefill import PREFILL_TILE
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
@@ -35,7 +35,7 @@ def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: in
 
 
 def into(executor: GpuExecutor, batch: PagedBatch, step: Any) -> Any:
-    return executor.plan(Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
+    return executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
 
 
 @pytest.mark.parametrize("policy, execution", [("auto", "serial"), ("cascade", "streams"), ("per_query", "serial")])
@@ -124,7 +124,7 @@ def test_a_cheapest_packing_that_does_not_fit_is_passed_over() -> None:
     """A single short chunk behind a long context would be cut."""
     executor = GpuExecutor(replace(CONFIG, sinks=True), CPU, replace(CAPACITY, max_pages_per_request=130))
     executor._chunks._planner.spec = replace(
-        executor._chunks._planner.spec, rule=executor._chunks._planner.spec.rule._replace(num_slots=132)
+        executor._chunks._planner.spec, rule=executor._chunks._planner.spec.rule._replace(num_workers=132)
     )
     batch = replace(tree_batch(parse_tree("1_2000"), 16), query_lens=np.array([40], np.int32))
     cut = plan(executor, batch)
@@ -145,7 +145,7 @@ def test_sharing_that_leaves_the_card_idle_is_passed_over(requests: int, policy:
     chunks = ChunkPlanner(config, PREFILL_TILE, num_sms=132)
     batch = tree_batch(parse_tree(f"1,{requests}_2048,40"), 16)
     starts = np.arange(requests + 1, dtype=np.int32) * 40
-    division = chunks.divide(Batch(batch.block_table, batch.seq_lens, starts, UNLIMITED))
+    division = chunks.divide(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED))
     planned = chunks.plan(division, None).planned
     assert planned.policy == policy, planned.reason
     assert ("too few items to share" in planned.reason) == (policy == "per_query")

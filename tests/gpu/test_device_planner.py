@@ -22,7 +22,7 @@ from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
 from trunkattn.gpu.plan import DeviceInfo
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileLimits
@@ -62,7 +62,7 @@ def rules(draw: st.DrawFn) -> TilingRule:
 
 
 @st.composite
-def batches(draw: st.DrawFn, page_size: int) -> Batch:
+def batches(draw: st.DrawFn, page_size: int) -> StepTables:
     """With stale entries after each row's pages, padding rows, and the null block where no query of some rows sees."""
     paged = random_forest(
         np.random.default_rng(draw(SEEDS)),
@@ -261,7 +261,7 @@ def test_a_tiling_that_might_not_fit_is_passed_over(limit: dict[str, int]) -> No
         assert planned.errors == []
     free.assert_equals_host(batch)
     best = free.chosen(batch)
-    assert rule.priced.ways[best].waves > 0
+    assert rule.priced.tilings[best].waves > 0
     assert bound.chosen(batch) != best
     bound.assert_equals_host(batch)
 
@@ -280,7 +280,7 @@ def test_no_numbers_make_it_write_outside_its_arrays(data: st.DataObject, seed: 
         starts = np.cumsum(rng.integers(0, 3, rows + 1), dtype=np.int32)
     items, runs, queries, merged, slots = (int(size) for size in rng.integers(1, 6 if tight else 60, 5))
     planned = prepare(rule, Capacity(8, 12, 8, 5), limits=TileLimits(items, runs, queries, merged, slots, 12))
-    planned.fill(Batch(table, lens, starts, data.draw(WINDOWS)))
+    planned.fill(StepTables(table, lens, starts, data.draw(WINDOWS)))
     planned.assert_guarded()
 
 

@@ -13,7 +13,7 @@ import torch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.inputs import LayerInputs
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.reference import paged_attention
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
@@ -40,7 +40,7 @@ def caches(batch: PagedBatch, config: AttentionConfig) -> tuple[torch.Tensor, to
 def plan(executor: GpuExecutor, batch: PagedBatch, rows: list[int] | None = None, window: int = UNLIMITED) -> Any:
     rows = list(range(len(batch.seq_lens))) if rows is None else rows
     starts = np.append(0, np.cumsum(batch.query_lens[rows])).astype(np.int32)
-    return executor.plan(Batch(batch.block_table[rows], batch.seq_lens[rows], starts, window))
+    return executor.plan(StepTables(batch.block_table[rows], batch.seq_lens[rows], starts, window))
 
 
 def run(

@@ -18,7 +18,7 @@ from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.gpu.overlap import Overlap, make_overlap, overlap_candidates
 from trunkattn.gpu.triton import decode, prefill
 from trunkattn.gpu.tuning.cards import H200, OverlapTimes, Shares, card_of
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling
 from trunkattn.planner.row_tiles.overlap import ChunkTimes
 from trunkattn.planner.splitting import UNLIMITED
@@ -95,7 +95,7 @@ def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
     executor = make_executor(capacity=CAPACITY)
     step = None
     for batch, some in ((MIXED, True), (DECODES, False), (replace(MIXED, query_lens=MIXED.query_lens[::-1]), True)):
-        given = Batch(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
+        given = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
         step = executor.plan(given, step)
         assert step.gpu_plan.execution == "overlapped"
         assert (beside(step)[1] > beside(step)[0]) == some
@@ -120,7 +120,7 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     for module, name in ((prefill, "prefill_kernel"), (decode, "decode_kernel")):
         monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
     executor = make_executor(capacity=CAPACITY)
-    given = Batch(DECODES.block_table, DECODES.seq_lens, DECODES.query_start_loc, UNLIMITED)
+    given = StepTables(DECODES.block_table, DECODES.seq_lens, DECODES.query_start_loc, UNLIMITED)
     plan = Plan(executor.plan(given), None, DECODES.num_pages - 1, UNLIMITED)
     assert plan.may_have_chunks and not plan.has_chunks
     without = plan.without_chunks()
@@ -130,10 +130,10 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     assert launched and "prefill_kernel" not in launched
     # what is put into the plan later is in the other one's arrays
     fewer = replace(DECODES, query_lens=np.array([1, 0, 1, 1, 0, 1, 1, 1, 1], np.int32))
-    given = Batch(fewer.block_table, fewer.seq_lens, fewer.query_start_loc, UNLIMITED)
+    given = StepTables(fewer.block_table, fewer.seq_lens, fewer.query_start_loc, UNLIMITED)
     step = executor.plan(given, plan.step)
     assert_right(executor, replace(step, gpu_plan=without.step.gpu_plan), fewer)
-    given = Batch(MIXED.block_table, MIXED.seq_lens, MIXED.query_start_loc, UNLIMITED)
+    given = StepTables(MIXED.block_table, MIXED.seq_lens, MIXED.query_start_loc, UNLIMITED)
     plan.step = executor.plan(given, step)
     assert plan.has_chunks
     with pytest.raises(ValueError, match="expected a plan without prompt chunks"):
@@ -273,7 +273,7 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
 def test_reading_what_chunks_see(hopper: None) -> None:
     """Half of the time of each request's keys and values, once, or of its window's: 8 heads of 512 bytes a token."""
     overlap = make_overlap_of_eight_heads()
-    batch = Batch(np.zeros((2, 600), np.int32), np.array([9000, 500], np.int32), np.array([0, 64, 96]), UNLIMITED)
+    batch = StepTables(np.zeros((2, 600), np.int32), np.array([9000, 500], np.int32), np.array([0, 64, 96]), UNLIMITED)
     for window, tokens in ((UNLIMITED, 9500), (1000, 1064 + 500)):
         work = overlap.work_of(replace(batch, window=window))
         assert overlap.chunk_times(work).reads_ns == tokens * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
@@ -301,14 +301,18 @@ def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
     """768 tokens of 4 heads in items of 128 rows: 24 items, 192 tasks of 8 KV heads on 132 multiprocessors. One takes
     132 / 192 of the time of them all, and the last round leaves some multiprocessors idle for as long."""
     overlap = replace(make_overlap_of_eight_heads(), num_sms=132)
-    chunk = Batch(np.zeros((1, 600), np.int32), np.array([9000], np.int32), np.array([0, 768], np.int32), UNLIMITED)
+    chunk = StepTables(
+        np.zeros((1, 600), np.int32), np.array([9000], np.int32), np.array([0, 768], np.int32), UNLIMITED
+    )
     idle_ns = overlap.chunk_times(overlap.work_of(chunk)).alone_ns * 132 / 192
 
-    def fills(chunks: Batch, decode_ns: float) -> bool:
+    def fills(chunks: StepTables, decode_ns: float) -> bool:
         return overlap.fills(overlap.work_of(chunks), int(decode_ns))
 
     assert fills(chunk, idle_ns * 1.1) and not fills(chunk, idle_ns * 0.9)
-    longer = Batch(np.zeros((2, 9000), np.int32), np.array([131072, 9000], np.int32), np.array([0, 32, 800]), UNLIMITED)
+    longer = StepTables(
+        np.zeros((2, 9000), np.int32), np.array([131072, 9000], np.int32), np.array([0, 32, 800]), UNLIMITED
+    )
     assert not fills(longer, idle_ns * 1.1), "one item would outlast decodes and all others"
     short = replace(chunk, query_start_loc=np.array([0, 512], np.int32))
     assert not fills(short, 10**9), "128 tasks are less than a round: cutting fills the card"
@@ -323,7 +327,7 @@ def test_chunks_are_not_cut_where_decodes_fill_the_card(
     executor = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))
     lens = np.array([16384, *[8192] * decodes], np.int32)
     table = np.arange(len(lens) * 1024, dtype=np.int32).reshape(-1, 1024)
-    step = executor.plan(Batch(table, lens, np.array([0, *range(768, 769 + decodes)], np.int32), UNLIMITED))
+    step = executor.plan(StepTables(table, lens, np.array([0, *range(768, 769 + decodes)], np.int32), UNLIMITED))
     step.check()
     assert step.chunks is not None
     assert (step.chunks.planned.work.num_slots == 0) == (decodes > 0)
@@ -341,7 +345,7 @@ def test_time_of_chunks(hopper: None) -> None:
     table = np.zeros((1, 1024), np.int32)
 
     def us(tokens: int, context: int, window: int = UNLIMITED) -> float:
-        batch = Batch(table, np.array([context], np.int32), np.array([0, tokens], np.int32), window)
+        batch = StepTables(table, np.array([context], np.int32), np.array([0, tokens], np.int32), window)
         return overlap.chunk_times(overlap.work_of(batch)).alone_ns / 1000
 
     # measured on an H200 by benchmarks/hybrid.py when the times were fitted (32/4 has the same work)

@@ -9,7 +9,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.plan import DeviceInfo
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
@@ -32,7 +32,7 @@ def prepared(rule: TilingRule, way: int | None = None, tokens: int = 256) -> Pla
     return prepare(rule, Capacity(256, tokens, 512, 1 << 20), way, LIMITS, "cuda", card)
 
 
-def batch_of(tree: str, window: int = UNLIMITED) -> Batch:
+def batch_of(tree: str, window: int = UNLIMITED) -> StepTables:
     return as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0), window)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from trunkattn.planner.packing.cost import CostModel
-from trunkattn.planner.planner import Batch, PlannerSpec
+from trunkattn.planner.planner import PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED, SplitRule
 from trunkattn.workloads import PagedBatch
@@ -11,7 +11,7 @@ from trunkattn.workloads import PagedBatch
 MODEL = CostModel(kv_bytes=4096, partial_bytes=10_000, item_bytes=2000, queries_per_tile=64, group_size=4)
 # One slot for many heads: nothing is cut to fill slots.
 UNCUT = SplitRule(
-    num_slots=1,
+    num_workers=1,
     num_kv_heads=1000,
     grid=16,
     above_mean=False,
@@ -37,7 +37,7 @@ def random_spec(rng: np.random.Generator, policy: str, page_size: int) -> Planne
         partial_bytes=int(rng.choice([10, 1000, 100_000])), queries_per_tile=int(rng.choice([1, 2, 5, 16, 64]))
     )
     rule = UNCUT._replace(
-        num_slots=int(rng.choice([1, 2, 16, 132])),
+        num_workers=int(rng.choice([1, 2, 16, 132])),
         num_kv_heads=int(rng.choice([1, 2, 8])),
         grid=int(rng.choice([1, 16, 64])),
         above_mean=bool(rng.random() < 0.5),
@@ -46,8 +46,8 @@ def random_spec(rng: np.random.Generator, policy: str, page_size: int) -> Planne
     return make_spec(policy, page_size, model=model, rule=rule, share_columns=columns)
 
 
-def as_batch(paged: PagedBatch, window: int = UNLIMITED) -> Batch:
-    return Batch(paged.block_table, paged.seq_lens, paged.query_start_loc, window)
+def as_batch(paged: PagedBatch, window: int = UNLIMITED) -> StepTables:
+    return StepTables(paged.block_table, paged.seq_lens, paged.query_start_loc, window)
 
 
 def make_batch(
@@ -57,16 +57,16 @@ def make_batch(
     *,
     columns: int = 0,
     window: int = UNLIMITED,
-) -> Batch:
+) -> StepTables:
     """A batch from the page ids of each row. By default pages hold one token, queries one, and stale columns hold 0."""
     lens = [len(row) for row in rows] if seq_lens is None else seq_lens
     table = np.zeros((len(rows), max([columns, *map(len, rows)])), np.int32)
     for row, pages in enumerate(rows):
         table[row, : len(pages)] = pages
     queries = [1] * len(rows) if query_lens is None else query_lens
-    return Batch(table, np.array(lens, np.int32), np.cumsum([0, *queries], dtype=np.int32), window)
+    return StepTables(table, np.array(lens, np.int32), np.cumsum([0, *queries], dtype=np.int32), window)
 
 
-def forest_of(batch: Batch, page_size: int = 1, share_columns: int = 1) -> Forest:
+def forest_of(batch: StepTables, page_size: int = 1, share_columns: int = 1) -> Forest:
     query_lens = np.diff(batch.query_start_loc).astype(np.int32)
     return Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, page_size, share_columns))

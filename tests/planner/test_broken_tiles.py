@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn.planner.invariants import check_tiles
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, query_positions
 from trunkattn.planner.work_list import QUERY_END, RUN_END, RUN_FULL, RUN_START, TileList
 
@@ -131,7 +131,9 @@ def test_a_bucket_out_of_order_is_found() -> None:
 
 @pytest.mark.property
 @given(case=cases(), draw=st.data())
-def test_a_missing_run_and_a_moved_mark_are_found_anywhere(case: tuple[TilingRule, Batch], draw: st.DataObject) -> None:
+def test_a_missing_run_and_a_moved_mark_are_found_anywhere(
+    case: tuple[TilingRule, StepTables], draw: st.DataObject
+) -> None:
     rule, batch = case
     tile_list = tile(rule, draw.draw(st.sampled_from(candidates(rule))), batch)
     if len(tile_list.items) == 0:
@@ -150,7 +152,7 @@ def test_a_missing_run_and_a_moved_mark_are_found_anywhere(case: tuple[TilingRul
             check_tiles(everything, batch, rule)
 
 
-def needed_runs(tile_list: TileList, start: int, end: int, begin: int, batch: Batch) -> list[int]:
+def needed_runs(tile_list: TileList, start: int, end: int, begin: int, batch: StepTables) -> list[int]:
     """Those of runs [start, end) that at least one query of theirs sees a token of."""
     positions = query_positions(batch.seq_lens, batch.query_start_loc)[tile_list.queries[begin:]]
     needed = []

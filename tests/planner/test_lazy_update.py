@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trunkattn.dtypes import POLICIES
 from trunkattn.planner import planner as planner_module
 from trunkattn.planner.invariants import check_plan
-from trunkattn.planner.planner import Batch, Planned, Planner
+from trunkattn.planner.planner import Planned, Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import random_forest, tree_batch
 from trunkattn.workloads.trees import parse_tree
@@ -35,13 +35,13 @@ class Requests:
     window: int = UNLIMITED
     next_page: int = 10_000
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepTables:
         """The block table, with new garbage after every row's pages."""
         table = self.rng.integers(-1, self.next_page, (len(self.pages), self.columns)).astype(np.int32)
         for row, pages in enumerate(self.pages):
             table[row, : len(pages)] = pages
         starts = np.cumsum([0, *self.query_lens], dtype=np.int32)
-        return Batch(table, np.array(self.seq_lens, np.int32), starts, self.window)
+        return StepTables(table, np.array(self.seq_lens, np.int32), starts, self.window)
 
     def new_page(self) -> int:
         self.next_page += 1
@@ -171,12 +171,12 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> CountedBuilds:
     return CountedBuilds(monkeypatch)
 
 
-def decode_steps(count: int) -> list[Batch]:
+def decode_steps(count: int) -> list[StepTables]:
     """Eight requests in two trees, page size 16, each a token longer in every step; the first has 1 private token."""
     paged = tree_batch(parse_tree("2,8_64,1"), 16)
     own = 1000 + np.arange(8 * 20, dtype=np.int32).reshape(8, 20)
     table = np.hstack([paged.block_table, own])
-    return [Batch(table, paged.seq_lens + step, paged.query_start_loc) for step in range(count)]
+    return [StepTables(table, paged.seq_lens + step, paged.query_start_loc) for step in range(count)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -199,7 +199,7 @@ def test_windows_of_one_step_share_a_forest(builds: CountedBuilds) -> None:
         assert planned.work.equals(Planner(spec).plan(batch).work)
 
 
-def grown(batch: Batch, row: int, tokens: int) -> Batch:
+def grown(batch: StepTables, row: int, tokens: int) -> StepTables:
     lens = batch.seq_lens.copy()
     lens[row] += tokens
     return replace(batch, seq_lens=lens)
@@ -252,5 +252,5 @@ def test_any_other_change_rebuilds(change: str, builds: CountedBuilds) -> None:
         table = np.pad(table, ((0, 0), (0, 1)))
     planner = Planner(make_spec("pat", 16))
     planner.plan(first)
-    planner.plan(Batch(table, lens, starts))
+    planner.plan(StepTables(table, lens, starts))
     assert builds.count == 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trunkattn.planner.packing import policies as packing
 from trunkattn.planner.packing.cost import CostModel, cost_model, partial_cost, read_cost
 from trunkattn.planner.packing.optimal import count_states, optimal
-from trunkattn.planner.planner import HEURISTICS, Batch, Planner
+from trunkattn.planner.planner import HEURISTICS, Planner, StepTables
 from trunkattn.planner.prefix_forest import ROOT, Forest
 from trunkattn.planner.work_list import DeviceModel
 from trunkattn.workloads import random_forest
@@ -23,13 +23,15 @@ def trunk_of(*pages: tuple[int, int]) -> list[int]:
     return [page for first, count in pages for page in range(first, first + count)]
 
 
-def starts(policy: str, batch: Batch, model: CostModel = MODEL) -> list[int]:
+def starts(policy: str, batch: StepTables, model: CostModel = MODEL) -> list[int]:
     forest = forest_of(batch)
     queries = packing.queries_below(forest, np.diff(batch.query_start_loc))
     return HEURISTICS[policy](forest, queries, model).tolist()
 
 
-def packs(start: list[int], batch: Batch, lowest: list[int] | None = None) -> list[tuple[int, int, int, list[int]]]:
+def packs(
+    start: list[int], batch: StepTables, lowest: list[int] | None = None
+) -> list[tuple[int, int, int, list[int]]]:
     """(row with the pages, first token, one past the last, rows) of each pack."""
     forest = forest_of(batch)
     first = np.zeros(len(batch.seq_lens), np.int32) if lowest is None else np.array(lowest, np.int32)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import ROOT, Forest
 from trunkattn.workloads import random_forest
 
@@ -23,7 +23,7 @@ def nodes_of(forest: Forest) -> list[Node]:
     ]
 
 
-def forest_by_definition(batch: Batch, page_size: int, share_columns: int) -> Forest:
+def forest_by_definition(batch: StepTables, page_size: int, share_columns: int) -> Forest:
     """The forest from representatives: rep[r][c] is the lowest row that shares blocks 0..c with row r."""
     query_lens = np.diff(batch.query_start_loc)
     active = [r for r in range(len(query_lens)) if query_lens[r]]

@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trunkattn.planner.split_schedule import FINEST, _schedule_time, scheduled_splits, weight_of, work_time
+from trunkattn.planner.split_schedule import (
+    MAX_ITEMS_PER_WORKER,
+    _schedule_time,
+    scheduled_splits,
+    weight_of,
+    work_time,
+)
 from trunkattn.planner.splitting import SplitRule
 
 RULE = SplitRule(
-    num_slots=132, num_kv_heads=8, grid=128, above_mean=False, fixed_chunk=0, head_bytes=512, row_bytes=3,
+    num_workers=132, num_kv_heads=8, grid=128, above_mean=False, fixed_chunk=0, head_bytes=512, row_bytes=3,
     row_unit=128, group_size=4, by_schedule=True, item_bytes=120_000, partial_bytes=1032,
 )  # fmt: skip
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
@@ -24,7 +30,7 @@ def tiles_of(lengths: list[int], queries: int = 32) -> NDArray[np.int32]:
 
 def end_of_schedule(rule: SplitRule, items: list[int]) -> int:
     """Heaviest first, each to the slot that ends first."""
-    slots = [0] * rule.num_slots
+    slots = [0] * rule.num_workers
     for item in sorted(items, reverse=True):
         for _ in range(rule.num_kv_heads):
             heapq.heappush(slots, heapq.heappop(slots) + item)
@@ -33,7 +39,7 @@ def end_of_schedule(rule: SplitRule, items: list[int]) -> int:
 
 @given(lengths=LENGTHS, slots=st.sampled_from([1, 2, 3, 7, 132]), heads=st.sampled_from([1, 8]))
 def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> None:
-    rule, tiles = RULE._replace(num_slots=slots, num_kv_heads=heads, partial_bytes=0), tiles_of(lengths)
+    rule, tiles = RULE._replace(num_workers=slots, num_kv_heads=heads, partial_bytes=0), tiles_of(lengths)
     weights = np.array([weight_of(rule, length, 32) for length in lengths])
     items = [int(weight) + rule.item_bytes for weight in weights]
     assert _schedule_time(rule, tiles, weights, np.array(lengths, np.int32)) == end_of_schedule(rule, items)
@@ -41,7 +47,7 @@ def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> N
 
 @given(lengths=LENGTHS, slots=st.sampled_from([1, 7, 132, 264]))
 def test_parts_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) -> None:
-    rule, tiles = RULE._replace(num_slots=slots), tiles_of(lengths)
+    rule, tiles = RULE._replace(num_workers=slots), tiles_of(lengths)
     parts = scheduled_splits(rule, tiles)
     cut = parts < np.array(lengths)
     assert (parts[~cut] == np.array(lengths)[~cut]).all()
@@ -52,7 +58,7 @@ def test_parts_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) ->
         for length, part in zip(lengths, parts.tolist(), strict=True)
         for begin in range(0, length, part)
     ]
-    assert len(pieces) <= len(lengths) + FINEST * slots // rule.num_kv_heads + 1
+    assert len(pieces) <= len(lengths) + MAX_ITEMS_PER_WORKER * slots // rule.num_kv_heads + 1
     if cut.any():
         assert end_of_schedule(rule, pieces) < end_of_schedule(rule, whole)
 
@@ -86,5 +92,5 @@ def test_the_time_of_a_work_list(lengths: list[int], partials: int) -> None:
 
 
 def test_one_slot_or_no_tile() -> None:
-    assert scheduled_splits(RULE._replace(num_slots=1), tiles_of([50_000, 3])).tolist() == [50_000, 3]
+    assert scheduled_splits(RULE._replace(num_workers=1), tiles_of([50_000, 3])).tolist() == [50_000, 3]
     assert scheduled_splits(RULE, tiles_of([])).tolist() == []

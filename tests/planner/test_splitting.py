@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trunkattn.planner.packing.cost import cost_model
 from trunkattn.planner.packing.policies import Packs
-from trunkattn.planner.planner import Batch, Planned, Planner
+from trunkattn.planner.planner import Planned, Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED, SplitRule, row_tiles, split_rule, split_tiles
 from trunkattn.planner.work_list import DIRECT, DeviceModel
 
@@ -16,11 +16,11 @@ from .specs import MODEL, UNCUT, make_batch, make_spec
 MEAN = UNCUT._replace(grid=10, above_mean=True)
 
 
-def one_request(length: int, queries: int = 1, window: int = UNLIMITED) -> Batch:
+def one_request(length: int, queries: int = 1, window: int = UNLIMITED) -> StepTables:
     return make_batch([list(range(length))], query_lens=[queries], window=window)
 
 
-def plan(batch: Batch, rule: SplitRule = UNCUT, policy: str = "per_query", queries_per_tile: int = 64) -> Planned:
+def plan(batch: StepTables, rule: SplitRule = UNCUT, policy: str = "per_query", queries_per_tile: int = 64) -> Planned:
     return Planner(make_spec(policy, model=MODEL._replace(queries_per_tile=queries_per_tile), rule=rule)).plan(batch)
 
 
@@ -38,7 +38,7 @@ def test_the_rule_of_an_attention_on_a_device() -> None:
     device = DeviceModel("test", 512, 16, 4, 16_384, 25, True, 256)
     rule = split_rule(device, cost_model(device, 32, 8, 128, 64, 2), 8, 192, 512)
     assert rule == SplitRule(
-        num_slots=4, num_kv_heads=8, grid=256, above_mean=True, fixed_chunk=512, head_bytes=384, row_bytes=15,
+        num_workers=4, num_kv_heads=8, grid=256, above_mean=True, fixed_chunk=512, head_bytes=384, row_bytes=15,
         row_unit=16, group_size=4, by_schedule=None, item_bytes=16_384, partial_bytes=(64 + 1) * 4 * 2,
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_no_tile_no_part() -> None:
 def test_parts_keep_to_the_limit_and_the_grid(
     lengths: list[int], grid: int, slots: int, heads: int, above_mean: bool
 ) -> None:
-    rule = UNCUT._replace(grid=grid, num_slots=slots, num_kv_heads=heads, above_mean=above_mean)
+    rule = UNCUT._replace(grid=grid, num_workers=slots, num_kv_heads=heads, above_mean=above_mean)
     parts = split_tiles(rule, tiles_of_lengths(lengths)).tolist()
     mean = -(-sum(lengths) // len(lengths))
     share = sum(lengths) * heads / (2 * slots)
@@ -86,18 +86,18 @@ def test_parts_keep_to_the_limit_and_the_grid(
 
 
 def test_one_long_request_fills_the_slots() -> None:
-    found = plan(one_request(131_072), UNCUT._replace(num_slots=132, num_kv_heads=8))
+    found = plan(one_request(131_072), UNCUT._replace(num_workers=132, num_kv_heads=8))
     assert len(found.work.items) * 8 >= 132
     assert found.work.num_slots == len(found.work.items)
 
 
 def test_a_batch_that_fills_the_slots_is_not_cut() -> None:
     rows = [list(range(2000 * i, 2000 * i + 2000)) for i in range(8)]
-    assert len(plan(make_batch(rows), UNCUT._replace(num_slots=2, num_kv_heads=8)).work.items) == 8
+    assert len(plan(make_batch(rows), UNCUT._replace(num_workers=2, num_kv_heads=8)).work.items) == 8
 
 
 def test_a_fixed_chunk_cuts_at_its_multiples_and_nowhere_else() -> None:
-    rule = MEAN._replace(fixed_chunk=100, num_slots=132, num_kv_heads=1)
+    rule = MEAN._replace(fixed_chunk=100, num_workers=132, num_kv_heads=1)
     assert spans(plan(one_request(250), rule)) == [(0, 100), (100, 200), (200, 250)]
     assert spans(plan(one_request(100), rule)) == [(0, 100)]
     assert spans(plan(one_request(250, window=120), rule)) == [(130, 200), (200, 250)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles import layout as tiles
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, price, stages_of
@@ -17,7 +17,7 @@ from .specs import forest_of
 from .tile_cases import CARD, TREE_BATCH, cases, make_rule
 
 
-def count_tokens(rule: TilingRule, batch: Batch, stage: tiles.Stage) -> tuple[int, int, int]:
+def count_tokens(rule: TilingRule, batch: StepTables, stage: tiles.Stage) -> tuple[int, int, int]:
     """Tokens of a stage that some tile reads, that two tiles do, and reads beyond the first, one by one."""
     forest = forest_of(batch, rule.page_size)
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
@@ -35,13 +35,13 @@ def count_tokens(rule: TilingRule, batch: Batch, stage: tiles.Stage) -> tuple[in
 
 @pytest.mark.property
 @given(case=cases())
-def test_tokens_are_those_that_the_tiles_of_a_stage_read(case: tuple[TilingRule, Batch]) -> None:
+def test_tokens_are_those_that_the_tiles_of_a_stage_read(case: tuple[TilingRule, StepTables]) -> None:
     """Of one query token each; several of one request may count a token twice that another request shares."""
     rule, starts = case[0], np.minimum(np.diff(case[1].query_start_loc), 1).cumsum(dtype=np.int32)
     batch = replace(case[1], window=UNLIMITED, query_start_loc=np.append(np.int32(0), starts))
     forest = forest_of(batch, rule.page_size)
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    ways = price(rule).ways
+    ways = price(rule).tilings
     for _, stage in {pair for way in ways for pair in stages_of(rule, way)}:
         threshold = stage.least if stage.least > 1 else stage.below
         shared, tall = tile_costs.shared_tokens(forest, entries, threshold)

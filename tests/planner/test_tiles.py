@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from trunkattn.config import Capacity
 from trunkattn.dtypes import POLICIES
 from trunkattn.gpu.tuning.cards import card_of
-from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_kind, without_subtiles
+from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_config, without_subtiles
 from trunkattn.planner.invariants import check_tiles
-from trunkattn.planner.planner import Batch, Planner
+from trunkattn.planner.planner import Planner, StepTables
 from trunkattn.planner.row_tiles import cost as tile_costs
 from trunkattn.planner.row_tiles import layout as tiles
 from trunkattn.planner.row_tiles.choice import (
@@ -32,7 +32,7 @@ from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec
 from .tile_cases import arrays, cases, make_rule, predicted, tile, tiled, tree_tiles, unnested
 
 
-def assert_runnable(tile_list: TileList, batch: Batch, rule: TilingRule) -> None:
+def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) -> None:
     """What `check_tiles` asserts, and what the kernels rely on besides: whole blocks of full runs and whole rounds of
     subtiles, no partial written by an item of the launches that merge, nothing merged by the others, consecutive
     slots."""
@@ -63,7 +63,7 @@ def assert_runnable(tile_list: TileList, batch: Batch, rule: TilingRule) -> None
 
 @pytest.mark.property
 @given(case=cases())
-def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, Batch]) -> None:
+def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, StepTables]) -> None:
     rule, batch = case
     step = tiled(rule, batch)
     for tiling in candidates(rule):
@@ -75,14 +75,14 @@ def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, B
 @pytest.mark.property
 @given(case=cases(), policy=st.sampled_from(POLICIES), invariant=st.booleans(), above_mean=st.booleans())
 def test_every_work_list_becomes_a_tile_list_that_keeps_them(
-    case: tuple[TilingRule, Batch], policy: str, invariant: bool, above_mean: bool
+    case: tuple[TilingRule, StepTables], policy: str, invariant: bool, above_mean: bool
 ) -> None:
     batch, rule = case[1], replace(unnested(case[0]), uniform=invariant)
     columns = 2 if invariant else 1
     tallest = max(kind.rows for kind in rule.kinds)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)
     split = UNCUT._replace(
-        num_slots=min(kind.programs for kind in rule.kinds),
+        num_workers=min(kind.programs for kind in rule.kinds),
         num_kv_heads=rule.num_kv_heads,
         grid=64,
         above_mean=above_mean,
@@ -98,7 +98,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
 
 @pytest.mark.property
 @given(case=cases())
-def test_every_candidate_has_a_time_of_at_least_that_of_its_bytes(case: tuple[TilingRule, Batch]) -> None:
+def test_every_candidate_has_a_time_of_at_least_that_of_its_bytes(case: tuple[TilingRule, StepTables]) -> None:
     rule, batch = case
     forest = forest_of(batch, rule.page_size)
     times = predicted(rule, batch)
@@ -108,7 +108,7 @@ def test_every_candidate_has_a_time_of_at_least_that_of_its_bytes(case: tuple[Ti
 
 @pytest.mark.property
 @given(case=cases(listed=True))
-def test_low_tiles_that_are_not_cut_fit_the_least_capacity(case: tuple[TilingRule, Batch]) -> None:
+def test_low_tiles_that_are_not_cut_fit_the_least_capacity(case: tuple[TilingRule, StepTables]) -> None:
     rule, batch = case
     lens, num_queries = batch.seq_lens, int(batch.query_start_loc[-1])
     pages = max(1, -(-int(max(lens, default=0)) // rule.page_size))
@@ -119,7 +119,7 @@ def test_low_tiles_that_are_not_cut_fit_the_least_capacity(case: tuple[TilingRul
 @pytest.mark.parametrize("rows", [[], [5, 3]], ids=["no_request", "no_query"])
 def test_without_a_query_the_tile_list_is_empty(rows: list[int]) -> None:
     lens = np.array(rows, np.int32)
-    batch = Batch(np.zeros((len(rows), 5), np.int32), lens, np.zeros(len(rows) + 1, np.int32))
+    batch = StepTables(np.zeros((len(rows), 5), np.int32), lens, np.zeros(len(rows) + 1, np.int32))
     rule = make_rule(4, 1, 16)
     work = Planner(make_spec("cascade")).plan(batch).work
     for tile_list in [
@@ -147,7 +147,7 @@ def test_candidates_hold_at_least_one_query_token() -> None:
     ("cache", "tree"), [((2, 128), "1,256_2048,32"), ((2, 256), "1,256_2048,32"), ((1, 128), "1,1024_2048,32")]
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
-    kinds = tuple(tile_kind(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
+    kinds = tuple(tile_config(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
     rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card=card_of("NVIDIA A100", 108).times)
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
     times = predicted(rule, batch)
@@ -190,7 +190,7 @@ def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
 
 @pytest.mark.property
 @given(case=cases())
-def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, Batch]) -> None:
+def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, StepTables]) -> None:
     """Of tiles that are not cut. Full runs that some query sees in part move to the masked blocks, so that only the
     number of keys is the same. A stage that leaves out some queries of a tile has the others stand elsewhere in it."""
     rule, batch = case

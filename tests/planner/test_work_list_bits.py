@@ -23,7 +23,7 @@ from trunkattn.cpu.tuning import cpu_device
 from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.gpu.overlap import overlap_candidates
 from trunkattn.planner.from_config import make_planner
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import join
 from trunkattn.planner.row_tiles.choice import tile_limits
 from trunkattn.planner.row_tiles.overlap import ChunkTimes
@@ -90,12 +90,12 @@ class Gpu:
         with patch.object(torch.cuda, "get_device_properties", lambda device: card):
             self.executor = GpuExecutor(config, torch.device("cpu"), self.capacity)
         self.rule, self.chunks, self.overlap = self.executor._rule, self.executor._chunks, self.executor._overlap
-        self.batch = Batch(step.block_table, step.seq_lens, step.query_start_loc, step.window)
+        self.batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
         self.step = TiledStep(self.rule, self.executor._planner.forest(self.batch)[0], self.batch)
         self.times = self.step.predict()
 
     def tiles(self, number: Any) -> TileList:
-        return self.step.emit(self.rule.priced.ways[number])
+        return self.step.emit(self.rule.priced.tilings[number])
 
 
 def work_arrays(work: WorkList) -> tuple:
@@ -114,7 +114,7 @@ def prefill_arrays(listed: PrefillList) -> tuple:
 def cpu_work(step: Step, policy: str, invariant: bool) -> tuple:
     """The work list on a CPU."""
     config = AttentionConfig(**step.config, policy=policy, batch_invariant=invariant)
-    batch = Batch(step.block_table, step.seq_lens, step.query_start_loc, step.window)
+    batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
     planned = make_planner(config, cpu_device(step.threads)).plan(batch)
     return work_arrays(planned.work), planned.num_packs, planned.policy
 
@@ -147,7 +147,7 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
     if not gpu.chunks or not division:
         return ()
     rest, found = division.rest, []
-    tiling = gpu.rule.priced.ways[np.argmin(gpu.times)]
+    tiling = gpu.rule.priced.tilings[np.argmin(gpu.times)]
     forest, table = gpu.executor._planner.forest(rest)
     tiles = TiledStep(gpu.rule, forest, replace(rest, block_table=table)).emit(tiling)
     for whole in (False, True):
@@ -161,7 +161,7 @@ def beside(step: Step, gpu: Gpu) -> tuple:
     """How many items run beside chunks, and the predicted time, of every tiling that may; what gain is worth it."""
     if gpu.overlap is None or not step.query_start_loc[-1]:
         return ()
-    tilings, group_size = gpu.rule.priced.ways, gpu.rule.group_size
+    tilings, group_size = gpu.rule.priced.tilings, gpu.rule.group_size
     numbers = overlap_candidates(tilings, range(len(tilings)), gpu.times.tolist(), group_size)
     chunks = ChunkTimes(step.chunk_ns, step.reads_ns)
     found = tuple(tuple(gpu.overlap.choose(gpu.tiles(number), chunks)) for number in numbers)

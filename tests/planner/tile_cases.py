@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trunkattn.gpu.tuning.cards import H200
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_kind
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_config
 from trunkattn.planner.invariants import check_tiles
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
@@ -37,7 +37,7 @@ def make_rule(
     l2_bytes: int = 50 << 20,
 ) -> TilingRule:
     """By default of the tiles for a 16-bit cache."""
-    kinds = (tile_kind(replace(it, programs=2), processors) for it in shapes or decode_tiles(2, 128, group_size))
+    kinds = (tile_config(replace(it, programs=2), processors) for it in shapes or decode_tiles(2, 128, group_size))
     return TilingRule(
         kinds=tuple(kinds),
         group_size=group_size,
@@ -86,7 +86,7 @@ def unnested(rule: TilingRule) -> TilingRule:
 
 
 @st.composite
-def cases(draw: st.DrawFn, listed: bool = False) -> tuple[TilingRule, Batch]:
+def cases(draw: st.DrawFn, listed: bool = False) -> tuple[TilingRule, StepTables]:
     page_size = draw(PAGE_SIZES)
     paged = random_forest(
         np.random.default_rng(draw(SEEDS)),
@@ -98,20 +98,20 @@ def cases(draw: st.DrawFn, listed: bool = False) -> tuple[TilingRule, Batch]:
     return draw(rules(page_size, listed)), as_batch(paged, draw(WINDOWS))
 
 
-def arrays(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def arrays(batch: StepTables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch.block_table, batch.seq_lens, batch.query_start_loc
 
 
-def tiled(rule: TilingRule, batch: Batch, limits: TileLimits | None = None) -> TiledStep:
+def tiled(rule: TilingRule, batch: StepTables, limits: TileLimits | None = None) -> TiledStep:
     return TiledStep(rule, forest_of(batch, rule.page_size), batch, limits)
 
 
-def predicted(rule: TilingRule, batch: Batch) -> dict[Tiling, int]:
+def predicted(rule: TilingRule, batch: StepTables) -> dict[Tiling, int]:
     """Predicted ns of every candidate."""
     return dict(zip(candidates(rule), tiled(rule, batch).predict().tolist(), strict=True))
 
 
-def tile(rule: TilingRule, tiling: Tiling, batch: Batch) -> TileList:
+def tile(rule: TilingRule, tiling: Tiling, batch: StepTables) -> TileList:
     return tiled(rule, batch).emit(tiling)
 
 

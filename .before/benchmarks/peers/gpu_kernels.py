@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from trunkattn.planner.forest import Forest, build_forest
+
 from trunkattn.workloads.batch import PagedBatch
 
 Run = Callable[[int], torch.Tensor]  # copy of the cache -> output [T, Hq, D]

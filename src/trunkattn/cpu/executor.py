@@ -13,7 +13,7 @@ from trunkattn.dtypes import KV_KINDS
 from trunkattn.inputs import LayerInputs, Scale, scale_array
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_plan
-from trunkattn.planner.planner import Batch, Planned
+from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.work_list import UNLIMITED, PlanStats
 
 
@@ -75,7 +75,7 @@ class CpuExecutor:
         self._plain_options = self._make_options(None, None, None, None)
         self._workspace = parallel.Workspace(self._threads, 0, 0, self._shape)
 
-    def plan(self, batch: Batch, into: CpuStep | None = None) -> CpuStep:
+    def plan(self, batch: StepTables, into: CpuStep | None = None) -> CpuStep:
         """Plans a checked batch; a step has nothing fixed that `into` would have to keep."""
         planned = self._planner.plan(batch)
         shape = self._shape if batch.window == UNLIMITED else self._shape._replace(window=batch.window)

@@ -41,7 +41,7 @@ def cpu_device(num_threads: int) -> DeviceModel:
         name="cpu",
         tile_rows=512,
         row_unit=16,
-        num_slots=num_threads,
+        num_workers=num_threads,
         item_bytes=16_384,
         flops_per_byte=25,
         split_above_mean=False,

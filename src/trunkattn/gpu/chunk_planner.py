@@ -8,7 +8,7 @@ from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_plan
-from trunkattn.planner.planner import Batch, Planned
+from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.prompt_chunks import Division, divide, limits_broken, prefill_limits
 from trunkattn.planner.split_schedule import work_time
 from trunkattn.planner.work_list import PlanStats, PrefillLimits
@@ -52,14 +52,14 @@ class ChunkPlanner:
         device = prefill_device(num_sms, tile)
         self._planner = make_planner(config, device)
         self._alone = self._planner.spec
-        self._whole = make_planner(config, replace(device, num_slots=1)).spec  # of one slot: nothing is cut
+        self._whole = make_planner(config, replace(device, num_workers=1)).spec  # of one slot: nothing is cut
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
         self.limits: PrefillLimits | None = None
         if capacity and (capacity.max_query_len or capacity.max_query_tokens) > self._above:
             self.limits = prefill_limits(spec.rule, spec.model.queries_per_tile, self._above, capacity)
 
-    def divide(self, batch: Batch) -> Division | None:
+    def divide(self, batch: StepTables) -> Division | None:
         """None: no request has so many query tokens."""
         return divide(batch, self._above, self._config.page_size)
 
@@ -89,11 +89,11 @@ class ChunkPlanner:
                 planned = self._planner.plan_unshared(chunks, self._whole, reason)
         return PlannedChunks(planned, division)
 
-    def _keep_whole(self, chunks: Batch) -> Planned:
+    def _keep_whole(self, chunks: StepTables) -> Planned:
         reason = "whole items, as decodes fill what their last round leaves of the device"
         return self._planner.plan_unshared(chunks, self._whole, reason)
 
-    def _cheapest(self, chunks: Batch) -> Planned:
+    def _cheapest(self, chunks: StepTables) -> Planned:
         """As the policy has it. `auto` shares nothing where the device would end sooner that way, because sharing may
         leave it with too few items."""
         planned = self._planner.plan(chunks)

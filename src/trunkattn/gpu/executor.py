@@ -19,14 +19,14 @@ from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, r
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.step_choice import PackingChoice, StepChoice, choose_step
 from trunkattn.gpu.tuning.cards import Card, card_of
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_kind, without_subtiles
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.packing.cost import CostModel
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import Division, join
 from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, tile_limits, tile_work
 from trunkattn.planner.row_tiles.step import TiledStep
@@ -39,14 +39,14 @@ _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge 
 class _Halves(NamedTuple):
     """A step before it is planned: what becomes rows of tiles, and what becomes prompt chunks, if anything does."""
 
-    rest: Batch
+    rest: StepTables
     division: Division | None
 
 
 class _Lists(NamedTuple):
     """The planned halves. rest: with the block table that its forest was made of."""
 
-    rest: Batch
+    rest: StepTables
     tile_list: TileList
     choice: StepChoice | PackingChoice
     chunks: PlannedChunks | None
@@ -57,7 +57,7 @@ class GpuStep:
     """A planned step. tile_list, batch: without the prompt chunks, if there are any."""
 
     tile_list: TileList
-    batch: Batch
+    batch: StepTables
     rule: TilingRule
     gpu_plan: GpuPlan
     choice: StepChoice | PackingChoice
@@ -126,7 +126,7 @@ class GpuExecutor:
         if capacity and self._limits and self._is_tiled:
             self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
 
-    def plan(self, batch: Batch, into: GpuStep | DeviceStep | None = None) -> GpuStep:
+    def plan(self, batch: StepTables, into: GpuStep | DeviceStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
         try:
             return self._plan(batch, into)
@@ -158,14 +158,14 @@ class GpuExecutor:
         if self._on_device:
             self._on_device.check()
 
-    def _plan(self, batch: Batch, into: GpuStep | DeviceStep | None) -> GpuStep:
+    def _plan(self, batch: StepTables, into: GpuStep | DeviceStep | None) -> GpuStep:
         lists = self._plan_halves(self._split(batch, into))
         gpu_plan = self._place(lists, batch, into)
         rest = lists.rest
-        kept = Batch(rest.block_table, rest.seq_lens.copy(), rest.query_start_loc.copy(), rest.window)
+        kept = StepTables(rest.block_table, rest.seq_lens.copy(), rest.query_start_loc.copy(), rest.window)
         return GpuStep(lists.tile_list, kept, self._rule, gpu_plan, lists.choice, lists.chunks)
 
-    def _split(self, batch: Batch, into: GpuStep | DeviceStep | None) -> _Halves:
+    def _split(self, batch: StepTables, into: GpuStep | DeviceStep | None) -> _Halves:
         """Takes out prompt chunks, if the plan has room for any."""
         chunk_planner = self._chunks_for(into)
         division = chunk_planner.divide(batch) if chunk_planner else None
@@ -183,16 +183,16 @@ class GpuExecutor:
         free_slots = self._limits.slots - tile_list.num_slots if self._limits else None
         return _Lists(rest, tile_list, choice, self._chunks.plan(division, free_slots, choice.keeps_chunks_whole))
 
-    def _plan_tiles(self, rest: Batch, chunks: Batch | None) -> tuple[Batch, TileList, StepChoice]:
+    def _plan_tiles(self, rest: StepTables, chunks: StepTables | None) -> tuple[StepTables, TileList, StepChoice]:
         forest, table = self._planner.forest(rest)
-        rest = Batch(table, rest.seq_lens, rest.query_start_loc, rest.window)
+        rest = StepTables(table, rest.seq_lens, rest.query_start_loc, rest.window)
         step = TiledStep(self._rule, forest, rest, self._limits)
         choice = choose_step(step, self._card_description, self._overlap, chunks)
         return rest, step.emit(choice.tiling), choice
 
-    def _plan_packs(self, rest: Batch) -> tuple[Batch, TileList, PackingChoice]:
+    def _plan_packs(self, rest: StepTables) -> tuple[StepTables, TileList, PackingChoice]:
         planned = self._planner.plan(rest)
-        rest = Batch(planned.batch.block_table, rest.seq_lens, rest.query_start_loc, rest.window)
+        rest = StepTables(planned.batch.block_table, rest.seq_lens, rest.query_start_loc, rest.window)
         tables = rest.block_table, rest.seq_lens, rest.query_start_loc
         tile_list = tile_work(self._rule, planned.work, tables, rest.window)
         return rest, tile_list, PackingChoice(planned.policy, planned.reason)
@@ -204,7 +204,7 @@ class GpuExecutor:
         room = self._chunks.limits if into is None else into.gpu_plan.prefill
         return self._chunks if room else None
 
-    def _place(self, lists: _Lists, batch: Batch, into: GpuStep | DeviceStep | None) -> GpuPlan:
+    def _place(self, lists: _Lists, batch: StepTables, into: GpuStep | DeviceStep | None) -> GpuPlan:
         """Sends the lists of a batch to the device."""
         tile_list, listed = lists.tile_list, None
         if lists.chunks:
@@ -316,7 +316,7 @@ def make_rule(
     key_bytes = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
     fuses = may_fuse and tiles[0].merges and not config.batch_invariant
     return TilingRule(
-        kinds=tuple(tile_kind(tile, facts.num_sms, key_bytes) for tile in tiles),
+        kinds=tuple(tile_config(tile, facts.num_sms, key_bytes) for tile in tiles),
         group_size=model.group_size,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,

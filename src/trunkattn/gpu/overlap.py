@@ -8,7 +8,7 @@ from typing import Final
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.tuning.cards import H200, Card, OverlapTimes
 from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_NARROW
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TileStage, Tiling, TilingRule, stages_of
 from trunkattn.planner.row_tiles.overlap import (
     ChunkTimes,
@@ -45,7 +45,7 @@ class Overlap:
     chunk_queries: int
     forced: bool
 
-    def work_of(self, chunks: Batch) -> ChunkWork:
+    def work_of(self, chunks: StepTables) -> ChunkWork:
         """The work of prompt chunks that share nothing."""
         return ChunkWork(*chunk_work(chunks.seq_lens, chunks.query_start_loc, chunks.window, self.chunk_queries))
 

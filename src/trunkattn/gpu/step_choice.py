@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.gpu.overlap import Overlap, overlap_candidates
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
 from trunkattn.planner.row_tiles.step import TiledStep
 
@@ -56,7 +56,7 @@ class StepChoice:
     @property
     def reason(self) -> str:
         """What it was compared with."""
-        tilings, number = self.rule.priced.ways, len(self.times_ns)
+        tilings, number = self.rule.priced.tilings, len(self.times_ns)
         passed = "" if self.num_fit == number else f" of the {self.num_fit} of {number} that fit the capacity"
         times = zip(tilings, self.times_ns.tolist(), strict=True)
         listed = ", ".join(f"{tiling.name(self.rule)} {time / 1e3:.3g} µs" for tiling, time in times)
@@ -67,7 +67,7 @@ class StepChoice:
         return f"{text}; with chunks {serial:.3g} µs one after the other, {overlapped:.3g} µs overlapped"
 
 
-def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: Batch | None) -> StepChoice:
+def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: StepTables | None) -> StepChoice:
     """The candidate of least predicted time, of those that surely fit; low tiles that are not cut always do.
 
     Args:
@@ -76,7 +76,7 @@ def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: Bat
         overlap: what is known of the kernel that computes chunks and decodes at once; None: nothing.
         chunks: the prompt chunks of the step; None: there are none.
     """
-    rule, tilings, times_ns = step.rule, step.rule.priced.ways, step.predict()
+    rule, tilings, times_ns = step.rule, step.rule.priced.tilings, step.predict()
     times = times_ns.tolist()
     numbers = [number for number, fits in enumerate(step.fits().tolist()) if fits]
     fastest = min(numbers, key=times.__getitem__)

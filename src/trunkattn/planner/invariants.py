@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.planner.planner import Batch, Planned
+from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.work_list import (
     DIRECT,
@@ -69,7 +69,7 @@ class _Written(NamedTuple):
 class _Reads:
     """Counts how often each query token of a batch reads each KV token."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: StepTables) -> None:
         query_lens = np.diff(batch.query_start_loc)
         self.row_of = np.repeat(np.arange(len(query_lens)), query_lens)
         end = batch.seq_lens[self.row_of] - batch.query_start_loc[self.row_of + 1]
@@ -139,7 +139,7 @@ def _unpack(segment: NDArray[np.int32]) -> _Segment:
     return _Segment(int(segment[SEGMENT_PLACE]), first_query, end_query, num_tokens, int(segment[SEGMENT_POSITION]))
 
 
-def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
+def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule) -> None:
     """Raises AssertionError, with what is wrong, unless a tile list keeps its invariants.
 
     Every (query token, visible KV token) pair is covered once, by the request's own page. Partial slots are written
@@ -161,7 +161,7 @@ def check_tiles(tiles: TileList, batch: Batch, rule: TilingRule) -> None:
         assert len(late) == 0, f"item {first + late[0] + 1} is longer than the item before it in its bucket"
 
 
-def _check_tile(tiles: TileList, item: int, height: int, batch: Batch, rule: TilingRule, reads: _Reads) -> None:
+def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule: TilingRule, reads: _Reads) -> None:
     """Counts what one item reads. height: the number of its tile's kind."""
     kind = rule.kinds[height]
     start, full, end = tiles.items[item, [RUN_START, RUN_FULL, RUN_END]].tolist()

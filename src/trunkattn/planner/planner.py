@@ -61,7 +61,7 @@ class PlannerSpec:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepTables:
     """The tables of one step.
 
     block_table [num_requests, max_pages], seq_lens [num_requests], query_start_loc [num_requests + 1]. window: the
@@ -79,7 +79,7 @@ class Planned:
     """A work list, a copy of the tables that it was made for, and what `stats` needs."""
 
     work: WorkList
-    batch: Batch
+    batch: StepTables
     num_packs: int
     policy: str
     reason: str
@@ -139,7 +139,7 @@ class Planner:
         """Makes the next plan start from scratch: what was planned last was not used."""
         self._last = None
 
-    def plan(self, batch: Batch) -> Planned:
+    def plan(self, batch: StepTables) -> Planned:
         """Work list of a checked batch; equal, bit for bit, to that of a planner that has never seen another one."""
         last = self._update(batch)
         if batch.window not in last.packings:
@@ -149,7 +149,7 @@ class Planner:
             del last.packings[batch.window]
         return _assemble(last, packing, batch, self.spec)
 
-    def plan_unshared(self, batch: Batch, spec: PlannerSpec, reason: str) -> Planned:
+    def plan_unshared(self, batch: StepTables, spec: PlannerSpec, reason: str) -> Planned:
         """Work list of the batch that was planned last, or whose forest was asked for, if nothing is shared.
 
         spec: may split by another rule than the planner's own.
@@ -158,18 +158,18 @@ class Planner:
         start = policies.per_query(self._last.forest, np.empty(0, np.int64), spec.model)
         return _assemble(self._last, _Packing(start, "per_query", reason), batch, spec)
 
-    def forest(self, batch: Batch) -> tuple[Forest, Int32Array]:
+    def forest(self, batch: StepTables) -> tuple[Forest, Int32Array]:
         """The prefix forest of a checked batch, and the copy of the block table that it was made for."""
         last = self._update(batch)
         return last.forest, last.tables.block_table
 
-    def _update(self, batch: Batch) -> _Last:
+    def _update(self, batch: StepTables) -> _Last:
         last = self._last
         if last is None or not self._patched(last, batch):
             last = self._last = self._build(batch)
         return last
 
-    def _build(self, batch: Batch) -> _Last:
+    def _build(self, batch: StepTables) -> _Last:
         query_lens = np.diff(batch.query_start_loc).astype(np.int32)
         tables = _Tables(batch.block_table.copy(), batch.seq_lens.copy(), batch.query_start_loc.copy())
         arrays = build_forest(
@@ -177,13 +177,13 @@ class Planner:
         )
         return _Last(tables, query_lens, Forest(*arrays), {})
 
-    def _patched(self, last: _Last, batch: Batch) -> bool:
+    def _patched(self, last: _Last, batch: StepTables) -> bool:
         if batch.block_table.shape != last.tables.block_table.shape:
             return False
         tables = _Tables(batch.block_table, batch.seq_lens, batch.query_start_loc)
         return bool(_grow_tails(last.forest, last.tables, tables, self.spec.page_size, self.spec.share_columns))
 
-    def _choose(self, last: _Last, batch: Batch) -> _Packing:
+    def _choose(self, last: _Last, batch: StepTables) -> _Packing:
         """The packing of the configured policy, or the cheapest one."""
         forest, spec = last.forest, self.spec
         queries = policies.queries_below(forest, last.query_lens)
@@ -209,7 +209,7 @@ class Planner:
         return _Packing(found[name], name, f"least predicted cost: {listed}{left_out}")
 
 
-def _first_visible(batch: Batch) -> Int32Array:
+def _first_visible(batch: StepTables) -> Int32Array:
     """[num_requests] the first token that any query token of a request sees."""
     if batch.window == UNLIMITED:
         return np.zeros(len(batch.seq_lens), np.int32)
@@ -217,12 +217,12 @@ def _first_visible(batch: Batch) -> Int32Array:
     return np.maximum(first_query + 1 - batch.window, 0).astype(np.int32)
 
 
-def _assemble(last: _Last, packing: _Packing, batch: Batch, spec: PlannerSpec) -> Planned:
+def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSpec) -> Planned:
     packs = policies.collect_packs(last.forest, packing.start, _first_visible(batch))
     arrays = _work_list_arrays(
         packs, batch.seq_lens, batch.query_start_loc, batch.window, spec.model.queries_per_tile, spec.rule
     )
-    kept = Batch(last.tables.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
+    kept = StepTables(last.tables.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
     return Planned(WorkList(*arrays), kept, len(packs.kv_row), packing.policy, packing.reason, spec)
 
 

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.config import Capacity
-from trunkattn.planner.planner import Batch
-from trunkattn.planner.split_schedule import FINEST
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.split_schedule import MAX_ITEMS_PER_WORKER
 from trunkattn.planner.splitting import SplitRule
 from trunkattn.planner.work_list import DIRECT, PrefillLimits, PrefillList, TileList, WorkList
 
@@ -21,8 +21,8 @@ class Division:
     """rest: the batch with the chunks' rows as padding. chunks: a batch of their rows alone. *_tokens: the query tokens
     of the step that each half's query tokens are, ascending."""
 
-    rest: Batch
-    chunks: Batch
+    rest: StepTables
+    chunks: StepTables
     rest_tokens: Int32Array
     chunk_tokens: Int32Array
 
@@ -38,7 +38,7 @@ class _Split(NamedTuple):
     chunk_tokens: Int32Array
 
 
-def divide(batch: Batch, above: int, page_size: int) -> Division | None:
+def divide(batch: StepTables, above: int, page_size: int) -> Division | None:
     """Takes out the requests with more than `above` query tokens; None: there are none."""
     table, lens = batch.block_table, batch.seq_lens
     split = _split_rows(lens, batch.query_start_loc, above)
@@ -46,8 +46,8 @@ def divide(batch: Batch, above: int, page_size: int) -> Division | None:
         return None
     columns = -(-split.longest // page_size)
     return Division(
-        rest=Batch(table, lens, split.rest_starts, batch.window),
-        chunks=Batch(table[split.rows, :columns], lens[split.rows], split.chunk_starts, batch.window),
+        rest=StepTables(table, lens, split.rest_starts, batch.window),
+        chunks=StepTables(table[split.rows, :columns], lens[split.rows], split.chunk_starts, batch.window),
         rest_tokens=split.rest_tokens,
         chunk_tokens=split.chunk_tokens,
     )
@@ -140,7 +140,7 @@ def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity:
     """What every batch of a capacity keeps in chunks that share nothing and are not cut, and room for more."""
     rows = min(capacity.max_requests, capacity.max_query_tokens // (above + 1))
     uncut = rows + capacity.max_query_tokens // queries_per_tile
-    items = 2 * uncut + FINEST * rule.num_slots // rule.num_kv_heads + 1
+    items = 2 * uncut + MAX_ITEMS_PER_WORKER * rule.num_workers // rule.num_kv_heads + 1
     return PrefillLimits(items, items * queries_per_tile, rows, capacity.max_pages_per_request)
 
 

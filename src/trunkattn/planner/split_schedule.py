@@ -10,7 +10,7 @@ written, read and merged. A few such tiles keep a device busy, and whichever end
 
 So several limits to the size of an item are tried. For each of them the items are given out heaviest first, each to the
 worker that is free first, and the limit whose last worker ends first wins. A *worker* computes one item of one KV head
-at a time: a program (CTA) on a GPU, a thread on a CPU. `SplitRule.num_slots` of them work at once.
+at a time: a program (CTA) on a GPU, a thread on a CPU. `SplitRule.num_workers` of them work at once.
 
 Times are in bytes: what a worker computes while so many bytes of KV are read.
 """
@@ -25,7 +25,7 @@ from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 _NEVER: Final = np.iinfo(np.int64).max
 _MERGE_ITEMS: Final = 2  # a merge is one more launch, which takes as long as it takes to begin and end so many items
 _TRUSTED: Final = 16  # predictions that differ by less than one part in so many are taken as equal
-FINEST: Final = 3  # items per worker, at most, that tiles are split for
+MAX_ITEMS_PER_WORKER: Final = 3  # items per worker, at most, that tiles are split for
 
 
 class _ItemLimit(NamedTuple):
@@ -36,7 +36,7 @@ class _ItemLimit(NamedTuple):
 
 
 # A little over the share, so that a tile of a little over n shares is split into n, not n + 1.
-_LIMITS: Final = (_ItemLimit(17, 1), _ItemLimit(18, 1), _ItemLimit(17, 2), _ItemLimit(17, FINEST))
+_LIMITS: Final = (_ItemLimit(17, 1), _ItemLimit(18, 1), _ItemLimit(17, 2), _ItemLimit(17, MAX_ITEMS_PER_WORKER))
 
 
 @njit(inline="always")
@@ -92,7 +92,7 @@ def scheduled_splits(rule, tiles):
     for t in range(len(tiles)):
         weights[t] = weight_of(rule, lengths[t], tiles[t, QUERY_END] - tiles[t, QUERY_START])
     whole = lengths.astype(np.int32)
-    share = (weights.sum() + rule.item_bytes * len(tiles)) * rule.num_kv_heads // rule.num_slots
+    share = (weights.sum() + rule.item_bytes * len(tiles)) * rule.num_kv_heads // rule.num_workers
     good_enough = share + share // _TRUSTED
     if len(tiles) == 0 or weights.max() <= share // _TRUSTED:
         return whole
@@ -134,7 +134,7 @@ def _schedule_time(rule, tiles, weights, splits):
         if splits[t] < length:
             rows = (tiles[t, QUERY_END] - tiles[t, QUERY_START]) * rule.group_size
             partial_bytes += (length + splits[t] - 1) // splits[t] * rows * rule.partial_bytes
-    return _last_end(rule, items) + partial_bytes * rule.num_kv_heads // rule.num_slots
+    return _last_end(rule, items) + partial_bytes * rule.num_kv_heads // rule.num_workers
 
 
 @njit
@@ -144,14 +144,14 @@ def work_time(rule, items, num_partials):
     for i in range(len(items)):
         tokens, queries = items[i, KV_END] - items[i, KV_START], items[i, QUERY_END] - items[i, QUERY_START]
         weights[i] = weight_of(rule, tokens, queries) + rule.item_bytes
-    partials = np.int64(num_partials) * rule.group_size * rule.partial_bytes * rule.num_kv_heads // rule.num_slots
+    partials = np.int64(num_partials) * rule.group_size * rule.partial_bytes * rule.num_kv_heads // rule.num_workers
     return _last_end(rule, weights) + partials + (_MERGE_ITEMS * rule.item_bytes if num_partials else 0)
 
 
 @njit(cached=False)
 def _last_end(rule, weights):
     """When the last worker ends, if the heaviest item, once per head, always goes to the worker that is free first."""
-    ends = np.zeros(rule.num_slots, np.int64)  # a heap: no worker ends later than its two children
+    ends = np.zeros(rule.num_workers, np.int64)  # a heap: no worker ends later than its two children
     for item in heaviest_first(weights):
         for _ in range(rule.num_kv_heads):
             _give_to_first(ends, weights[item])

@@ -51,7 +51,7 @@ class SplitRule(NamedTuple):
     Bytes are a unit of time: what a worker does while so many bytes of KV are read.
     """
 
-    num_slots: int  # workers
+    num_workers: int  # items of one KV head that are computed at once
     num_kv_heads: int  # each item is computed once per KV head
     grid: int  # splits begin at multiples of this many tokens from the pack's start
     above_mean: bool  # no item is longer than the mean tile (PAT §6)
@@ -84,7 +84,7 @@ class PartialSlots(NamedTuple):
 def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_dims: int, fixed_chunk: int) -> SplitRule:
     """The rule for one attention shape on one device. `head_dims` is head_dim + head_dim_v."""
     return SplitRule(
-        num_slots=device.num_slots,
+        num_workers=device.num_workers,
         num_kv_heads=num_kv_heads,
         grid=device.split_grid,
         above_mean=device.split_above_mean,
@@ -162,7 +162,7 @@ def _split_tiles(rule, by_schedule, tiles):
         return splits
     mean = (tokens + num_tiles - 1) // num_tiles
     longest = (mean + rule.grid - 1) // rule.grid * rule.grid if rule.above_mean else np.int64(UNLIMITED)
-    heaviest = max(np.int64(1), work * rule.num_kv_heads // (_ITEMS_PER_WORKER * rule.num_slots))
+    heaviest = max(np.int64(1), work * rule.num_kv_heads // (_ITEMS_PER_WORKER * rule.num_workers))
     for t in range(num_tiles):
         length = np.int64(tiles[t, KV_END] - tiles[t, KV_START])
         weight = weight_of(rule, length, tiles[t, QUERY_END] - tiles[t, QUERY_START])

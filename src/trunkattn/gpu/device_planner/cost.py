@@ -1,8 +1,8 @@
 """Planning on the device, third step: the time of every candidate tiling, and its items by tile.
 
 One program for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
-of each tile (`planner.row_tiles.cost.ways_ns`, `ways_fit`). Whoever comes after takes the candidate of least time, the
-first of equals.
+of each tile (`planner.row_tiles.cost.tilings_ns`, `tilings_fit`). Whoever comes after takes the candidate of least
+time, the first of equals.
 """
 
 from typing import Any, NamedTuple

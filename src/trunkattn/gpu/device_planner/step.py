@@ -13,7 +13,7 @@ from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, Device
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.planner.invariants import check_tiles
-from trunkattn.planner.planner import Batch, tokens_per_query
+from trunkattn.planner.planner import StepTables, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.work_list import PlanStats, TileLimits, TileList
 
@@ -71,15 +71,15 @@ class DeviceStep:
             merges_taller=True,
         )
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepTables:
         """The tables as they are now. Waits for the device."""
         table, lens, starts = (table.cpu().numpy() for table in self.tables)
-        return Batch(table, lens, starts, self.window)
+        return StepTables(table, lens, starts, self.window)
 
     def stats(self) -> PlanStats:
         """See PlanStats. Waits for the device."""
         assert self.gpu_plan.summary is not None
-        tiling = self.rule.priced.ways[int(self.gpu_plan.summary[0])]
+        tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
         described = tiling.name(self.rule), "least predicted time, found on the device"
         return tile_stats(self.tile_list(), self.batch(), self.rule, *described)
 
@@ -88,7 +88,7 @@ class DeviceStep:
         check_tiles(self.tile_list(), self.batch(), self.rule)
 
 
-def tile_stats(tile_list: TileList, batch: Batch, rule: TilingRule, policy: str, reason: str) -> PlanStats:
+def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, policy: str, reason: str) -> PlanStats:
     """See PlanStats. A trunk that several tiles read leaves memory once; the others find it in the L2 cache."""
     kinds, counts = rule.kinds, np.diff(tile_list.counts)
     tiles = {

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
-from trunkattn.planner.row_tiles.choice import TileKind
+from trunkattn.planner.row_tiles.choice import TileConfig
 from trunkattn.planner.work_list import DeviceModel
 
 
@@ -148,7 +148,7 @@ def gpu_device(processors: int, rows: int) -> DeviceModel:
         name="gpu",
         tile_rows=rows,
         row_unit=16,
-        num_slots=2 * processors,
+        num_workers=2 * processors,
         item_bytes=12_000,
         flops_per_byte=170,
         split_above_mean=True,
@@ -156,9 +156,9 @@ def gpu_device(processors: int, rows: int) -> DeviceModel:
     )
 
 
-def tile_kind(tile: GpuTile, processors: int, key_bytes: int = 512) -> TileKind:
+def tile_config(tile: GpuTile, processors: int, key_bytes: int = 512) -> TileConfig:
     """A tile of the table as the planner sees it. key_bytes: of a key and its value; the table's times are for 512."""
-    return TileKind(
+    return TileConfig(
         rows=tile.block_m,
         block_tokens=tile.block_n,
         programs=processors * tile.programs,

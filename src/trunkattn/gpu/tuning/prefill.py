@@ -49,7 +49,7 @@ def prefill_device(processors: int, tile: PrefillTile) -> DeviceModel:
         name=f"{tile.block_m}x{tile.block_n} prefill",
         tile_rows=tile.block_m,
         row_unit=tile.block_m,
-        num_slots=processors * tile.programs,
+        num_workers=processors * tile.programs,
         item_bytes=120_000,
         flops_per_byte=170,
         split_above_mean=False,

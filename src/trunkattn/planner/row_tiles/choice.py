@@ -19,7 +19,7 @@ _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
 
 @dataclass(frozen=True)
-class TileKind:
+class TileConfig:
     """A tile as the planner sees it. programs: of the whole device at once. together: of a multiprocessor.
 
     block_ns: time of a block of full and of masked runs when all of them run. chain_ns: of one such block after another
@@ -52,7 +52,7 @@ class TilingRule:
     beside it (the two loops of the kernel may round differently).
     """
 
-    kinds: tuple[TileKind, ...]
+    kinds: tuple[TileConfig, ...]
     group_size: int
     num_kv_heads: int
     page_size: int
@@ -80,7 +80,7 @@ class TilingRule:
         return min(smallest, self.page_size & -self.page_size)
 
     @cached_property
-    def priced(self) -> "PricedWays":
+    def priced(self) -> "PricedTilings":
         """The candidates and what they cost."""
         return price(self)
 
@@ -182,22 +182,22 @@ def stage_of_row(row):
     return tiles.Stage(height, least, below, block_runs, num_parts, subtiles, private_runs)
 
 
-class PricedWays(NamedTuple):
+class PricedTilings(NamedTuple):
     """The candidates of a rule as arrays; see `tile_costs`."""
 
-    ways: list[Tiling]
+    tilings: list[Tiling]
     stages: NDArray[np.int64]  # [stages, fields of Stage] those that are not alike when uncut
     uses: NDArray[np.int64]  # [ways, 2, 3]
     costs: tile_costs.Costs
     launches: dict[Tiling, NDArray[np.int64]]  # of each candidate; see `launches_of`
 
 
-def _tile_times(rule: TilingRule, kind: TileKind) -> tile_costs.TileTimes:
+def _tile_times(rule: TilingRule, kind: TileConfig) -> tile_costs.TileTimes:
     num_slots = max(1, kind.programs // rule.num_kv_heads)
     return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.together, kind.read_percent)
 
 
-def price(rule: TilingRule) -> PricedWays:
+def price(rule: TilingRule) -> PricedTilings:
     """What `predict` needs of a rule."""
     ways = candidates(rule)
     stages: dict[tiles.Stage, int] = {}
@@ -222,7 +222,7 @@ def price(rule: TilingRule) -> PricedWays:
         idle_percent=card.idle_percent,
     )
     launches = {way: _launch_rows(rule, way) for way in ways}
-    return PricedWays(ways, np.array(list(stages), np.int64), uses, costs, launches)
+    return PricedTilings(ways, np.array(list(stages), np.int64), uses, costs, launches)
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:

@@ -292,7 +292,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
 
 
 @njit
-def ways_ns(loads, stages, uses, costs):
+def tilings_ns(loads, stages, uses, costs):
     """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
     times = np.zeros(len(uses), np.int64)
     for way in range(len(uses)):
@@ -309,7 +309,7 @@ def ways_ns(loads, stages, uses, costs):
 
 
 @njit
-def ways_fit(loads, stages, uses, limits):
+def tilings_fit(loads, stages, uses, limits):
     """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
     half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""
     fit = np.ones(len(uses), np.bool_)

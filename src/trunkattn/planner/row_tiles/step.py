@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.planner import Batch
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles.choice import TileStage, Tiling, TilingRule, launches_of, stage_of_row
-from trunkattn.planner.row_tiles.cost import stage_loads, ways_fit, ways_ns
+from trunkattn.planner.row_tiles.cost import stage_loads, tilings_fit, tilings_ns
 from trunkattn.planner.row_tiles.layout import Entries, Stage, emit_stage, heaviest_first, make_entries, outline_stage
 from trunkattn.planner.row_tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
 from trunkattn.planner.row_tiles.tile_list import TileArrays, finish, join_stages, nest
@@ -34,7 +34,7 @@ class TiledStep:
     times are found together, once.
     """
 
-    def __init__(self, rule: TilingRule, forest: Forest, batch: Batch, limits: TileLimits | None = None) -> None:
+    def __init__(self, rule: TilingRule, forest: Forest, batch: StepTables, limits: TileLimits | None = None) -> None:
         """forest: the prefix forest of the batch. limits: of the plan's arrays; None: they may have any size."""
         self.rule, self.forest, self.batch, self._limits = rule, forest, batch, limits
 
@@ -88,7 +88,7 @@ def _measure(forest, tables, stages, uses, costs, limits):
     seq_lens, query_start_loc, window = tables
     entries = make_entries(forest, seq_lens, query_start_loc)
     loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.run_tokens)
-    return _Measures(entries, ways_ns(loads, stages, uses, costs), ways_fit(loads, stages, uses, limits))
+    return _Measures(entries, tilings_ns(loads, stages, uses, costs), tilings_fit(loads, stages, uses, limits))
 
 
 @njit
