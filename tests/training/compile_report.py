@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from trunkattn.gpu.tuning.compile_ahead import signature_of
 from trunkattn.numerics import padded_head_dim
 from trunkattn.training.backward import prepare_kernel
-from trunkattn.training.backward_keys import keys_kernel
+from trunkattn.training.backward_keys import KeysVariant, keys_kernel
 from trunkattn.training.backward_queries import queries_kernel
 from trunkattn.training.common import Batch, Shape, Variant
 from trunkattn.training.forward import forward_kernel
@@ -44,10 +44,13 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
         "SHAPE": Shape(4, head_dim, padded_head_dim(head_dim), "ieee" if kind == "fp32" else "tf32"),
         "TILE": tile,
         "VARIANT": Variant(causal=True, packed=packed, even_k=not packed),
-        "EVEN_Q": not packed,
-        "ONE_PASS": name == "one_pass",
         "BLOCK": 64,
     }
+    if kernel is keys_kernel:
+        one_pass = name == "one_pass"
+        constants["VARIANT"] = KeysVariant(
+            causal=True, packed=packed, even_q=not packed, even_k=not packed, one_pass=one_pass
+        )
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = dict.fromkeys(TENSORS, f"*{kind}") | dict.fromkeys(SUMS, "*fp32")
     types |= dict.fromkeys(("scale", "log2", "sm_scale"), "fp32") | dict.fromkeys(OFFSETS, "*i32")

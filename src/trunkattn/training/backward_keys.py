@@ -62,13 +62,25 @@ class QueryHead(NamedTuple):
     delta: Any
 
 
+class KeysVariant(NamedTuple):
+    """Constants that turn code on. even_q, even_k: every block of queries, of keys, is full. one_pass: the kernel also
+    adds to dq."""
+
+    causal: bool
+    packed: bool
+    even_q: bool
+    even_k: bool
+    one_pass: bool
+
+
 class QuerySide(NamedTuple):
-    """What the queries of a sequence have in common: strides of q, the stride of a token in dout and dq, the number of
-    queries, and the position of query 0 among the keys."""
+    """What the queries of a sequence have in common: strides of q, strides of a token in dout and dq and of a head in
+    shift and delta, the number of queries, and the position of query 0 among the keys."""
 
     q_head: Any
     q_token: Any
     token: Any
+    row_head: Any
     length: Any
     offset: Any
 
@@ -84,13 +96,11 @@ def _add_queries(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
-    EVEN_Q: tl.constexpr,
     MASK: tl.constexpr,
-    ONE_PASS: tl.constexpr,
 ):
     """Adds the part of a block of queries to dk and dv. All products are transposed, so that p stays in registers."""
     m = first + tl.arange(0, TILE.block_m)
-    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
+    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE, not VARIANT.even_q)
     shift = tl.load(head.shift + m, mask=m < side.length, other=float("inf"))
     scores = tl.dot(block.k, tl.trans(q), input_precision=SHAPE.precision)
     p = tl.exp2(scores * scales.log2 - shift[None, :])
@@ -99,13 +109,13 @@ def _add_queries(
         if VARIANT.causal:
             seen = seen & (block.n[:, None] <= m[None, :] + side.offset)
         p = tl.where(seen, p, 0.0)
-    dout = load_tile(head.dout, first, side.token, side.length, TILE.block_m, SHAPE, not EVEN_Q)
+    dout = load_tile(head.dout, first, side.token, side.length, TILE.block_m, SHAPE, not VARIANT.even_q)
     dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)
     delta = tl.load(head.delta + m, mask=m < side.length, other=0.0)
     dp = tl.dot(block.v, tl.trans(dout), input_precision=SHAPE.precision)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, state.dk, input_precision=SHAPE.precision)
-    if ONE_PASS:
+    if VARIANT.one_pass:
         rows, d = tl.arange(0, TILE.block_m)[:, None], tl.arange(0, SHAPE.padded_dim)[None, :]
         dq = tl.dot(tl.trans(ds), block.k, input_precision=SHAPE.precision) * scales.sm_scale
         pointers = head.dq + tl.cast(first, tl.int64) * side.token + rows * side.token + d
@@ -121,14 +131,11 @@ def _add_group(
     side,
     begin,
     end,
-    seqlen_q,
     scales,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
-    EVEN_Q: tl.constexpr,
     MASK: tl.constexpr,
-    ONE_PASS: tl.constexpr,
 ):
     """Adds queries [begin, end) of every head of a group. head: the first one."""
     steps = tl.cdiv(tl.maximum(end - begin, 0), TILE.block_m)
@@ -138,10 +145,10 @@ def _add_group(
             head.q + tl.cast(member, tl.int64) * side.q_head,
             head.dout + member * SHAPE.head_dim,
             head.dq + member * SHAPE.head_dim,
-            head.shift + member * seqlen_q,
-            head.delta + member * seqlen_q,
+            head.shift + member * side.row_head,
+            head.delta + member * side.row_head,
         )
-        state = _add_queries(state, block, own, side, first, scales, SHAPE, TILE, VARIANT, EVEN_Q, MASK, ONE_PASS)
+        state = _add_queries(state, block, own, side, first, scales, SHAPE, TILE, VARIANT, MASK)
     return state
 
 
@@ -154,12 +161,9 @@ def keys_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
-    EVEN_Q: tl.constexpr,
-    ONE_PASS: tl.constexpr,
 ):
     """dk and dv of CTA (batch, KV head, block of keys), block fastest. The first blocks, which most causal queries see,
-    go first. It sums over the heads of a group in registers. EVEN_Q: every block of queries is full. ONE_PASS: it also
-    adds to dq, which holds zeros in float32."""
+    go first. It sums over the heads of a group in registers. In one pass dq holds zeros in float32 before."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     D: tl.constexpr = SHAPE.padded_dim
@@ -194,27 +198,11 @@ def keys_kernel(
     queries = QueryHead(
         q_head, tensors.dout + at_head, tensors.dq + at_head, tensors.shift + at_row, tensors.delta + at_row
     )
-    side = QuerySide(strides.q_head, strides.q_token, token_stride, len_q, offset)
+    side = QuerySide(strides.q_head, strides.q_token, token_stride, seqlen_q, len_q, offset)
     if VARIANT.causal or not VARIANT.even_k:
-        state = _add_group(
-            state,
-            block,
-            queries,
-            side,
-            begin,
-            tl.minimum(full, end),
-            seqlen_q,
-            scales,
-            SHAPE,
-            TILE,
-            VARIANT,
-            EVEN_Q,
-            True,
-            ONE_PASS,
-        )
-    state = _add_group(
-        state, block, queries, side, full, end, seqlen_q, scales, SHAPE, TILE, VARIANT, EVEN_Q, False, ONE_PASS
-    )
+        masked_end = tl.minimum(full, end)
+        state = _add_group(state, block, queries, side, begin, masked_end, scales, SHAPE, TILE, VARIANT, True)
+    state = _add_group(state, block, queries, side, full, end, scales, SHAPE, TILE, VARIANT, False)
     token_stride = num_kv_heads * SHAPE.head_dim
     at_head = (row * batch.seqlen_k + begin_k) * token_stride + kv_head * SHAPE.head_dim
     store_tile(tensors.dk + at_head, first, token_stride, len_k, state.dk * scales.sm_scale, SHAPE)
@@ -234,9 +222,13 @@ def write_key_gradients(tensors: KeysTensors, sequences: Sequences, tile: FlashT
             given.strides,
             SHAPE=given.shape,
             TILE=tile,
-            VARIANT=given.variant,
-            EVEN_Q=not sequences.packed and tensors.q.shape[1] % tile.block_m == 0,
-            ONE_PASS=one_pass,
+            VARIANT=KeysVariant(
+                causal=sequences.causal,
+                packed=sequences.packed,
+                even_q=not sequences.packed and tensors.q.shape[1] % tile.block_m == 0,
+                even_k=given.variant.even_k,
+                one_pass=one_pass,
+            ),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
