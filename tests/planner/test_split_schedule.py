@@ -46,35 +46,35 @@ def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> N
 
 
 @given(lengths=LENGTHS, slots=st.sampled_from([1, 7, 132, 264]))
-def test_parts_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) -> None:
+def test_splits_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) -> None:
     rule, tiles = RULE._replace(num_workers=slots), tiles_of(lengths)
-    parts = scheduled_splits(rule, tiles)
-    cut = parts < np.array(lengths)
-    assert (parts[~cut] == np.array(lengths)[~cut]).all()
-    assert (parts[cut] % rule.grid == 0).all() and (parts > 0).all()
+    splits = scheduled_splits(rule, tiles)
+    cut = splits < np.array(lengths)
+    assert (splits[~cut] == np.array(lengths)[~cut]).all()
+    assert (splits[cut] % rule.grid == 0).all() and (splits > 0).all()
     whole = [int(weight_of(rule, length, 32)) + rule.item_bytes for length in lengths]
-    pieces = [
-        int(weight_of(rule, min(part, length - begin), 32)) + rule.item_bytes
-        for length, part in zip(lengths, parts.tolist(), strict=True)
-        for begin in range(0, length, part)
+    items = [
+        int(weight_of(rule, min(split, length - begin), 32)) + rule.item_bytes
+        for length, split in zip(lengths, splits.tolist(), strict=True)
+        for begin in range(0, length, split)
     ]
-    assert len(pieces) <= len(lengths) + MAX_ITEMS_PER_WORKER * slots // rule.num_kv_heads + 1
+    assert len(items) <= len(lengths) + MAX_ITEMS_PER_WORKER * slots // rule.num_kv_heads + 1
     if cut.any():
-        assert end_of_schedule(rule, pieces) < end_of_schedule(rule, whole)
+        assert end_of_schedule(rule, items) < end_of_schedule(rule, whole)
 
 
 @pytest.mark.parametrize(
-    "lengths, pieces",
+    "lengths, num_splits",
     [
         ([8192 + 32 * i for i in range(16)], 1),  # 128 programs of 132
         ([32 * i for i in range(1, 513)], 1),  # a long chunk: heaviest first leaves little at the end
         ([32_768], 16),  # 8 programs
         ([32_768] * 4, 4),
-        ([100] * 3, 1),  # not worth a part of the grid
+        ([100] * 3, 1),  # shorter than the grid
     ],
 )
-def test_how_many_parts_the_longest_is_cut_into(lengths: list[int], pieces: int) -> None:
-    assert -(-lengths[0] // scheduled_splits(RULE, tiles_of(lengths))[0]) == pieces
+def test_how_many_splits_the_longest_has(lengths: list[int], num_splits: int) -> None:
+    assert -(-lengths[0] // scheduled_splits(RULE, tiles_of(lengths))[0]) == num_splits
 
 
 def test_partials_that_cost_more_than_they_save_are_not_made() -> None:

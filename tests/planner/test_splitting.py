@@ -43,8 +43,8 @@ def test_the_rule_of_an_attention_on_a_device() -> None:
     )  # fmt: skip
 
 
-def test_no_part_is_longer_than_the_mean() -> None:
-    # mean 400: 1000 needs 3 parts of 334, on the grid 340; nothing else is longer than the mean
+def test_no_split_is_longer_than_the_mean() -> None:
+    # mean 400: 1000 needs 3 splits of 334, on the grid 340; nothing else is longer than the mean
     assert split_tiles(MEAN, tiles_of_lengths([1000, 100, 100])).tolist() == [340, 100, 100]
 
 
@@ -57,7 +57,7 @@ def test_without_the_rule_of_the_mean_a_long_tile_stays_whole() -> None:
     assert split_tiles(MEAN._replace(above_mean=False), tiles_of_lengths([1000, 100, 100])).tolist() == [1000, 100, 100]
 
 
-def test_no_tile_no_part() -> None:
+def test_no_tile_no_split() -> None:
     assert split_tiles(MEAN, tiles_of_lengths([])).tolist() == []
 
 
@@ -69,20 +69,20 @@ def test_no_tile_no_part() -> None:
     heads=st.sampled_from([1, 8, 1000]),
     above_mean=st.booleans(),
 )
-def test_parts_keep_to_the_limit_and_the_grid(
+def test_splits_keep_to_the_limit_and_the_grid(
     lengths: list[int], grid: int, slots: int, heads: int, above_mean: bool
 ) -> None:
     rule = UNCUT._replace(grid=grid, num_workers=slots, num_kv_heads=heads, above_mean=above_mean)
-    parts = split_tiles(rule, tiles_of_lengths(lengths)).tolist()
+    splits = split_tiles(rule, tiles_of_lengths(lengths)).tolist()
     mean = -(-sum(lengths) // len(lengths))
     share = sum(lengths) * heads / (2 * slots)
-    for length, part in zip(lengths, parts, strict=True):
-        assert part == length or part % grid == 0
+    for length, split in zip(lengths, splits, strict=True):
+        assert split == length or split % grid == 0
         if above_mean:
-            assert part <= max(grid, -(-mean // grid) * grid)
-        if part < length:
+            assert split <= max(grid, -(-mean // grid) * grid)
+        if split < length:
             assert length > share or (above_mean and length > mean), "cut without need"
-        assert part < share + grid or part == length <= share
+        assert split < share + grid or split == length <= share
 
 
 def test_one_long_request_fills_the_slots() -> None:
@@ -136,7 +136,7 @@ def test_the_work_list_of_two_requests_with_a_trunk() -> None:
     assert work.num_slots == 4
 
 
-def test_a_query_in_one_piece_needs_no_slot() -> None:
+def test_a_query_in_one_item_needs_no_slot() -> None:
     rows = [[*range(8), 20, 21], [*range(8)], [40]]
     work = plan(make_batch(rows), policy="cascade").work
     assert work.items.tolist() == [[0, 0, 8, 0, 2], [0, 8, 10, 2, 3], [2, 0, 1, 3, 4]]

@@ -149,7 +149,7 @@ def split_tiles(rule, tiles):
 
 @njit(cached=False)
 def _split_tiles(rule, by_schedule, tiles):
-    if by_schedule is not None:  # Numba compiles only the branch that the argument's type takes
+    if by_schedule is not None:  # of a function that is not inlined, Numba compiles only the branch that the type takes
         return scheduled_splits(rule, tiles)
     num_tiles = len(tiles)
     tokens, work = np.int64(0), np.int64(0)

@@ -1,1 +1,0 @@
-"""The programs that execute a work list."""

@@ -1,1 +1,0 @@
-"""Ways into the engines that people already run."""
