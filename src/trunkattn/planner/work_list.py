@@ -51,15 +51,16 @@ DIRECT: Final = -1  # the slot of a query whose KV is in one item: that item wri
 class DeviceModel:
     """What the planner must know of a device; integers, from measurements (`cpu/tuning.py`, `gpu/tuning/`).
 
+    Attributes:
         name: what `stats.tiles` calls the device's tile.
-    tile_rows: query rows (tokens × group size) of the tallest tile.
-    row_unit: rows are computed in multiples of this, a power of two.
-    num_slots: workers, each of which computes one work item of one KV head at a time.
-    item_bytes: fixed cost of such an item, in bytes of KV that are read in the same time.
-    flops_per_byte: arithmetic done while one byte is read, for balance only.
-    split_above_mean: no work item is longer than the mean (PAT §6).
-    split_grid: splits begin at multiples of this many tokens from a pack's start.
-    by_schedule: tiles are split only as far as all workers then end sooner, partials included (see `split_schedule`).
+        tile_rows: query rows (tokens × group size) of the tallest tile.
+        row_unit: rows are computed in multiples of this, a power of two.
+        num_workers: workers, each of which computes one work item of one KV head at a time.
+        item_bytes: fixed cost of such an item, in bytes of KV that are read in the same time.
+        flops_per_byte: arithmetic done while one byte is read, for balance only.
+        split_above_mean: no work item is longer than the mean (PAT §6).
+        split_grid: splits begin at multiples of this many tokens from a pack's start.
+        by_schedule: tiles are split only as far as all workers then end sooner, partials included.
     """
 
     name: str
