@@ -35,6 +35,30 @@ def write_kv(
         >>> int(k_cache.sum())
         8
     """
+    _check_all(k, v, k_cache, v_cache, slot_mapping)
+    if k.is_cuda:
+        from trunkattn.gpu.triton.write_kv import write_on_gpu  # needs Triton, which a CPU does not
+
+        with torch.cuda.device(k.device):  # launches go to the current device
+            return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
+    slots = slot_mapping.contiguous().numpy()
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    bad = _first_outside(slots, num_slots)
+    if bad >= 0:
+        raise ValueError(
+            f"slot_mapping[{bad}]={slots[bad]}: expected a slot from 0 to {num_slots - 1}, or -1 to skip the token"
+        )
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        bits = KV_KINDS[cache.dtype][1]
+        target, strides = flat(cache, bits)
+        source = new.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
+        _scatter(target, tuple(strides), source, slots, cache.shape[1], cache.shape[2])
+
+
+def _check_all(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Everything that the host can see without looking at a slot."""
     named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
@@ -55,23 +79,6 @@ def write_kv(
             f"v_cache has shape {tuple(v_cache.shape)}: expected the num_pages and page_size of k_cache, "
             f"{tuple(k_cache.shape[:2])}"
         )
-    if k.is_cuda:
-        from trunkattn.gpu.triton.write_kv import write_on_gpu  # needs Triton, which a CPU does not
-
-        with torch.cuda.device(k.device):  # launches go to the current device
-            return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
-    slots = slot_mapping.contiguous().numpy()
-    num_slots = k_cache.shape[0] * k_cache.shape[1]
-    bad = _first_outside(slots, num_slots)
-    if bad >= 0:
-        raise ValueError(
-            f"slot_mapping[{bad}]={slots[bad]}: expected a slot from 0 to {num_slots - 1}, or -1 to skip the token"
-        )
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        bits = KV_KINDS[cache.dtype][1]
-        target, strides = flat(cache, bits)
-        source = new.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
-        _scatter(target, tuple(strides), source, slots, cache.shape[1], cache.shape[2])
 
 
 def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -> None:
