@@ -50,7 +50,7 @@ def test_chat_ends_by_itself(llm: LLM, smollm2: Any, smollm2_tokenizer: Any, ass
 
 BAD_CHATS: list[tuple[Any, str]] = [
     ([], r"messages=\[\]: expected at least one message"),
-    ([[]], r"messages\[0\]=\[\]: expected a conversation"),
+    ([[]], r"messages\[0\]=\[\]: expected at least one message"),
     ("hello", "messages='hello': expected a list of messages"),
     ({"role": "user", "content": "x"}, "messages={.*: expected a list of messages"),
     (["hi"], r"messages\[0\]='hi': expected a list of messages"),

@@ -89,4 +89,4 @@ def test_a_group_that_fits_no_tile_is_not_supported(head_dim: int, dtype: torch.
     for group in (1, 32, 33, 64, 65, 128):
         reasons = AttentionConfig(group, 1, head_dim, 16, dtype).supports("cuda")
         fits = bool(decode_tiles(dtype.itemsize, head_dim, group))
-        assert any("the tallest tile" in reason for reason in reasons) != fits
+        assert any("query heads per KV head: expected at most" in reason for reason in reasons) != fits
