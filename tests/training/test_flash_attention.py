@@ -191,9 +191,9 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (TypeError, "return_lse=0: expected a bool", {"return_lse": 0}),
     (TypeError, "sm_scale='x': expected None or a number", {"sm_scale": "x"}),
     (TypeError, "sm_scale=True: expected None or a number", {"sm_scale": True}),
-    (ValueError, "sm_scale=-1: expected None or a finite number above 0", {"sm_scale": -1}),
-    (ValueError, "sm_scale=0.0: expected None or a finite number above 0", {"sm_scale": 0.0}),
-    (ValueError, "sm_scale=nan: expected None or a finite number above 0", {"sm_scale": math.nan}),
+    (ValueError, "sm_scale=-1: expected None or a number from 1.18e-38 to 3.4e+38, the range of float32", {"sm_scale": -1}),
+    (ValueError, "sm_scale=0.0: expected None or a number from 1.18e-38 to 3.4e+38, the range of float32", {"sm_scale": 0.0}),
+    (ValueError, "sm_scale=nan: expected None or a number from 1.18e-38 to 3.4e+38, the range of float32", {"sm_scale": math.nan}),
     (ValueError, "cu_seqlens_q is None: expected both", {"cu_seqlens_k": int32(0, 7)}),
 )
 BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (

@@ -21,8 +21,8 @@ class RegisterTiles:
     output_vectors: int
 
 
-# 2 Zen 5 cores at 16 lanes: 470 GFLOP/s for the scores, 250 per core for the output, against 110 per core for the
-# BLAS that torch 2.13 calls there. 8 lanes: 16 registers hold 12 + 3 + 1. 4 lanes (NEON) has 32 registers again.
+# As many accumulators as the registers hold beside the operands. With 16 lanes there are 32 registers, with 8 lanes 16,
+# of which scores take 12 + 3 + 1, with 4 lanes (NEON) 32 again.
 REGISTER_TILES: Final = MappingProxyType(
     {
         16: RegisterTiles(lanes=16, score_keys=8, score_vectors=3, output_rows=6, output_vectors=4),
@@ -32,7 +32,7 @@ REGISTER_TILES: Final = MappingProxyType(
 )
 
 
-BLOCK_TOKENS: Final = 64  # 64 keys × 96 rows of scores (24 KiB) stay in a 48 KiB L1; 128 was no faster
+BLOCK_TOKENS: Final = 64  # 64 keys × 96 rows of scores are 24 KiB, which stay in an L1 cache of 48 KiB
 
 
 def cpu_device(num_threads: int) -> DeviceModel:

@@ -10,8 +10,8 @@ from trunkattn.gpu.plan import GpuPlan, Tensors
 from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, Softmax, add_partials, sink_divisor
 from trunkattn.numerics import padded_head_dim
 
-# Partials that are added at once. A block of _FEW is faster for a query with two or three partials, blocks of _MANY for
-# one with dozens. In rows wider than _NARROW a block of _MANY would spill registers.
+# Partials that are added at once: a block of _FEW for a query with a few partials, blocks of _MANY for one with dozens.
+# In rows wider than _NARROW a block of _MANY would spill registers.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
 _NARROW = tl.constexpr(128)
