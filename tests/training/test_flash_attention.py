@@ -171,6 +171,7 @@ def int32(*values: int) -> torch.Tensor:
 Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
 ROWS, KEYS = torch.zeros(9, 4, 8), torch.zeros(11, 2, 8)
 SUMS = {"cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_k": int32(0, 5, 11)}
+POSITIVE = "expected None or a number from 1.18e-38 to 3.4e+38, the range of float32"
 BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (TypeError, "q is a list: expected a torch.Tensor", {"q": [0.0]}),
     (TypeError, "v is a NoneType: expected a torch.Tensor", {"v": None}),
@@ -191,9 +192,9 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (TypeError, "return_lse=0: expected a bool", {"return_lse": 0}),
     (TypeError, "sm_scale='x': expected None or a number", {"sm_scale": "x"}),
     (TypeError, "sm_scale=True: expected None or a number", {"sm_scale": True}),
-    (ValueError, "sm_scale=-1: expected None or a number from 1.18e-38 to 3.4e+38, the range of float32", {"sm_scale": -1}),
-    (ValueError, "sm_scale=0.0: expected None or a number from 1.18e-38 to 3.4e+38, the range of float32", {"sm_scale": 0.0}),
-    (ValueError, "sm_scale=nan: expected None or a number from 1.18e-38 to 3.4e+38, the range of float32", {"sm_scale": math.nan}),
+    (ValueError, f"sm_scale=-1: {POSITIVE}", {"sm_scale": -1}),
+    (ValueError, f"sm_scale=0.0: {POSITIVE}", {"sm_scale": 0.0}),
+    (ValueError, f"sm_scale=nan: {POSITIVE}", {"sm_scale": math.nan}),
     (ValueError, "cu_seqlens_q is None: expected both", {"cu_seqlens_k": int32(0, 7)}),
 )
 BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
