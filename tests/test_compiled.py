@@ -55,7 +55,7 @@ def test_every_compiled_function_stands_in_a_source_of_the_stamp() -> None:
 def test_a_cached_function_has_the_stamp_of_all_sources() -> None:
     dispatcher = compiled.njit(first_axis)
     assert dispatcher._cache._cache_file._source_stamp == compiled.source_stamp()
-    assert isinstance(compiled.njit(cached=False)(first_axis)._cache, NullCache)
+    assert isinstance(compiled.njit(inner=True)(first_axis)._cache, NullCache)
 
 
 def test_without_a_folder_functions_run_uncached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,18 @@ COMPILED_SOURCES: Final = ("compiled.py", "cpu", "dtypes.py", "gpu/prefill_plan.
 _SAYS_AFTER_S: Final = 0.3  # of compiling: one small function is not worth a word
 
 
-def njit(function: Callable | None = None, *, cached: bool = True, **options: Any) -> Any:
+def njit(function: Callable | None = None, *, inner: bool = False, by_address: bool = False, **options: Any) -> Any:
     """`numba.njit` for functions of this package; all of its options but `cache`.
 
-    cached: whether compiled code is kept. Not needed of a function that only compiled functions call.
+    A wrapper costs as much to compile as a small function, so each function has only the one that it is called through.
+    inner: only compiled functions call it, so it needs neither a wrapper nor a cache of its own; Python cannot call it.
+    by_address: it is called by its address, as C would, and not from Python.
     """
-    options.setdefault("no_cfunc_wrapper", True)
+    wrappers: dict[str, Any] = {"no_cpython_wrapper": inner or by_address, "no_cfunc_wrapper": not by_address}
 
     def compile_lazily(function: Callable) -> Any:
-        dispatcher = numba.njit(**options)(function)
-        if cached and cache_folder() is not None:
+        dispatcher = numba.njit(**wrappers, **options)(function)
+        if not inner and cache_folder() is not None:
             dispatcher._cache = _PackageCache(function)
         return dispatcher
 

@@ -157,7 +157,7 @@ def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
             partial_lse[row] = lse
 
 
-@njit(cached=False, error_model="numpy")
+@njit(inner=True, error_model="numpy")
 def _write(token, query_head, shape, acc_at, row_sum, lse, v_scale, outputs, options):
     """Final output of one row: normalised, value scale and sink applied.
 
@@ -212,7 +212,7 @@ def attention_kernel(kv_bits: Any) -> Any:
     While a task's last keys are used, the first of the thread's next task are fetched.
     """
 
-    @njit(no_cfunc_wrapper=False, error_model="numpy", fastmath={"contract", "nsz"})
+    @njit(by_address=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(arguments, thread):
         a = arguments_at(arguments)
         shape = _shape_of(a)
@@ -247,7 +247,7 @@ def attention_kernel(kv_bits: Any) -> Any:
     return attend
 
 
-@njit(no_cfunc_wrapper=False)
+@njit(by_address=True)
 def merge_kernel(arguments, thread):
     """One thread's share of the merges; see `cpu.threads`."""
     a = arguments_at(arguments)

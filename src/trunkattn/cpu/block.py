@@ -210,7 +210,7 @@ def look_ahead(ws, tiles, keys, first, shape, k_cache, v_cache, itemsize):
         lines[i] = k_cache.address
 
 
-@njit(cached=False, fastmath={"contract", "nsz"})
+@njit(inner=True, fastmath={"contract", "nsz"})
 def _scores(ws, keys, offsets, lanes, depth, tokens):
     """scores[t, m] = keys[t] · q[:, m]; the cache lines at ws.lines are fetched meanwhile."""
     scores, q = array_at(ws.scores, np.float32), array_at(ws.q, np.float32)
@@ -235,7 +235,7 @@ def _scores(ws, keys, offsets, lanes, depth, tokens):
             m += LANES
 
 
-@njit(cached=False, fastmath={"contract", "nsz"})
+@njit(inner=True, fastmath={"contract", "nsz"})
 def _outputs(ws, values, offsets, rows, lanes, width, tokens):
     """acc[m, :] += Σ_t p[t, m] · values[t]."""
     acc, p = array_at(ws.acc, np.float32), array_at(ws.scores, np.float32)
@@ -266,7 +266,7 @@ def _outputs(ws, values, offsets, rows, lanes, width, tokens):
             m += 1
 
 
-@njit(cached=False, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
+@njit(inner=True, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
 def _soft_cap(ws, count, cap):
     """Logits to cap · tanh(logit / cap), in base 2."""
     scores = array_at(ws.scores, np.float32)
@@ -274,7 +274,7 @@ def _soft_cap(ws, count, cap):
         scores[i] = cap * _LOG2_E * tanh(scores[i] / cap)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _mask(ws, lanes, rows, first, tokens, start, end, window):
     """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
     scores, positions = array_at(ws.scores, np.float32), array_at(ws.positions, np.int64)
@@ -286,7 +286,7 @@ def _mask(ws, lanes, rows, first, tokens, start, end, window):
                 scores[t * lanes + m] = -np.inf
 
 
-@njit(cached=False, fastmath={"contract", "nsz"})
+@njit(inner=True, fastmath={"contract", "nsz"})
 def _online_softmax(ws, lanes, tokens):
     """Scores become p = 2^(score - row_max); `rescale` is what earlier ones must be multiplied by."""
     scores, rescale = array_at(ws.scores, np.float32), array_at(ws.rescale, np.float32)
@@ -308,7 +308,7 @@ def _online_softmax(ws, lanes, tokens):
             row_sum[m] += p
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _cache_offsets(ws, keys, first, tokens, page_size, k_cache, v_cache):
     """Where a block's keys and values begin; tokens outside the item stand at one inside, and are masked."""
     pages = array_at(keys.pages, np.int32)
@@ -327,7 +327,7 @@ def _cache_offsets(ws, keys, first, tokens, page_size, k_cache, v_cache):
                 column += 1
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _stage(staged, staged_offsets_at, elements, offsets_at, tokens, width, padded_width, kind):
     """Copies a block to float32, padded to whole vectors with zeros."""
     staged_offsets, offsets = array_at(staged_offsets_at, np.int64), array_at(offsets_at, np.int64)

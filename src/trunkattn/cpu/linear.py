@@ -67,7 +67,7 @@ def _kernel() -> int:
     return kernel_address(_multiply_panels)
 
 
-@njit(no_cfunc_wrapper=False, fastmath={"contract", "nsz"})
+@njit(by_address=True, fastmath={"contract", "nsz"})
 def _multiply_panels(arguments, thread):
     """A thread's panels, one by one, in chunks of the depth: a chunk stays in L1 while all rows pass over it."""
     numbers = array_at(arguments, np.int64)

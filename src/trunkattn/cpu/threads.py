@@ -17,7 +17,7 @@ from trunkattn.cpu.microkernel import call_kernel
 def kernel_address(kernel: Any) -> int:
     """Address of a kernel's C function, compiled if need be; valid while `kernel` lives.
 
-    kernel: `f(arguments, thread)`, compiled with `njit(no_cfunc_wrapper=False)`; both are int64.
+    kernel: `f(arguments, thread)`, compiled with `njit(by_address=True)`; both are int64.
     """
     compiled = kernel.get_compile_result(types.void(types.int64, types.int64))
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)

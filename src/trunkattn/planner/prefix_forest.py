@@ -125,7 +125,7 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     return _number(nodes, count, seq_lens, page_size)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _set_node(nodes, node, row, col_start, col_end):
     """A node that has its columns and no relatives yet."""
     new = nodes[node]
@@ -133,7 +133,7 @@ def _set_node(nodes, node, row, col_start, col_end):
     new.leaf_row = new.parent = new.first_child = new.last_child = new.next_sibling = new.prev_sibling = _EMPTY
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _same(table, row_a, row_b, col, width):
     """Whether two rows have the same pages in `width` columns from `col` on."""
     equal = True
@@ -142,12 +142,12 @@ def _same(table, row_a, row_b, col, width):
     return equal
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _hash(node, page, mask):
     return ((np.int64(node) * np.int64(0x9E3779B1) + np.int64(page)) * np.int64(0x85EBCA77) >> np.int64(15)) & mask
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _find(nodes, buckets, table, row, col, node, width):
     """The bucket of the child of `node` that begins with the row's pages from `col` on, or the free bucket for it."""
     mask = len(buckets) - 1
@@ -160,14 +160,14 @@ def _find(nodes, buckets, table, row, col, node, width):
     return bucket
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _insert(nodes, buckets, table, child, width):
     """Makes a child with at least one column known to `_find`."""
     row, col, node = np.int64(nodes[child].row), np.int64(nodes[child].col_start), np.int64(nodes[child].parent)
     buckets[_find(nodes, buckets, table, row, col, node, width)] = child
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _append_child(nodes, child, node):
     """Makes `child` the last child of `node`."""
     last = nodes[node].last_child
@@ -181,7 +181,7 @@ def _append_child(nodes, child, node):
     nodes[node].last_child = child
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _replace_child(nodes, new, old):
     """Puts a new node in the place of `old` among the children of old's parent."""
     node, before, after = nodes[old].parent, nodes[old].prev_sibling, nodes[old].next_sibling

@@ -46,7 +46,7 @@ def weight_of(rule, tokens, queries):
     return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def heaviest_first(weights):
     """The order of items by falling weight; equal ones keep their order. A merge sort from the bottom up.
 
@@ -109,7 +109,7 @@ def scheduled_splits(rule, tiles):
     return best if gains else whole
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _split_above(rule, lengths, weights, most):
     """Splits of about equal weight, each of at most `most` as far as the grid allows."""
     splits = np.empty(len(lengths), np.int32)
@@ -148,7 +148,7 @@ def work_time(rule, items, num_partials):
     return _last_end(rule, weights) + partials + (_MERGE_ITEMS * rule.item_bytes if num_partials else 0)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _last_end(rule, weights):
     """When the last worker ends, if the heaviest item, once per head, always goes to the worker that is free first."""
     ends = np.zeros(rule.num_workers, np.int64)  # a heap: no worker ends later than its two children
@@ -158,7 +158,7 @@ def _last_end(rule, weights):
     return ends.max()
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _give_to_first(ends, weight):
     """Gives an item to the worker that is free first, and moves that worker down the heap."""
     end, at = ends[0] + weight, 0

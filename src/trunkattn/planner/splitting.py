@@ -147,7 +147,7 @@ def split_tiles(rule, tiles):
     return _split_tiles(rule, rule.by_schedule, tiles)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _split_tiles(rule, by_schedule, tiles):
     if by_schedule is not None:  # of a function that is not inlined, Numba compiles only the branch that the type takes
         return scheduled_splits(rule, tiles)
@@ -173,7 +173,7 @@ def _split_tiles(rule, by_schedule, tiles):
     return splits
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _split_end(fixed_chunk, begin, end, split):
     """End of the split that begins at token `begin` of a tile that ends at `end`."""
     if fixed_chunk > 0:
@@ -233,7 +233,7 @@ def _take_rows(items, order):
     return ordered
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _partial_slots(queries, items_of, num_queries):
     """Consecutive slots for each query in several items; items stand in the order of their tokens, so slots do too."""
     num_merged = 0

@@ -97,7 +97,7 @@ def pat(forest, queries, model):
     return start
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _padding_cost(rows, keys):
     """Products of padding that FastTree's tiles compute for `rows` query rows and `keys` keys, weighted."""
     tile = _FASTTREE_TALL_ROWS if rows > _FASTTREE_SHORT_ROWS else _FASTTREE_SHORT_ROWS

@@ -175,7 +175,7 @@ def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
     return np.array([(kind, *stage) for kind, stage in stages_of(rule, tiling)], np.int64)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def stage_of_row(row):
     """The stage of a row of `launches_of`."""
     _, height, least, below, block_runs, num_parts, subtiles, private_runs = row

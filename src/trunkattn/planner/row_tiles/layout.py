@@ -100,7 +100,7 @@ def make_entries(forest, seq_lens, query_start_loc):
     return Entries(query, position, first[forest.row_start], first[forest.row_end])
 
 
-@njit(cached=False)
+@njit(inner=True)
 def visible(forest, entries, node, low, high, window):
     """Tokens [start, end) of a node that entries [low, high) see; lowest and highest position."""
     lowest, highest = entries.position[low], entries.position[low]
@@ -140,7 +140,7 @@ def segments(forest, entries, stage, window, run):
     return Spans(indptr, nodes, num_runs)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_size, runs):
     """Writes the runs of a tile, rows counted from the tile's first. Returns how many there are."""
     at = 0
@@ -185,7 +185,7 @@ def step_of(size, share, block_runs):
     return max(1, ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _span_rows(forest, entries, stage, spans, window, run):
     """[spans, 4] entries [low, high) of a span, and which of its runs are full and seen whole by all of them: [first,
     last)."""
@@ -204,7 +204,7 @@ def _span_rows(forest, entries, stage, spans, window, run):
     return found
 
 
-@njit(cached=False)
+@njit(inner=True)
 def outline_stage(forest, entries, stage, window, run):
     """The items of a stage, tiles cut into parts of whole blocks."""
     spans = segments(forest, entries, stage, window, run)
@@ -278,7 +278,7 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
     return Items(items, runs, queries, uncut)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def heaviest_first(outline, num_entries):
     """The items of a stage of which nothing merges, in the order of `finish`, and the number of partial slots."""
     items, pieces = outline.items, np.zeros(num_entries, np.int64)

@@ -126,7 +126,7 @@ def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
     return Overlapped(best.items, best.total_ns + merge_ns)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _profile(items, overlap):
     """An item is done when its share of every SM is, and when the SMs that have the most of the longest items are."""
     number = len(items)
@@ -148,7 +148,7 @@ def _profile(items, overlap):
     return _Profile(blocks, until_ns, is_wide)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _both_ns(chunk_ns, decode_ns, overlap, wide):
     """Time of chunks and decodes that take so long without the other. While both run, each has a share of its speed."""
     chunk_end_ns = chunk_ns * 100 // overlap.chunk_percent[wide]

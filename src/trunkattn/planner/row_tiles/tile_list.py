@@ -43,7 +43,7 @@ class TileArrays(NamedTuple):
     num_slots: int
 
 
-@njit(cached=False)
+@njit(inner=True)
 def join_stages(tall, low):
     """The items of two stages in one list."""
     items = np.concatenate((tall.items, low.items))
@@ -96,7 +96,7 @@ def nest(emitted, kind_of_item, subtiles):
     return Items(items, nested, queries, uncut)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _count(runs, item, height, lengths):
     """Runs of an item that are not full, by subtile."""
     lengths[:] = 0
@@ -159,7 +159,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     return TileArrays(items[order], runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots)
 
 
-@njit(cached=False)
+@njit(inner=True)
 def _slots(queries, pieces):
     """Consecutive slots for the pieces of a query, in the order in which they were emitted."""
     first = np.zeros(len(pieces), np.int32)
