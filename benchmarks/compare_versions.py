@@ -1,11 +1,11 @@
-"""Two versions of the project on one card, cell by cell: does a change make anything slower?
+"""Two versions of the project on one machine, cell by cell: does a change make anything slower?
 
-    python benchmarks/compare_versions.py --before ../old                 # results/compare-CARD.json
+    python benchmarks/compare_versions.py --before ../old                 # results/compare-CARD.json, or compare-cpu
     python benchmarks/compare_versions.py --before ../old --part kernels device_planner --rounds 3
 
 `--before` and `--after` are checkouts; each runs its own benchmarks on its own sources, in turns (before, after, after,
-before, ...), so that a card that slows down over the run does not favour one of them. A cell's time is its least over
-the rounds. No peers are run: the times of both are this project's own.
+before, ...), so that a machine that slows down over the run favours neither. A cell's time is its least over the
+rounds. No peers are run: the times of both are this project's own.
 """
 
 import argparse
@@ -52,16 +52,35 @@ def hybrid_cells(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{number} {name}", us
 
 
+def cpu_cells(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """ms of decode attention on a CPU."""
+    for case, ways in result["cases"].items():
+        for name in ("trunkattn per_query", "trunkattn auto"):
+            yield f"{case} {name}", ways[name]["min_ms"]
+
+
+def cpu_planner_cells(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """ms of planning on a CPU, from scratch and from the step before, by policy."""
+    for policy, row in result["policies_ms"].items():
+        for name in ("cold", "patch"):
+            yield f"{policy} {name}", row[name]["min_ms"]
+
+
 class Part(NamedTuple):
-    """A benchmark of a checkout. result: the name of its file, `{card}` for the card's."""
+    """A benchmark of a checkout. result: the name of its file, `{card}` for the card's; unit: of its cells' times."""
 
     script: str
     arguments: tuple[str, ...]
     result: str
     cells: Callable[[dict[str, Any]], Iterator[tuple[str, float]]]
+    unit: str = "us"
 
 
-PARTS = {
+CPU_PARTS = {
+    "cpu_attention": Part("cpu_attention.py", (), "cpu-attention", cpu_cells, "ms"),
+    "cpu_planner": Part("planner.py", (), "planner-cpu", cpu_planner_cells, "ms"),
+}
+GPU_PARTS = {
     "kernels": Part(
         "kernels.py",
         ("--peers", "--heads", "32/8", "16/8", "--name", "compare"),
@@ -90,7 +109,7 @@ def least(rounds: list[Cells]) -> Cells:
     return {name: min(cells[name] for cells in rounds) for name in rounds[0]}
 
 
-def compared(before: Cells, after: Cells) -> dict[str, Any]:
+def compared(before: Cells, after: Cells, unit: str) -> dict[str, Any]:
     """Ratios of after to before; above 1 is slower."""
     ratios = {name: after[name] / before[name] for name in before if name in after and before[name] > 0}
     ratios = {name: ratio for name, ratio in ratios.items() if ratio == ratio}  # a cell that could not run is NaN
@@ -100,7 +119,7 @@ def compared(before: Cells, after: Cells) -> dict[str, Any]:
         "geomean": round(geometric_mean(ratios.values()), 4),
         "worst": {"cell": worst, "ratio": round(ratios[worst], 4)},
         "over_3_percent": {name: round(ratio, 4) for name, ratio in ratios.items() if ratio > 1.03},
-        "us": {name: [before[name], after[name]] for name in ratios},
+        unit: {name: [before[name], after[name]] for name in ratios},
     }
 
 
@@ -108,23 +127,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
     parser.add_argument("--after", type=Path, default=Path(__file__).parents[1], help="default: this one")
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS), help="default: all")
+    parser.add_argument(
+        "--part", nargs="+", choices=[*GPU_PARTS, *CPU_PARTS], help="default: all of the GPU, or the CPU"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="of each version")
     parser.add_argument("--name", default="compare", help="of the result file")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "compare_versions.py: torch finds no CUDA device: this benchmark needs an NVIDIA GPU\n")
-    card = short_name(torch.cuda.get_device_name())
+    on_gpu = torch.cuda.is_available()
+    parts = arguments.part or list(GPU_PARTS if on_gpu else CPU_PARTS)
+    if not on_gpu and set(parts) & set(GPU_PARTS):
+        parser.exit(1, "compare_versions.py: torch finds no CUDA device: these parts need an NVIDIA GPU\n")
+    card = short_name(torch.cuda.get_device_name()) if on_gpu else "cpu"
     versions = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
-    figures: dict[str, Any] = {"card": torch.cuda.get_device_name(), "rounds": arguments.rounds, "parts": {}}
-    for name in arguments.part:
+    figures: dict[str, Any] = {"card": torch.cuda.get_device_name() if on_gpu else "cpu"}
+    figures |= {"rounds": arguments.rounds, "parts": {}}
+    for name in parts:
+        part = (GPU_PARTS | CPU_PARTS)[name]
         found: dict[str, list[Cells]] = {"before": [], "after": []}
         for turn in range(arguments.rounds):
             for version in ("before", "after") if turn % 2 == 0 else ("after", "before"):
-                found[version].append(run(versions[version], PARTS[name], card))
-        figures["parts"][name] = result = compared(least(found["before"]), least(found["after"]))
-        print(name, {key: value for key, value in result.items() if key != "us"}, flush=True)
-        write_result(f"{arguments.name}-{card}", figures, "triton")
+                found[version].append(run(versions[version], part, card))
+        figures["parts"][name] = result = compared(least(found["before"]), least(found["after"]), part.unit)
+        print(name, {key: value for key, value in result.items() if key != part.unit}, flush=True)
+        write_result(f"{arguments.name}-{card}", figures, *(["triton"] if on_gpu else []))
 
 
 if __name__ == "__main__":

@@ -140,21 +140,31 @@ def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
     group = shape.num_qo_heads // shape.num_kv_heads
     queries, slots = array_at(work.queries, np.int32), array_at(work.slots, np.int32)
     row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
-    acc, v_scale = array_at(ws.acc, np.float32), array_at(options.v_scale, np.float32)
-    partial, partial_lse = array_at(outputs.partial, np.float32), array_at(outputs.partial_lse, np.float32)
+    v_scale, partial_lse = array_at(options.v_scale, np.float32), array_at(outputs.partial_lse, np.float32)
     for m in range(rows):
+        acc_at = ws.acc + 4 * m * width
         query_head = head * group + m % group
-        i = begin + m // group
-        lse = row_max[m] * _LN_2 + np.float32(np.log(row_sum[m]))
+        i, total = begin + m // group, row_sum[m]
+        lse = row_max[m] * _LN_2 + np.float32(np.log(total))
         slot = np.int64(slots[i])
         if slot == DIRECT:
-            token, at = np.int64(queries[i]), ws.acc + 4 * m * width
-            _write(token, query_head, shape, at, row_sum[m], lse, v_scale[head], outputs, options)
+            token = np.int64(queries[i])
+            _write(token, query_head, shape, acc_at, total, lse, v_scale[head], outputs, options)
         else:
             row = slot * shape.num_qo_heads + query_head
+            acc, partial = array_at(acc_at, np.float32), _row_at(outputs.partial, row, shape)
             for d in range(shape.head_dim_v):
-                partial[row * shape.head_dim_v + d] = acc[m * width + d] / row_sum[m]
+                partial[d] = acc[d] / total
             partial_lse[row] = lse
+
+
+@njit(inline="always")
+def _row_at(address, row, shape):
+    """A row of values, counted from 0.
+
+    Numba takes an index below 0 to count from the end; where it cannot rule that out, LLVM does not vectorise.
+    """
+    return array_at(address + 4 * row * shape.head_dim_v, np.float32)
 
 
 @njit(inner=True, error_model="numpy")
@@ -163,14 +173,14 @@ def _write(token, query_head, shape, acc_at, row_sum, lse, v_scale, outputs, opt
 
     By NumPy's rules 0 / 0 is NaN in that row; by Python's it would end the batch.
     """
-    acc, out = array_at(acc_at, np.float32), array_at(outputs.out, np.float32)
     sinks, out_lse = array_at(options.sinks, np.float32), array_at(outputs.lse, np.float32)
     factor = v_scale / row_sum
     if options.num_sinks > 0:  # an extra logit without a value
         factor *= np.float32(1.0) / (np.float32(1.0) + np.float32(np.exp(sinks[query_head] - lse)))
     row = token * shape.num_qo_heads + query_head
+    acc, out = array_at(acc_at, np.float32), _row_at(outputs.out, row, shape)
     for d in range(shape.head_dim_v):
-        out[row * shape.head_dim_v + d] = acc[d] * factor
+        out[d] = acc[d] * factor
     out_lse[row] = lse
 
 
@@ -180,7 +190,7 @@ def _merge(token, slots, head, shape, outputs, options, acc_at):
 
     slots: the first and one past the last.
     """
-    partial, partial_lse = array_at(outputs.partial, np.float32), array_at(outputs.partial_lse, np.float32)
+    partial_lse = array_at(outputs.partial_lse, np.float32)
     v_scale, acc = array_at(options.v_scale, np.float32), array_at(acc_at, np.float32)
     row_max = NEG_INF
     for slot in range(slots[0], slots[1]):
@@ -192,8 +202,9 @@ def _merge(token, slots, head, shape, outputs, options, acc_at):
         row = slot * shape.num_qo_heads + head
         p = exp2((partial_lse[row] - row_max) * _LOG2_E)
         row_sum += p
+        partial = _row_at(outputs.partial, row, shape)
         for d in range(shape.head_dim_v):
-            acc[d] += p * partial[row * shape.head_dim_v + d]
+            acc[d] += p * partial[d]
     kv_head = head // (shape.num_qo_heads // shape.num_kv_heads)
     lse = row_max + np.float32(np.log(row_sum))
     _write(token, head, shape, acc_at, row_sum, lse, v_scale[kv_head], outputs, options)

@@ -174,11 +174,12 @@ def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits,
     if outside or last - 1 > queries.first_position or first <= queries.last_position - shape.window:
         _mask(ws, lanes, queries.rows, first, tokens, keys.start, keys.end, shape.window)
     _online_softmax(ws, lanes, tokens)
-    acc, rescale = array_at(ws.acc, np.float32), array_at(ws.rescale, np.float32)
+    rescale = array_at(ws.rescale, np.float32)
     for m in range(queries.rows):
-        if rescale[m] != np.float32(1.0):
+        factor, acc = rescale[m], array_at(ws.acc + 4 * m * width, np.float32)
+        if factor != np.float32(1.0):
             for d in range(width):
-                acc[m * width + d] *= rescale[m]
+                acc[d] *= factor
     values, offsets = as_float32(v_elements, staged_values), ws.value_offsets
     if narrow or width != shape.head_dim_v:
         values, offsets = staged_values, ws.staged_value_offsets
