@@ -54,7 +54,7 @@ class Forest(NamedTuple):
 
 
 # A node while the forest is built; _EMPTY: none. Children are a linked list.
-_NODE: Final = np.dtype(
+_FIELDS: Final = np.dtype(
     [
         ("row", np.int32),  # the first row that came to the node; its pages are the node's
         ("col_start", np.int32),
@@ -67,6 +67,7 @@ _NODE: Final = np.dtype(
         ("prev_sibling", np.int32),
     ]
 )
+_NODE: Final = np.dtype((np.record, _FIELDS))  # of fields that plain Python reads by name too
 
 
 @njit
