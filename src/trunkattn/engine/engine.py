@@ -125,6 +125,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         request_id: str | None = None,
+        cache_salt: bytes = b"",
     ) -> str:
         """Queues a request. `step` computes it.
 
@@ -133,6 +134,7 @@ class Engine:
             params: how to sample.
             prompt: its text, for the output only.
             request_id: unique among unfinished requests; None: the engine chooses one.
+            cache_salt: only requests of equal salt share cached prefixes.
 
         Returns:
             The request id.
@@ -158,6 +160,7 @@ class Engine:
                 arrival=arrival,
                 index=index,
                 owner_id=request_id,
+                cache_salt=cache_salt,
             )
             for index in range(params.n)
         ]

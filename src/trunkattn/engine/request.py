@@ -24,6 +24,7 @@ class Request:
         arrival: rank in the order of arrival. The last arrival is preempted first.
         index: number of the answer among the request's `n`.
         owner_id: id of the user's request.
+        cache_salt: only requests of equal salt share cached prefixes.
         children: sequences that fork from this one once the prompt is computed (parallel sampling).
         num_computed_tokens: tokens whose KV is in the cache; 0 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at the first scheduling; None before.
@@ -41,6 +42,7 @@ class Request:
     arrival: int = 0
     index: int = 0
     owner_id: str = ""
+    cache_salt: bytes = b""
     children: list["Request"] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None

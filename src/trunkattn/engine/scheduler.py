@@ -7,7 +7,7 @@ https://arxiv.org/abs/2309.06180, §4.5).
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -214,7 +214,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, chunked: bool, batch: ScheduledBatch) -> ScheduledChunk | None:
         """Starts a request on its cached prefix; None, with nothing changed, if the cache cannot hold all its tokens
         now."""
-        cached = self.cache.admit(request.request_id, request.token_ids)
+        cached = self.cache.admit(request.request_id, request.token_ids, request.cache_salt)
         num_tokens = request.num_tokens - cached
         if chunked:
             num_tokens = min(num_tokens, budget)
@@ -292,7 +292,7 @@ class PagesInFlight:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._requests: dict[int, dict[tuple[int, ...], Request]] = {}  # first token of page -> its tokens -> request
+        self._requests: dict[int, dict[Hashable, Request]] = {}  # first token of page -> salt and tokens -> request
 
     def add(self, chunk: ScheduledChunk) -> None:
         """Adds the first page that the chunk computes: the pages before it are already in the cache."""
@@ -310,5 +310,5 @@ class PagesInFlight:
                 return True
         return False
 
-    def _page(self, request: Request, first: int) -> tuple[int, ...]:
-        return tuple(request.token_ids[first : first + self._page_size])
+    def _page(self, request: Request, first: int) -> Hashable:
+        return request.cache_salt, *request.token_ids[first : first + self._page_size]
