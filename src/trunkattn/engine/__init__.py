@@ -4,10 +4,11 @@
 computes it, and a `CacheManager` (`trunkattn.kv_cache`) holds the pages.
 """
 
-from trunkattn.engine.config import EngineConfig, SamplingParams
+from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine, ModelLimits
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.stats import BlockTables, EngineStats
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

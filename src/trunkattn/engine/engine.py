@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from trunkattn.engine.answers import RequestAnswers
-from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, token_logprobs
+from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage

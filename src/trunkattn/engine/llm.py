@@ -12,10 +12,11 @@ from jinja2 import TemplateError
 from transformers.utils import logging
 
 from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
-from trunkattn.engine.config import EngineConfig, SamplingParams
+from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine, ModelLimits
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
 from trunkattn.kv_cache.manager import CacheManager

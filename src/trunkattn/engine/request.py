@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)

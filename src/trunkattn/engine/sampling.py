@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.sampling_params import SamplingParams
 
 MIN_CANDIDATES = 256  # top-p first considers this many most likely tokens, then more while their mass is too small
 
