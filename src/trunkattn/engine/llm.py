@@ -153,6 +153,12 @@ class LLM:
         prompts = [_fill_template(make, name, conversation) for name, conversation in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def render_chat(self, messages, tools=None, chat_template_kwargs=None, **options):  # SHIM
+        return self.tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **options)
+
+    def get_default_sampling_params(self):  # SHIM
+        return SamplingParams()
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -93,8 +93,9 @@ class PrefixIndex:
     ) -> CachedBlock:
         """Indexes `pages`, which hold the KV of `tokens`, as the continuation of `parent`; returns the last block.
 
-        The salt counts only where the prefix begins, at the root. A block that already has a page keeps that page, and the blocks after it become its children. The new pages
-        count as referenced until the caller calls `mark_unreferenced`.
+        The salt counts only where the prefix begins, at the root. A block that already has a page keeps that page, and
+        the blocks after it become its children. The new pages count as referenced until the caller calls
+        `mark_unreferenced`.
 
         Raises:
             ValueError: `tokens` does not fill the pages exactly, or a page is already indexed as another prefix.

@@ -183,5 +183,3 @@ def _model(service: Service) -> dict[str, Any]:
     limit = service.llm.engine.limits.max_model_len
     name = service.options.served_model_name
     return {"id": name, "object": "model", "created": 0, "owned_by": "trunkattn", "max_model_len": limit}
-
-

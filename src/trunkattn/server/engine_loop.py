@@ -6,6 +6,7 @@ slow reader gets the newest one and nothing queues up behind it.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -15,9 +16,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams
 
 _LOG: Final = logging.getLogger(__name__)
 _FIRST_TOKEN_WEIGHT: Final = 0.1  # of the newest time to a first token in the running mean
@@ -65,10 +66,8 @@ class _Inbox:
 
     def send(self, newest: RequestOutput | Exception) -> None:
         """Hands an output over from the engine's thread."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self.put, newest)
-        except RuntimeError:  # the event loop is closed: nobody waits any more
-            pass
 
     async def get(self) -> RequestOutput:
         await self.arrived.wait()
@@ -173,15 +172,10 @@ class EngineLoop:
             timeout = 0.0
         elif self.watched:
             timeout = _WATCH_INTERVAL_S
-        try:
-            while True:
-                command = self._commands.get(timeout != 0.0, timeout)
-                if command is None:
-                    return
+        with contextlib.suppress(queue.Empty):
+            while (command := self._commands.get(timeout != 0.0, timeout)) is not None:
                 command()
                 timeout = 0.0
-        except queue.Empty:
-            pass
 
     def _add(self, submission: Submission, inbox: _Inbox) -> None:
         try:

@@ -1,6 +1,7 @@
 """The live page's data: what the last steps read, and the prefix forest now. Made only while somebody looks."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -64,10 +65,8 @@ class Live:
         """Makes a snapshot and hands it to every reader. On the engine's thread."""
         event = f"data: {json.dumps(self.snapshot(engine), ensure_ascii=False)}\n\n"
         for queue, loop in list(self._readers.items()):
-            try:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_replace, queue, event)
-            except RuntimeError:  # the event loop is closed
-                pass
 
     def snapshot(self, engine: Engine) -> dict[str, Any]:
         """The counts, rates since the last snapshot, and the forest. Times in seconds, sizes in bytes."""

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.server.engine_loop import EngineFailed, EngineLoop, Submission
 from trunkattn.server.errors import BadRequest, shown
 from trunkattn.server.metrics import Metrics
@@ -86,7 +86,7 @@ class Service:
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. options: see `LLM.chat`."""
         conversation = [_message(position, message) for position, message in enumerate(messages)]
-        render = self.llm.render_chat
+        render, options = self.llm.render_chat, {"add_generation_prompt": True} | options
         return list(await self._on_thread(lambda: render(conversation, tools=tools, **options)))
 
     def text(self, token_ids: list[int]) -> str:
@@ -102,7 +102,10 @@ class Service:
             values["stop"] = tuple([body.stop] if isinstance(body.stop, str) else body.stop)
         if body.logit_bias is not None:
             values["logit_bias"] = _logit_bias(body.logit_bias)
-        params = replace(self.llm.get_default_sampling_params(), **values, **changes)
+        if body.structured_outputs is not None:
+            form = body.structured_outputs
+            values["structured_outputs"] = StructuredOutputsParams(form.json_, form.regex, form.choice, form.grammar)
+        params = replace(self.llm.get_default_sampling_params(), **values | changes)
         most = self.options.max_answer_tokens
         if most is not None:
             if params.max_tokens is not None and params.max_tokens > most:

@@ -7,7 +7,7 @@ Hermes, Qwen and many others. `llama3_json`: the whole answer is one JSON object
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -105,7 +105,7 @@ class WholeJson:
 
 
 Parser = Marked | WholeJson
-TOOL_CALL_PARSERS: Final = MappingProxyType(
+TOOL_CALL_PARSERS: Final[Mapping[str, Parser]] = MappingProxyType(
     {
         "hermes": Marked("<tool_call>", "</tool_call>"),
         "llama3_json": WholeJson(),
