@@ -13,12 +13,13 @@ from transformers.utils import logging
 
 from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
 from trunkattn.engine.config import EngineConfig
-from trunkattn.engine.engine import Engine, ModelLimits
+from trunkattn.engine.engine import Engine
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
+from trunkattn.engine.token_rules import ModelLimits
 from trunkattn.kv_cache.manager import CacheManager
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -80,7 +81,8 @@ class LLM:
             self.config.scheduler_policy,
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer)
-        self.engine = Engine(self._runner, scheduler, ModelLimits(info.vocab_size, max_model_len, eos), self.tokenizer)
+        limits = ModelLimits(info.vocab_size, max_model_len, eos)
+        self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed)
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
 
     def warm_up(self) -> None:
