@@ -40,6 +40,18 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}: expected True or False")
 
 
+def check_text(name: str, text: str) -> str:
+    """`text`, if it is Unicode. Raises ValueError for a lone surrogate, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={text!r}: expected Unicode text, and character {error.start} is half of a surrogate pair; decode "
+            f"the text as UTF-8"
+        ) from error
+    return text
+
+
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     """Raises TypeError or ValueError unless a step's token budget has one token for each running sequence."""
     check_int("max_num_seqs", max_num_seqs, 1)

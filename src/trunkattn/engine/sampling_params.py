@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trunkattn.engine.config import check_bool, check_real
+from trunkattn.engine.config import check_bool, check_real, check_text
 from trunkattn.validate import check_int
 
 GREEDY_BELOW = 1e-5  # a smaller temperature counts as 0: its softmax is one-hot in float32
@@ -48,6 +48,7 @@ class StructuredOutputsParams:
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
                 raise TypeError(f"{name}={text!r}: expected a text that is not empty")
+            check_text(name, text or "")
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
         if self.json_object is not None:
@@ -223,6 +224,18 @@ class SamplingParams:
         return tuple(self.stop_token_ids)
 
 
+def default_sampling_params(generation_config: object) -> SamplingParams:
+    """The parameters that a model's generation_config.json sets, as far as vLLM reads it, and defaults for the rest.
+
+    Raises:
+        TypeError, ValueError: the file has a bad value; the message names it.
+    """
+    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    named = [*((name, name) for name in same), ("max_new_tokens", "max_tokens")]
+    found = {to: getattr(generation_config, name, None) for name, to in named}
+    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     expected = "a list of strings" if name != "stop" else "a string or a list of strings"
     strings = (value,) if isinstance(value, str) and name == "stop" else value
@@ -236,6 +249,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
             raise TypeError(f"{name}={value!r}: expected {expected}")
         if not string.strip() if name == "bad_words" else not string:
             raise ValueError(f"{name}={value!r}: expected strings that are not empty")
+        check_text(name, string)
     if name == "choice" and not strings:
         raise ValueError(f"{name}={value!r}: expected at least one string")
     return strings
@@ -273,7 +287,10 @@ def _processors(processors: object) -> tuple[Callable[..., Any], ...]:
 
 
 def num_parameters(function: Callable[..., Any]) -> int:
-    """Positional parameters that a call has to give."""
+    """Positional parameters that a call has to give; -1 for a function in C that does not say."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return -1
     return sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters)
