@@ -41,7 +41,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETE, {"prompt": "x", "stream": "yes"}, "stream", "stream='yes'"),
     (COMPLETE, {"prompt": "x", "stream_options": {"usage": 1}}, "stream_options.usage", "there is no such field"),
     (COMPLETE, {"prompt": "x", "seed": -1}, "seed", "seed=-1"),
-    (COMPLETE, {"prompt": "\ud83d"}, "prompt", "expected text without lone surrogates"),
+    (COMPLETE, {"prompt": "\ud83d"}, "prompt", "expected Unicode text, and character 0"),
     (CHAT, {}, "messages", "messages is missing"),
     (CHAT, {"messages": []}, "messages", "messages=[]"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),

@@ -26,6 +26,7 @@ from trunkattn.engine.sampling_params import SamplingParams, default_sampling_pa
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
 from trunkattn.engine.token_rules import ModelLimits
+from trunkattn.engine.turns import Turns
 from trunkattn.kv_cache.manager import CacheManager
 
 
@@ -40,6 +41,8 @@ class _Prepared:
 
 class LLM:
     """A local language model that answers many prompts at once and reads each shared prefix once per step.
+
+    Several threads may use one `LLM`: their prompts run in the same steps.
 
     On a GPU each step replays a CUDA graph. A graph is captured at the first step of its padded number of tokens, which
     makes that step some tenths of a second slower; `warm_up` captures all graphs at once. With `enforce_eager` there
@@ -87,13 +90,15 @@ class LLM:
         limits = ModelLimits(info.vocab_size, max_model_len, eos)
         self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed)
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
+        self._turn = Turns()  # whoever has it may use the engine
 
     def warm_up(self) -> None:
         """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
 
         On a CPU or with `enforce_eager` it compiles the planner alone. Call it while no request is unfinished.
         """
-        self._runner.warm_up()
+        with self._turn:
+            self._runner.warm_up()
 
     @property
     def stats(self) -> EngineStats:
@@ -191,7 +196,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix: later requests compute their prompts from the first token."""
-        self.engine.reset_prefix_cache()
+        with self._turn:
+            self.engine.reset_prefix_cache()
 
     def stream(
         self,
@@ -201,7 +207,8 @@ class LLM:
         """Answers prompts and yields (position of the prompt, its output so far) whenever a prompt gets a token.
 
         The arguments are checked now; the computation starts with the first item. To close the iterator aborts its
-        unfinished prompts. Several iterators and `generate` may be used in turn: they share the engine's steps.
+        unfinished prompts. Several iterators and `generate` may be used in turn, or by several threads: they share the
+        engine's steps.
 
         Args:
             prompts, sampling_params: see `generate`.
@@ -216,25 +223,30 @@ class LLM:
         return self._run(self._prepare(prompts, sampling_params))
 
     def _run(self, prepared: Sequence[_Prepared]) -> Generator[tuple[int, RequestOutput], None, None]:
-        positions = {
-            self.engine.add_request(request.token_ids, request.params, request.prompt): position
-            for position, request in enumerate(prepared)
-        }
+        with self._turn:
+            positions = {
+                self.engine.add_request(request.token_ids, request.params, request.prompt): position
+                for position, request in enumerate(prepared)
+            }
         try:
             while positions:
-                ready = [request_id for request_id in positions if request_id in self._unfetched]
-                if not ready:
-                    self._unfetched.update((output.request_id, output) for output in self.engine.step())
-                for request_id in ready:
-                    output = self._unfetched.pop(request_id)
-                    position = positions[request_id]
+                for output in self._next_outputs(positions):
+                    position = positions[output.request_id]
                     if output.finished:
-                        del positions[request_id]
+                        del positions[output.request_id]
                     yield position, output
         finally:
-            for request_id in positions:
-                self.engine.abort_request(request_id)
-                self._unfetched.pop(request_id, None)
+            with self._turn:
+                for request_id in positions:
+                    self.engine.abort_request(request_id)
+                    self._unfetched.pop(request_id, None)
+
+    def _next_outputs(self, positions: Mapping[str, int]) -> list[RequestOutput]:
+        """New outputs of these requests: those that another call's step has computed, or those of a step."""
+        with self._turn:
+            if not any(request_id in self._unfetched for request_id in positions):
+                self._unfetched.update((output.request_id, output) for output in self.engine.step())
+            return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]
 
     def _prepare(
         self,

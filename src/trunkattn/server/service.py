@@ -1,12 +1,15 @@
 """What every endpoint needs: the model behind the server, checks, tokens of prompts, and answers as they grow."""
 
 import asyncio
+import contextlib
 import hashlib
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
+from trunkattn.engine.config import check_text
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -77,7 +80,7 @@ class Service:
     async def tokens(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         tokenizer = self._tokenizer()
-        _check_unicode(name, text)
+        check_text(name, text)
         encoded = await self._on_thread(lambda: tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         return list(encoded)
 
@@ -85,9 +88,8 @@ class Service:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, **options: Any
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. options: see `LLM.chat`."""
-        conversation = [_message(position, message) for position, message in enumerate(messages)]
-        render, options = self.llm.render_chat, {"add_generation_prompt": True} | options
-        return list(await self._on_thread(lambda: render(conversation, tools=tools, **options)))
+        conversation = [_message(message) for message in messages]
+        return list(await self._on_thread(lambda: self.llm.render_chat(conversation, tools=tools, **options)))
 
     def text(self, token_ids: list[int]) -> str:
         """The text of token ids."""
@@ -195,27 +197,18 @@ def salt_of(api_key: str | None, cache_salt: str | None) -> bytes:
     return hashlib.sha256(f"{api_key or ''}\0{cache_salt or ''}".encode("utf-8", "surrogatepass")).digest()
 
 
-def _check_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(f"{name}={shown(text)}: expected text without lone surrogates", name) from error
-
-
 def _check_sound(output: RequestOutput) -> None:
     for answer in output.outputs:
         if answer.finish_reason == "error":
-            raise EngineFailed(f"an answer ended with an error: {answer.stop_reason}")
+            raise EngineFailed(f"an answer ended with an error: {answer.error}")
 
 
-def _message(position: int, message: Message) -> dict[str, Any]:
-    """A message as chat templates read it: parts of text joined."""
+def _message(message: Message) -> dict[str, Any]:
+    """A message as chat templates read it: the arguments of a call are a mapping, not JSON text."""
     values = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        values["content"] = "".join(part.text for part in message.content)
-    for name, value in (("role", message.role), ("content", values.get("content"))):
-        if isinstance(value, str):
-            _check_unicode(f"messages[{position}].{name}", value)
+    for call in values.get("tool_calls", ()):
+        with contextlib.suppress(ValueError):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return values
 
 
