@@ -87,13 +87,15 @@ class TokenRules:
         return LogitsState(params, banned, token_ids, num_prompt_tokens, grammar)
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The words' tokens, as vLLM makes them: at the beginning of a text, and after a space if that gives other
-        tokens of the same number."""
+        """The words' tokens at the beginning of a text and after a space.
+
+        vLLM drops the second if their numbers differ, and then does not find " Paris", one token, for "Paris", two.
+        """
         found: list[tuple[int, ...]] = []
         for word in words:
             plain, spaced = (self._encode(prefix + word.lstrip()) for prefix in ("", " "))
             found.append(plain)
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
+            if spaced[-len(plain) :] != plain:
                 found.append(spaced)
         return tuple(found)
 
