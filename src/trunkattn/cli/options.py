@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 
-SAMPLING, ENGINE, OUTPUT = "Sampling", "Engine", "Output"
+SAMPLING, ENGINE, SERVER, OUTPUT = "Sampling", "Engine", "Server", "Output"
 JSON_OPTION = typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
 LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
@@ -272,6 +272,58 @@ def _read(name: str, path: Path | None) -> str | None:
         return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}={str(path)!r}: expected a UTF-8 text file ({error})") from error
+
+
+def _texts(panel: str, text: str, metavar: str = "TEXT") -> Any:
+    return typer.Option(metavar=metavar, help=f"{text} Repeat the option for more.", rich_help_panel=panel)
+
+
+@dataclass(frozen=True)
+class ServeOptions(EngineOptions):
+    """Command line of `trunkattn serve`. An option with the name of a field of `ServerOptions` sets that field."""
+
+    host: Annotated[
+        str, typer.Option(metavar="NAME", help="Where to listen; 0.0.0.0: on every network.", rich_help_panel=SERVER)
+    ] = "127.0.0.1"
+    port: Annotated[int, _integer(SERVER, "The port; 0: any free one.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What requests call the model. Default: the name of its folder or file.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="TRUNKATTN_API_KEY",
+            help="A key that requests must carry. Each key is a tenant with cached prefixes of its own. Repeat the "
+            "option for more.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None, _texts(SERVER, "An origin whose web pages may call the server (CORS).", "ORIGIN")
+    ] = None
+    max_waiting: Annotated[int, _integer(SERVER, "Requests that may wait; one more is answered with 429.")] = 1024
+    max_body_bytes: Annotated[int, _integer(SERVER, "Most bytes of a request's body.")] = 16 << 20
+    max_answers: Annotated[int, _integer(SERVER, "Most answers of one request.")] = 128
+    max_prompt_tokens: Annotated[int | None, _integer(SERVER, "Most tokens of a prompt.")] = None
+    max_answer_tokens: Annotated[int | None, _integer(SERVER, "Most tokens of an answer.")] = None
+    shutdown_seconds: Annotated[float, _number(SERVER, "How long running answers may take to end after SIGTERM.")] = (
+        30.0
+    )
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes tool calls: hermes, llama3_json, mistral.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "hermes"
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log no requests.", rich_help_panel=SERVER)] = False
 
 
 def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
