@@ -1,5 +1,7 @@
 """What can run is decided from the configuration alone, with the reason, and before any weight is loaded."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from trunkattn.engine import LLM, SamplingParams
 from trunkattn.engine.hf_attention import AttentionProbe, trunk_attention
 from trunkattn.engine.model_support import check_supported, max_positions, probe_attention
+from trunkattn.engine.packed_linear import PackedLinear
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -136,3 +140,28 @@ def test_what_the_attention_does_not_know_is_refused(options: dict[str, Any], re
 def test_what_changes_nothing_passes() -> None:
     out = attend(position_ids=torch.zeros(1, 3), use_cache=False, dropout=0.0, is_causal=True, position_bias=None)
     assert out.shape == (1, 3, 2, 4)
+
+
+def test_a_model_whose_steps_fail_is_refused_when_it_is_loaded(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise AttributeError("no such weight")
+
+    monkeypatch.setattr(PackedLinear, "forward", broken)
+    path = tiny_model("llama").path
+    with pytest.raises(
+        ValueError, match=r"a step of two tokens fails on cpu \(AttributeError: no such weight\)"
+    ) as error:
+        LLM(path, num_pages=8)
+    assert str(error.value).startswith(f"model={str(path)!r}: ")
+
+
+def test_a_model_that_reads_its_layers_weights_runs(tmp_path: Path) -> None:
+    options = {**SMALL, "num_hidden_layers": 2, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    config = config_of("hunyuan_v1_moe", **options, vocab_size=64, num_experts=4, moe_topk=2, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    answer = LLM(tmp_path, num_pages=8).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+    expected = model.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=4, pad_token_id=0)
+    assert answer[0].outputs[0].token_ids == expected[0, 3:].tolist()

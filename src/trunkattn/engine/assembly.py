@@ -97,9 +97,13 @@ def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:
 def make_runner(
     model: Any, info: ModelInfo, config: EngineConfig, kv_cache: KVCache, max_model_len: int
 ) -> ModelRunner:
-    """A model runner. On a GPU it has plans for any step that the options allow and, unless `enforce_eager`, graphs.
+    """A model runner that has run one step. On a GPU it has plans for any step that the options allow and, unless
+    `enforce_eager`, graphs.
 
     Runners may share a model and a KV cache.
+
+    Raises:
+        ValueError: the model's code fails in a step.
     """
     capacity = graphs = None
     if info.device.type == "cuda":
@@ -114,7 +118,21 @@ def make_runner(
             graphs = Graphs(sizes, config.max_num_seqs, CudaCapture(info.device))
     attention = BatchAttention(attention_config(info, config), info.device, capacity)
     windows = info.geometry.windows
-    return ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs)
+    runner = ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs)
+    _try_step(runner, info)
+    return runner
+
+
+def _try_step(runner: ModelRunner, info: ModelInfo) -> None:
+    try:
+        runner.try_step()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the model's own code can raise anything
+        raise ValueError(
+            f"model={str(info.files.path)!r}: a step of two tokens fails on {info.device} ({type(error).__name__}: "
+            f"{error}); expected a model that runs in this version of transformers, so try another device or dtype"
+        ) from error
 
 
 def _step_tokens(config: EngineConfig, max_model_len: int) -> int:

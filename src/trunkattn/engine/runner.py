@@ -20,6 +20,8 @@ from trunkattn.kv_cache.tensors import KVCache
 # Size of the plans that compile the planner. Four rows are enough for two chunks and two decodes that share pages.
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256
 
+PROBE_TOKENS = 2  # of a step that shows whether the model's steps work
+
 
 @dataclass(frozen=True)
 class StepReads:
@@ -93,6 +95,16 @@ class ModelRunner:
         logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
         self.last_reads = self._reads()  # the host counts while a GPU computes
         return logits
+
+    def try_step(self) -> None:
+        """Runs the model on two tokens that write no KV, and drops the result: what fails here fails in every step."""
+        capacity = self._attention.capacity
+        num_tokens = min(PROBE_TOKENS, capacity.max_query_tokens if capacity else PROBE_TOKENS)
+        self._plan(np.zeros_like(self._block_table[:1]), np.array([num_tokens]), np.array([0, num_tokens]))
+        has_chunks = any(plan.has_chunks for plan in self._plans.values())
+        positions = np.arange(num_tokens)
+        nowhere = np.full(num_tokens, -1)
+        self._forward(StepArrays(np.zeros_like(positions), positions, nowhere, positions[-1:], has_chunks))
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Runs the forward pass on padding tokens, which captures its graphs.
