@@ -9,7 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME
 from trunkattn.engine.model_files import ModelFiles, find_model_files
-from trunkattn.engine.model_support import AttentionGeometry, check_supported, max_positions, probe_attention
+from trunkattn.engine.model_support import (
+    AttentionGeometry,
+    check_supported,
+    hold_rope,
+    max_positions,
+    probe_attention,
+)
 from trunkattn.engine.packed_linear import can_pack, pack_linears
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -74,6 +80,7 @@ def load_model(info: ModelInfo) -> Any:
     """
     model = _dummy_model(info) if info.load_format == "dummy" else _saved_model(info)
     model = model.to(info.device).eval().requires_grad_(False)
+    hold_rope(model)
     if can_pack(info.dtype, info.device):
         pack_linears(model)
     return model

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
+from trunkattn.engine.hf_masks import UnsupportedAttention
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meaning
@@ -20,7 +22,7 @@ UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meani
     ("num_kv_shared_layers", "some of its layers share KV"),
     ("add_cross_attention", "it has cross-attention"),
 )
-PROBE_TOKENS = 2
+PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no values of the attention mask
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,10 @@ def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None,
     probe = AttentionProbe()
     try:
         _forward_on_meta(copy.deepcopy(config), probe)
+    except UnsupportedAttention as reason:
+        return None, [str(reason)]
     except Exception as error:  # any error of the model's code is a reason
-        return None, [f"its forward pass fails on the meta device: {type(error).__name__}: {error}"]
+        return None, [_failure(error)]
     layers = probe.layers
     if sorted(layers) != list(range(config.num_hidden_layers)):
         return None, [f"only layers {sorted(layers)} call attention, not all {config.num_hidden_layers}"]
@@ -113,6 +117,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
         # On the meta device some grouped matrix products exist for bfloat16 only.
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
+        hold_rope(model)
         model.eval()(
             input_ids=token_ids,
             position_ids=token_ids,
@@ -121,6 +126,31 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
             logits_to_keep=token_ids[0, :1],
             trunk_step=probe,
         )
+
+
+def _failure(error: Exception) -> str:
+    if "meta" in str(error):
+        return (
+            "its code decides by the values of tensors, so its attention cannot be found before its weights are loaded"
+        )
+    return f"its code fails in a forward pass without weights ({type(error).__name__}: {error})"
+
+
+def hold_rope(model: nn.Module) -> None:
+    """Keeps the rotation that "dynamic" rope has up to the model's longest sequence (`max_positions`).
+
+    transformers recomputes it beyond that length only, but compares the lengths in every step, on the host.
+    """
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str):
+            module.rope_type = _held(rope_type)  # type: ignore[assignment]
+        elif isinstance(rope_type, Mapping):
+            module.rope_type = {layer_type: _held(name) for layer_type, name in rope_type.items()}  # type: ignore[assignment]
+
+
+def _held(rope_type: str) -> str:
+    return "default" if "dynamic" in rope_type else rope_type
 
 
 def _without_window(layer: LayerAttention) -> LayerAttention:

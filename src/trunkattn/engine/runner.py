@@ -1,7 +1,7 @@
 """Runs a scheduled batch through the model: page copies, arrays, plans, forward pass, logits."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,7 +68,7 @@ class ModelRunner:
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
         self._rows: list[tuple[Request, int]] = []  # the request of each row in the last step, and its preemptions
         self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
-        forward = partial(_forward, model, attention, self._plans, kv_cache)
+        forward = partial(_forward, model, partial(TrunkStep, attention, tuple(windows)), self._plans, kv_cache)
         self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
         if graphs is not None:
             self._forward = GraphedForward(forward, attention.device, graphs)
@@ -176,7 +176,7 @@ class ModelRunner:
 
 def _forward(
     model: Any,
-    attention: BatchAttention,
+    make_step: Callable[..., TrunkStep],
     plans: Mapping[int | None, Plan],
     kv_cache: KVCache,
     inputs: ForwardInputs,
@@ -191,7 +191,7 @@ def _forward(
             attention_mask=inputs.mask,  # without it transformers reads the values of position_ids
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
-            trunk_step=TrunkStep(attention, plans, kv_cache, inputs.slots),
+            trunk_step=make_step(plans, kv_cache, inputs.slots),
         )
     return output.logits[0]
 
