@@ -84,6 +84,8 @@ class EngineConfig:
         load_format: "auto" loads the model's weights. "dummy" makes random ones from config.json alone, the same each
             time, to measure speed.
         execution: execution of `AttentionConfig`: how a GPU launches the kernels.
+        trust_remote_code: run the Python that a model's folder brings. Without it nothing of the folder runs, and
+            nobody is asked.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what is expected.
@@ -108,6 +110,7 @@ class EngineConfig:
     enforce_eager: bool = False
     load_format: str = "auto"
     execution: str = "auto"
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_int("page_size", self.page_size, 1)
@@ -129,6 +132,7 @@ class EngineConfig:
             raise ValueError(f"{given}: expected at most one of them; leave the others out")
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
+        check_bool("trust_remote_code", self.trust_remote_code)
         for name in ("policy", "execution"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected a name, which AttentionConfig checks")

@@ -39,10 +39,12 @@ class AttentionGeometry:
 
 def check_supported(config: PretrainedConfig) -> list[str]:
     """Reasons why the model of `config` cannot run here; empty if it can. No weight is loaded."""
-    return _config_reasons(config) or probe_attention(config)[1]
+    return check_config(config) or probe_attention(config)[1]
 
 
-def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None, list[str]]:
+def probe_attention(
+    config: PretrainedConfig, trust_remote_code: bool = False
+) -> tuple[AttentionGeometry | None, list[str]]:
     """The attention as the model's own code calls it in a forward pass on the meta device, and the reasons against it.
 
     Returns:
@@ -50,7 +52,7 @@ def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None,
     """
     probe = AttentionProbe()
     try:
-        _forward_on_meta(copy.deepcopy(config), probe)
+        _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
     except UnsupportedAttention as reason:
         return None, [str(reason)]
     except Exception as error:  # any error of the model's code is a reason
@@ -92,10 +94,13 @@ def max_positions(config: PretrainedConfig) -> int:
     return min(known)
 
 
-def _config_reasons(config: PretrainedConfig) -> list[str]:
+def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> list[str]:
+    """The reasons that the fields of the configuration show."""
     reasons = [meaning for name, meaning in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
     if config.get_text_config() is not config:
         reasons.append("it is a multimodal model")
+    elif trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        pass  # the folder's own code, which the probe runs
     elif type(config) not in AutoModelForCausalLM._model_mapping:
         reasons.append(f"transformers has no causal language model of type {config.model_type!r}")
     else:
@@ -112,10 +117,12 @@ def _config_reasons(config: PretrainedConfig) -> list[str]:
     return reasons
 
 
-def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
+def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> None:
     with torch.device("meta"), torch.inference_mode():
         # On the meta device some grouped matrix products exist for bfloat16 only.
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+        )
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
         hold_rope(model)
         model.eval()(
