@@ -29,7 +29,7 @@ class RequestedMask(torch.Tensor):
 
     mask_function: MaskFunction
     window: int | None
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def request_mask(

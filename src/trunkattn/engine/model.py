@@ -119,7 +119,7 @@ def _read_config(files: ModelFiles) -> PretrainedConfig:
     else:
         expected = "correct its config.json"
         _check_code(files)
-    with files.readable("its configuration", expected) as folder:
+    with files.readable("read its configuration", expected) as folder:
         config = AutoConfig.from_pretrained(folder, **files.load_options)
     if files.gguf_file is not None:
         try:
@@ -141,7 +141,7 @@ def _check_code(files: ModelFiles) -> None:
 
 def _saved_model(info: ModelInfo) -> Any:
     files = info.files
-    with files.readable("its weights", "expected the files that its configuration describes") as folder:
+    with files.readable("load its weights", "expected the files that its configuration describes") as folder:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=info.config,
@@ -186,7 +186,7 @@ def load_tokenizer(info: ModelInfo) -> Any | None:
         "expected whole tokenizer files, best a tokenizer.json, so copy or download them again, or remove them to give "
         "prompts as token ids"
     )
-    with files.readable("its tokenizer", expected) as folder:
+    with files.readable("read its tokenizer", expected) as folder:
         tokenizer = AutoTokenizer.from_pretrained(folder, **files.load_options)
     tokenizer.name_or_path = str(files.path)
     return tokenizer

@@ -52,7 +52,7 @@ class ModelFiles:
         transformers would take another model's tokenizer and configuration that lie beside it.
 
         Args:
-            what: what is read, such as "its tokenizer".
+            what: what transformers does, such as "read its tokenizer".
             expected: what to say to the user if it cannot be read.
 
         Raises:
@@ -67,7 +67,7 @@ class ModelFiles:
             except Exception as error:
                 reason = one_line(error).replace(alone, str(self.folder))
                 raise ValueError(
-                    f"model={str(self.path)!r}: transformers cannot read {what} ({reason}); {expected}"
+                    f"model={str(self.path)!r}: transformers cannot {what} ({reason}); {expected}"
                 ) from error
 
 
