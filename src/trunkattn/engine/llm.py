@@ -62,7 +62,9 @@ class LLM:
                 raise TypeError(f"{name}={value!r}: there is no such option; expected one of {', '.join(known)}")
         self.config = EngineConfig(**options)
         config = self.config
-        info = inspect_model(model, config.dtype_name, config.device, config.load_format, config.trust_remote_code)
+        info = inspect_model(
+            model, config.dtype_name, config.device, config.load_format, config.trust_remote_code, config.kv_cache_dtype
+        )
         attention_config(info, self.config)
         size_cache(info, self.config)
         self.info = info

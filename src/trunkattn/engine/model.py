@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ from trunkattn.engine.model_support import (
 from trunkattn.engine.packed_linear import can_pack, pack_linears
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+KV_DTYPES = MappingProxyType(
+    {
+        "auto": None,
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+)
 DUMMY_SEED = 0
 
 
@@ -43,6 +52,7 @@ class ModelInfo:
         max_model_len: longest sequence, in tokens.
         dtype, device: type and place of the weights.
         load_format: "auto" or "dummy", see `EngineConfig`.
+        kv_dtype: type of the KV cache; None: `dtype`.
     """
 
     files: ModelFiles
@@ -52,6 +62,12 @@ class ModelInfo:
     dtype: torch.dtype
     device: torch.device
     load_format: str = "auto"
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the KV cache."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def vocab_size(self) -> int:
@@ -64,6 +80,7 @@ def inspect_model(
     device: str = "cpu",
     load_format: str = "auto",
     trust_remote_code: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> ModelInfo:
     """Checks that a model can run here, before any weight is loaded.
 
@@ -73,6 +90,7 @@ def inspect_model(
         device: a torch device.
         load_format: with "dummy" the folder needs no safetensors.
         trust_remote_code: whether the folder's own Python may run.
+        kv_cache_dtype: see `EngineConfig`.
 
     Raises:
         TypeError, ValueError: naming the path and what is wrong: missing, foreign or truncated files, or the reasons
@@ -94,7 +112,8 @@ def inspect_model(
     if geometry is None:
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
     torch_dtype = _dtype(dtype, config, torch_device)
-    return ModelInfo(files, config, geometry, longest, torch_dtype, torch_device, load_format)
+    kv_dtype = KV_DTYPES[kv_cache_dtype]
+    return ModelInfo(files, config, geometry, longest, torch_dtype, torch_device, load_format, kv_dtype)
 
 
 def load_model(info: ModelInfo) -> Any:

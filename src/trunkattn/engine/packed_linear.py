@@ -60,6 +60,16 @@ def pack_linears(model: nn.Module) -> None:
                 setattr(parent, name, packed[child])
 
 
+def unpacked_weights(model: nn.Module) -> list[str]:
+    """Names of the matrices that are no `PackedLinear`, whose rows do not depend on their neighbours."""
+    return [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        for parameter, weight in module.named_parameters(recurse=False)
+        if weight.dim() > 1 and not isinstance(module, nn.Embedding)
+    ]
+
+
 def _is_plain(linear: nn.Linear) -> bool:
     has_hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
     return type(linear) is nn.Linear and not has_hooks and can_pack(linear.weight.dtype, linear.weight.device)
