@@ -276,3 +276,12 @@ def test_code_that_needs_values_is_refused_in_plain_words(monkeypatch: pytest.Mo
     assert check_supported(config_of("llama", **SMALL)) == [
         "its code decides by the values of tensors, so its attention cannot be found before its weights are loaded"
     ]
+
+
+def test_a_cache_that_forgets_what_the_mask_shows_is_refused() -> None:
+    found = check_supported(config_of("moshi", **SMALL, sliding_window=8))
+    assert found == ["its cache keeps 8 tokens, but its attention mask shows every earlier token"]
+
+
+def test_several_text_models_in_one_are_refused() -> None:
+    assert any("multimodal" in reason for reason in check_supported(config_of("musicgen")))

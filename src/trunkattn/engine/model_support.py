@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
 from trunkattn.engine.hf_masks import UnsupportedAttention
@@ -67,7 +67,20 @@ def probe_attention(
     layer = geometries.pop()
     if layer.head_dim != layer.head_dim_v:
         return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected the same"]
-    return AttentionGeometry(layer, tuple(found.sliding_window for found in in_order)), []
+    windows = tuple(found.sliding_window for found in in_order)
+    reasons = _cache_reasons(config, windows)
+    return (None, reasons) if reasons else (AttentionGeometry(layer, windows), [])
+
+
+def _cache_reasons(config: PretrainedConfig, windows: tuple[int | None, ...]) -> list[str]:
+    """Whether transformers' own cache forgets keys that the masks leave visible: its answers then depend on it."""
+    layers = DynamicCache(config=copy.deepcopy(config)).layers
+    kept = [getattr(layer, "sliding_window", None) for layer in layers[: len(windows)]]
+    other = [(keep, window) for keep, window in zip(kept, windows, strict=False) if keep and keep != window]
+    if not other:
+        return []
+    window = "every earlier token" if other[0][1] is None else f"a window of {other[0][1]} tokens"
+    return [f"its cache keeps {other[0][0]} tokens, but its attention mask shows {window}"]
 
 
 def max_positions(config: PretrainedConfig) -> int:
@@ -97,7 +110,7 @@ def max_positions(config: PretrainedConfig) -> int:
 def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> list[str]:
     """The reasons that the fields of the configuration show."""
     reasons = [meaning for name, meaning in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
-    if config.get_text_config() is not config:
+    if not _is_text_only(config):
         reasons.append("it is a multimodal model")
     elif trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         pass  # the folder's own code, which the probe runs
@@ -115,6 +128,13 @@ def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> l
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
         reasons.append(f"its weights are quantized ({method}); expected plain safetensors or GGUF")
     return reasons
+
+
+def _is_text_only(config: PretrainedConfig) -> bool:
+    try:
+        return config.get_text_config() is config
+    except ValueError:  # it has several
+        return False
 
 
 def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> None:
