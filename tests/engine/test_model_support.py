@@ -60,7 +60,8 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
         ("falcon", {}, "does not go through transformers' AttentionInterface"),
         ("bloom", {}, "does not go through transformers' AttentionInterface"),
         ("vit", {}, "no causal language model of type 'vit'"),
-        ("gemma4_text", {}, "layers differ"),
+        ("gemma4_text", {}, "its layers differ in their attention: head_dim 256 or 512"),
+        ("bert", {}, "its attention is bidirectional"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
         ("doge", {}, "builds its own attention mask"),
     ],
@@ -243,7 +244,7 @@ MASKS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_any_other_mask_is_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedAttention, match="mask"):
+    with pytest.raises(UnsupportedAttention, match="bidirectional" if "bidirectional" in kind else "mask"):
         window_of(MASKS[kind]())
 
 

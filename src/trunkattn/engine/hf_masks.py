@@ -51,10 +51,20 @@ def window_of(mask: torch.Tensor) -> int | None:
     """
     if not isinstance(mask, RequestedMask):
         raise UnsupportedAttention("it builds its own attention mask")
+    if _shows(mask.mask_function, query=0, key=1):
+        raise UnsupportedAttention("its attention is bidirectional")
     if not _is_causal_window(mask.mask_function, mask.window):
         size = "" if mask.window is None else f" of size {mask.window}"
         raise UnsupportedAttention(f"its attention mask{size} is neither causal nor a causal sliding window")
     return mask.window
+
+
+def _shows(mask_function: MaskFunction, query: int, key: int) -> bool:
+    zero, *positions = (torch.tensor(index, device="cpu") for index in (0, query, key))
+    try:
+        return bool(mask_function(zero, zero, *positions))
+    except Exception:  # it needs more than indices, such as the tokens of this batch
+        return False
 
 
 def _is_causal_window(mask_function: MaskFunction, window: int | None) -> bool:
@@ -68,5 +78,5 @@ def _is_causal_window(mask_function: MaskFunction, window: int | None) -> bool:
     try:
         visible = mask_function(zero, zero, queries, keys)
         return torch.equal(visible.broadcast_to(expected.shape), expected)
-    except Exception:  # it needs more than indices, such as the tokens of this batch
+    except Exception:  # as in _shows
         return False

@@ -19,7 +19,7 @@ from transformers import (
 
 from trunkattn.engine.gguf_rope import apply_gguf_rope
 from trunkattn.engine.hf_attention import ATTENTION_NAME
-from trunkattn.engine.model_files import ModelFiles, find_model_files, one_line
+from trunkattn.engine.model_files import ModelFiles, find_model_files
 from trunkattn.engine.model_support import (
     AttentionGeometry,
     check_config,
@@ -104,11 +104,8 @@ def inspect_model(
         geometry, reasons = (None, reasons) if reasons else probe_attention(config, trust_remote_code)
         longest = 0 if reasons else max_positions(config)
     except Exception as error:  # a configuration with a value for each layer can raise at any attribute
-        geometry, longest, reasons = (
-            None,
-            0,
-            [f"its configuration cannot be read as one for all layers ({one_line(error)})"],
-        )
+        geometry, longest = None, 0
+        reasons = [f"its configuration cannot be read as one for all layers ({type(error).__name__})"]
     if geometry is None:
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
     torch_dtype = _dtype(dtype, config, torch_device)

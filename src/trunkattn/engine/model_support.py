@@ -1,7 +1,7 @@
 """Whether a model can run here, from its configuration alone: the reasons if not, or its attention's geometry."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +63,19 @@ def probe_attention(
     in_order = [layers[index] for index in sorted(layers)]
     geometries = {_without_window(layer) for layer in in_order}
     if len(geometries) != 1:
-        return None, [f"its layers differ in their attention: {sorted(map(str, geometries))}"]
+        return None, [f"its layers differ in their attention: {_differences(geometries)}"]
     layer = geometries.pop()
     if layer.head_dim != layer.head_dim_v:
         return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected the same"]
     windows = tuple(found.sliding_window for found in in_order)
     reasons = _cache_reasons(config, windows)
     return (None, reasons) if reasons else (AttentionGeometry(layer, windows), [])
+
+
+def _differences(layers: Collection[LayerAttention]) -> str:
+    """The fields in which layers differ, with their values."""
+    values = {name: sorted({str(vars(layer)[name]) for layer in layers}) for name in vars(next(iter(layers)))}
+    return ", ".join(f"{name} {' or '.join(found)}" for name, found in values.items() if len(found) > 1)
 
 
 def _cache_reasons(config: PretrainedConfig, windows: tuple[int | None, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from trunkattn.cpu.linear import PANEL, multiply, pack_weight, unpack_weight
 class PackedLinear(nn.Module):
     """y = x Wᵀ + b with a packed W. x [..., in_features] float32 -> [..., out_features].
 
-    It has the attributes of `nn.Linear`, because models read them. `weight` is a copy, made anew each time.
+    It has the attributes of `nn.Linear`, because models read them. `weight` is a copy.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
