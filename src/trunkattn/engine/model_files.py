@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+MAX_REASON = 400
 GGUF_MAGIC = b"GGUF"
 
 
@@ -72,9 +74,8 @@ class ModelFiles:
 
 
 def one_line(error: Exception) -> str:
-    """An error's type and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An error's type and its text, on one line of at most `MAX_REASON` characters."""
+    return shorten(f"{type(error).__name__}: {error}", MAX_REASON, placeholder=" …").removesuffix(":")
 
 
 def find_model_files(model: object, with_weights: bool = True, trust_remote_code: bool = False) -> ModelFiles:
