@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.logits import LogitsState
+from trunkattn.engine.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)
@@ -28,8 +29,11 @@ class Request:
         num_computed_tokens: tokens whose KV is in the cache; 0 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at the first scheduling; None before.
         num_preemptions: times that the sequence lost its pages.
-        finish_reason: "stop", "length" or "abort"; None while unfinished.
+        finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
         stop_reason: the stop string or stop token id that ended the answer; None for end-of-sequence.
+        error: why the sequence could not go on; None unless that is its finish_reason.
+        logits_state: what its parameters do to its logits; None: nothing.
+        num_prompt_logprobs: prompt tokens whose log-probabilities are known, when they are asked for.
     """
 
     request_id: str
@@ -47,6 +51,9 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
+    logits_state: LogitsState | None = None
+    num_prompt_logprobs: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -67,6 +74,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to come. The sequence then computes its whole prompt."""
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return asked and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
     def order(self) -> tuple[int, int]:
         """Sort key: earlier arrivals first."""
         return self.arrival, self.index
@@ -82,6 +95,11 @@ class Request:
             self.finish("stop")
         elif self.num_output_tokens >= self.max_tokens:
             self.finish("length")
+
+    def fail(self, error: str) -> None:
+        """Ends the request because of an error, now."""
+        self.finish("error")
+        self.error = error
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
         """Marks the request as finished, now."""

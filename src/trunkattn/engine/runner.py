@@ -77,7 +77,8 @@ class ModelRunner:
         """Computes the batch's tokens and writes their KV.
 
         Returns:
-            Logits [number of sampled chunks, vocab_size], in the order of the chunks. The next call may overwrite them.
+            Logits [rows, vocab_size]: a row for each sampled chunk, in the order of the chunks, then one for each of
+            the chunks' `prompt_positions`. The next call may overwrite them.
         """
         self.kv_cache.copy_pages(batch.copies)
         starts = np.array([chunk.start for chunk in batch.chunks])
@@ -91,7 +92,7 @@ class ModelRunner:
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
         self._plan(block_table, starts + lengths, query_start_loc)
         has_chunks = any(plan.has_chunks for plan in self._plans.values())
-        wanted = query_start_loc[1:][sampled] - 1
+        wanted = np.concatenate([query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)])
         logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
         self.last_reads = self._reads()  # the host counts while a GPU computes
         return logits
@@ -194,6 +195,15 @@ def _forward(
             trunk_step=make_step(plans, kv_cache, inputs.slots),
         )
     return output.logits[0]
+
+
+def _prompt_rows(chunks: Sequence[ScheduledChunk], query_start_loc: np.ndarray) -> list[np.ndarray]:
+    """Rows of the step's tokens at the chunks' `prompt_positions`."""
+    return [
+        np.arange(positions.start, positions.stop) + (first - chunk.start)
+        for chunk, first in zip(chunks, query_start_loc, strict=False)
+        if (positions := chunk.prompt_positions)
+    ]
 
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> np.ndarray:

@@ -124,11 +124,12 @@ class CacheManager:
         """Leading tokens of the request whose KV is in its pages."""
         return self._request(request_id).num_tokens
 
-    def admit(self, request_id: Hashable, tokens: Sequence[int]) -> int:
+    def admit(self, request_id: Hashable, tokens: Sequence[int], reuse: bool = True) -> int:
         """Starts a request with the cached pages of its longest known prefix; returns how many tokens they hold.
 
         The number is a multiple of page_size and less than len(tokens): at least one token is left to compute, for
         its logits. Nothing is allocated, but `num_free_pages` falls by the cached pages that nobody referenced before.
+        With `reuse=False` it starts with none, and what it computes can still be reused by others.
         """
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: expected one that is not admitted; free it first")
@@ -137,7 +138,7 @@ class CacheManager:
         if not self.enable_prefix_caching:
             self._requests[request_id] = _Request([], num_tokens=0, room=0, num_indexed=0, tail=None)
             return 0
-        pages = self.index.match(tokens)[: (len(tokens) - 1) // self.page_size]
+        pages = self.index.match(tokens)[: (len(tokens) - 1) // self.page_size] if reuse else []
         self.pool.share(pages)
         self.index.mark_referenced(pages)
         tail = self.index.block(pages[-1]) if pages else self.index.root
