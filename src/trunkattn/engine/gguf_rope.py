@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.integrations.gguf import read_gguf_metadata
-from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
 
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -25,6 +23,10 @@ def apply_gguf_rope(config: PretrainedConfig, path: Path) -> None:
     Raises:
         ValueError: naming the file's key or tensor that has no exact counterpart.
     """
+    try:  # older versions of transformers run every other model
+        from transformers.integrations.gguf import read_gguf_metadata
+    except ImportError as error:
+        raise ValueError("GGUF files need transformers 5.23 or later; upgrade it") from error
     metadata, tensor_names = read_gguf_metadata(str(path))
     prefix = f"{metadata['general.architecture']}.rope."
     rope = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -84,6 +86,8 @@ def _longrope(long: list[float], short: list[float], length: int) -> dict[str, A
 
 
 def _values(path: Path, name: str) -> list[float]:
+    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+
     return load_gguf_state_dict(GgufHeader.from_file(str(path)))[name][...].float().tolist()
 
 

@@ -33,9 +33,17 @@ class RequestedMask(torch.Tensor):
 
 
 def request_mask(
-    *, mask_function: MaskFunction, device: torch.device | str, local_size: int | None = None, **_: Any
+    *,
+    mask_function: MaskFunction,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+    local_size: int | None = None,
+    **_: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask interface: a `RequestedMask` on the meta device, and no mask elsewhere."""
+    """transformers' mask interface: a `RequestedMask` on the meta device, and no mask elsewhere. Versions that pass no
+    `device` pass the attention mask."""
+    if device is None:
+        device = "cpu" if attention_mask is None else attention_mask.device
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(RequestedMask)
