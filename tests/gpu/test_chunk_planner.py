@@ -18,6 +18,8 @@ from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from .test_executor import CONFIG, caches, card, expected, plan, run
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["card"]  # a fixture
 CPU = torch.device("cpu")
 CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)

@@ -12,6 +12,8 @@ import pytest
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY
 from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES
 
+pytestmark = pytest.mark.slow
+
 COMPILE = Path(__file__).with_name("compile_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
 

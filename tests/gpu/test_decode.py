@@ -17,7 +17,10 @@ from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
 
 WAYS = (*TILINGS, *POLICIES)
 EXECUTIONS = ("streams", "serial")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+]  # exp2(+large) in a cap
 
 
 def ragged_batch(page_size: int, several: bool) -> PagedBatch:

@@ -32,6 +32,8 @@ from ..planner.specs import as_batch, forest_of, make_batch
 from ..planner.tile_cases import CARD, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
 
+pytestmark = pytest.mark.slow
+
 REPORT = Path(__file__).with_name("device_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
 EVERY_WAY = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
@@ -79,7 +81,7 @@ def batches(draw: st.DrawFn, page_size: int) -> StepTables:
 
 
 @pytest.mark.property
-@settings(max_examples=settings().max_examples // 5)  # the interpreter takes seconds for each
+@settings(max_examples=settings().max_examples // 10)  # the interpreter takes seconds for each
 @given(data=st.data())
 def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
     """Of the tiling that it takes, or of one that it is given; twice, as a captured graph would."""
@@ -267,7 +269,7 @@ def test_a_tiling_that_might_not_fit_is_passed_over(limit: dict[str, int]) -> No
 
 
 @pytest.mark.property
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 4)
 @given(data=st.data(), seed=SEEDS, tight=st.booleans())
 def test_no_numbers_make_it_write_outside_its_arrays(data: st.DataObject, seed: int, tight: bool) -> None:
     rule, rng = data.draw(rules()), np.random.default_rng(seed)

@@ -14,6 +14,8 @@ from trunkattn.planner.splitting import UNLIMITED
 
 from ..planner.tile_cases import TREE_BATCH, make_rule, predicted
 
+pytestmark = pytest.mark.slow
+
 RULE = make_rule(4, 16, 1, num_kv_heads=2)
 CPU, CARD = torch.device("cpu"), DeviceInfo(1, overlaps=False)
 TABLE, LENS, STARTS = (

@@ -18,6 +18,8 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.reference import paged_attention
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
+pytestmark = pytest.mark.slow
+
 CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
 TREE = tree_batch(parse_tree("1,2,9_48,32,21"), 16, row_seed=0, page_seed=1)
 

@@ -20,6 +20,8 @@ from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
 from .test_hopper_prefill import CARD, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TILES = decode_tiles(2, 128, 4, hopper=True)
 LIMITS = TileLimits(items=8, runs=8, queries=8, merged=8, slots=8, query_tokens=8)

@@ -16,6 +16,8 @@ from trunkattn.gpu.triton import prefill
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
+pytestmark = pytest.mark.slow
+
 CARD = DeviceInfo(132, overlaps=True, hopper=True)
 UNSUPPORTED = pytest.mark.parametrize(
     ("geometry", "tensors"),

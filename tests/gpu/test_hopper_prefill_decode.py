@@ -21,6 +21,8 @@ from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
 from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_plan, make_tensors
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TILES = decode_tiles(2, 128, 4)
 

@@ -28,6 +28,8 @@ from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 from ..attention.cases import fraction
 from .test_executor import caches, card, expected, plan, run
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["card"]  # a fixture
 CPU = torch.device("cpu")
 CONFIG = AttentionConfig(4, 2, 128, 16, torch.float16, execution="overlapped")

@@ -22,7 +22,10 @@ SMALL, MEDIUM, LARGE = (PrefillTile(m, n, 4, 2, programs=2, above_rows=0) for m,
 TILES = (SMALL, MEDIUM, LARGE)
 POLICIES = ("auto", "cascade", "per_query")
 CONFIG = AttentionConfig(4, 2, 16, 16, torch.float32)
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # exp2(+large) in a cap
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+]  # exp2(+large) in a cap
 
 
 def ragged_batch(page_size: int, several: bool) -> PagedBatch:

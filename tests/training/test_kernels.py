@@ -16,6 +16,8 @@ from trunkattn.training.tiles import FlashTile, fitting_tile, shared_bytes
 from ..attention.cases import fraction
 from .training_cases import TABLE, Results, TrainingCase
 
+pytestmark = pytest.mark.slow
+
 WIDE, TALL, SQUARE = FlashTile(16, 32, 4, 2), FlashTile(32, 16, 4, 2), FlashTile(16, 16, 4, 2)
 # No bfloat16: the interpreter multiplies bit patterns of bfloat16 tiles as if they were integers.
 

@@ -16,6 +16,8 @@ from ablation import METRICS, dram_bytes
 from kernels import Case
 from tiled import PlannedBytes, planned_bytes
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ablation.py"
 HEADER = '"ID","Process ID","Kernel Name","Stream","Metric Name","Metric Unit","Metric Value"'
 FLUSH = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(T3)"

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
 from gpu_kernels import TreeNode, fasttree_nodes
 from workloads_gpu import LONGEST_PRIVATE, OURS, PEERS, compare, grown, make_batches, mooncake_batch, sample
 
+pytestmark = pytest.mark.slow
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 

@@ -11,6 +11,7 @@ from trunkattn.validate import check_int
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
 OLDER_POLICY_NAMES: Final = MappingProxyType({"hybrid": "chunked_prefill"})  # still accepted
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
 DEFAULT_GPU_SHARE = 0.9  # of the free memory
@@ -94,6 +95,12 @@ class EngineConfig:
         load_format: "auto" loads the model's weights. "dummy" makes random ones from config.json alone, the same each
             time, to measure speed.
         execution: execution of `AttentionConfig`: how a GPU launches the kernels.
+        trust_remote_code: run the Python that a model's folder brings. Without it nothing of the folder runs, and
+            nobody is asked.
+        kv_cache_dtype: type of the KV cache: "auto" (that of the weights), "fp8" or "fp8_e4m3" (float8_e4m3fn), or
+            "fp8_e5m2". An 8-bit cache holds twice the tokens of a 16-bit one, and answers change a little.
+        batch_invariant: a request's logits have the same bits alone and in any batch. It needs float32 on a CPU and a
+            model whose products are all plain linear layers, and costs some speed.
         seed: seeds the random numbers of requests without a seed of their own, so that the same calls in the same order
             give the same answers in each run; None: they differ from run to run.
 
@@ -120,6 +127,9 @@ class EngineConfig:
     enforce_eager: bool = False
     load_format: str = "auto"
     execution: str = "auto"
+    trust_remote_code: bool = False
+    kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +154,10 @@ class EngineConfig:
             check_int("seed", self.seed, 0, 2**63 - 1)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
+        check_bool("trust_remote_code", self.trust_remote_code)
+        check_bool("batch_invariant", self.batch_invariant)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
         for name in ("policy", "execution"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected a name, which AttentionConfig checks")

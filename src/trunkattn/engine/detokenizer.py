@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 NUM_CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the answer, so that its leading space is not lost
+MAX_PENDING_TOKENS = 8  # more than the bytes of a character, so that the last ones show whether it is complete
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for part of a character
 
 
@@ -20,6 +21,9 @@ class Tokenizer(Protocol):
 
 class Detokenizer:
     """Decodes one answer incrementally; a character whose bytes span tokens appears when its last token does.
+
+    The time is linear in the number of tokens. Tokens without text, such as special ones, are forgotten. Bytes that
+    never make a character are decoded together once, when the first character after them is complete.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -56,6 +60,7 @@ class Detokenizer:
         self._hold = 0 if include_stop else max((len(string) - 1 for string in self._stop), default=0)
         self._complete = False
         self._text = ""
+        self._silent: dict[int, bool] = {}  # tokens that completed no text -> whether they never have any
 
     @property
     def text(self) -> str:
@@ -64,10 +69,18 @@ class Detokenizer:
 
     def append(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that it completed, if any. The text then ends before that string."""
-        self._token_ids.append(token_id)
         self._num_before_stops -= 1
-        decoded = self._decode(self._token_ids[self._start :])
-        if len(decoded) <= len(self._context) or decoded.endswith(INCOMPLETE):
+        if self._silent.get(token_id):
+            return None
+        self._token_ids.append(token_id)
+        decoded = self._decode(self._token_ids[self._first_needed() :])
+        is_complete = not decoded.endswith(INCOMPLETE)
+        if is_complete and self._first_needed() != self._start:
+            decoded = self._decode(self._token_ids[self._start :])
+            is_complete = not decoded.endswith(INCOMPLETE)
+        if not is_complete or len(decoded) <= len(self._context):
+            if self._is_silent(token_id):
+                self._token_ids.pop()
             return None
         self._start, self._read = self._read, len(self._token_ids)
         return self._extend(decoded)
@@ -77,6 +90,19 @@ class Detokenizer:
         if not self._complete:
             self._extend(self._decode(self._token_ids[self._start :]))
             self._complete = True
+
+    def _first_needed(self) -> int:
+        """First of the tokens that show whether the last character is complete."""
+        is_long = len(self._token_ids) - self._read > MAX_PENDING_TOKENS
+        return len(self._token_ids) - MAX_PENDING_TOKENS if is_long else self._start
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether the token has no text: neither alone, as a leading space has, nor between others."""
+        if token_id not in self._silent:
+            context = self._token_ids[self._start : self._read]
+            between = self._decode([*context, token_id, *context]) == self._decode([*context, *context])
+            self._silent[token_id] = between and not self._decode([token_id] * 3)
+        return self._silent[token_id]
 
     def _extend(self, decoded: str) -> str | None:
         new, searched = decoded[len(self._context) :], len(self._text)

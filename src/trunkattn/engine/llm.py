@@ -69,7 +69,10 @@ class LLM:
             if name not in known:
                 raise TypeError(f"{name}={value!r}: there is no such option; expected one of {', '.join(known)}")
         self.config = EngineConfig(**options)
-        info = inspect_model(model, self.config.dtype_name, self.config.device, self.config.load_format)
+        config = self.config
+        info = inspect_model(
+            model, config.dtype_name, config.device, config.load_format, config.trust_remote_code, config.kv_cache_dtype
+        )
         attention_config(info, self.config)
         size_cache(info, self.config)
         self.info = info
@@ -86,7 +89,7 @@ class LLM:
             self.config.max_num_batched_tokens,
             self.config.scheduler_policy,
         )
-        eos = eos_token_ids(self.model.generation_config, self.tokenizer)
+        eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
         limits = ModelLimits(info.vocab_size, max_model_len, eos)
         self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed)
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
