@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import get_type_hints
 
@@ -113,6 +114,12 @@ def test_json_is_always_valid() -> None:
     printed = valid_json({"a": [-math.inf, math.nan, 1.5, 2], "b": ("x\udce9", None, True), "c\ud83d": "é"})
     assert printed == {"a": [None, None, 1.5, 2], "b": ["x?", None, True], "c?": "é"}
     json.dumps(printed, allow_nan=False).encode()
+
+
+def test_a_missing_package_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    result = invoke("--model", tiny_folder, "--prompt", "Hello", "--regex", "a")
+    check_usage_error(result, ["needs the package llguidance", "trunkattn[structured]"])
 
 
 @pytest.mark.parametrize("arguments", [["--no-chat"], ["--chat"]])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ def test_exactly_one_form() -> None:
 def test_a_model_without_a_tokenizer_has_no_forms() -> None:
     with pytest.raises(ValueError, match="expected a model with a tokenizer"):
         StructuredOutputs(None, 10, [1]).check(form(regex="a"))
+
+
+def test_a_missing_library_is_named(smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"structured_outputs needs the package llguidance; pip install"):
+        StructuredOutputs(smollm2_tokenizer, 10, [1]).check(form(regex="a"))
 
 
 def test_a_form_is_compiled_once_and_the_oldest_goes(smollm2_tokenizer: Any) -> None:

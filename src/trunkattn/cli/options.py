@@ -353,9 +353,12 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 
 @contextmanager
 def reported_by_option(options: type[Any]) -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2."""
+    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2. A missing
+    package is reported alike."""
     try:
         yield
+    except ImportError as error:
+        raise typer.BadParameter(str(error)) from error
     except (TypeError, ValueError) as error:
         name, value = _split(str(error))
         if name not in {field.name for field in fields(options)}:

@@ -4,16 +4,21 @@ A sequence whose parameters change logits has a `LogitsState`. It reads the sequ
 preemption, which keeps the tokens, changes nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from trunkattn.engine.sampling_params import SamplingParams, num_parameters
 from trunkattn.engine.structured_output import GrammarState
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,9 @@ class LogitsState:
         self._banned = banned
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
-        self._counts: dict[int, int] = {}  # token of prompt or answer -> how often the answer has it
         self._num_counted = 0
+        self._place: dict[int, int] = {}  # token of prompt or answer -> its place in the next two
+        self._distinct, self._occurrences = array("q"), array("q")
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -68,13 +74,22 @@ class LogitsState:
     def output_token_ids(self) -> list[int]:
         return self._token_ids[self._num_prompt_tokens :]
 
-    def token_counts(self) -> dict[int, int]:
-        """How often the answer has each token of prompt and answer."""
-        for place in range(self._num_counted, len(self._token_ids)):
-            token_id = self._token_ids[place]
-            self._counts[token_id] = self._counts.get(token_id, 0) + (place >= self._num_prompt_tokens)
+    @cached_property
+    def allowed(self) -> NDArray[np.int64]:
+        """`allowed_token_ids`; empty if all are allowed."""
+        return np.array(tuple(self.params.allowed_token_ids or ()), dtype=np.int64)
+
+    def token_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The distinct tokens of prompt and answer, and how often the answer has each."""
+        for position in range(self._num_counted, len(self._token_ids)):
+            token_id = self._token_ids[position]
+            place = self._place.setdefault(token_id, len(self._distinct))
+            if place == len(self._distinct):
+                self._distinct.append(token_id)
+                self._occurrences.append(0)
+            self._occurrences[place] += position >= self._num_prompt_tokens
         self._num_counted = len(self._token_ids)
-        return self._counts
+        return np.array(self._distinct), np.array(self._occurrences)
 
     def banned(self) -> list[int]:
         """Tokens that cannot come next: ends of bad words, and before `min_tokens` what ends the answer."""
@@ -100,16 +115,19 @@ def adjust_logits(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
     _ban(logits, states)
     _apply_bias(logits, states)
     for row, state in zip(logits, states, strict=True):
-        if state.params.logits_processors:
+        if state.params.logits_processors and state.error is None:
             _process(row, state)
     _penalize(logits, states)
 
 
-def _places(tokens_of_rows: Mapping[int, Iterable[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(
+    tokens_of_rows: Mapping[int, Sequence[int] | NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of single logits: rows and token ids."""
-    places = [(row, token_id) for row, token_ids in tokens_of_rows.items() for token_id in token_ids]
-    rows, token_ids = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).to(device).unbind(dim=1)
-    return rows, token_ids
+    token_ids = [np.asarray(token_ids, dtype=np.int64) for token_ids in tokens_of_rows.values()]
+    rows = np.repeat(np.array(list(tokens_of_rows)), [len(one) for one in token_ids])
+    index = torch.from_numpy(np.stack([rows, np.concatenate(token_ids)])).to(device)
+    return index[0], index[1]
 
 
 def _apply_grammars(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
@@ -129,7 +147,7 @@ def _apply_grammars(logits: torch.Tensor, states: Sequence[LogitsState]) -> None
 
 
 def _keep_allowed(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
-    allowed = {row: s.params.allowed_token_ids for row, s in enumerate(states) if s.params.allowed_token_ids}
+    allowed = {row: state.allowed for row, state in enumerate(states) if len(state.allowed)}
     if allowed:
         places = _places(allowed, logits.device)
         kept = logits[places]
@@ -147,7 +165,8 @@ def _apply_bias(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
     biases = {row: state.params.logit_bias for row, state in enumerate(states) if state.params.logit_bias}
     if biases:
         values = [value for bias in biases.values() for value in bias.values()]
-        logits[_places(biases, logits.device)] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+        places = _places({row: tuple(bias) for row, bias in biases.items()}, logits.device)
+        logits[places] += torch.tensor(values, dtype=torch.float32, device=logits.device)
 
 
 def _penalize(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
@@ -156,16 +175,12 @@ def _penalize(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
     if not counts:
         return
     device = logits.device
-    places = _places(counts, device)
-    sizes = torch.tensor([len(count) for count in counts.values()], device=device)
-    params = [states[row].params for row in counts]
-    repetition, frequency, presence = (
-        torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=device).repeat_interleave(sizes)
-        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    )
-    occurrences = torch.tensor(
-        [n for count in counts.values() for n in count.values()], dtype=torch.float32, device=device
-    )
+    places = _places({row: token_ids for row, (token_ids, _) in counts.items()}, device)
+    per_row = [[getattr(states[row].params, name) for name in PENALTIES] for row in counts]
+    sizes = torch.tensor([len(token_ids) for token_ids, _ in counts.values()])
+    spread = torch.tensor(per_row, dtype=torch.float32).repeat_interleave(sizes, dim=0)
+    repetition, frequency, presence = spread.to(device).unbind(dim=1)
+    occurrences = torch.from_numpy(np.concatenate([one for _, one in counts.values()])).to(device, torch.float32)
     values = logits[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * occurrences
