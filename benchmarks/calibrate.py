@@ -119,7 +119,7 @@ def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     batch, forest = batch_of(row["batch"])
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     ways, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
-    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.run)
+    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.segment_size)
     names = [way.name(rule) for way in ways]
     return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
 

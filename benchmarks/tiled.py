@@ -88,7 +88,7 @@ def make_run(
     hopper = (properties.major, properties.minor) == (9, 0)
     card = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
     geometry = Geometry(
-        hq, hkv, dim, dim, rule.page_size, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
+        hq, hkv, dim, dim, rule.page_size, rule.segment_size, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
     positions = query_positions(*arrays_of(case.batch)[1:])
     plan = upload(listed, positions, geometry, card, execution, device)
@@ -108,9 +108,9 @@ def make_run(
 def planned_bytes(case: Case, listed: TileList) -> PlannedBytes:
     """Of a tile list of the batch."""
     hq, hkv, dim = case.heads
-    tokens = listed.runs[:, 1].astype(np.int64) >> 16
+    tokens = listed.segments[:, 1].astype(np.int64) >> 16
     ends = np.cumsum(tokens)
-    places = np.repeat(listed.runs[:, 0] - (ends - tokens), tokens) + np.arange(tokens.sum())
+    places = np.repeat(listed.segments[:, 0] - (ends - tokens), tokens) + np.arange(tokens.sum())
     read = np.zeros(case.batch.num_pages * case.batch.page_size, np.bool_)
     read[places] = True
     token_bytes = sum(cache.itemsize * hkv * dim for cache in case.kv[0])

@@ -21,7 +21,7 @@ from trunkattn.planner.work_list import TileLimits
 from ..planner.specs import forest_of
 from ..planner.tile_cases import arrays, tile, tiled
 
-ROOMY = TileLimits(items=4096, runs=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
+ROOMY = TileLimits(items=4096, segments=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 
@@ -45,7 +45,7 @@ def reserve(rule: TilingRule, limits: TileLimits, device: str, card: DeviceInfo)
         for it in rule.kinds
     )
     heads = rule.group_size * rule.num_kv_heads
-    geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.run, 0, True, None, False)
+    geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.segment_size, 0, True, None, False)
     plan = plan_arrays.reserve(limits, shapes, geometry, card, "serial", torch.device(device))
     sizes = {"guard": GUARD}
     for name, size in plan.sizes.items():
@@ -107,7 +107,7 @@ class Planned:
         assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
         host = tile(rule, tiling, batch)
         expected = {
-            "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "runs": host.runs,
+            "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "segments": host.segments,
             "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
             "slots": host.slots, "parts": host.parts, "merge_queries": host.merge_queries,
             "merge_ranges": host.merge_ranges,

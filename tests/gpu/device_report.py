@@ -60,7 +60,7 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
     limits = tile_limits(rule, capacity)
     device_info = DeviceInfo(132, capability >= 90)
     planner = DevicePlanner(candidates_of(rule), capacity, limits, device_info, torch.device("cpu"))
-    geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.run, 1 << 30, True, None, False)
+    geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.segment_size, 1 << 30, True, None, False)
     tiles = decode_tiles(2, 128, group_size)
     plan = reserve(limits, tiles, geometry, DeviceInfo(132, True), "serial", torch.device("cpu"))
     table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((256, 512), 256, 257))

@@ -147,7 +147,7 @@ class Interpreted:
         tokens, card = len(step.q), DeviceInfo(self.processors, overlaps=False)
         geometry = Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
-            self.rule.run, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
+            self.rule.segment_size, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)

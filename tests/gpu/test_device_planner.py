@@ -184,7 +184,7 @@ def test_rows_without_queries_are_padding() -> None:
 def runs_of(planned: Planned) -> np.ndarray:
     counts = planned.plan.arrays["counts"].numpy()
     items = planned.plan.arrays["items"].numpy()[: 5 * counts[2 * len(planned.rule.kinds)]].reshape(-1, 5)
-    return planned.plan.arrays["runs"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
+    return planned.plan.arrays["segments"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), 9, 2**31 - 1])
@@ -230,7 +230,7 @@ def test_query_tokens_that_cannot_be_are_flagged_and_left_out(starts: list[int])
     planned.assert_guarded()
 
 
-@pytest.mark.parametrize("name", ["items", "runs", "queries", "slots", "merged"])
+@pytest.mark.parametrize("name", ["items", "segments", "queries", "slots", "merged"])
 def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -> None:
     """Whatever is left of it reads only what was written."""
     rule = make_rule(4, 16, 16, num_kv_heads=2)
@@ -245,7 +245,7 @@ def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -
     assert counts[2 * kinds] <= limits.items
     assert counts[2 * kinds + 1] <= limits.merged
     items = arrays["items"].numpy()[: 5 * counts[2 * kinds]].reshape(-1, 5)
-    assert (items[:, 2] <= limits.runs).all()
+    assert (items[:, 2] <= limits.segments).all()
     assert (items[:, 4] <= limits.queries).all()
     for start, end in items[:, 3:5]:
         assert (arrays["slots"].numpy()[start:end] < limits.slots).all()
@@ -280,8 +280,8 @@ def test_no_numbers_make_it_write_outside_its_arrays(data: st.DataObject, seed: 
     )
     if rng.random() < 0.7:
         starts = np.cumsum(rng.integers(0, 3, rows + 1), dtype=np.int32)
-    items, runs, queries, merged, slots = (int(size) for size in rng.integers(1, 6 if tight else 60, 5))
-    planned = prepare(rule, Capacity(8, 12, 8, 5), limits=TileLimits(items, runs, queries, merged, slots, 12))
+    items, segments, queries, merged, slots = (int(size) for size in rng.integers(1, 6 if tight else 60, 5))
+    planned = prepare(rule, Capacity(8, 12, 8, 5), limits=TileLimits(items, segments, queries, merged, slots, 12))
     planned.fill(StepTables(table, lens, starts, data.draw(WINDOWS)))
     planned.assert_guarded()
 

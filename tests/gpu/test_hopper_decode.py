@@ -24,15 +24,15 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 TILES = decode_tiles(2, 128, 4, hopper=True)
-LIMITS = TileLimits(items=8, runs=8, queries=8, merged=8, slots=8, query_tokens=8)
+LIMITS = TileLimits(items=8, segments=8, queries=8, merged=8, slots=8, query_tokens=8)
 
 
 def make_list() -> TileList:
-    """Decodes of one run each: a low item, one of 32 rows, and two of 64, whose query is in two pieces."""
+    """Decodes of one segment each: a low item, one of 32 rows, and two of 64, whose query is in two pieces."""
     ints = np.arange(4, dtype=np.int32)
-    run = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
+    segment = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
     return TileList(
-        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), runs=np.tile(run, (4, 1)),
+        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)),
         queries=np.array([0, 1, 2, 2], np.int32), slots=np.array([-1, -1, 0, 1], np.int32),
         parts=np.zeros((4, 2), np.int32), counts=np.array([0, 1, 2, 4, 4, 4, 4], np.int32),
         merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32), num_slots=2, merges_taller=True,

@@ -25,7 +25,7 @@ UNSUPPORTED = pytest.mark.parametrize(
         ({"soft_cap": 30.0}, {}),
         ({"sinks": True}, {}),
         ({"head_dim_v": 64}, {}),
-        ({"page_size": 8, "run": 8}, {}),
+        ({"page_size": 8, "segment_size": 8}, {}),
         ({"num_qo_heads": 6}, {}),
         ({}, {"dtype": torch.float32}),
         ({}, {"kv_dtype": torch.float8_e4m3fn}),
@@ -53,7 +53,7 @@ def make_plan(geometry: Geometry) -> GpuPlan:
     ints = {name: np.zeros(0, np.int32) for name in ("queries", "slots", "merge_queries")}
     pairs = {"parts": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
     empty = TileList(
-        items=np.zeros((0, 5), np.int32), runs=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
+        items=np.zeros((0, 5), np.int32), segments=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
         num_slots=0, merges_taller=False, **ints, **pairs,
     )  # fmt: skip
     items = np.array([[0, 0, 96, 32, 64], [0, 0, 64, 0, 32]], np.int32)

@@ -34,12 +34,12 @@ class OnCard(torch.Tensor):
 
 
 def make_lists() -> tuple[TileList, Chunks]:
-    """Decodes of one run each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
+    """Decodes of one segment each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
     tokens."""
     ints = np.arange(4, dtype=np.int32)
-    run = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
+    segment = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
     tiles = TileList(
-        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), runs=np.tile(run, (4, 1)), queries=ints,
+        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)), queries=ints,
         slots=np.array([-1, -1, 0, 1], np.int32), parts=np.zeros((4, 2), np.int32),
         counts=np.array([0, 3, 4, 4, 4], np.int32), merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32),
         num_slots=2, merges_taller=False,
@@ -110,9 +110,16 @@ def test_registers_suffice_for_its_warps() -> None:
 
 
 @pytest.mark.parametrize(
-    "geometry", [{"soft_cap": 30.0}, {"sinks": True}, {"head_dim_v": 64}, {"page_size": 8, "run": 8}, {"run": 8},
-                 {"num_qo_heads": 6}],
-)  # fmt: skip
+    "geometry",
+    [
+        {"soft_cap": 30.0},
+        {"sinks": True},
+        {"head_dim_v": 64},
+        {"page_size": 8, "segment_size": 8},
+        {"segment_size": 8},
+        {"num_qo_heads": 6},
+    ],
+)
 def test_shapes_that_it_does_not_support(geometry: dict[str, Any]) -> None:
     assert prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
     assert not prefill_decode.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])

@@ -196,13 +196,13 @@ def test_a_card_without_e4m3_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any("e4m3" in reason for reason in config.supports("cuda"))
 
 
-def listed(runs: list[int]) -> TileList:
-    """Items of so many runs each."""
-    ends = np.cumsum(runs)
-    items = np.zeros((len(runs), 5), np.int32)
-    items[:, 0], items[:, 2] = ends - runs, ends
+def listed(segments: list[int]) -> TileList:
+    """Items of so many segments each."""
+    ends = np.cumsum(segments)
+    items = np.zeros((len(segments), 5), np.int32)
+    items[:, 0], items[:, 2] = ends - segments, ends
     none = np.zeros(0, np.int32)
-    counts = np.array([0, *[len(runs)] * 4], np.int32)
+    counts = np.array([0, *[len(segments)] * 4], np.int32)
     return TileList(items, none, none, none, none, counts, none, none, 0, False)
 
 
@@ -224,15 +224,15 @@ def together_ns(blocks: list[int], chunk_us: int) -> float:
 
 @pytest.mark.property
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(runs=st.lists(st.integers(1, 400), min_size=1, max_size=60), chunk_us=st.integers(1, 5000))
-def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chunk_us: int) -> None:
+@given(segments=st.lists(st.integers(1, 400), min_size=1, max_size=60), chunk_us=st.integers(1, 5000))
+def test_all_items_or_whole_rounds_are_beside(hopper: None, segments: list[int], chunk_us: int) -> None:
     overlap = make_overlap_of_eight_heads()
-    runs.sort(reverse=True)
-    blocks = [-(-run // 4) for run in runs]
-    found = overlap.choose(listed(runs), ChunkTimes(chunk_us * 1000, 0))
+    segments.sort(reverse=True)
+    blocks = [-(-count // 4) for count in segments]
+    found = overlap.choose(listed(segments), ChunkTimes(chunk_us * 1000, 0))
     every = together_ns(blocks, chunk_us)
     assert found.total_ns <= every + 3
-    if found.items == len(runs):
+    if found.items == len(segments):
         assert found.total_ns == pytest.approx(every, abs=3)
     else:
         assert found.items > 0 and found.items % 2 == 0  # 8 heads on 16 multiprocessors

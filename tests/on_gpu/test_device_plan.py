@@ -20,7 +20,7 @@ from ..planner.tile_cases import arrays, make_rule
 from .test_card import ragged
 
 pytestmark = pytest.mark.gpu
-LIMITS = replace(ROOMY, runs=1 << 21)
+LIMITS = replace(ROOMY, segments=1 << 21)
 TREES = ("1,8,256_4096,2048,2048", "256_8192", "1,256_256,32", "1,64_8000,150", "1_8000", "1,4,16,250_1024,256,128,32")
 WINDOWS = (UNLIMITED, 777)
 

@@ -67,7 +67,7 @@ def stage_ns(
     """num_entries: of each tile; None: as many as it holds. l2_percent: 0: the L2 cache takes no time."""
     ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
     entries = stage.height if num_entries is None else num_entries
-    counted = np.array([[*each, sum(each) * stage.block_runs, entries] for each in blocks], np.int64)
+    counted = np.array([[*each, sum(each) * stage.block_segments, entries] for each in blocks], np.int64)
     costs = price(rule).costs._replace(l2_percent=l2_percent)
     return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, costs))
 

@@ -103,7 +103,7 @@ def work_arrays(work: WorkList) -> tuple:
 
 
 def tile_arrays(tiles: TileList) -> tuple:
-    arrays = tiles.items, tiles.runs, tiles.queries, tiles.slots, tiles.parts, tiles.counts
+    arrays = tiles.items, tiles.segments, tiles.queries, tiles.slots, tiles.parts, tiles.counts
     return *arrays, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots, tiles.merges_taller
 
 
@@ -136,7 +136,7 @@ def fits(step: Step, gpu: Gpu) -> tuple:
     limits = tile_limits(gpu.rule, gpu.capacity)
     fitting = np.flatnonzero(TiledStep(gpu.rule, gpu.step.forest, gpu.batch, limits).fits())
     room = gpu.chunks and gpu.chunks.limits
-    sizes = limits.items, limits.runs, limits.queries, limits.merged, limits.slots, limits.query_tokens
+    sizes = limits.items, limits.segments, limits.queries, limits.merged, limits.slots, limits.query_tokens
     rooms = (room.items, room.queries, room.rows, room.columns) if room else ()
     return sizes, rooms, tuple(fitting.tolist())
 

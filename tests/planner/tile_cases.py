@@ -120,7 +120,7 @@ TREE_BATCH = as_batch(TREE)
 
 
 def tree_tiles(name: str, processors: int, nested: bool = True) -> tuple[TileList, TilingRule]:
-    """12 requests of 4 heads: 64 tokens for all, 32 for six, 20 each (the last 4 of them in a run that is not full)."""
+    """12 requests of 4 heads: 64 tokens for all, 32 for six, 20 each (the last 4 in a segment that is not full)."""
     rule = make_rule(4, 16, processors, num_kv_heads=2)
     rule = rule if nested else unnested(rule)
     tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == name)

@@ -239,7 +239,7 @@ class GpuExecutor:
             head_dim=config.head_dim,
             head_dim_v=config.value_dim,
             page_size=config.page_size,
-            run=self._rule.run,
+            segment_size=self._rule.segment_size,
             window=window,
             masked=several or window != UNLIMITED,
             soft_cap=config.logits_soft_cap,

@@ -81,7 +81,7 @@ class Overlap:
             decode_percent=(narrow.decode_percent, wide.decode_percent),
             narrow_rows=HYBRID_NARROW,
             block_ns=self.times.block_ns,
-            block_runs=HYBRID_KEYS // self.rule.run,
+            block_segments=HYBRID_KEYS // self.rule.segment_size,
             item_ns=self.times.item_ns,
             fixed_ns=self.times.fixed_ns,
             group_size=self.rule.group_size,

@@ -33,7 +33,7 @@ class Geometry:
     head_dim: int
     head_dim_v: int
     page_size: int
-    run: int  # tokens of a run
+    segment_size: int  # tokens
     window: int
     masked: bool  # queries of one sequence see different tokens
     soft_cap: float | None
@@ -135,7 +135,7 @@ def reserve(
         "counts": 2 * heights + 2, "prefill_count": 1, "beside": 3, "positions": limits.query_tokens,
         "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
         "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
-        "runs": 3 * limits.runs,
+        "segments": 3 * limits.segments,
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
@@ -166,7 +166,7 @@ def refill(
 def _host_arrays(
     tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
 ) -> dict[str, NDArray[np.int32]]:
-    """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
+    """What the kernels read; the segment list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.empty(len(tiles.counts) + 1, np.int32)
     counts[:-1], counts[-1] = tiles.counts, len(tiles.merge_queries)
     counts[0] += beside
@@ -175,7 +175,7 @@ def _host_arrays(
         "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
         "beside": np.array([0, beside, most], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
-        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
+        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "segments": tiles.segments,
     }  # fmt: skip
 
 

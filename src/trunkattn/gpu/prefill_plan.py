@@ -121,6 +121,6 @@ def even_rounds(items: NDArray[np.int32], num_kv_heads: int, programs: int) -> N
     return np.concatenate([items[:begin], items[begin:][::-1]])
 
 
-def run_tokens(tile: PrefillTile, page_size: int) -> int:
-    """Tokens of a run, for which one page id is read: a power of two that divides a page and a block."""
+def segment_size(tile: PrefillTile, page_size: int) -> int:
+    """Tokens of a segment, for which one page id is read: a power of two that divides a page and a block."""
     return min(tile.block_n, page_size & -page_size)

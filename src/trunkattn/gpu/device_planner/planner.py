@@ -26,7 +26,7 @@ ERRORS: Final = MappingProxyType(
         common.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
         common.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
         common.MANY_ITEMS.value: "more items than the plan holds",
-        common.MANY_RUNS.value: "more runs than the plan holds",
+        common.MANY_SEGMENTS.value: "more segments than the plan holds",
         common.MANY_QUERIES.value: "more queries than the plan holds",
         common.MANY_SLOTS.value: "more partial states than the plan holds",
     }
@@ -69,7 +69,7 @@ class DevicePlanner:
             num_pages=capacity.num_pages,
             max_query_len=capacity.max_query_len or capacity.max_query_tokens,
             items=limits.items,
-            runs=limits.runs,
+            segments=limits.segments,
             queries=limits.queries,
             merged=limits.merged,
             slots=limits.slots,

@@ -323,8 +323,8 @@ def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
         and tile.block_m % group == 0
         and tile.block_m <= WARPGROUP_ROWS.value
         and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS.value, 1)
-        and BLOCK_TOKENS.value % geometry.run == 0
-        and geometry.run % BOX_TOKENS.value == 0
+        and BLOCK_TOKENS.value % geometry.segment_size == 0
+        and geometry.segment_size % BOX_TOKENS.value == 0
     )
 
 
@@ -349,10 +349,10 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
         *launch.buckets,
         plan.sizes["items"],
         plan.sizes["queries"],
-        plan.sizes["runs"],
+        plan.sizes["segments"],
         launch.first_cta,
         launch.num_ctas,
-        DecodeConstants(*heads, g.page_size, g.run, g.masked, launch.return_lse),
+        DecodeConstants(*heads, g.page_size, g.segment_size, g.masked, launch.return_lse),
     )
 
 

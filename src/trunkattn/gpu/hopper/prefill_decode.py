@@ -345,7 +345,7 @@ def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
         and prefill.supports(t, plan.prefill.tile, plan.geometry)
         and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, BLOCK_TOKENS.value, 1)
         and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
-        and plan.geometry.run % BOX_TOKENS.value == 0
+        and plan.geometry.segment_size % BOX_TOKENS.value == 0
     )
 
 
@@ -360,7 +360,7 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
         layer_of(t),
         *tma_descriptors(t),
         PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["beside"], g.window),
-        PrefillDecodeConstants(*heads, g.page_size, g.run, *options),
+        PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options),
     )
 
 

@@ -22,8 +22,8 @@ _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 class TileConfig:
     """A tile as the planner sees it. programs: of the whole device at once. together: of a multiprocessor.
 
-    block_ns: time of a block of full and of masked runs when all of them run. chain_ns: of one such block after another
-    in one program.
+    block_ns: time of a block of full and of masked segments when all of them run. chain_ns: of one such block after
+    another in one program.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class TileConfig:
     programs: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
-    subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tile_list.nest`
+    subtiles: int = 1  # that read private segments side by side, private_tokens at a time; see `tile_list.nest`
     private_tokens: int = 32
     paired: bool = True  # with a lowest tile for the nodes of few entries
     read_percent: int = 100  # of the bandwidth that it reaches
@@ -48,8 +48,8 @@ class TilingRule:
 
     kinds: ascending heights. card: what is fitted to the card. head_bytes: keys and values of one token and head.
     partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
-    l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a row's arithmetic does not depend on the rows
-    beside it (the two loops of the kernel may round differently).
+    l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend on the
+    rows beside it (the two loops of the kernel may round differently).
     """
 
     kinds: tuple[TileConfig, ...]
@@ -74,8 +74,8 @@ class TilingRule:
         return self.card.bytes_per_us
 
     @cached_property
-    def run(self) -> int:
-        """Tokens of a run: a power of two that divides the page and every block."""
+    def segment_size(self) -> int:
+        """Tokens of a segment: a power of two that divides the page and every block."""
         smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
         return min(smallest, self.page_size & -self.page_size)
 
@@ -88,11 +88,13 @@ class TilingRule:
     def list_rule(self) -> "ListRule":
         """What emits tile lists."""
         subtiles = [
-            Subtiles(kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.run)
+            Subtiles(
+                kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.segment_size
+            )
             for kind in self.kinds
         ]
         is_nested = any(each.number > 1 for each in subtiles)
-        return ListRule(np.array(subtiles, np.int64), is_nested, self.run, self.page_size, self.fuse_up_to)
+        return ListRule(np.array(subtiles, np.int64), is_nested, self.segment_size, self.page_size, self.fuse_up_to)
 
     def usable(self) -> list[int]:
         """Heights that hold at least one query token."""
@@ -135,7 +137,7 @@ def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int])
     shape = rule.kinds[kind]
     height = 1 if tiling.alone else shape.entries(rule.group_size)
     items = max(1, shape.programs // rule.num_kv_heads) * tiling.waves
-    blocks = (shape.block_tokens // rule.run, items, shape.subtiles, shape.private_tokens // rule.run)
+    blocks = (shape.block_tokens // rule.segment_size, items, shape.subtiles, shape.private_tokens // rule.segment_size)
     return tiles.Stage(height, *limits, *blocks)
 
 
@@ -160,7 +162,7 @@ class ListRule(NamedTuple):
 
     subtiles: NDArray[np.int64]  # [kinds, fields of Subtiles]
     is_nested: bool  # some tile has several
-    run_tokens: int
+    segment_size: int
     page_size: int
     fuse_up_to: int
 
@@ -178,8 +180,8 @@ def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
 @njit(inner=True)
 def stage_of_row(row):
     """The stage of a row of `launches_of`."""
-    _, height, least, below, block_runs, num_parts, subtiles, private_runs = row
-    return tiles.Stage(height, least, below, block_runs, num_parts, subtiles, private_runs)
+    _, height, least, below, block_segments, num_parts, subtiles, private_segments = row
+    return tiles.Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
 
 
 class PricedTilings(NamedTuple):
@@ -211,7 +213,7 @@ def price(rule: TilingRule) -> PricedTilings:
         tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
         token_bytes=token_bytes,
         partial_bytes=rule.partial_bytes,
-        run_tokens=rule.run,
+        segment_size=rule.segment_size,
         l2_tokens=rule.l2_bytes // token_bytes,
         l2_percent=100 * card.bytes_per_us // card.l2_bytes_per_us,
         bytes_per_us=card.bytes_per_us,
@@ -236,14 +238,14 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     parts = 6 * slots  # of fine cuts, which have at most half as many again as they want
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
-    runs_of_page = capacity.max_pages_per_request * (rule.page_size // rule.run)
+    segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
     if pieces:
         cut = tokens * pieces
-        return TileLimits(cut, cut * 2 + tokens * runs_of_page, cut, tokens, cut, tokens)
+        return TileLimits(cut, cut * 2 + tokens * segments_of_request, cut, tokens, cut, tokens)
     entries = 2 * (tokens + parts * max(heights))
     return TileLimits(
         items=2 * (tokens + parts),
-        runs=(tiles_of_requests + min(parts, tiles_of_requests)) * (runs_of_page + 2),
+        segments=(tiles_of_requests + min(parts, tiles_of_requests)) * (segments_of_request + 2),
         queries=entries,
         merged=tokens,
         slots=2 * tokens + 3 * slots * max(heights),
@@ -268,10 +270,10 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     positions = query_positions(seq_lens, starts)
     heights = [kind.entries(rule.group_size) for kind in rule.kinds]
     kinds = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
-    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
-    block_runs = np.array(per_kind, np.int32)[kinds]
+    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.segment_size for kind in rule.kinds]
+    block_segments = np.array(per_kind, np.int32)[kinds]
     emitted = tiles.items_of_work(
-        (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs
+        (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments
     )
     if rule.list_rule.is_nested:
         emitted = nest(emitted, kinds, rule.list_rule.subtiles)
