@@ -60,7 +60,7 @@ def test_chunks_alone() -> None:
     assert_right(executor, step, batch)
 
 
-def test_decodes_beside_chunks_need_no_mask() -> None:
+def test_decodes_next_to_chunks_need_no_mask() -> None:
     executor = GpuExecutor(CONFIG, CPU)
     batch = replace(DECODES, query_lens=np.array([1, 50, 1, 1, 0, 1, 1, 1, 1], np.int32))
     assert not plan(executor, batch).gpu_plan.geometry.masked

@@ -52,9 +52,9 @@ def make_lists() -> tuple[TileList, Chunks]:
 
 
 def make_mixed(geometry: Geometry) -> GpuPlan:
-    """Two of the low items are beside the chunk."""
+    """Two of the low items overlap the chunk."""
     positions = np.append(np.full(4, 15, np.int32), np.arange(16, 36, dtype=np.int32))
-    return upload(make_lists()[0], positions, geometry, CARD, "overlapped", CPU, make_lists()[1], beside=2)
+    return upload(make_lists()[0], positions, geometry, CARD, "overlapped", CPU, make_lists()[1], num_overlapped=2)
 
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
@@ -87,17 +87,17 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
     assert list(prefill_decode.PrefillDecodeArguments._fields) == names
 
 
-@pytest.mark.parametrize("beside, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
-def test_it_is_told_the_most_queries_of_an_item_beside(beside: int, most: int) -> None:
+@pytest.mark.parametrize("num_overlapped, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
+def test_it_is_told_the_most_queries_of_an_overlapped_item(num_overlapped: int, most: int) -> None:
     """By which it takes tiles of 8 rows or of 16: too few would lose queries."""
     tiles, chunks = make_lists()
     ends = np.array([1, 3, 6, 7], np.int32)  # items of 1, 2, 3 and 1 queries
     tiles.items[:, 3], tiles.items[:, 4] = ends - [1, 2, 3, 1], ends
     positions = np.arange(24, dtype=np.int32)
-    plan = upload(tiles, positions, GEOMETRY, CARD, "overlapped", CPU, chunks, beside=beside)
-    assert plan.arrays["beside"].tolist()[:3] == [0, beside, most]
-    refill(plan, tiles, positions, None, beside=1)
-    assert plan.arrays["beside"].tolist()[:3] == [0, 1, 1]
+    plan = upload(tiles, positions, GEOMETRY, CARD, "overlapped", CPU, chunks, num_overlapped=num_overlapped)
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, num_overlapped, most]
+    refill(plan, tiles, positions, None, num_overlapped=1)
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, 1, 1]
 
 
 def test_registers_suffice_for_its_warps() -> None:
@@ -156,7 +156,7 @@ def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> Non
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
-    """TMA cannot read every cache: then chunks, and the items beside them, are launches of their own."""
+    """TMA cannot read every cache: then chunks, and the items that overlap them, are launches of their own."""
     places = {
         "hopper_prefill_decode_kernel": prefill_decode,
         "prefill_kernel": prefill,
@@ -181,7 +181,7 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     assert [options["BUCKETS"].first for _, _, options in decodes] == [1, 0]
 
 
-def test_a_device_planned_step_has_nothing_beside_chunks() -> None:
+def test_a_device_planned_step_overlaps_nothing() -> None:
     plan = make_mixed(GEOMETRY)
     plan.forget_prefill()
-    assert plan.arrays["beside"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0

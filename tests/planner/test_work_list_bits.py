@@ -157,8 +157,8 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
     return tuple(found)
 
 
-def beside(step: Step, gpu: Gpu) -> tuple:
-    """How many items run beside chunks, and the predicted time, of every tiling that may; what gain is worth it."""
+def overlapped(step: Step, gpu: Gpu) -> tuple:
+    """How many items overlap chunks, and the predicted time, of every tiling that may; what gain is worth it."""
     if gpu.overlap is None or not step.query_start_loc[-1]:
         return ()
     tilings, group_size = gpu.rule.priced.tilings, gpu.rule.group_size
@@ -177,7 +177,7 @@ def whole_step(step: Step, gpu: Gpu) -> tuple:
         assert "capacity" in str(error)
         return ("refused",)
     chunks = work_arrays(planned.chunks.planned.work) if planned.chunks else ()
-    first, last, queries = planned.gpu_plan.arrays["beside"][:3].tolist()
+    first, last, queries = planned.gpu_plan.arrays["overlapped"][:3].tolist()
     return tile_arrays(planned.tile_list), chunks, (first, last, queries)
 
 
@@ -199,7 +199,7 @@ PARTS: Final = MappingProxyType[str, Callable[[Step, Gpu], tuple]](
         "tiles": tile_lists,
         "fits": fits,
         "chunks": chunk_list,
-        "beside": beside,
+        "beside": overlapped,  # the name that the file has
         "step": whole_step,
     }
 )

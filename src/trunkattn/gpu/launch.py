@@ -81,7 +81,7 @@ class _Binder:
         return [*chunks, *self._in_order(plan.launches, launches_ahead=bool(chunks))]
 
     def _overlapped(self) -> list[Run]:
-        """Prompt chunks and the items beside them in one launch (POD-Attention §4), where there is a kernel for it."""
+        """Prompt chunks and the items that overlap them in one launch (POD-Attention §4), if a kernel takes both."""
         plan, card = self._plan, self._card
         trigger = card.overlaps and bool(plan.launches)
         if card.hopper and self._t.q.is_cuda:
@@ -91,8 +91,8 @@ class _Binder:
                 both = prefill_decode.bind(self._t, plan, card.processors, trigger, self._return_lse)
                 return [both, *self._in_order(plan.launches, launches_ahead=True)]
         items = Launch((0,), card.processors * self._tiles[0].programs)
-        halves = [self._chunks(trigger=False), self._items(items, trigger, wait=False, counts=plan.arrays["beside"])]
-        return [*halves, *self._in_order(plan.launches, launches_ahead=True)]
+        decodes = self._items(items, trigger, wait=False, counts=plan.arrays["overlapped"])
+        return [self._chunks(trigger=False), decodes, *self._in_order(plan.launches, launches_ahead=True)]
 
     def _streams(self) -> Run:
         independent: list[Launch] = []

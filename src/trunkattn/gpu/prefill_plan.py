@@ -75,11 +75,11 @@ class Chunks:
     tile: PrefillTile
 
 
-def upload(chunks: Chunks, num_kv_heads: int, processors: int, beside: bool, device: torch.device) -> PrefillPlan:
+def upload(chunks: Chunks, num_kv_heads: int, processors: int, overlapped: bool, device: torch.device) -> PrefillPlan:
     """Sends prompt chunks to the device; a program for each item and head, or for each multiprocessor, where decodes
-    run beside them."""
+    overlap them."""
     columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
-    programs = processors if beside else len(chunks.listed.items) * num_kv_heads
+    programs = processors if overlapped else len(chunks.listed.items) * num_kv_heads
     host = host_arrays(chunks.listed, columns, num_kv_heads, programs)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)

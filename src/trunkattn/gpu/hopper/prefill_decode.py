@@ -338,7 +338,7 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
-    """Whether `bind` takes the chunks of a plan and the items beside them, of this tile: chunks that
+    """Whether `bind` takes the chunks of a plan and the items that overlap them, of this tile: chunks that
     `prefill.supports` accepts, and tiles of 16 rows by 64 keys."""
     return (
         plan.prefill is not None
@@ -359,7 +359,7 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     return PrefillDecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
-        PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["beside"], g.window),
+        PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["overlapped"], g.window),
         PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options),
     )
 

@@ -263,7 +263,7 @@ def launch_arguments(plan: GpuPlan, t: Tensors, return_lse: bool) -> dict[str, A
         "strides": arguments.strides(t),
         "SHAPE": arguments.shape(geometry),
         "TILE": tile_shape(prefill.tile, geometry.page_size),
-        # Prompt chunks are always masked, whatever the decodes beside them are: one value, one kernel.
+        # Prompt chunks are always masked, whatever the overlapped decodes are: one value, one kernel.
         "FEATURES": arguments.features(geometry, t.q.dtype, return_lse)._replace(masked=True),
         "num_warps": prefill.tile.warps,
     }
