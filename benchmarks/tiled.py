@@ -45,9 +45,9 @@ def tile_rule(
 ) -> TilingRule:
     """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim; card: multiprocessors and
     bytes of the L2 cache."""
-    (hq, hkv, dim), (processors, l2_bytes) = heads, card
+    (hq, hkv, dim), (num_sms, l2_bytes) = heads, card
     return TilingRule(
-        kinds=tuple(tile_config(tile, processors) for tile in tiles),
+        kinds=tuple(tile_config(tile, num_sms) for tile in tiles),
         group_size=hq // hkv,
         num_kv_heads=hkv,
         page_size=PAGE_SIZE,

@@ -126,7 +126,7 @@ def prepare(
     device: str = "cpu",
     card: DeviceInfo | None = None,
 ) -> Planned:
-    card = card or DeviceInfo(processors=1, overlaps=False)
+    card = card or DeviceInfo(num_sms=1, overlaps=False)
     planner = DevicePlanner(some_candidates(rule, way), capacity, limits, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():

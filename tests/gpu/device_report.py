@@ -54,7 +54,7 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
         for name in names:
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
-    kinds = tuple(tile_config(replace(it, programs=2), 132) for it in decode_tiles(2, 128, group_size))
+    kinds = tuple(tile_config(replace(it, ctas_per_sm=2), 132) for it in decode_tiles(2, 128, group_size))
     rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = tile_limits(rule, capacity)

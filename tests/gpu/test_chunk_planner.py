@@ -87,7 +87,7 @@ def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, ex
         step = into(executor, batch, step)
         step.check()
         gpu_plan = step.gpu_plan
-        places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.programs))
+        places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.num_programs))
         assert gpu_plan.arrays["prefill_count"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
         assert (step.chunks is None) == (batch is DECODES)
         assert_right(executor, step, batch)

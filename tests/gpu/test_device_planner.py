@@ -93,7 +93,7 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
-    card = DeviceInfo(processors=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
+    card = DeviceInfo(num_sms=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
     planned = prepare(rule, Capacity(**most), way, card=card)
     for batch in (first, second):
         planned.fill(batch)
@@ -102,10 +102,10 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("way", range(len(EVERY_WAY)), ids=EVERY_WAY)
-@pytest.mark.parametrize("processors", [1, 16])
-def test_every_tiling_of_a_small_tree(way: int, processors: int) -> None:
+@pytest.mark.parametrize("num_sms", [1, 16])
+def test_every_tiling_of_a_small_tree(way: int, num_sms: int) -> None:
     """12 requests of 4 heads, of which 6 and 12 share; several items of a tile, and several tiles of a node."""
-    planned = prepare(make_rule(4, 16, processors, num_kv_heads=2), capacity_for(TREE_BATCH), way)
+    planned = prepare(make_rule(4, 16, num_sms, num_kv_heads=2), capacity_for(TREE_BATCH), way)
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 

@@ -46,7 +46,7 @@ def uploaded(geometry: Geometry = GEOMETRY) -> GpuPlan:
 def of(kernel: Recorder) -> list[tuple[int, DecodeArguments]]:
     """CTAs and arguments of each launch."""
     assert all(options["launch_pdl"] for _, _, options in kernel.calls)
-    return [(num_ctas, DecodeArguments(*args)) for num_ctas, args, _ in kernel.calls]
+    return [(num_programs, DecodeArguments(*args)) for num_programs, args, _ in kernel.calls]
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     monkeypatch.setattr(hopper_decode, "hopper_decode_kernel", kernel)
     plan, tensors = uploaded(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
     hopper_decode.bind(tensors, plan, (1, 2), (264,), Pdl(trigger=True, overlaps=False), False)(tensors)
-    ((num_ctas, args, options),) = kernel.calls
+    ((num_programs, args, options),) = kernel.calls
     given = DecodeArguments(*args)
-    assert (num_ctas, given.first_cta, given.total_ctas) == (264, 0, 264)
+    assert (num_programs, given.first_cta, given.total_ctas) == (264, 0, 264)
     assert set(options) == {"num_warps", "maxnreg", "launch_pdl"}
     assert given.work.counts.tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
     assert (given.first_bucket, given.last_bucket) == (1, 2)
@@ -88,7 +88,7 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
 
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
     execute(uploaded(), make_tensors(), TILES, CARD, False)
-    buckets = [(given.first_bucket, given.last_bucket, num_ctas) for num_ctas, given in of(kernels["hopper"])]
+    buckets = [(given.first_bucket, given.last_bucket, num_programs) for num_programs, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2)]
     assert [options["BUCKETS"].first for _, _, options in kernels["any"].calls] == [0]
     assert len(kernels["merge"].calls) == 1
@@ -99,7 +99,7 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
     refill(plan, make_list(), np.full(3, 15, np.int32))
     execute(plan, make_tensors(), TILES, CARD, False)
     launched = of(kernels["hopper"])
-    assert [num_ctas for num_ctas, _ in launched] == [CARD.processors, CARD.processors]
+    assert [num_programs for num_programs, _ in launched] == [CARD.num_sms, CARD.num_sms]
     assert all((given.first_bucket, given.last_bucket) == (1, 2) for _, given in launched)
     ((_, _, options),) = kernels["any"].calls
     assert options["BUCKETS"] == (0, 3, True)

@@ -87,9 +87,9 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     plan = make_plan(geometry)
     execute(plan, tensors, (), CARD, True)
     hopper, portable = kernels
-    ((num_ctas, args, options),) = hopper.calls
+    ((num_programs, args, options),) = hopper.calls
     assert not portable.calls
-    assert num_ctas == 2 * 2
+    assert num_programs == 2 * 2
     given = hopper_prefill.PrefillArguments(*args)
     assert set(options) == {"num_warps", "maxnreg"}
     assert given.work.num_items.tolist()[0] == 2

@@ -63,9 +63,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     monkeypatch.setattr(prefill_decode, "hopper_prefill_decode_kernel", kernel)
     plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
     assert prefill_decode.supports(tensors, plan, TILES[0])
-    prefill_decode.bind(tensors, plan, CARD.processors, pdl_trigger=True, return_lse=False)(tensors)
-    ((num_ctas, args, options),) = kernel.calls
-    assert num_ctas == CARD.processors and set(options) == {"num_warps", "maxnreg"}
+    prefill_decode.bind(tensors, plan, CARD.num_sms, pdl_trigger=True, return_lse=False)(tensors)
+    ((num_programs, args, options),) = kernel.calls
+    assert num_programs == CARD.num_sms and set(options) == {"num_warps", "maxnreg"}
     given = prefill_decode.PrefillDecodeArguments(*args)
     work, chunks, tiles = given.work, given.work.chunks, given.work.tiles
     assert work.num_chunk_items.tolist()[0] == 1 and work.item_range.tolist()[:3] == [0, 2, 1]

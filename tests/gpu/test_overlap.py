@@ -248,7 +248,7 @@ def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> No
     # memory reads the chunks' keys in the meantime
     assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
-    kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
+    kind = replace(overlap.rule.kinds[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
     card = overlap.rule.card._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
     fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card=card))
     assert fast.choose(listed([64] * 40), ChunkTimes(220_000, 0)) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)

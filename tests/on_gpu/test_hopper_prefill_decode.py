@@ -186,8 +186,8 @@ def test_chunks_and_decodes(
         return
     plan = check(config, mixed(page_size, several), 0.01 if dtype == torch.bfloat16 else 0.0015, window)
     assert launched == [1] and num_overlapped(plan) == len(plan.step.tile_list.items)
-    programs = torch.cuda.get_device_properties().multi_processor_count
-    assert num_overlapped(plan) * heads[1] > programs, "some program has several tasks"
+    num_programs = torch.cuda.get_device_properties().multi_processor_count
+    assert num_overlapped(plan) * heads[1] > num_programs, "some program has several tasks"
 
 
 def test_decodes_that_are_cut_into_parts(launched: list[int]) -> None:

@@ -84,7 +84,7 @@ ONE_TILE = [
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize(("break_it", "message"), ONE_TILE)
 def test_a_broken_tile_is_found(break_it: Change, message: str, nested: bool) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1, nested=nested)
+    tile_list, rule = tree_tiles("64x64", num_sms=1, nested=nested)
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)
 
@@ -102,7 +102,7 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_a_segment_that_the_wrong_subtile_reads_is_found(name: str) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1)
+    tile_list, rule = tree_tiles("64x64", num_sms=1)
     assert tile_list.segments[4:6].tolist() == tile_list.segments[6:8].tolist() != tile_list.segments[8:10].tolist()
     with pytest.raises(AssertionError, match=MISSED):
         check_tiles(NESTED[name](tile_list), TREE_BATCH, rule)
@@ -120,7 +120,7 @@ CUT = [
 
 @pytest.mark.parametrize(("break_it", "message"), CUT)
 def test_broken_slots_merges_and_order_are_found(break_it: Change, message: str) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=2)
+    tile_list, rule = tree_tiles("64x64", num_sms=2)
     assert len(tile_list.merge_queries) > 1
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)

@@ -92,7 +92,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     tallest = max(kind.rows for kind in rule.kinds)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)
     split = UNCUT._replace(
-        num_workers=min(kind.programs for kind in rule.kinds),
+        num_workers=min(kind.num_programs for kind in rule.kinds),
         num_kv_heads=rule.num_kv_heads,
         grid=64,
         above_mean=above_mean,
@@ -230,7 +230,7 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, StepT
 
 
 def test_one_tile_reads_each_token_of_the_tree_once() -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1, nested=False)
+    tile_list, rule = tree_tiles("64x64", num_sms=1, nested=False)
     assert rule.segment_size == 16
     assert tile_list.items.tolist() == [[0, 4, 4 + 2 * 2 + 12 * 2, 0, 12]]
     assert (tile_list.segments[:, 1] >> 16).sum() == 64 + 2 * 32 + 12 * 20
@@ -239,7 +239,7 @@ def test_one_tile_reads_each_token_of_the_tree_once() -> None:
 
 def test_a_nested_tile_reads_a_branch_once_for_each_subtile() -> None:
     """Subtiles of 4 queries read 10, 12, 10 and 0 private segments, two at a time: each branch concerns two of them."""
-    tile_list, _ = tree_tiles("64x64", processors=1)
+    tile_list, _ = tree_tiles("64x64", num_sms=1)
     assert tile_list.items.tolist() == [[0, 4, 4 + 6 * 4 * 2, 0, 12]]
     private = (tile_list.segments[4:, 1] >> 16).reshape(6, 4, 2)
     assert np.count_nonzero(private, axis=(0, 2)).tolist() == [10, 12, 10, 0]

@@ -38,7 +38,7 @@ UNLIMITED: Final = 2**31 - 1
 
 
 class Card(NamedTuple):
-    """name, multiprocessors, compute capability, bytes of the L2 cache."""
+    """name, SMs, compute capability, bytes of the L2 cache. Its repr is hashed, and the names of its fields with it."""
 
     name: str
     processors: int

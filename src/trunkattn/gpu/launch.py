@@ -88,9 +88,9 @@ class _Binder:
             from trunkattn.gpu.hopper import prefill_decode  # Gluon, which other cards need not have
 
             if prefill_decode.supports(self._t, plan, self._tiles[0]):
-                both = prefill_decode.bind(self._t, plan, card.processors, trigger, self._return_lse)
+                both = prefill_decode.bind(self._t, plan, card.num_sms, trigger, self._return_lse)
                 return [both, *self._in_order(plan.launches, launches_ahead=True)]
-        items = Launch((0,), card.processors * self._tiles[0].programs)
+        items = Launch((0,), card.num_sms * self._tiles[0].ctas_per_sm)
         decodes = self._items(items, trigger, wait=False, counts=plan.arrays["overlapped"])
         return [self._chunks(trigger=False), decodes, *self._in_order(plan.launches, launches_ahead=True)]
 
@@ -115,7 +115,7 @@ class _Binder:
                 trigger = self._card.overlaps and number + 1 < len(launches)
                 bound.append(self._items(launch, trigger, wait))
             else:
-                bound.append(self._merge(launch.programs, wait))
+                bound.append(self._merge(launch.num_programs, wait))
         return bound
 
     def _hopper_tile(self, launch: Launch) -> bool:
@@ -141,14 +141,14 @@ class _Binder:
         if self._hopper_tile(launch):
             from trunkattn.gpu.hopper import decode as hopper_decode
 
-            most = (self._card.processors,) * tile.programs
-            num_ctas = most if launch.spread else (min(launch.programs, sum(most)),)
+            most = (self._card.num_sms,) * tile.ctas_per_sm
+            num_programs = most if launch.spread else (min(launch.num_programs, sum(most)),)
             first_and_last, pdl = (launch.buckets[0], launch.buckets[-1]), hopper_decode.Pdl(trigger, wait)
-            return hopper_decode.bind(t, plan, first_and_last, num_ctas, pdl, self._return_lse)
+            return hopper_decode.bind(t, plan, first_and_last, num_programs, pdl, self._return_lse)
         buckets = decode.Buckets(launch.buckets[0], launch.buckets[1] if len(launch.buckets) > 1 else -1, merges)
         given = decode.launch_arguments(plan, t, tile, buckets, self._return_lse, counts)
         given |= {"PDL_TRIGGER": trigger, **_waits(wait)}
-        grids, of_layer = [Grid(launch.programs, given)], arguments.of_layer(plan.geometry)
+        grids, of_layer = [Grid(launch.num_programs, given)], arguments.of_layer(plan.geometry)
         return BoundLaunches(decode.decode_kernel, grids, arguments.LAYER, of_layer)
 
     def _chunks(self, trigger: bool) -> Run:
@@ -160,13 +160,13 @@ class _Binder:
             if hopper_prefill.supports(t, plan.prefill.tile, plan.geometry):
                 return hopper_prefill.bind(t, plan, trigger, self._return_lse)
         given = prefill.launch_arguments(plan, t, self._return_lse) | {"PDL_TRIGGER": trigger}
-        of_layer = arguments.of_layer(plan.geometry)
-        return BoundLaunches(prefill.prefill_kernel, [Grid(plan.prefill.programs, given)], arguments.LAYER, of_layer)
+        grids, of_layer = [Grid(plan.prefill.num_programs, given)], arguments.of_layer(plan.geometry)
+        return BoundLaunches(prefill.prefill_kernel, grids, arguments.LAYER, of_layer)
 
-    def _merge(self, num_ctas: int, wait: bool) -> Run:
+    def _merge(self, num_programs: int, wait: bool) -> Run:
         count_at = 2 * len(self._tiles) + 1
         given = merge.launch_arguments(self._plan, self._t, count_at, self._return_lse) | _waits(wait)
-        return BoundLaunches(merge.merge_kernel, [Grid(num_ctas, given)], merge.LAYER, merge.of_layer)
+        return BoundLaunches(merge.merge_kernel, [Grid(num_programs, given)], merge.LAYER, merge.of_layer)
 
 
 def _waits(wait: bool) -> dict[str, bool]:

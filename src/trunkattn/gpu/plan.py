@@ -21,7 +21,7 @@ from trunkattn.planner.work_list import (
     TileList,
 )
 
-_MERGE_PROGRAMS = 16  # of one warp, on a multiprocessor; each reads a few kilobytes
+_MERGE_CTAS_PER_SM = 16  # of one warp; each reads a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class DeviceInfo:
     """What a device says of itself.
 
     Attributes:
-        processors: multiprocessors.
+        num_sms: streaming multiprocessors.
         overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
         hopper: it is an sm_90, which has kernels of its own.
     """
 
-    processors: int
+    num_sms: int
     overlaps: bool
     hopper: bool = False
 
@@ -58,11 +58,11 @@ class DeviceInfo:
 @dataclass(frozen=True)
 class Launch:
     """buckets: whose items it computes, of one tile or of those of `hopper.decode`, ascending; none: it merges what no
-    item does. spread: for `hopper.decode` several launches side by side, of a program a multiprocessor each; of one
-    launch some multiprocessors would get two programs with work, where items are few, and others none."""
+    item does. spread: for `hopper.decode` several launches side by side, of a program an SM each; of one launch some
+    SMs would get two programs with work, where items are few, and others none."""
 
     buckets: tuple[int, ...]
-    programs: int
+    num_programs: int
     spread: bool = False
 
 
@@ -115,10 +115,10 @@ def upload(
     if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
-    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.processors * _MERGE_PROGRAMS))
-    shape = (geometry.num_kv_heads, card.processors, num_overlapped > 0, device)
+    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.num_sms * _MERGE_CTAS_PER_SM))
+    shape = (geometry.num_kv_heads, card.num_sms, num_overlapped > 0, device)
     prefill = prefill_plan.upload(chunks, *shape) if chunks else None
-    kept = tuple(launch for launch in (*launches, merges) if launch.programs)
+    kept = tuple(launch for launch in (*launches, merges) if launch.num_programs)
     plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
     plan.send(host)
     return plan
@@ -141,15 +141,15 @@ def reserve(
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
-    launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in alone]
+    launches = [Launch((bucket,), card.num_sms * tiles[bucket].ctas_per_sm) for bucket in alone]
     if execution in ("serial", "overlapped") and tiles[0].merges:
-        launches[0] = Launch((0, heights), launches[0].programs)
-    if together := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
-        launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together), True))
-    launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
+        launches[0] = Launch((0, heights), launches[0].num_programs)
+    if of_hopper := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
+        launches.append(Launch(of_hopper, max(card.num_sms * tiles[bucket].ctas_per_sm for bucket in of_hopper), True))
+    launches = [*reversed(launches), Launch((), card.num_sms * _MERGE_CTAS_PER_SM)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
-    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, card.processors, device) if chunks else None
+    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, card.num_sms, device) if chunks else None
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 

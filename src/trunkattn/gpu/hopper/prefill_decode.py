@@ -364,7 +364,7 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     )
 
 
-def bind(t: Tensors, plan: GpuPlan, num_ctas: int, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
+def bind(t: Tensors, plan: GpuPlan, num_programs: int, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
     """The launch of a plan's prompt chunks and of the items that are co-scheduled with them, for layers like `t`."""
     given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": REGISTERS}
-    return BoundLaunches(hopper_prefill_decode_kernel, [Grid(num_ctas, given)], LAYER, of_layer)
+    return BoundLaunches(hopper_prefill_decode_kernel, [Grid(num_programs, given)], LAYER, of_layer)

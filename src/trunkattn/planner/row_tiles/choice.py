@@ -20,7 +20,7 @@ _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile as the planner sees it. programs: of the whole device at once. together: of a multiprocessor.
+    """A tile as the planner sees it. num_programs: that run at once on the device. ctas_per_sm: on an SM.
 
     block_ns: time of a block of full and of masked segments when all of them run. chain_ns: of one such block after
     another in one program.
@@ -28,14 +28,14 @@ class TileConfig:
 
     rows: int
     block_tokens: int
-    programs: int
+    num_programs: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
     subtiles: int = 1  # that read private segments side by side, private_tokens at a time; see `tile_list.nest`
     private_tokens: int = 32
     paired: bool = True  # with a lowest tile for the nodes of few entries
     read_percent: int = 100  # of the bandwidth that it reaches
-    together: int = 1
+    ctas_per_sm: int = 1
 
     def entries(self, group_size: int) -> int:
         """Query tokens that it holds."""
@@ -136,7 +136,7 @@ def candidates(rule: TilingRule) -> list[Tiling]:
 def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.kinds[kind]
     height = 1 if tiling.alone else shape.entries(rule.group_size)
-    items = max(1, shape.programs // rule.num_kv_heads) * tiling.waves
+    items = max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves
     blocks = (shape.block_tokens // rule.segment_size, items, shape.subtiles, shape.private_tokens // rule.segment_size)
     return tiles.Stage(height, *limits, *blocks)
 
@@ -195,8 +195,8 @@ class PricedTilings(NamedTuple):
 
 
 def _tile_times(rule: TilingRule, kind: TileConfig) -> tile_costs.TileTimes:
-    num_slots = max(1, kind.programs // rule.num_kv_heads)
-    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.together, kind.read_percent)
+    num_slots = max(1, kind.num_programs // rule.num_kv_heads)
+    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.ctas_per_sm, kind.read_percent)
 
 
 def price(rule: TilingRule) -> PricedTilings:
@@ -234,7 +234,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     that the plan of a query is cut into, where that is known; 0: it is not.
     """
     heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
-    slots = max(kind.programs for kind in rule.kinds) // rule.num_kv_heads + 1
+    slots = max(kind.num_programs for kind in rule.kinds) // rule.num_kv_heads + 1
     parts = 6 * slots  # of fine cuts, which have at most half as many again as they want
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
