@@ -17,7 +17,7 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     for name, row in rows.items():
         between = row["between_tokens_ms"]
         print(
-            f"{name:24}{row['ttft_s']['p50']:7.2f}{row['ttft_s']['p99']:7.2f}{between['p50']:7.1f}{between['p99']:7.1f}"
+            f"{name:28}{row['ttft_s']['p50']:7.2f}{row['ttft_s']['p99']:7.2f}{between['p50']:7.1f}{between['p99']:7.1f}"
             f"{between['max']:8.1f}{row['latency_s']['p50']:7.2f}{row['latency_s']['p99']:7.2f}"
             f"{row['stalled_200_percent']:7.1f}{row['stalled_500_percent']:7.1f}{row['busy_share']:7.2f}"
         )

@@ -16,7 +16,7 @@ from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.triton import decode, merge, prefill
 from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_ROWS, prefill_tile
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_ROWS, prefill_tile
 from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
 from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_plan, make_tensors
@@ -151,7 +151,7 @@ def test_a_plan_without_room_for_chunks_is_not_its() -> None:
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> None:
     low = decode_tiles(2, 128, group)[0]
-    assert (low.block_m, low.block_n, low.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
+    assert (low.block_m, low.block_n, low.subtiles) == (PREFILL_DECODE_ROWS, PREFILL_DECODE_KEYS, 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])

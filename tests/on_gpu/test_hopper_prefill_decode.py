@@ -11,7 +11,7 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.gpu.tuning.cards import Card, OverlapTimes, Shares, card_of
-from trunkattn.gpu.tuning.prefill import HYBRID_NARROW
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -160,7 +160,7 @@ def test_logits_that_grow_from_block_to_block(
     attention = BatchAttention(config)
     plan = attention.plan(*layer.step)
     most = int(plan.step.gpu_plan.arrays["overlapped"][2])
-    assert num_overlapped(plan) and (most * heads[0] // heads[1] <= HYBRID_NARROW) == single
+    assert num_overlapped(plan) and (most * heads[0] // heads[1] <= PREFILL_DECODE_NARROW_ROWS) == single
     out = torch.full_like(layer.q, math.nan)
     attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
     assert_right(layer, out, tolerance=0.02)

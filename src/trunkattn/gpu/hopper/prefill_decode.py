@@ -64,13 +64,14 @@ from trunkattn.gpu.hopper.segments import (
 )
 from trunkattn.gpu.plan import GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import HYBRID_NARROW, HYBRID_ROWS
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS, PREFILL_DECODE_ROWS
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
 CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
 DECODE_REGISTERS = gl.constexpr(72)
-_NARROW_ROWS, _WIDE_ROWS = gl.constexpr(HYBRID_NARROW), gl.constexpr(HYBRID_ROWS)  # of a decode tile, in whole groups
+_NARROW_ROWS = gl.constexpr(PREFILL_DECODE_NARROW_ROWS)  # of a decode tile, in whole groups
+_WIDE_ROWS = gl.constexpr(PREFILL_DECODE_ROWS)
 # Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
 _SHAPE: Final = PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY)
 assert _SHAPE.empty + _SHAPE.num_stages <= NUM_BARRIERS
@@ -343,7 +344,7 @@ def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
     return (
         plan.prefill is not None
         and prefill.supports(t, plan.prefill.tile, plan.geometry)
-        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, BLOCK_TOKENS.value, 1)
+        and (tile.block_m, tile.block_n, tile.subtiles) == (PREFILL_DECODE_ROWS, BLOCK_TOKENS.value, 1)
         and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
         and plan.geometry.segment_size % BOX_TOKENS.value == 0
     )

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from trunkattn.gpu.hopper.common import BOX_TOKENS
 from trunkattn.gpu.hopper.pipeline import Boxes
 from trunkattn.gpu.plan import GpuPlan
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS
 from trunkattn.planner.work_list import (
     SEGMENT_COLUMNS,
     SEGMENT_END,
@@ -22,7 +22,7 @@ from trunkattn.planner.work_list import (
     SEGMENT_START,
 )
 
-BLOCK_TOKENS = gl.constexpr(HYBRID_KEYS)
+BLOCK_TOKENS = gl.constexpr(PREFILL_DECODE_KEYS)
 _BLOCK_BOXES = gl.constexpr(BLOCK_TOKENS.value // BOX_TOKENS.value)
 # Columns of an item: its segments [start, end), of which those before `full` are whole and seen by all of its queries
 ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_FULL)

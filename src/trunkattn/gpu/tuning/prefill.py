@@ -58,10 +58,7 @@ def prefill_device(num_sms: int, tile: PrefillTile) -> DeviceModel:
     )
 
 
-HYBRID_ROWS: Final = 16  # of a decode tile of the hybrid kernel
-
-
-HYBRID_NARROW: Final = 8  # of those that it computes faster
-
-
-HYBRID_KEYS: Final = 64  # of a block of one
+# Decode tiles of the kernel that computes prompt chunks and decodes at once
+PREFILL_DECODE_ROWS: Final = 16
+PREFILL_DECODE_NARROW_ROWS: Final = 8  # of those that it computes faster
+PREFILL_DECODE_KEYS: Final = 64  # of a block of one
