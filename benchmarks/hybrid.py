@@ -79,7 +79,7 @@ class Ours:
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
                 executor = backend_of(made)
-                num_sms = executor._card.num_sms
+                num_sms = executor._device_info.num_sms
                 device = prefill_device(num_sms, executor._chunks.tile)
                 device = replace(device, num_workers=max(1, cut * device.num_workers))
                 chunks = ChunkPlanner(config, executor._chunks.tile, num_sms)

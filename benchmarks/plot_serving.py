@@ -12,8 +12,8 @@ import numpy as np
 
 def print_table(rows: dict[str, dict[str, Any]]) -> None:
     """POD's Table 5; on a CPU with the stalls scaled."""
-    print(f"{'':24}{'TTFT s':>14}{'between ms':>22}{'latency s':>14}{'stalled %':>14}{'busy':>7}")
-    print(f"{'':24}{'P50':>7}{'P99':>7}{'P50':>7}{'P99':>7}{'max':>8}{'P50':>7}{'P99':>7}{'200':>7}{'500':>7}")
+    print(f"{'':28}{'TTFT s':>14}{'between ms':>22}{'latency s':>14}{'stalled %':>14}{'busy':>7}")
+    print(f"{'':28}{'P50':>7}{'P99':>7}{'P50':>7}{'P99':>7}{'max':>8}{'P50':>7}{'P99':>7}{'200':>7}{'500':>7}")
     for name, row in rows.items():
         between = row["between_tokens_ms"]
         print(

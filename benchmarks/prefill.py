@@ -90,7 +90,7 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         executor = backend_of(attention)
         executor._chunks = ChunkPlanner(config, tile, num_sms)
-        executor._card = replace(executor._card, hopper=False)
+        executor._device_info = replace(executor._device_info, hopper=False)
     batch = case.batch
     plan = attention.plan(*(torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)))
     out = torch.full_like(case.q, math.nan)

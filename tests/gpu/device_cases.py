@@ -38,7 +38,7 @@ def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 2) ->
     return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
 
 
-def reserve(rule: TilingRule, limits: TileLimits, device: str, card: DeviceInfo) -> GpuPlan:
+def reserve(rule: TilingRule, limits: TileLimits, device: str, device_info: DeviceInfo) -> GpuPlan:
     """An empty plan, every array of which stands between guards."""
     shapes = tuple(
         GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
@@ -46,7 +46,7 @@ def reserve(rule: TilingRule, limits: TileLimits, device: str, card: DeviceInfo)
     )
     heads = rule.group_size * rule.num_kv_heads
     geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.segment_size, 0, True, None, False)
-    plan = plan_arrays.reserve(limits, shapes, geometry, card, "serial", torch.device(device))
+    plan = plan_arrays.reserve(limits, shapes, geometry, device_info, "serial", torch.device(device))
     sizes = {"guard": GUARD}
     for name, size in plan.sizes.items():
         sizes |= {name: size, f"guard after {name}": GUARD}
@@ -124,14 +124,14 @@ def prepare(
     way: int | None = None,
     limits: TileLimits = ROOMY,
     device: str = "cpu",
-    card: DeviceInfo | None = None,
+    device_info: DeviceInfo | None = None,
 ) -> Planned:
-    card = card or DeviceInfo(num_sms=1, overlaps=False)
-    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, card, torch.device(device))
+    device_info = device_info or DeviceInfo(num_sms=1, overlaps=False)
+    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, device_info, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)
         planner._buffers[name] = guarded[GUARD:-GUARD].view(buffer.shape).zero_()
         buffers[name] = guarded
     planner.errors = planner._buffers["errors"]
-    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers, limits)
+    return Planned(rule, planner, reserve(rule, limits, device, device_info), way, buffers, limits)

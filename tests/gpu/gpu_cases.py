@@ -42,7 +42,7 @@ def make_rule(config: AttentionConfig, num_sms: int, tiles: tuple[GpuTile, ...],
         group_size=config.num_qo_heads // config.num_kv_heads,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,
-        card=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
+        card_times=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
         head_bytes=512,
         partial_bytes=1024 * config.num_qo_heads,
         fuse_up_to=fuse_up_to,
@@ -144,14 +144,14 @@ class Interpreted:
         if self.division and self.prefill:
             tile_list, listed = join(tile_list, self.chunks.work, self.division)
             chunks = Chunks(listed, self.prefill)
-        tokens, card = len(step.q), DeviceInfo(self.num_sms, overlaps=False)
+        tokens, device_info = len(step.q), DeviceInfo(self.num_sms, overlaps=False)
         geometry = Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
             self.rule.segment_size, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        plan = upload(tile_list, positions, geometry, card, self.execution, torch.device("cpu"), chunks)
+        plan = upload(tile_list, positions, geometry, device_info, self.execution, torch.device("cpu"), chunks)
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
         ones = torch.ones(config.num_kv_heads)
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
@@ -164,5 +164,5 @@ class Interpreted:
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
-        execute(plan, tensors, self.tiles, card, return_lse)
+        execute(plan, tensors, self.tiles, device_info, return_lse)
         return out, lse

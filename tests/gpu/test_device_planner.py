@@ -29,7 +29,7 @@ from trunkattn.planner.work_list import TileLimits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..planner.specs import as_batch, forest_of, make_batch
-from ..planner.tile_cases import CARD, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
+from ..planner.tile_cases import CARD_TIMES, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
 
 pytestmark = pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
-    card = DeviceInfo(num_sms=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
-    planned = prepare(rule, Capacity(**most), way, card=card)
+    device_info = DeviceInfo(num_sms=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
+    planned = prepare(rule, Capacity(**most), way, device_info=device_info)
     for batch in (first, second):
         planned.fill(batch)
         assert planned.errors == []
@@ -112,8 +112,8 @@ def test_every_tiling_of_a_small_tree(way: int, num_sms: int) -> None:
 
 @pytest.mark.parametrize("bytes_per_us", [1000, 60_000_000])
 def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
-    card = CARD._replace(bytes_per_us=bytes_per_us)
-    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card=card), capacity_for(TREE_BATCH))
+    card_times = CARD_TIMES._replace(bytes_per_us=bytes_per_us)
+    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card_times=card_times), capacity_for(TREE_BATCH))
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 

@@ -85,7 +85,7 @@ def test_the_time_of_a_launch(card: Card) -> None:
     tiles[:, 4] = rng.choice([1, 16, 66, 264, 528], CASES)  # slots
     tiles[:, 5] = rng.integers(1, 5, CASES)  # CTAs of an SM
     tiles[:, 6] = rng.integers(1, 101, CASES)  # percent
-    costs = price(replace(make_rule(4, 16, 132, num_kv_heads=8), card=card.times)).costs
+    costs = price(replace(make_rule(4, 16, 132, num_kv_heads=8), card_times=card.times)).costs
     found = torch.zeros(CASES, 4, dtype=torch.int64)
     on_device = costs._replace(tiles=torch.from_numpy(costs.tiles))  # type: ignore[arg-type]
     _load_kernel[(CASES,)](torch.from_numpy(loads), torch.from_numpy(tiles), on_device, found)

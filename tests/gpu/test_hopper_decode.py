@@ -18,7 +18,7 @@ from trunkattn.gpu.triton import decode, merge
 from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
-from .test_hopper_prefill import CARD, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
+from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def make_list() -> TileList:
 
 
 def uploaded(geometry: Geometry = GEOMETRY) -> GpuPlan:
-    return upload(make_list(), np.full(3, 15, np.int32), geometry, CARD, "serial", CPU)
+    return upload(make_list(), np.full(3, 15, np.int32), geometry, DEVICE_INFO, "serial", CPU)
 
 
 def of(kernel: Recorder) -> list[tuple[int, DecodeArguments]]:
@@ -87,7 +87,7 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
 
 
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
-    execute(uploaded(), make_tensors(), TILES, CARD, False)
+    execute(uploaded(), make_tensors(), TILES, DEVICE_INFO, False)
     buckets = [(given.first_bucket, given.last_bucket, num_programs) for num_programs, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2)]
     assert [options["BUCKETS"].first for _, _, options in kernels["any"].calls] == [0]
@@ -95,11 +95,11 @@ def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> No
 
 
 def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: dict[str, Recorder]) -> None:
-    plan = reserve(LIMITS, TILES, GEOMETRY, CARD, "serial", CPU)
+    plan = reserve(LIMITS, TILES, GEOMETRY, DEVICE_INFO, "serial", CPU)
     refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(), TILES, CARD, False)
+    execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
     launched = of(kernels["hopper"])
-    assert [num_programs for num_programs, _ in launched] == [CARD.num_sms, CARD.num_sms]
+    assert [num_programs for num_programs, _ in launched] == [DEVICE_INFO.num_sms, DEVICE_INFO.num_sms]
     assert all((given.first_bucket, given.last_bucket) == (1, 2) for _, given in launched)
     ((_, _, options),) = kernels["any"].calls
     assert options["BUCKETS"] == (0, 3, True)
@@ -109,9 +109,9 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
 def test_what_it_cannot_do_goes_to_the_other(
     kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    plan = reserve(LIMITS, TILES, replace(GEOMETRY, **geometry), CARD, "serial", CPU)
+    plan = reserve(LIMITS, TILES, replace(GEOMETRY, **geometry), DEVICE_INFO, "serial", CPU)
     refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(**tensors), TILES, CARD, False)
+    execute(plan, make_tensors(**tensors), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls
     launched = [(options["BUCKETS"].first, options["TILE"].block_m) for _, _, options in kernels["any"].calls]
     assert launched == [(1, 32), (2, 64), (0, 16)]
@@ -122,12 +122,12 @@ def test_what_it_cannot_do_goes_to_the_other(
 def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    execute(uploaded(), replace(tensors, v_cache=odd), TILES, CARD, False)
+    execute(uploaded(), replace(tensors, v_cache=odd), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
 def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
-    execute(uploaded(), make_tensors(), TILES, replace(CARD, hopper=False), False)
+    execute(uploaded(), make_tensors(), TILES, replace(DEVICE_INFO, hopper=False), False)
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
@@ -145,8 +145,8 @@ def test_launches_side_by_side(kernels: dict[str, Recorder], trigger: bool, over
 def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     """No tiling makes such items; were there any, their partial states must not be lost."""
     listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
-    plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, CARD, "serial", CPU)
-    execute(plan, make_tensors(), TILES, CARD, False)
+    plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, DEVICE_INFO, "serial", CPU)
+    execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls
     launched = [(options["BUCKETS"].first, options["BUCKETS"].merge) for _, _, options in kernels["any"].calls]
     assert launched == [(0, False), (5, True), (4, True)]

@@ -18,7 +18,7 @@ from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
 pytestmark = pytest.mark.slow
 
-CARD = DeviceInfo(132, overlaps=True, hopper=True)
+DEVICE_INFO = DeviceInfo(132, overlaps=True, hopper=True)
 UNSUPPORTED = pytest.mark.parametrize(
     ("geometry", "tensors"),
     [
@@ -62,7 +62,7 @@ def make_plan(geometry: Geometry) -> GpuPlan:
     )
     positions = np.arange(32, 96, dtype=np.int32)
     chunks = Chunks(listed, prefill_tile(2, 128))
-    return upload(empty, positions, geometry, CARD, "serial", torch.device("cpu"), chunks)
+    return upload(empty, positions, geometry, DEVICE_INFO, "serial", torch.device("cpu"), chunks)
 
 
 def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Tensors:
@@ -85,7 +85,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
 def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], window: int) -> None:
     geometry, tensors = replace(GEOMETRY, window=window), make_tensors()
     plan = make_plan(geometry)
-    execute(plan, tensors, (), CARD, True)
+    execute(plan, tensors, (), DEVICE_INFO, True)
     hopper, portable = kernels
     ((num_programs, args, options),) = hopper.calls
     assert not portable.calls
@@ -111,24 +111,24 @@ def test_what_it_cannot_do_goes_to_the_other(
     kernels: tuple[Recorder, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
     shape = replace(GEOMETRY, **geometry)
-    execute(make_plan(shape), make_tensors(**tensors), (), CARD, False)
+    execute(make_plan(shape), make_tensors(**tensors), (), DEVICE_INFO, False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
 def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), CARD, False)
+    execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), DEVICE_INFO, False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
 def test_tokens_far_apart_go_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     for stride, calls in ((2**32 - 128, [1, 0]), (2**32, [1, 1])):
         far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
-        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), CARD, False)
+        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), DEVICE_INFO, False)
         assert [len(kernel.calls) for kernel in kernels] == calls
 
 
 def test_other_cards_get_the_other(kernels: tuple[Recorder, Recorder]) -> None:
-    execute(make_plan(GEOMETRY), make_tensors(), (), replace(CARD, hopper=False), False)
+    execute(make_plan(GEOMETRY), make_tensors(), (), replace(DEVICE_INFO, hopper=False), False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]

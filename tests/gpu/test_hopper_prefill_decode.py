@@ -19,7 +19,7 @@ from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_ROWS, prefill_tile
 from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
-from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_plan, make_tensors
+from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_plan, make_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,9 @@ def make_lists() -> tuple[TileList, Chunks]:
 def make_mixed(geometry: Geometry) -> GpuPlan:
     """Two of the low items overlap the chunk."""
     positions = np.append(np.full(4, 15, np.int32), np.arange(16, 36, dtype=np.int32))
-    return upload(make_lists()[0], positions, geometry, CARD, "overlapped", CPU, make_lists()[1], num_overlapped=2)
+    return upload(
+        make_lists()[0], positions, geometry, DEVICE_INFO, "overlapped", CPU, make_lists()[1], num_overlapped=2
+    )
 
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
@@ -63,9 +65,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     monkeypatch.setattr(prefill_decode, "hopper_prefill_decode_kernel", kernel)
     plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
     assert prefill_decode.supports(tensors, plan, TILES[0])
-    prefill_decode.bind(tensors, plan, CARD.num_sms, pdl_trigger=True, return_lse=False)(tensors)
+    prefill_decode.bind(tensors, plan, DEVICE_INFO.num_sms, pdl_trigger=True, return_lse=False)(tensors)
     ((num_programs, args, options),) = kernel.calls
-    assert num_programs == CARD.num_sms and set(options) == {"num_warps", "maxnreg"}
+    assert num_programs == DEVICE_INFO.num_sms and set(options) == {"num_warps", "maxnreg"}
     given = prefill_decode.PrefillDecodeArguments(*args)
     work, chunks, tiles = given.work, given.work.chunks, given.work.tiles
     assert work.num_chunk_items.tolist()[0] == 1 and work.item_range.tolist()[:3] == [0, 2, 1]
@@ -94,7 +96,7 @@ def test_it_is_told_the_most_queries_of_an_overlapped_item(num_overlapped: int, 
     ends = np.array([1, 3, 6, 7], np.int32)  # items of 1, 2, 3 and 1 queries
     tiles.items[:, 3], tiles.items[:, 4] = ends - [1, 2, 3, 1], ends
     positions = np.arange(24, dtype=np.int32)
-    plan = upload(tiles, positions, GEOMETRY, CARD, "overlapped", CPU, chunks, num_overlapped=num_overlapped)
+    plan = upload(tiles, positions, GEOMETRY, DEVICE_INFO, "overlapped", CPU, chunks, num_overlapped=num_overlapped)
     assert plan.arrays["overlapped"].tolist()[:3] == [0, num_overlapped, most]
     refill(plan, tiles, positions, None, num_overlapped=1)
     assert plan.arrays["overlapped"].tolist()[:3] == [0, 1, 1]
@@ -169,7 +171,7 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     plan, tensors = make_mixed(GEOMETRY), make_tensors()
     if not readable:
         tensors = replace(tensors, v_cache=torch.nn.functional.pad(tensors.v_cache, (1, 0))[..., 1:])
-    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), TILES, CARD, False)
+    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), TILES, DEVICE_INFO, False)
     assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 2, 1] if readable else [0, 1, 3, 1])
     decodes = kernels["decode_kernel"].calls
     if not readable:

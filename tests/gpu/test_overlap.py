@@ -56,7 +56,7 @@ def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuExecutor:
     """Of a Hopper card, whose own kernels the interpreter does not know."""
     executor = GpuExecutor(config, CPU, capacity)
-    executor._card = replace(executor._card, hopper=False, overlaps=False)
+    executor._device_info = replace(executor._device_info, hopper=False, overlaps=False)
     return executor
 
 
@@ -249,8 +249,8 @@ def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> No
     assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
     kind = replace(overlap.rule.kinds[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
-    card = overlap.rule.card._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
-    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card=card))
+    card_times = overlap.rule.card_times._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
+    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card_times=card_times))
     assert fast.choose(listed([64] * 40), ChunkTimes(220_000, 0)) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
     assert overlap.choose(replace(listed([64] * 10), num_slots=3), ChunkTimes(10**3, 0)).total_ns == (
         overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)).total_ns

@@ -158,7 +158,7 @@ def test_candidates_hold_at_least_one_query_token() -> None:
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
     kinds = tuple(tile_config(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
-    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card=card_of("NVIDIA A100", 108).times)
+    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card_times=card_of("NVIDIA A100", 108).times)
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
     times = predicted(rule, batch)
     best = min(times, key=lambda way: times[way])

@@ -17,7 +17,7 @@ from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
 
-CARD = H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340)
+CARD_TIMES = H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340)
 SEEDS = st.integers(0, 2**32 - 1)
 PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
 WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
@@ -43,7 +43,7 @@ def make_rule(
         group_size=group_size,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
-        card=CARD,
+        card_times=CARD_TIMES,
         head_bytes=512,
         partial_bytes=group_size * num_kv_heads * 129 * 8,
         fuse_up_to=fuse_up_to,

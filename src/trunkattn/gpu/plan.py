@@ -100,7 +100,7 @@ class GpuPlan(Packed):
 
 
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: DeviceInfo, execution: str,
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, device_info: DeviceInfo, execution: str,
     device: torch.device, chunks: Chunks | None = None, num_overlapped: int = 0,
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
@@ -115,8 +115,8 @@ def upload(
     if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
-    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.num_sms * _MERGE_CTAS_PER_SM))
-    shape = (geometry.num_kv_heads, card.num_sms, num_overlapped > 0, device)
+    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, device_info.num_sms * _MERGE_CTAS_PER_SM))
+    shape = (geometry.num_kv_heads, device_info.num_sms, num_overlapped > 0, device)
     prefill = prefill_plan.upload(chunks, *shape) if chunks else None
     kept = tuple(launch for launch in (*launches, merges) if launch.num_programs)
     plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
@@ -126,7 +126,7 @@ def upload(
 
 @torch.inference_mode(False)
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: DeviceInfo, execution: str,
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, device_info: DeviceInfo, execution: str,
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
@@ -141,15 +141,16 @@ def reserve(
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
-    launches = [Launch((bucket,), card.num_sms * tiles[bucket].ctas_per_sm) for bucket in alone]
+    launches = [Launch((bucket,), device_info.num_sms * tiles[bucket].ctas_per_sm) for bucket in alone]
     if execution in ("serial", "overlapped") and tiles[0].merges:
         launches[0] = Launch((0, heights), launches[0].num_programs)
     if of_hopper := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
-        launches.append(Launch(of_hopper, max(card.num_sms * tiles[bucket].ctas_per_sm for bucket in of_hopper), True))
-    launches = [*reversed(launches), Launch((), card.num_sms * _MERGE_CTAS_PER_SM)]
+        most = max(tiles[bucket].ctas_per_sm for bucket in of_hopper)
+        launches.append(Launch(of_hopper, device_info.num_sms * most, True))
+    launches = [*reversed(launches), Launch((), device_info.num_sms * _MERGE_CTAS_PER_SM)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
-    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, card.num_sms, device) if chunks else None
+    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, device_info.num_sms, device) if chunks else None
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 

@@ -46,7 +46,7 @@ class TileConfig:
 class TilingRule:
     """Integers, from the tile table and the device.
 
-    kinds: ascending heights. card: what is fitted to the card. head_bytes: keys and values of one token and head.
+    kinds: ascending heights. card_times: what is fitted to the card. head_bytes: keys and values of one token and head.
     partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
     l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend on the
     rows beside it (the two loops of the kernel may round differently).
@@ -56,7 +56,7 @@ class TilingRule:
     group_size: int
     num_kv_heads: int
     page_size: int
-    card: tile_costs.CardTimes
+    card_times: tile_costs.CardTimes
     head_bytes: int
     partial_bytes: int
     fuse_up_to: int
@@ -66,12 +66,12 @@ class TilingRule:
     @property
     def launch_ns(self) -> int:
         """What a launch adds that waits for another one."""
-        return self.card.launch_ns
+        return self.card_times.launch_ns
 
     @property
     def bytes_per_us(self) -> int:
         """Memory bandwidth."""
-        return self.card.bytes_per_us
+        return self.card_times.bytes_per_us
 
     @cached_property
     def segment_size(self) -> int:
@@ -208,20 +208,20 @@ def price(rule: TilingRule) -> PricedTilings:
         for nth, (kind, stage) in enumerate(stages_of(rule, way)):
             uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
     token_bytes = rule.head_bytes * rule.num_kv_heads
-    card = rule.card
+    times = rule.card_times
     costs = tile_costs.Costs(
         tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
         token_bytes=token_bytes,
         partial_bytes=rule.partial_bytes,
         segment_size=rule.segment_size,
         l2_tokens=rule.l2_bytes // token_bytes,
-        l2_percent=100 * card.bytes_per_us // card.l2_bytes_per_us,
-        bytes_per_us=card.bytes_per_us,
-        launch_ns=card.launch_ns,
-        filled_ns=card.filled_ns,
-        arithmetic_percent=card.arithmetic_percent,
-        unhidden_part=card.unhidden_part,
-        idle_percent=card.idle_percent,
+        l2_percent=100 * times.bytes_per_us // times.l2_bytes_per_us,
+        bytes_per_us=times.bytes_per_us,
+        launch_ns=times.launch_ns,
+        filled_ns=times.filled_ns,
+        arithmetic_percent=times.arithmetic_percent,
+        unhidden_part=times.unhidden_part,
+        idle_percent=times.idle_percent,
     )
     launches = {way: _launch_rows(rule, way) for way in ways}
     return PricedTilings(ways, np.array(list(stages), np.int64), uses, costs, launches)
