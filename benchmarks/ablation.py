@@ -36,7 +36,7 @@ from trunkattn.workloads import parse_tree, tree_batch
 TREES = ("1,256_256,32", "1,4,16,512_1024,256,128,32", "1,8,512_32,2048,256")
 POLICIES = ("auto", "per_query", "cascade", "fasttree", "pat", "optimal")
 # 4 warps spill 64 to 112 bytes of a thread on sm_90, 8 warps none or 24
-FIXED = tuple(GpuTile(64, 128, warps, 2, programs=1, block_ns=(1, 1), chain_ns=(1, 1)) for warps in (4, 8))
+FIXED = tuple(GpuTile(64, 128, warps, 2, ctas_per_sm=1, block_ns=(1, 1), chain_ns=(1, 1)) for warps in (4, 8))
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 NCU_SECONDS = 240
 FLUSH_KERNEL = "reduce_kernel"  # torch.sum
@@ -101,8 +101,8 @@ def through_api(setting: Setting, policy: str, execution: str) -> Variant:
 def packed(setting: Setting, part: str, name: str) -> Variant:
     """PAT's packing in any tiles, merged in any way."""
     case, rule = setting.case, setting.rule
-    processors = torch.cuda.get_device_properties(case.q.device).multi_processor_count
-    planner = make_planner(replace(setting.config, policy="pat"), gpu_device(processors, setting.tiles[-1].block_m))
+    num_sms = torch.cuda.get_device_properties(case.q.device).multi_processor_count
+    planner = make_planner(replace(setting.config, policy="pat"), gpu_device(num_sms, setting.tiles[-1].block_m))
     work = planner.plan(StepTables(*arrays_of(case.batch))).work
     listed = tile_work(rule, work, arrays_of(case.batch), UNLIMITED)
     return Variant(part, name, "pat", listed, make_run(case, rule, listed, setting.tiles))

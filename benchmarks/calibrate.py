@@ -42,10 +42,21 @@ RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256"
 class MeasuredCard:
     """What the rule takes from the device."""
 
-    processors: int
+    num_sms: int
     bytes_per_us: int
     l2_bytes: int = 50 << 20
     hopper: bool = False
+
+    @classmethod
+    def of_result(cls, figures: dict[str, Any]) -> "MeasuredCard":
+        """What `figures` has written."""
+        return cls(figures["processors"], figures["bytes_per_us"], figures["l2_bytes"], figures["hopper"])
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For a result."""
+        fields = {"bytes_per_us": self.bytes_per_us, "l2_bytes": self.l2_bytes, "hopper": self.hopper}
+        return {"processors": self.num_sms} | fields
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
@@ -56,7 +67,7 @@ class MeasuredCard:
 def rule_of(card: MeasuredCard, heads: str, tiles: tuple[GpuTile, ...], times: CardTimes) -> tiling.TilingRule:
     """The rule of `BatchAttention` for bf16."""
     hq, hkv = map(int, heads.split("/"))
-    return tile_rule(tiles, (hq, hkv, HEAD_DIM), (card.processors, card.l2_bytes), times)
+    return tile_rule(tiles, (hq, hkv, HEAD_DIM), (card.num_sms, card.l2_bytes), times)
 
 
 def make_rule(card: MeasuredCard, heads: str, times: NDArray[np.float64] | None = None) -> tiling.TilingRule:
@@ -119,7 +130,7 @@ def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     batch, forest = batch_of(row["batch"])
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     ways, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
-    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.run)
+    loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.segment_size)
     names = [way.name(rule) for way in ways]
     return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
 
@@ -173,7 +184,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.fit:
         result = json.loads(arguments.fit.read_text())
-        card, rows = MeasuredCard(**result["card"]), result["rows"]
+        card, rows = MeasuredCard.of_result(result["card"]), result["rows"]
     else:
         properties = torch.cuda.get_device_properties(0)
         hopper = (properties.major, properties.minor) == (9, 0)
@@ -185,7 +196,7 @@ def main() -> None:
                 print(heads, name, sorted(rows[-1]["us"].items(), key=lambda item: item[1])[:4], flush=True)
                 torch.cuda.empty_cache()
         name = short_name(torch.cuda.get_device_name())
-        print(write_result(f"calibration-{name}", {"card": card.__dict__, "rows": rows}, "triton"))
+        print(write_result(f"calibration-{name}", {"card": card.figures, "rows": rows}, "triton"))
     prepared = [prepare(row, card) for row in rows]
     print(
         "today's table: error {:.3f}, loss of the choice {:.4f}".format(

@@ -79,7 +79,7 @@ class Ours:
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
                 executor = backend_of(made)
-                num_sms = executor._card.processors
+                num_sms = executor._device_info.num_sms
                 device = prefill_device(num_sms, executor._chunks.tile)
                 device = replace(device, num_workers=max(1, cut * device.num_workers))
                 chunks = ChunkPlanner(config, executor._chunks.tile, num_sms)
@@ -307,9 +307,9 @@ def sweep(session: Session) -> None:
 
 def chunks(session: Session) -> None:
     """The 32 chunks of a prompt beside two numbers of decodes."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     makers = session.peers(*HYBRID_PEERS) | session.ours.makers()
-    session.run("chunks", chunk_batches(processors), lambda _: makers, 60_000)
+    session.run("chunks", chunk_batches(num_sms), lambda _: makers, 60_000)
 
 
 def splits(session: Session) -> None:

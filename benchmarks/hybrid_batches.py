@@ -96,10 +96,10 @@ def sweep_batches(count: int) -> list[HybridBatch]:
     return found
 
 
-def chunk_batches(processors: int) -> list[HybridBatch]:
+def chunk_batches(num_sms: int) -> list[HybridBatch]:
     """Chunks of 512 of a 16k prompt, beside decodes with a program per KV head that fill two waves, and one more."""
     heads = MODELS["Yi-6B"]
-    full = 2 * processors // heads[1]
+    full = 2 * num_sms // heads[1]
     return [
         HybridBatch(heads, 512, end, decodes, 16384)
         for decodes in (full, full + 1)

@@ -79,11 +79,11 @@ def ceilings() -> tuple[float, float]:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * 8192**3 / microseconds(lambda _: torch.mm(a, b), 2)
     source = torch.randn(1 << 30, device="cuda")
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    sums = torch.empty(processors * 8, device="cuda")
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    sums = torch.empty(num_sms * 8, device="cuda")
     rates = [
         source.nbytes
-        / microseconds(lambda _, n=n: _read[(processors * n,)](source, sums, source.numel(), 4096, num_warps=8), 1)
+        / microseconds(lambda _, n=n: _read[(num_sms * n,)](source, sums, source.numel(), 4096, num_warps=8), 1)
         for n in (2, 4, 8)
     ]
     return max(rates), flops

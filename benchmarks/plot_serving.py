@@ -12,12 +12,12 @@ import numpy as np
 
 def print_table(rows: dict[str, dict[str, Any]]) -> None:
     """POD's Table 5; on a CPU with the stalls scaled."""
-    print(f"{'':24}{'TTFT s':>14}{'between ms':>22}{'latency s':>14}{'stalled %':>14}{'busy':>7}")
-    print(f"{'':24}{'P50':>7}{'P99':>7}{'P50':>7}{'P99':>7}{'max':>8}{'P50':>7}{'P99':>7}{'200':>7}{'500':>7}")
+    print(f"{'':28}{'TTFT s':>14}{'between ms':>22}{'latency s':>14}{'stalled %':>14}{'busy':>7}")
+    print(f"{'':28}{'P50':>7}{'P99':>7}{'P50':>7}{'P99':>7}{'max':>8}{'P50':>7}{'P99':>7}{'200':>7}{'500':>7}")
     for name, row in rows.items():
         between = row["between_tokens_ms"]
         print(
-            f"{name:24}{row['ttft_s']['p50']:7.2f}{row['ttft_s']['p99']:7.2f}{between['p50']:7.1f}{between['p99']:7.1f}"
+            f"{name:28}{row['ttft_s']['p50']:7.2f}{row['ttft_s']['p99']:7.2f}{between['p50']:7.1f}{between['p99']:7.1f}"
             f"{between['max']:8.1f}{row['latency_s']['p50']:7.2f}{row['latency_s']['p99']:7.2f}"
             f"{row['stalled_200_percent']:7.1f}{row['stalled_500_percent']:7.1f}{row['busy_share']:7.2f}"
         )

@@ -87,10 +87,10 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     config = trunkattn.AttentionConfig(*HEADS, HEAD_DIM, PAGE_SIZE, case.q.dtype)
     attention = trunkattn.BatchAttention(config, "cuda")
     if tile:
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         executor = backend_of(attention)
-        executor._chunks = ChunkPlanner(config, tile, processors)
-        executor._card = replace(executor._card, hopper=False)
+        executor._chunks = ChunkPlanner(config, tile, num_sms)
+        executor._device_info = replace(executor._device_info, hopper=False)
     batch = case.batch
     plan = attention.plan(*(torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)))
     out = torch.full_like(case.q, math.nan)
@@ -154,7 +154,7 @@ def sweep(card: str) -> None:
     cases = {each: make_case(1, *each) for each in SWEPT}
     for m, n, warps in SHAPES:
         for stages in (2, 3, 4):
-            tile = PrefillTile(m, n, warps, stages, programs=2 if warps == 4 else 1)
+            tile = PrefillTile(m, n, warps, stages, ctas_per_sm=2 if warps == 4 else 1)
             row: dict[str, Any] = {"tile": f"{m}x{n}, {warps} warps, {stages} stages"}
             for (tokens, cached), case in cases.items():
                 row[f"{tokens} @ {cached}"] = measure(case, lambda case, tile=tile: ours(case, tile)[0])

@@ -5,16 +5,16 @@
 
 Arrivals (Tables 5 to 7): lengths of a trace in Mooncake's format, or drawn like them, shortened as `SCALES` has it;
 Poisson arrivals at 85 % of the rate that the engine completes (on a GPU: starts) when all are there at once. The same
-requests at the same moments run under `prefill_first` and under `hybrid` with several token budgets, on a GPU each with
-attention of prompts and decodes one after the other (`serial`) and as `auto` has it. Mixes (Figure 15): requests of
-equal length that all wait, a few at a time, with 8 to 24 prompt tokens per output token. Nothing is shared between the
-prompts, and prefixes are not cached: this is about scheduling alone.
+requests at the same moments run under `prefill_first` and under `chunked_prefill` with several token budgets, on a GPU
+each with attention of prompts and decodes one after the other (`serial`) and as `auto` has it. Mixes (Figure 15):
+requests of equal length that all wait, a few at a time, with 8 to 24 prompt tokens per output token. Nothing is shared
+between the prompts, and prefixes are not cached: this is about scheduling alone.
 
 On a GPU the model is POD's, Llama-3-8B, with random weights, and stalls are those of POD's Table 5, of 200 and 500 ms:
 what a person notices is no shorter on a faster card. On a CPU all is scaled to the machine: POD's decode step takes
 40 ms (the median under vLLM in its Table 5), so its stalls of 200 and 500 ms are 5 and 12.5 decode steps, and its
-hybrid steps, with chunks of 1,536 tokens, 2.5 to 3.75. There the unit is a step of one decode alone, and the budget
-that makes a hybrid step so long is 96 tokens: a CPU is bound by compute from fewer tokens on.
+steps with chunks of 1,536 tokens 2.5 to 3.75. There the unit is a step of one decode alone, and the budget that makes a
+step with a chunk so long is 96 tokens: a CPU is bound by compute from fewer tokens on.
 """
 
 import argparse
@@ -63,8 +63,9 @@ class Scale:
         capacity_token: of the last answer, when all are there at once, whose time tells the engine's capacity: -1, the
             last one. Or 0, the first one, where the last answers alone take longer than many prompts do.
         divisor, shortest, longest: of the trace's (prompt, output) tokens.
-        budgets: of `hybrid`, in tokens.
-        executions: of the attention under `hybrid`; `prefill_first`, whose steps are of one kind, takes the first.
+        budgets: of `chunked_prefill`, in tokens.
+        executions: of the attention under `chunked_prefill`; `prefill_first`, whose steps are of one kind, takes the
+            first.
         mix_tokens, mix_at_once, mix_requests: prompt and output tokens, answers at once and requests of a mix.
         stalls: POD's milliseconds, and what they are here.
         in_steps: whether that is decode steps; if not, milliseconds.
@@ -150,7 +151,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        name = f"{self.policy} {self.budget}" if self.policy == "hybrid" else self.policy
+        name = f"{self.policy} {self.budget}" if self.policy == "chunked_prefill" else self.policy
         return f"{name} {self.execution}" if self.several else name
 
 
@@ -285,7 +286,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: lengths drawn like them")
     parser.add_argument("--requests", type=count, help="that arrive in each run; default: 60, on a GPU 40")
     parser.add_argument("--rate", type=positive, help=f"requests per second; default: {UTILISATION} of what completes")
-    parser.add_argument("--budgets", type=budget, nargs="+", help="of hybrid, in tokens")
+    parser.add_argument("--budgets", type=budget, nargs="+", help="of chunked_prefill, in tokens")
     parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, help="of the attention on a GPU")
     parser.add_argument("--ratios", type=integer(1, 100), nargs="+", default=[8, 16, 24], help="prompt / output tokens")
     parser.add_argument("--mix-requests", type=count, help="in each run of a ratio")
@@ -332,10 +333,12 @@ def load(options: argparse.Namespace) -> LLM:
 def settings_of(options: argparse.Namespace) -> list[Setting]:
     """What is compared."""
     several = len(options.executions) > 1
-    hybrid = [
-        Setting("hybrid", budget, execution, several) for budget in options.budgets for execution in options.executions
+    chunked = [
+        Setting("chunked_prefill", budget, execution, several)
+        for budget in options.budgets
+        for execution in options.executions
     ]
-    return [Setting("prefill_first", PREFILL_BUDGET, options.executions[0]), *hybrid]
+    return [Setting("prefill_first", PREFILL_BUDGET, options.executions[0]), *chunked]
 
 
 def describe(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:

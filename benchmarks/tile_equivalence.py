@@ -21,7 +21,7 @@ from tiled import list_tiles, make_run, planned_bytes, rule_on_card
 
 from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_FP8, DECODE_TILES_HOPPER, GpuTile, without_subtiles
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
-from trunkattn.planner.work_list import RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.planner.work_list import SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
 
 REQUESTS = (1, 8, 32, 64, 128, 256)
 TOKENS = (1024, 4096)
@@ -83,9 +83,9 @@ def latency_ns() -> float:
 def steps_of(rule: TilingRule, listed: TileList) -> int:
     """Blocks of keys that the longest item goes through, one after another."""
     (kind,), items = rule.kinds, listed.items
-    full = (items[:, RUN_FULL] - items[:, RUN_START]) // (kind.block_tokens // rule.run)
-    runs = kind.subtiles * kind.private_tokens if kind.subtiles > 1 else kind.block_tokens
-    masked = -((items[:, RUN_FULL] - items[:, RUN_END]) // (runs // rule.run))  # rounded up
+    full = (items[:, SEGMENT_FULL] - items[:, SEGMENT_START]) // (kind.block_tokens // rule.segment_size)
+    masked_tokens = kind.subtiles * kind.private_tokens if kind.subtiles > 1 else kind.block_tokens
+    masked = -((items[:, SEGMENT_FULL] - items[:, SEGMENT_END]) // (masked_tokens // rule.segment_size))  # rounded up
     return int((full + masked).max())
 
 

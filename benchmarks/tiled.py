@@ -43,15 +43,15 @@ def tile_rule(
     times: CardTimes,
     kv_itemsize: int = 2,
 ) -> TilingRule:
-    """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim; card: multiprocessors and
-    bytes of the L2 cache."""
-    (hq, hkv, dim), (processors, l2_bytes) = heads, card
+    """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim; card: SMs and bytes of
+    the L2 cache."""
+    (hq, hkv, dim), (num_sms, l2_bytes) = heads, card
     return TilingRule(
-        kinds=tuple(tile_config(tile, processors) for tile in tiles),
+        kinds=tuple(tile_config(tile, num_sms) for tile in tiles),
         group_size=hq // hkv,
         num_kv_heads=hkv,
         page_size=PAGE_SIZE,
-        card=times,
+        card_times=times,
         head_bytes=2 * dim * kv_itemsize,
         partial_bytes=hq * (dim + 1) * 8,
         fuse_up_to=8,
@@ -86,12 +86,12 @@ def make_run(
     hq, hkv, dim = case.heads
     device, properties = case.q.device, torch.cuda.get_device_properties(case.q.device)
     hopper = (properties.major, properties.minor) == (9, 0)
-    card = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
+    device_info = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
     geometry = Geometry(
-        hq, hkv, dim, dim, rule.page_size, rule.run, UNLIMITED, masked=False, soft_cap=None, sinks=False
+        hq, hkv, dim, dim, rule.page_size, rule.segment_size, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
     positions = query_positions(*arrays_of(case.batch)[1:])
-    plan = upload(listed, positions, geometry, card, execution, device)
+    plan = upload(listed, positions, geometry, device_info, execution, device)
     slots = max(1, listed.num_slots)
     partial, partial_lse = torch.empty(slots, hq, dim, device=device), torch.empty(slots, hq, device=device)
     ones = torch.ones(hkv, device=device)
@@ -99,7 +99,7 @@ def make_run(
 
     def run(copy: int) -> torch.Tensor:
         tensors = Tensors(case.q, *case.kv[copy], out, partial_lse, partial, partial_lse, scale, ones, ones)
-        execute(plan, tensors, tiles, card, return_lse=False)
+        execute(plan, tensors, tiles, device_info, return_lse=False)
         return out
 
     return run
@@ -108,9 +108,9 @@ def make_run(
 def planned_bytes(case: Case, listed: TileList) -> PlannedBytes:
     """Of a tile list of the batch."""
     hq, hkv, dim = case.heads
-    tokens = listed.runs[:, 1].astype(np.int64) >> 16
+    tokens = listed.segments[:, 1].astype(np.int64) >> 16
     ends = np.cumsum(tokens)
-    places = np.repeat(listed.runs[:, 0] - (ends - tokens), tokens) + np.arange(tokens.sum())
+    places = np.repeat(listed.segments[:, 0] - (ends - tokens), tokens) + np.arange(tokens.sum())
     read = np.zeros(case.batch.num_pages * case.batch.page_size, np.bool_)
     read[places] = True
     token_bytes = sum(cache.itemsize * hkv * dim for cache in case.kv[0])

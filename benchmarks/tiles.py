@@ -25,7 +25,7 @@ HEAD_DIM = 128
 def candidates() -> list[GpuTile]:
     """Every combination; the tall ones with subtiles of 16 rows and with none."""
     return [
-        GpuTile(m, n, warps, stages, programs=0, block_ns=(0, 0), chain_ns=(0, 0), subtiles=subtiles)
+        GpuTile(m, n, warps, stages, ctas_per_sm=0, block_ns=(0, 0), chain_ns=(0, 0), subtiles=subtiles)
         for m, choices in WARPS.items()
         for n in KEYS
         for warps in choices
@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, choices=sorted(ARCHITECTURES))
     parser.add_argument("--latency-ns", type=int, required=True)
     parser.add_argument("--bytes-per-ns", type=int, default=4574)
-    parser.add_argument("--processors", type=int, default=132)
+    parser.add_argument("--num-sms", type=int, default=132)
     arguments = parser.parse_args()
-    memory = Memory(arguments.latency_ns, arguments.bytes_per_ns, arguments.processors)
+    memory = Memory(arguments.latency_ns, arguments.bytes_per_ns, arguments.num_sms)
+    figures = {"latency_ns": memory.latency_ns, "bytes_per_ns": memory.bytes_per_ns, "processors": memory.num_sms}
     architecture, target = ARCHITECTURES[arguments.capability], Target(arguments.capability, HEAD_DIM)
     listed = {(tile.block_m, tile.block_n, tile.warps, tile.stages, tile.subtiles) for tile in DECODE_TILES}
     rows = []
@@ -59,7 +60,7 @@ def main() -> None:
     print(f"{len(feasible)} of {len(rows)} candidates meet every constraint")
     for row in feasible + [row for row in rows if row["listed"] and row["reasons"]]:
         print(row)
-    print(write_result(f"tiles-sm{arguments.capability}", {"memory": asdict(memory), "rows": rows}, "triton"))
+    print(write_result(f"tiles-sm{arguments.capability}", {"memory": figures, "rows": rows}, "triton"))
 
 
 if __name__ == "__main__":

@@ -163,10 +163,11 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, visible: np.ndar
 
 def merge(out: np.ndarray, lse: np.ndarray, more: np.ndarray, more_lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Attention over two disjoint sets of keys, from the attention over each. lse is the log of the softmax's sum."""
-    both = np.logaddexp(lse, more_lse)
-    shift = np.where(np.isfinite(both), both, 0.0)
+    both, row_max = np.logaddexp(lse, more_lse), np.maximum(lse, more_lse)
+    shift = np.where(np.isfinite(row_max), row_max, 0.0)  # the weights sum to 1 whatever the size of lse
     weights = np.exp(lse - shift)[..., None], np.exp(more_lse - shift)[..., None]
-    return weights[0] * out + weights[1] * more, both
+    row_sum = np.maximum(weights[0] + weights[1], np.finfo(float).tiny)
+    return (weights[0] * out + weights[1] * more) / row_sum, both
 
 
 def nano_attention(

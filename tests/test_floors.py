@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
-TOP_FLOOR = 8
+TOP_FLOOR = 9
 FLOORS = MappingProxyType(
     {
         "dtypes": 0,
@@ -31,6 +31,7 @@ FLOORS = MappingProxyType(
         "attention": 5,
         "kv_cache": 6,
         "engine": 7,
+        "server": 8,
         "integrations": TOP_FLOOR,
         "cli": TOP_FLOOR,
         "__main__": TOP_FLOOR + 1,  # `python -m trunkattn`: runs the command, and nothing imports it

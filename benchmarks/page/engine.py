@@ -9,12 +9,17 @@ LABELS = {
 }
 
 
+def scheduler(setting: str) -> str:
+    """As the page has it; older results have the policy's older name, hybrid."""
+    return setting.replace("hybrid", "chunked").replace("chunked_prefill", "chunked")
+
+
 def engine() -> Section:
     rows = []
     for name in LABELS:
         for setting, run in load(name)["arrivals"].items():
             gaps, first = run["between_tokens_ms"], run["ttft_s"]
-            cells: list[object] = [LABELS[name], setting.replace("hybrid", "chunked")]
+            cells: list[object] = [LABELS[name], scheduler(setting)]
             cells += [f"{first['p50']:.2f} / {first['p99']:.2f}"]
             cells += [f"{gaps['p50']:.0f} / {gaps['p99']:,.0f} / {gaps['max']:,.0f}", f"{run['latency_s']['p50']:.1f}"]
             cells += [f"{run[f'stalled_{limit}_percent']:.0f} %" for limit in (200, 500)]
@@ -78,6 +83,6 @@ def later_first_tokens() -> list[Loss]:
         later = {setting: run["ttft_s"]["p50"] / before for setting, run in runs.items()}
         setting, worst = max(later.items(), key=lambda item: item[1])
         if worst > NOTICEABLE:
-            where = f"engine, {LABELS[name]}: first token (P50) with {setting.replace('hybrid', 'chunked')}"
+            where = f"engine, {LABELS[name]}: first token (P50) with {scheduler(setting)}"
             losses.append(Loss(where, "`prefill_first`", slower(worst)))
     return losses

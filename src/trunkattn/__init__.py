@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trunkattn.attention import BatchAttention, Plan
     from trunkattn.config import AttentionConfig, Capacity
-    from trunkattn.engine import LLM, SamplingParams
+    from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
     from trunkattn.ops.merge_states import merge_states
     from trunkattn.ops.write_kv import write_kv
     from trunkattn.planner.work_list import PlanStats
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "PlanStats",
     "SamplingParams",
+    "StructuredOutputsParams",
     "flash_attention",
     "merge_states",
     "write_kv",
@@ -39,6 +40,7 @@ _HOMES: Final = MappingProxyType(
         "Plan": "trunkattn.attention",
         "PlanStats": "trunkattn.planner.work_list",
         "SamplingParams": "trunkattn.engine",
+        "StructuredOutputsParams": "trunkattn.engine",
         "flash_attention": "trunkattn.training.flash_attention",
         "merge_states": "trunkattn.ops.merge_states",
         "write_kv": "trunkattn.ops.write_kv",

@@ -20,7 +20,16 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 _PACKAGE: Final = Path(__file__).parent
 # What holds compiled functions, and the constants that they are compiled with.
-COMPILED_SOURCES: Final = ("compiled.py", "cpu", "dtypes.py", "gpu/prefill_plan.py", "inputs.py", "ops", "planner")
+COMPILED_SOURCES: Final = (
+    "compiled.py",
+    "cpu",
+    "dtypes.py",
+    "gpu/prefill_plan.py",
+    "inputs.py",
+    "numerics.py",
+    "ops",
+    "planner",
+)
 _SAYS_AFTER_S: Final = 0.3  # of compiling: one small function is not worth a word
 
 

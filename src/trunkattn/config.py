@@ -17,6 +17,7 @@ from trunkattn.dtypes import (
     fits_hopper,
     has_e4m3,
 )
+from trunkattn.numerics import LOG2_E
 from trunkattn.validate import check_int, check_positive
 
 _MAX_HEAD_DIM_ON_GPU: Final = 256
@@ -148,7 +149,7 @@ class AttentionConfig:
         """What q · k is multiplied by before `exp2`: sm_scale · log2(e). A soft cap changes the base itself, after the
         cap, so log2(e) is left out then."""
         scale = 1 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
-        return scale if self.logits_soft_cap else scale * math.log2(math.e)
+        return scale if self.logits_soft_cap else scale * LOG2_E
 
     @property
     def cache_dtype(self) -> torch.dtype:

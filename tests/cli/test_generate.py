@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import sys
 from pathlib import Path
 from typing import get_type_hints
 
@@ -10,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
-from trunkattn.cli.generate import print_stream
+from trunkattn.cli.generate import print_stream, valid_json
 from trunkattn.cli.options import GenerateOptions, fields_of
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
@@ -71,6 +73,27 @@ def test_scheduling_options_reach_the_engine(tiny_folder: Path) -> None:
     assert len(set(steps)) >= 4, "the options make a difference"
 
 
+def test_sampling_options_reach_the_library(tiny_folder: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "blue"]}')
+    numbers = ["--min-p", 0.1, "--repetition-penalty", 1.2, "--presence-penalty", 0.3, "--frequency-penalty", 0.4]
+    counts = ["--min-tokens", 2, "--prompt-logprobs", 1, "--truncate-prompt-tokens", 3, "--allowed-token-ids", 5]
+    texts = ["--bad-words", "x", "--logit-bias", "5=1.5", "--logit-bias", "6=-2", "--keep-special-tokens"]
+    common = ["--model", tiny_folder, "--no-chat", "--json", "--prompt", "one two three four five"]
+    result = invoke(*common, *numbers, *counts, *texts, "--max-tokens", 4)
+    assert result.exit_code == 0, result.output
+    (output,) = json.loads(result.stdout)["outputs"]
+    assert output["answers"][0]["token_ids"] == [5, 5, 5, 5] and output["prompt_tokens"] == 3
+    assert output["prompt_logprobs"][0] is None and len(output["prompt_logprobs"]) == 3
+    for option, value, texts in (
+        ("--json-schema", schema, ['"red"', '"blue"']),
+        ("--regex", "a[bc]d", ["abd", "acd"]),
+        ("--choice", "yes", ["yes"]),
+    ):
+        answer = json.loads(invoke(*common, option, value).stdout)["outputs"][0]["answers"][0]
+        assert answer["text"] in texts and answer["finish_reason"] == "stop"
+
+
 def test_options_are_the_librarys() -> None:
     options = GenerateOptions(Path("model"))
     given = fields_of(EngineConfig, options)
@@ -81,8 +104,30 @@ def test_options_are_the_librarys() -> None:
     )
     assert all(policy in described for policy in SCHEDULER_POLICIES)
     chosen = GenerateOptions(Path("model"), stop=["a", "b"], top_k=3, seed=5)
-    params = SamplingParams(**fields_of(SamplingParams, chosen))
-    assert params == SamplingParams(stop=("a", "b"), top_k=3, seed=5, temperature=0, max_tokens=128)
+    expected = SamplingParams(stop=("a", "b"), top_k=3, seed=5, temperature=0, max_tokens=128)
+    assert chosen.sampling_params() == expected
+    biased = GenerateOptions(Path("model"), logit_bias=["3=-1.5", "4=2"], keep_special_tokens=True).sampling_params()
+    assert biased.logit_bias == {3: -1.5, 4: 2.0} and not biased.skip_special_tokens
+
+
+def test_json_is_always_valid() -> None:
+    printed = valid_json({"a": [-math.inf, math.nan, 1.5, 2], "b": ("x\udce9", None, True), "c\ud83d": "é"})
+    assert printed == {"a": [None, None, 1.5, 2], "b": ["x?", None, True], "c?": "é"}
+    json.dumps(printed, allow_nan=False).encode()
+
+
+def test_a_missing_package_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    result = invoke("--model", tiny_folder, "--prompt", "Hello", "--regex", "a")
+    check_usage_error(result, ["needs the package llguidance", "trunkattn[structured]"])
+
+
+@pytest.mark.parametrize("arguments", [["--no-chat"], ["--chat"]])
+def test_text_that_is_not_utf8_is_named(tiny_folder: Path, arguments: list[str]) -> None:
+    result = invoke("--model", tiny_folder, "--prompt", "caf\udce9 is", *arguments)
+    check_usage_error(result, ["--prompt", "expected UTF-8 text"])
+    result = CliRunner().invoke(app, ["generate", "--model", str(tiny_folder), *arguments], input=b"caf\xe9 is")
+    check_usage_error(result, ["standard input", "expected UTF-8 text"])
 
 
 def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
@@ -136,6 +181,15 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--logprobs", "-1"], ["--logprobs", "-1"]),
         (["--logprobs", "99999999"], ["--logprobs", "99999999"]),
         (["--stop", ""], ["--stop", "not empty"]),
+        (["--min-p", "2"], ["--min-p", "2", "a number in [0, 1]"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty", "a finite number above 0"]),
+        (["--min-tokens", "500"], ["--min-tokens", "at most max_tokens=128"]),
+        (["--logit-bias", "a=b"], ["--logit-bias", "'a=b'", "expected ID=NUMBER"]),
+        (["--allowed-token-ids", "x"], ["--allowed-token-ids", "expected an integer"]),
+        (["--allowed-token-ids", "99999999"], ["allowed_token_ids: token id=99999999"]),
+        (["--json-schema", "nowhere.json"], ["--json-schema", "nowhere.json", "expected a UTF-8 text file"]),
+        (["--regex", "(a"], ["regex='(a'", "expected a valid regex"]),
+        (["--regex", "a", "--choice", "b"], ["exactly one of"]),
         (["--page-size", "0"], ["--page-size", "0", "an integer of at least 1"]),
         (["--policy", "magic"], ["--policy", "magic", "per_query"]),
         (["--scheduler-policy", "fifo"], ["--scheduler-policy", "fifo", "chunked_prefill, prefill_first"]),

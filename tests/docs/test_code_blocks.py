@@ -114,7 +114,7 @@ def check_trunkattn(name: str, arguments: list[str]) -> None:
 FILES = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
 ).stdout.splitlines()
-NOT_HERE = ("gpu/mla/", "server/", "config.json")  # where these would go, and a file of models
+NOT_HERE = ("gpu/mla/", "server/", "config.json", "generation_config.json")  # where these would go, and files of models
 
 
 @pytest.mark.skipif(not FILES, reason="needs a git checkout")

@@ -119,6 +119,27 @@ def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
+def tiny_speaker(smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model with SmolLM2's tokenizer and chat template, where text matters but not what it
+    says."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(smollm2_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=smollm2_tokenizer.eos_token_id,
+    )
+    path = tmp_path_factory.mktemp("tiny_speaker")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    smollm2_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """SmolLM2-135M, read from GGUF by transformers alone and saved as safetensors, which load faster."""
     gguf = AutoModelForCausalLM.from_pretrained(

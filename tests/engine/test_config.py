@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn.engine import EngineConfig, SamplingParams
+from trunkattn.engine import EngineConfig, SamplingParams, StructuredOutputsParams
 
 BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"n": 0}, ValueError),
@@ -37,6 +37,38 @@ BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"ignore_eos": 1}, TypeError),
     ({"logprobs": -1}, ValueError),
     ({"logprobs": True}, TypeError),
+    ({"repetition_penalty": 0}, ValueError),
+    ({"repetition_penalty": "x"}, TypeError),
+    ({"repetition_penalty": math.inf}, ValueError),
+    ({"presence_penalty": 2.1}, ValueError),
+    ({"frequency_penalty": -2.1}, ValueError),
+    ({"frequency_penalty": None}, TypeError),
+    ({"min_p": 1.1}, ValueError),
+    ({"min_p": -0.1}, ValueError),
+    ({"min_tokens": -1}, ValueError),
+    ({"min_tokens": 17}, ValueError),
+    ({"logit_bias": [1]}, TypeError),
+    ({"logit_bias": {"1": 2.0}}, TypeError),
+    ({"logit_bias": {-1: 2.0}}, ValueError),
+    ({"logit_bias": {1: math.nan}}, ValueError),
+    ({"bad_words": "word"}, TypeError),
+    ({"bad_words": [" "]}, ValueError),
+    ({"bad_words": [1]}, TypeError),
+    ({"allowed_token_ids": []}, ValueError),
+    ({"allowed_token_ids": [1.5]}, TypeError),
+    ({"logits_processors": [1]}, TypeError),
+    ({"logits_processors": [lambda: 1]}, TypeError),
+    ({"logits_processors": len}, TypeError),
+    ({"logits_processors": [int]}, TypeError),
+    ({"prompt_logprobs": -1}, ValueError),
+    ({"truncate_prompt_tokens": 0}, ValueError),
+    ({"truncate_prompt_tokens": -2}, ValueError),
+    ({"truncate_prompt_tokens": 1.5}, TypeError),
+    ({"skip_special_tokens": 1}, TypeError),
+    ({"spaces_between_special_tokens": None}, TypeError),
+    ({"include_stop_str_in_output": "no"}, TypeError),
+    ({"detokenize": 0}, TypeError),
+    ({"structured_outputs": {"regex": "a"}}, TypeError),
 ]
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"page_size": 0}, ValueError),
@@ -61,6 +93,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"enforce_eager": "yes"}, TypeError),
     ({"load_format": "gguf"}, ValueError),
     ({"execution": 3}, TypeError),
+    ({"seed": -1}, ValueError),
+    ({"seed": 1.5}, TypeError),
     ({"dtype": "int8"}, ValueError),
     ({"dtype": torch.int64}, ValueError),
 ]
@@ -85,6 +119,27 @@ def test_a_bad_option_is_named_with_its_value(bad: dict[str, Any], error: type[E
 def test_the_older_name_of_a_scheduler_policy_is_the_same_policy() -> None:
     assert EngineConfig(scheduler_policy="hybrid") == EngineConfig(scheduler_policy="chunked_prefill") == EngineConfig()
     assert EngineConfig(scheduler_policy="hybrid").scheduler_policy == "chunked_prefill"
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(ValueError, match=r"stop=\('a',\): expected no stop strings with detokenize=False"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_what_changes_logits() -> None:
+    assert not SamplingParams(min_p=0.5, top_p=0.5, stop="a", prompt_logprobs=1).changes_logits
+    changing: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"min_tokens": 1},
+        {"logit_bias": {1: 1.0}},
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [0]},
+        {"logits_processors": [lambda ids, logits: logits]},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ]
+    assert all(SamplingParams(**one).changes_logits for one in changing)
 
 
 def test_stops_are_normalised() -> None:

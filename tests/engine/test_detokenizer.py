@@ -113,3 +113,77 @@ def test_a_slow_sentencepiece_tokenizer(prompt: list[int], answer: list[int]) ->
     together = tokenizer.decode([*prompt, *answer])
     assert together == tokenizer.decode(prompt) + texts[-1]
     assert all(texts[-1].startswith(shown) for shown in texts)
+
+
+class CountingTokenizer:
+    """Counts the tokens that another tokenizer decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.num_decoded = tokenizer, 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        self.num_decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+class ByteFallbackTokenizer:
+    """Pieces and bytes, as SentencePiece has them: bytes in a row are text only if all of them are. Token 300 is empty,
+    301 special, 302 a word."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text, run = "", b""
+        for token_id in [*(token_id for token_id in token_ids if token_id != 301), 300]:
+            if token_id < 256:
+                run += bytes([token_id])
+                continue
+            try:
+                text += run.decode()
+            except UnicodeDecodeError:
+                text += "\N{REPLACEMENT CHARACTER}" * len(run)
+            text, run = text + ("word" if token_id == 302 else ""), b""
+        return text
+
+
+PATTERNS: dict[str, list[int]] = {
+    "special": [256],
+    "half a character": [0xE6],
+    "stray bytes": [0xFF, 0x80],
+    "bytes and special tokens": [0xFF, 256],
+    "a letter among special tokens": [256, 256, 256, 65],
+    "bytes, then a letter": [*[0x80] * 50, 66],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "prompt", [[], [65], [256, 65, 0xE6]], ids=["no prompt", "a prompt", "half a character before"]
+)
+def test_time_is_linear_where_tokens_add_no_text(pattern: str, prompt: list[int]) -> None:
+    token_ids = (PATTERNS[pattern] * 600)[:600]
+    tokenizer = CountingTokenizer(BYTES)
+    texts, _ = feed(Detokenizer(tokenizer, prompt), token_ids)
+    assert prompt[-1:] == [0xE6] or texts[-1] == BYTES.decode(token_ids)
+    assert tokenizer.num_decoded < 40 * len(token_ids)
+
+
+@given(token_ids=st.lists(st.sampled_from([256, 65, 0xE6, 0x97, 0xA5, 0xFF, 0xF0, 0x9F]), max_size=60))
+def test_any_bytes_and_special_tokens_are_decoded_as_at_once(token_ids: list[int]) -> None:
+    texts, _ = feed(Detokenizer(BYTES, [65]), token_ids)
+    assert texts[-1] == BYTES.decode(token_ids)
+
+
+@pytest.mark.parametrize("pattern", [[301], [300], [0xFF], [0xFF, 301], [0xE6, 302], [0xFF, 302, 300]])
+def test_bytes_in_a_row_of_a_sentencepiece_tokenizer(pattern: list[int]) -> None:
+    fallback = ByteFallbackTokenizer()
+    tokenizer, token_ids = CountingTokenizer(fallback), pattern * 300
+    texts, _ = feed(Detokenizer(tokenizer, [302]), token_ids)
+    assert texts[-1] == fallback.decode(token_ids)
+    assert tokenizer.num_decoded < 40 * len(token_ids)
+
+
+@given(special=st.integers(0, 2), data=st.data())
+def test_smollm2_special_tokens_anywhere(smollm2_tokenizer: Any, special: int, data: st.DataObject) -> None:
+    token_ids = data.draw(st.lists(st.one_of(st.just(special), st.integers(0, 800)), min_size=1, max_size=30))
+    texts, _ = feed(Detokenizer(smollm2_tokenizer, [100]), token_ids)
+    together = smollm2_tokenizer.decode([100, *token_ids], skip_special_tokens=True)
+    assert together == smollm2_tokenizer.decode([100]) + texts[-1]

@@ -19,17 +19,27 @@ EOS = 0
 class AsciiTokenizer:
     """Token ids are character codes; 0 is special."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, token_ids)).replace("\0", "" if skip_special_tokens else "<eos>")
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, spaces_between_special_tokens: bool = True
+    ) -> str:
+        special = " <eos>" if spaces_between_special_tokens else "<eos>"
+        return "".join(map(chr, token_ids)).replace("\0", "" if skip_special_tokens else special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [*([EOS] if add_special_tokens else []), *map(ord, text)]
 
 
 class FakeRunner:
-    """Answers every prompt with the same text, then end-of-sequence; fails when told to."""
+    """Answers every prompt with the same text, then end-of-sequence; fails when told to.
+
+    The logits of a prompt that begins with `broken` are not finite from its third token on.
+    """
 
     def __init__(self, answer: str) -> None:
         self.answer = [*map(ord, answer), EOS]
         self.last_reads = StepReads(3.0, 5.0)
         self.fails = False
+        self.broken = -1
 
     def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
         if self.fails:
@@ -38,6 +48,8 @@ class FakeRunner:
         sampled = [chunk.request for chunk in batch.chunks if chunk.is_sampled]
         for row, request in zip(logits, sampled, strict=True):
             row[self.answer[min(request.num_output_tokens, len(self.answer) - 1)]] = 10.0
+            if request.token_ids[0] == self.broken and request.num_output_tokens >= 2:
+                row[5] = float("nan")
         return logits
 
 
@@ -115,6 +127,75 @@ def test_stop_token_ids_are_no_text() -> None:
     answer = answer_of(make_engine(), stop_token_ids=[ord("w"), ord("d")])
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hello ", "stop", ord("w"))
     assert answer.token_ids[-1] == ord("w")
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"stop": "lo", "include_stop_str_in_output": True}, "hello"),
+        ({"stop_token_ids": [ord("w")], "include_stop_str_in_output": True}, "hello w"),
+        ({"stop_token_ids": [ord("w")], "detokenize": False}, ""),
+        ({"skip_special_tokens": False}, "hello world"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world <eos>"),
+        ({"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 13}, "hello world <eos> <eos>"),
+        (
+            {
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+                "ignore_eos": True,
+                "max_tokens": 13,
+            },
+            "hello world<eos><eos>",
+        ),
+        ({"stop": "o", "min_tokens": 5}, "hello w"),
+        ({"stop": "o", "min_tokens": 4}, "hell"),
+        ({"stop": "l", "min_tokens": 9}, "hello wor"),
+        ({"stop": "ol", "min_tokens": 9}, "hello world"),
+        ({"bad_words": ["llo"]}, "hell\0"),
+        ({"bad_words": ["hello world", " world"]}, "hello worl\0"),
+    ],
+    ids=str,
+)
+def test_text_options(params: dict[str, Any], text: str) -> None:
+    assert answer_of(make_engine(), **params).text == text.rstrip("\0")
+
+
+def test_min_tokens_hold_every_end_back() -> None:
+    answer = answer_of(make_engine("ab"), min_tokens=5, max_tokens=9)
+    assert EOS not in answer.token_ids[:5] and answer.token_ids[5] == EOS and answer.finish_reason == "stop"
+    answer = answer_of(make_engine("abab"), min_tokens=3, stop_token_ids=[ord("b")])
+    assert answer.token_ids[3] == ord("b") and ord("b") not in answer.token_ids[:3]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_end_their_own_request(n: int, temperature: float) -> None:
+    engine = make_engine()
+    runner_of(engine).broken = 9
+    good = engine.add_request([8] * 6, SamplingParams(temperature=0))
+    params = SamplingParams(temperature=temperature, n=n, logprobs=1, repetition_penalty=1.1, seed=1)
+    broken = engine.add_request([9] * 6, params)
+    outputs = run(engine)
+    assert outputs[good].outputs[0].text == "hello world" and outputs[good].outputs[0].error is None
+    assert outputs[broken].finished and len(outputs[broken].outputs) == n
+    for answer in outputs[broken].outputs:
+        assert (answer.finish_reason, answer.stop_reason, answer.text) == ("error", None, "he")
+        assert answer.logprobs is not None and len(answer.token_ids) == len(answer.logprobs) == 2
+        assert answer.error is not None and answer.error.startswith("logits of output token 2: expected finite numbers")
+    assert engine.stats.generated_tokens == 12 + 2 * n
+
+
+def test_a_prompt_whose_first_logits_are_not_finite() -> None:
+    engine = make_engine()
+    runner_of(engine).answer = [0]
+    request_id = engine.add_request([9] * 6, SamplingParams(n=2, allowed_token_ids=[7], logits_processors=[nothing]))
+    outputs = run(engine)
+    assert [answer.finish_reason for answer in outputs[request_id].outputs] == ["error"] * 2
+    assert all("forbid all of them" in str(answer.error) for answer in outputs[request_id].outputs)
+
+
+def nothing(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits - torch.inf
 
 
 def test_text_while_it_grows() -> None:

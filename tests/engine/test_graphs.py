@@ -72,6 +72,7 @@ def test_a_size_is_captured_once_and_larger_steps_run_as_they_are() -> None:
     assert graphed(step([41, 42], [1])).tolist() == [[42, 2]]
     assert (len(captures), len(replays)) == (2, 2) and replays == captures
     assert graphed(step([1, 2, 3, 4, 5], [4])).tolist() == [[5, 5]]
+    assert graphed(step([1, 2, 3, 4], [0, 1, 2, 3])).tolist() == [[token, 4] for token in (1, 2, 3, 4)], "4 rows, not 3"
     assert EagerForward(forward, CPU)(step([1, 2, 3, 4, 5], [4])).tolist() == [[5, 5]]
     assert (len(captures), len(replays)) == (2, 2)
 

@@ -33,7 +33,7 @@ def test_a_whole_folder_passes(folder: Path) -> None:
 
 def test_a_whole_gguf_file_passes(smollm2_gguf: Path) -> None:
     files = find_model_files(smollm2_gguf)
-    assert files.load_options == {"local_files_only": True, "gguf_file": smollm2_gguf.name}
+    assert files.load_options == {"local_files_only": True, "trust_remote_code": False, "gguf_file": smollm2_gguf.name}
     assert files.path == smollm2_gguf
 
 

@@ -1,14 +1,19 @@
 """What can run is decided from the configuration alone, with the reason, and before any weight is loaded."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaModel, PretrainedConfig, masking_utils
 from transformers.modeling_utils import PreTrainedModel
 
+from trunkattn.engine import LLM, SamplingParams
 from trunkattn.engine.hf_attention import AttentionProbe, trunk_attention
+from trunkattn.engine.hf_masks import UnsupportedAttention, request_mask, window_of
 from trunkattn.engine.model_support import check_supported, max_positions, probe_attention
+from trunkattn.engine.packed_linear import PackedLinear
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -55,7 +60,8 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
         ("falcon", {}, "does not go through transformers' AttentionInterface"),
         ("bloom", {}, "does not go through transformers' AttentionInterface"),
         ("vit", {}, "no causal language model of type 'vit'"),
-        ("gemma4_text", {}, "layers differ"),
+        ("gemma4_text", {}, "its layers differ in their attention: head_dim 256 or 512"),
+        ("bert", {}, "its attention is bidirectional"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
         ("doge", {}, "builds its own attention mask"),
     ],
@@ -136,3 +142,147 @@ def test_what_the_attention_does_not_know_is_refused(options: dict[str, Any], re
 def test_what_changes_nothing_passes() -> None:
     out = attend(position_ids=torch.zeros(1, 3), use_cache=False, dropout=0.0, is_causal=True, position_bias=None)
     assert out.shape == (1, 3, 2, 4)
+
+
+def test_a_model_whose_steps_fail_is_refused_when_it_is_loaded(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise AttributeError("no such weight")
+
+    monkeypatch.setattr(PackedLinear, "forward", broken)
+    path = tiny_model("llama").path
+    with pytest.raises(
+        ValueError, match=r"a step of two tokens fails on cpu \(AttributeError: no such weight\)"
+    ) as error:
+        LLM(path, num_pages=8)
+    assert str(error.value).startswith(f"model={str(path)!r}: ")
+
+
+def test_a_model_that_reads_its_layers_weights_runs(tmp_path: Path) -> None:
+    options = {**SMALL, "num_hidden_layers": 2, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    config = config_of("hunyuan_v1_moe", **options, vocab_size=64, num_experts=4, moe_topk=2, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    answer = LLM(tmp_path, num_pages=8).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+    expected = model.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=4, pad_token_id=0)
+    assert answer[0].outputs[0].token_ids == expected[0, 3:].tolist()
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def assert_equal_to_generate(config: PretrainedConfig, path: Path, length: int = 40, num_tokens: int = 8) -> None:
+    """The engine's greedy answer is transformers' own, for sharp random weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "v_proj", "lm_head", "embed_tokens")):
+                parameter.mul_(4.0)
+    model.save_pretrained(path)
+    prompt = torch.randint(1, 64, (length,), generator=torch.Generator().manual_seed(1))[None]
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_tokens
+    )
+    llm = LLM(path, num_pages=16)
+    answer = llm.generate([prompt[0].tolist()], SamplingParams(temperature=0, max_tokens=num_tokens))
+    assert answer[0].outputs[0].token_ids == expected[0, length:].tolist()
+
+
+def test_a_window_that_only_the_mask_knows_is_found(tmp_path: Path) -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_sliding_window": True}
+    config = config_of("qwen2_moe", **TINY, **moe, sliding_window=8, max_window_layers=1)
+    geometry, reasons = probe_attention(config)
+    assert reasons == [] and geometry is not None
+    windows = tuple(8 if kind == "sliding_attention" else None for kind in config.layer_types)
+    assert geometry.windows == windows and len(set(windows)) == 2
+    assert_equal_to_generate(config, tmp_path)
+
+
+def masked(mask_function: Callable[..., torch.Tensor], local_size: int | None = None) -> torch.Tensor:
+    mask = request_mask(mask_function=mask_function, device="meta", local_size=local_size)
+    assert mask is not None
+    return mask
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 24, 4096])
+def test_a_causal_window_is_read_from_its_mask(window: int) -> None:
+    assert window_of(masked(masking_utils.sliding_window_causal_mask_function(window), window)) == window
+    assert window_of(masked(masking_utils.causal_mask_function)) is None
+
+
+MASKS: dict[str, Callable[[], torch.Tensor]] = {
+    "chunked": lambda: masked(masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)), 8),
+    "chunks of a batch": lambda: masked(
+        masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64, device="meta")), 8
+    ),
+    "bidirectional": lambda: masked(masking_utils.bidirectional_mask_function),
+    "bidirectional window": lambda: masked(masking_utils.sliding_window_bidirectional_mask_function(8), 8),
+    "another window": lambda: masked(masking_utils.sliding_window_causal_mask_function(8), 9),
+    "no window": lambda: masked(masking_utils.causal_mask_function, 8),
+    "some block": lambda: masked(
+        masking_utils.or_masks(
+            masking_utils.causal_mask_function,
+            masking_utils.blockwise_overlay(torch.zeros(1, 4, dtype=torch.int64, device="meta")),
+        )
+    ),
+    "of the model": lambda: masked(masking_utils.causal_mask_function)[:, :, :, :1],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_any_other_mask_is_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedAttention, match="bidirectional" if "bidirectional" in kind else "mask"):
+        window_of(MASKS[kind]())
+
+
+def test_there_is_no_mask_outside_the_meta_device() -> None:
+    assert request_mask(mask_function=masking_utils.causal_mask_function, device="cpu", local_size=8) is None
+
+
+def test_granite_with_attention_layers_only_runs(tmp_path: Path) -> None:
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["attention"] * 4}
+    experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}
+    assert_equal_to_generate(config_of("granitemoehybrid", **TINY, **mamba, **experts), tmp_path)
+
+
+def test_granite_with_a_shared_expert_runs(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+    assert_equal_to_generate(config_of("granitemoeshared", **TINY, **experts), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "hunyuan_v1_dense"])
+def test_dynamic_rope_runs_up_to_the_length_from_which_it_changes(tmp_path: Path, model_type: str) -> None:
+    alpha = {"alpha": 100.0} if model_type == "hunyuan_v1_dense" else {}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, **alpha}
+    config = config_of(model_type, **TINY, head_dim=16, rope_parameters=rope)
+    assert max_positions(config) == 64
+    assert_equal_to_generate(config, tmp_path, length=56)
+
+
+def test_code_that_needs_values_is_refused_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaModel, "forward", lambda *_, **__: torch.zeros(1).item())
+    assert check_supported(config_of("llama", **SMALL)) == [
+        "its code decides by the values of tensors, so its attention cannot be found before its weights are loaded"
+    ]
+
+
+def test_a_cache_that_forgets_what_the_mask_shows_is_refused() -> None:
+    found = check_supported(config_of("moshi", **SMALL, sliding_window=8))
+    assert found == ["its cache keeps 8 tokens, but its attention mask shows every earlier token"]
+
+
+def test_several_text_models_in_one_are_refused() -> None:
+    assert any("multimodal" in reason for reason in check_supported(config_of("musicgen")))

@@ -58,3 +58,29 @@ def test_only_float32_on_a_cpu_is_packed() -> None:
     assert can_pack(torch.float32, torch.device("cpu"))
     assert not can_pack(torch.bfloat16, torch.device("cpu"))
     assert not can_pack(torch.float32, torch.device("meta"))
+
+
+def test_it_looks_like_the_layer_that_it_replaces() -> None:
+    linear = nn.Linear(24, 50)
+    packed = PackedLinear(linear)
+    assert torch.equal(packed.weight, linear.weight) and torch.equal(packed.bias, linear.bias)
+    assert (packed.weight.dtype, packed.weight.device) == (torch.float32, torch.device("cpu"))
+    assert (packed.in_features, packed.out_features) == (24, 50)
+    with pytest.raises(RuntimeError, match="dtype"):
+        packed(torch.zeros(3, 24, dtype=torch.float16))
+
+
+def test_a_layer_with_more_than_a_product_is_left_alone() -> None:
+    hooked, double, own_forward = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda module, inputs, output: output + 1)
+    own_forward.forward = lambda x: x  # type: ignore[method-assign]
+    model = nn.Sequential(hooked, double, own_forward)
+    pack_linears(model)
+    assert list(model) == [hooked, double, own_forward]
+
+
+def test_a_layer_with_two_parents_stays_one_layer() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared), shared)
+    pack_linears(model)
+    assert model[0][0] is model[1][0] is model[2] and isinstance(model[2], PackedLinear)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.sampling import Sampler, SampleSpec, _draw, _probabilities, token_logprobs
+from trunkattn.engine.sampling_params import SamplingParams
 
 VOCAB = 3000  # more than the sampler's first candidates
 

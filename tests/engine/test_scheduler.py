@@ -5,8 +5,9 @@ from itertools import count
 
 import pytest
 
-from trunkattn.engine.config import SCHEDULER_POLICIES, SamplingParams
+from trunkattn.engine.config import SCHEDULER_POLICIES
 from trunkattn.engine.request import Request
+from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import POLICIES, ScheduledBatch, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 

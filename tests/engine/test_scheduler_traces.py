@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.request import Request
+from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import Sample, ScheduledBatch, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 

@@ -44,7 +44,7 @@ def test_answers_do_not_depend_on_who_arrives_when(
     assert with_prompt_and_decode or policy == "prefill_first"
 
 
-@pytest.mark.parametrize("setting", [Setting("prefill_first", 64), Setting("hybrid", 40)])
+@pytest.mark.parametrize("setting", [Setting("prefill_first", 64), Setting("chunked_prefill", 40)])
 def test_every_token_of_every_request_is_timed(tiny_model: Callable[[str], Any], setting: Setting) -> None:
     llm = LLM(tiny_model("llama").path, page_size=16, max_num_seqs=32)
     server = Server(llm, SCALES["cpu"])
@@ -71,10 +71,10 @@ def test_lengths_come_from_the_trace_if_there_is_one(tmp_path: Path) -> None:
 
 def test_each_budget_runs_with_each_execution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["serving.py", "--device", "cuda", "--budgets", "64", "128"])
-    names = [f"hybrid {budget} {execution}" for budget in (64, 128) for execution in ("serial", "auto")]
+    names = [f"chunked_prefill {budget} {execution}" for budget in (64, 128) for execution in ("serial", "auto")]
     assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", *names]
     monkeypatch.setattr(sys, "argv", ["serving.py", "--executions", "auto", "--budgets", "64"])
-    assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", "hybrid 64"]
+    assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", "chunked_prefill 64"]
     monkeypatch.setattr(sys, "argv", ["serving.py", "--mix-tokens", "1000", "--mix-at-once", "9"])
     scale = arguments().scale
     assert (scale.mix_tokens, scale.mix_at_once, scale.mix_requests) == (1000, 9, SCALES["cpu"].mix_requests)

@@ -1,7 +1,7 @@
 """Run by test_compile in a process of its own, in which Triton compiles. Arguments: compute capability, head_dim,
 dtypes of queries and of keys by Triton's names.
 
-Prints JSON: kernel -> registers, spilled bytes, shared bytes, and programs that fit a multiprocessor.
+Prints JSON: kernel -> registers, spilled bytes, shared bytes, and CTAs that fit an SM.
 """
 
 import json
@@ -41,9 +41,9 @@ def tiles_of(target: Target) -> dict[str, dict[str, Any]]:
 
 
 def described(target: Target, tile: Tile, used: Resources) -> dict[str, Any]:
-    """With the programs that fit a multiprocessor at once, and those that the table counts on."""
-    programs = ARCHITECTURES[target.capability].resident(tile, used)
-    return asdict(used) | {"programs": programs, "expected": tile.programs}
+    """With the CTAs that fit an SM at once, and those that the table counts on."""
+    ctas_per_sm = ARCHITECTURES[target.capability].resident(tile, used)
+    return asdict(used) | {"ctas_per_sm": ctas_per_sm, "expected": tile.ctas_per_sm}
 
 
 def others(target: Target) -> dict[str, dict[str, Any]]:
@@ -54,13 +54,13 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
         return report
     for window in (False, True):
         used = compile_hopper_prefill(target, window)
-        report[f"hopper prefill{' window' if window else ''}"] = asdict(used) | {"programs": 1}
+        report[f"hopper prefill{' window' if window else ''}"] = asdict(used) | {"ctas_per_sm": 1}
     for name, masked in (("hopper decode", False), ("hopper decode masked", True)):
         report[name] = described(target, Tile(64, 64, 8, 2, 2), compile_hopper_decode(target, masked))
     variants: dict[str, dict[str, bool]] = {"": {}, " masked": {"masked": True}, " window": {"window": True}}
     for name, variant in variants.items():
         used = compile_hopper_prefill_decode(target, **variant)
-        report[f"hopper prefill and decode{name}"] = asdict(used) | {"programs": 1}
+        report[f"hopper prefill and decode{name}"] = asdict(used) | {"ctas_per_sm": 1}
     for tile in decode_tiles(2, 128, group, hopper=True)[1:]:  # where `hopper_decode_kernel` cannot compute them
         name = f"{tile.block_m}x{tile.block_n} portable"
         report[name] = described(target, tile, compile_decode(target, tile))

@@ -21,7 +21,7 @@ from trunkattn.planner.work_list import TileLimits
 from ..planner.specs import forest_of
 from ..planner.tile_cases import arrays, tile, tiled
 
-ROOMY = TileLimits(items=4096, runs=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
+ROOMY = TileLimits(items=4096, segments=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 
@@ -38,15 +38,15 @@ def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 2) ->
     return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
 
 
-def reserve(rule: TilingRule, limits: TileLimits, device: str, card: DeviceInfo) -> GpuPlan:
+def reserve(rule: TilingRule, limits: TileLimits, device: str, device_info: DeviceInfo) -> GpuPlan:
     """An empty plan, every array of which stands between guards."""
     shapes = tuple(
         GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
         for it in rule.kinds
     )
     heads = rule.group_size * rule.num_kv_heads
-    geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.run, 0, True, None, False)
-    plan = plan_arrays.reserve(limits, shapes, geometry, card, "serial", torch.device(device))
+    geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.segment_size, 0, True, None, False)
+    plan = plan_arrays.reserve(limits, shapes, geometry, device_info, "serial", torch.device(device))
     sizes = {"guard": GUARD}
     for name, size in plan.sizes.items():
         sizes |= {name: size, f"guard after {name}": GUARD}
@@ -107,7 +107,7 @@ class Planned:
         assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
         host = tile(rule, tiling, batch)
         expected = {
-            "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "runs": host.runs,
+            "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "segments": host.segments,
             "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
             "slots": host.slots, "parts": host.parts, "merge_queries": host.merge_queries,
             "merge_ranges": host.merge_ranges,
@@ -124,14 +124,14 @@ def prepare(
     way: int | None = None,
     limits: TileLimits = ROOMY,
     device: str = "cpu",
-    card: DeviceInfo | None = None,
+    device_info: DeviceInfo | None = None,
 ) -> Planned:
-    card = card or DeviceInfo(processors=1, overlaps=False)
-    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, card, torch.device(device))
+    device_info = device_info or DeviceInfo(num_sms=1, overlaps=False)
+    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, device_info, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)
         planner._buffers[name] = guarded[GUARD:-GUARD].view(buffer.shape).zero_()
         buffers[name] = guarded
     planner.errors = planner._buffers["errors"]
-    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers, limits)
+    return Planned(rule, planner, reserve(rule, limits, device, device_info), way, buffers, limits)

@@ -34,15 +34,15 @@ NARROW = (2, 128)
 CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an element, head_dim: which tiles are taken
 
 
-def make_rule(config: AttentionConfig, processors: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
-    """Two programs of each tile on a multiprocessor."""
-    kinds = (tile_config(replace(it, programs=2), processors) for it in tiles)
+def make_rule(config: AttentionConfig, num_sms: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
+    """Two CTAs of each tile on an SM."""
+    kinds = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in tiles)
     return TilingRule(
         kinds=tuple(kinds),
         group_size=config.num_qo_heads // config.num_kv_heads,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,
-        card=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
+        card_times=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
         head_bytes=512,
         partial_bytes=1024 * config.num_qo_heads,
         fuse_up_to=fuse_up_to,
@@ -64,7 +64,7 @@ class Interpreted:
     """
 
     step: Step
-    processors: int
+    num_sms: int
     way: int | str
     cache: tuple[int, int] = NARROW
     execution: str = "serial"
@@ -83,7 +83,7 @@ class Interpreted:
     def rule(self) -> TilingRule:
         """As the executor has it, items merge only if no other launch or program could come first."""
         fuse_up_to = 8
-        return make_rule(self.step.config, self.processors, self.tiles, fuse_up_to)
+        return make_rule(self.step.config, self.num_sms, self.tiles, fuse_up_to)
 
     @property
     def batch(self) -> StepTables:
@@ -105,7 +105,7 @@ class Interpreted:
     def chunks(self) -> Planned:
         """The prompt chunks' work list; checked."""
         assert self.division and self.prefill
-        device = prefill_device(self.processors, self.prefill)
+        device = prefill_device(self.num_sms, self.prefill)
         planned = self._planner(self.chunk_policy, device).plan(self.division.chunks)
         check_plan(planned)
         return planned
@@ -119,7 +119,7 @@ class Interpreted:
         if isinstance(way, str) and way in POLICIES:
             tile_list = tile_work(
                 rule,
-                self._planner(way, gpu_device(self.processors, self.tiles[-1].block_m)).plan(batch).work,
+                self._planner(way, gpu_device(self.num_sms, self.tiles[-1].block_m)).plan(batch).work,
                 arrays,
                 batch.window,
             )
@@ -144,14 +144,14 @@ class Interpreted:
         if self.division and self.prefill:
             tile_list, listed = join(tile_list, self.chunks.work, self.division)
             chunks = Chunks(listed, self.prefill)
-        tokens, card = len(step.q), DeviceInfo(self.processors, overlaps=False)
+        tokens, device_info = len(step.q), DeviceInfo(self.num_sms, overlaps=False)
         geometry = Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
-            self.rule.run, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
+            self.rule.segment_size, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        plan = upload(tile_list, positions, geometry, card, self.execution, torch.device("cpu"), chunks)
+        plan = upload(tile_list, positions, geometry, device_info, self.execution, torch.device("cpu"), chunks)
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
         ones = torch.ones(config.num_kv_heads)
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
@@ -164,5 +164,5 @@ class Interpreted:
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
-        execute(plan, tensors, self.tiles, card, return_lse)
+        execute(plan, tensors, self.tiles, device_info, return_lse)
         return out, lse

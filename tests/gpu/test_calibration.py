@@ -47,7 +47,7 @@ class Regret:
 def measured(name: str) -> tuple[calibrate.MeasuredCard, list[calibrate.Measured]]:
     """What a card measured, and what the prediction needs of each batch."""
     result = json.loads((BENCHMARKS / "results" / f"calibration-{name}.json").read_text())
-    card = calibrate.MeasuredCard(**result["card"])
+    card = calibrate.MeasuredCard.of_result(result["card"])
     return card, [calibrate.prepare(row, card) for row in result["rows"]]
 
 

@@ -80,7 +80,7 @@ def test_a_refused_batch_leaves_no_trace() -> None:
         executor.plan(other)
     executor._limits = limits
     again = executor.plan(arrays)
-    assert np.array_equal(again.tile_list.runs, first.tile_list.runs)
+    assert np.array_equal(again.tile_list.segments, first.tile_list.segments)
 
 
 def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:

@@ -60,7 +60,7 @@ def test_chunks_alone() -> None:
     assert_right(executor, step, batch)
 
 
-def test_decodes_beside_chunks_need_no_mask() -> None:
+def test_decodes_next_to_chunks_need_no_mask() -> None:
     executor = GpuExecutor(CONFIG, CPU)
     batch = replace(DECODES, query_lens=np.array([1, 50, 1, 1, 0, 1, 1, 1, 1], np.int32))
     assert not plan(executor, batch).gpu_plan.geometry.masked
@@ -87,7 +87,7 @@ def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, ex
         step = into(executor, batch, step)
         step.check()
         gpu_plan = step.gpu_plan
-        places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.programs))
+        places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.num_programs))
         assert gpu_plan.arrays["prefill_count"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
         assert (step.chunks is None) == (batch is DECODES)
         assert_right(executor, step, batch)

@@ -43,7 +43,7 @@ TARGETS = (
 
 
 class Compiled(NamedTuple):
-    """By kernel: registers, spilled and shared bytes, programs on a multiprocessor, and how many it is to hold."""
+    """By kernel: registers, spilled and shared bytes, CTAs on an SM, and how many it is to hold."""
 
     capability: int
     head_dim: int
@@ -74,7 +74,7 @@ def test_every_kernel_compiles(compiled: Compiled) -> None:
 
 def test_shared_memory_fits_the_device(compiled: Compiled) -> None:
     for name, used in compiled.report.items():
-        assert used["shared"] <= ARCHITECTURES[compiled.capability].shared_per_program, name
+        assert used["shared"] <= ARCHITECTURES[compiled.capability].shared_per_cta, name
 
 
 def test_no_listed_tile_spills(compiled: Compiled) -> None:
@@ -100,8 +100,8 @@ def test_producers_acquire_and_consumers_release_every_stage(compiled: Compiled)
         assert releases == products >= 6, f"{name}: a product does not release its stage"
 
 
-def test_as_many_programs_share_a_multiprocessor_as_the_tile_table_says(compiled: Compiled) -> None:
+def test_as_many_ctas_share_an_sm_as_the_tile_table_says(compiled: Compiled) -> None:
     """On the cards that it was measured on; others may hold fewer low ones."""
     for name, used in compiled.report.items():
         if "expected" in used and (compiled.capability == 90 or "16x" not in name):
-            assert used["programs"] >= used["expected"], name
+            assert used["ctas_per_sm"] >= used["expected"], name

@@ -165,12 +165,12 @@ def test_the_ways_are_all_that_any_cache_has() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("processors", "execution"), [(1, "serial"), (8, "serial")])
-def test_every_tiling(way: int | str, cache: str, processors: int, execution: str) -> None:
+@pytest.mark.parametrize(("num_sms", "execution"), [(1, "serial"), (8, "serial")])
+def test_every_tiling(way: int | str, cache: str, num_sms: int, execution: str) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), processors, way, CACHES[cache], execution)
+    case = Interpreted(random_step(0, config, batch), num_sms, way, CACHES[cache], execution)
     case.step.assert_accurate(*case.run())
 
 
@@ -197,8 +197,9 @@ def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: i
     assert subtiles > 1
     if not several and subtiles == 4:
         _, full, end, _, queries = case.tile_list.items[0]
-        runs = case.tile_list.runs[full:end, 1].reshape(-1, 4, case.tiles[1].private_n // case.rule.run)
-        assert (np.count_nonzero(runs, axis=(0, 2)).tolist(), queries) == ([44, 4, 12, 0], 16)
+        each = case.tiles[1].private_n // case.rule.segment_size
+        segments = case.tile_list.segments[full:end, 1].reshape(-1, 4, each)
+        assert (np.count_nonzero(segments, axis=(0, 2)).tolist(), queries) == ([44, 4, 12, 0], 16)
     case.step.assert_accurate(*case.run())
 
 
@@ -217,7 +218,7 @@ def test_groups_in_the_tallest_tile(group: int, cache: str) -> None:
 
 
 def many_pieces() -> Interpreted:
-    """Two requests; the 72 runs of 16 tokens of their trunk are spread over a large device."""
+    """Two requests; the 72 segments of 16 tokens of their trunk are spread over a large device."""
     config = AttentionConfig(4, 2, 16, 16, torch.float32, sinks=True)
     batch = tree_batch(parse_tree("1,2_1152,5"), 16, row_seed=0, page_seed=1)
     return Interpreted(random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])), 132, "16x64")
@@ -244,7 +245,7 @@ def test_an_item_merges_the_partials_of_a_taller_tile() -> None:
 
 
 def test_an_item_that_sees_nothing_for_a_row_adds_nothing() -> None:
-    """Under a window of 5 the later of 30 queries see nothing of the first runs of their own tile."""
+    """Under a window of 5 the later of 30 queries see nothing of the first segments of their own tile."""
     config = AttentionConfig(1, 1, 16, 4, torch.float32)
     batch = tree_batch(parse_tree("1,2_32,40"), 4, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.array([30, 30], np.int32))

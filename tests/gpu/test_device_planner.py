@@ -29,7 +29,7 @@ from trunkattn.planner.work_list import TileLimits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..planner.specs import as_batch, forest_of, make_batch
-from ..planner.tile_cases import CARD, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
+from ..planner.tile_cases import CARD_TIMES, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
 
 pytestmark = pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
-    card = DeviceInfo(processors=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
-    planned = prepare(rule, Capacity(**most), way, card=card)
+    device_info = DeviceInfo(num_sms=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
+    planned = prepare(rule, Capacity(**most), way, device_info=device_info)
     for batch in (first, second):
         planned.fill(batch)
         assert planned.errors == []
@@ -102,18 +102,18 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("way", range(len(EVERY_WAY)), ids=EVERY_WAY)
-@pytest.mark.parametrize("processors", [1, 16])
-def test_every_tiling_of_a_small_tree(way: int, processors: int) -> None:
+@pytest.mark.parametrize("num_sms", [1, 16])
+def test_every_tiling_of_a_small_tree(way: int, num_sms: int) -> None:
     """12 requests of 4 heads, of which 6 and 12 share; several items of a tile, and several tiles of a node."""
-    planned = prepare(make_rule(4, 16, processors, num_kv_heads=2), capacity_for(TREE_BATCH), way)
+    planned = prepare(make_rule(4, 16, num_sms, num_kv_heads=2), capacity_for(TREE_BATCH), way)
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 
 
 @pytest.mark.parametrize("bytes_per_us", [1000, 60_000_000])
 def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
-    card = CARD._replace(bytes_per_us=bytes_per_us)
-    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card=card), capacity_for(TREE_BATCH))
+    card_times = CARD_TIMES._replace(bytes_per_us=bytes_per_us)
+    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card_times=card_times), capacity_for(TREE_BATCH))
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 
@@ -184,7 +184,7 @@ def test_rows_without_queries_are_padding() -> None:
 def runs_of(planned: Planned) -> np.ndarray:
     counts = planned.plan.arrays["counts"].numpy()
     items = planned.plan.arrays["items"].numpy()[: 5 * counts[2 * len(planned.rule.kinds)]].reshape(-1, 5)
-    return planned.plan.arrays["runs"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
+    return planned.plan.arrays["segments"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), 9, 2**31 - 1])
@@ -230,7 +230,7 @@ def test_query_tokens_that_cannot_be_are_flagged_and_left_out(starts: list[int])
     planned.assert_guarded()
 
 
-@pytest.mark.parametrize("name", ["items", "runs", "queries", "slots", "merged"])
+@pytest.mark.parametrize("name", ["items", "segments", "queries", "slots", "merged"])
 def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -> None:
     """Whatever is left of it reads only what was written."""
     rule = make_rule(4, 16, 16, num_kv_heads=2)
@@ -245,7 +245,7 @@ def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -
     assert counts[2 * kinds] <= limits.items
     assert counts[2 * kinds + 1] <= limits.merged
     items = arrays["items"].numpy()[: 5 * counts[2 * kinds]].reshape(-1, 5)
-    assert (items[:, 2] <= limits.runs).all()
+    assert (items[:, 2] <= limits.segments).all()
     assert (items[:, 4] <= limits.queries).all()
     for start, end in items[:, 3:5]:
         assert (arrays["slots"].numpy()[start:end] < limits.slots).all()
@@ -280,8 +280,8 @@ def test_no_numbers_make_it_write_outside_its_arrays(data: st.DataObject, seed: 
     )
     if rng.random() < 0.7:
         starts = np.cumsum(rng.integers(0, 3, rows + 1), dtype=np.int32)
-    items, runs, queries, merged, slots = (int(size) for size in rng.integers(1, 6 if tight else 60, 5))
-    planned = prepare(rule, Capacity(8, 12, 8, 5), limits=TileLimits(items, runs, queries, merged, slots, 12))
+    items, segments, queries, merged, slots = (int(size) for size in rng.integers(1, 6 if tight else 60, 5))
+    planned = prepare(rule, Capacity(8, 12, 8, 5), limits=TileLimits(items, segments, queries, merged, slots, 12))
     planned.fill(StepTables(table, lens, starts, data.draw(WINDOWS)))
     planned.assert_guarded()
 

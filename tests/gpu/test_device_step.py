@@ -17,7 +17,7 @@ from ..planner.tile_cases import TREE_BATCH, make_rule, predicted
 pytestmark = pytest.mark.slow
 
 RULE = make_rule(4, 16, 1, num_kv_heads=2)
-CPU, CARD = torch.device("cpu"), DeviceInfo(1, overlaps=False)
+CPU, DEVICE_INFO = torch.device("cpu"), DeviceInfo(1, overlaps=False)
 TABLE, LENS, STARTS = (
     torch.from_numpy(array) for array in (TREE_BATCH.block_table, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
 )
@@ -27,17 +27,17 @@ def made(max_query_len: int = 1, num_pages: int = 200, max_requests: int = 16) -
     """For 16 requests of 16 pages."""
     capacity = Capacity(max_requests, 32, 16, num_pages, max_query_len)
     limits = tile_limits(RULE, capacity)
-    geometry = Geometry(8, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
-    plan = reserve(limits, decode_tiles(2, 128, 4), geometry, CARD, "serial", CPU)
-    return OnDevice(RULE, capacity, limits, CARD, CPU), plan
+    geometry = Geometry(8, 2, 128, 128, 16, RULE.segment_size, UNLIMITED, False, None, False)
+    plan = reserve(limits, decode_tiles(2, 128, 4), geometry, DEVICE_INFO, "serial", CPU)
+    return OnDevice(RULE, capacity, limits, DEVICE_INFO, CPU), plan
 
 
 @pytest.mark.parametrize(("group", "merging"), [(4, [(0, 2)]), (16, [(0, 2)]), (32, [])])
 def test_only_tiles_of_16_rows_merge(group: int, merging: list[tuple[int, int]]) -> None:
     tiles = decode_tiles(2, 128, group)
     limits = tile_limits(make_rule(group, 16, 1, num_kv_heads=2), Capacity(16, 32, 16, 200, 1))
-    geometry = Geometry(2 * group, 2, 128, 128, 16, RULE.run, UNLIMITED, False, None, False)
-    plan = reserve(limits, tiles, geometry, CARD, "serial", CPU)
+    geometry = Geometry(2 * group, 2, 128, 128, 16, RULE.segment_size, UNLIMITED, False, None, False)
+    plan = reserve(limits, tiles, geometry, DEVICE_INFO, "serial", CPU)
     assert [
         launch.buckets for launch in plan.launches if launch.buckets and launch.buckets[-1] >= len(tiles)
     ] == merging
@@ -81,7 +81,7 @@ def test_check_reports_what_was_out_of_bounds_once(name: str, place: object, val
         on_device.check()
     on_device.check()
     listed = step.tile_list()
-    assert (listed.runs[:, 0] < 200 * 16).all()
+    assert (listed.segments[:, 0] < 200 * 16).all()
     assert len(np.unique(listed.queries)) <= 32
 
 

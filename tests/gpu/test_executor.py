@@ -110,15 +110,15 @@ def test_q_and_out_of_any_strides() -> None:
 
 
 def pieces(step: Any, query: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(slot after the query's first, positions of the runs) of each of a query's pieces, in order."""
+    """(slot after the query's first, positions of the segments) of each of a query's pieces, in order."""
     tiles, found = step.tile_list, []
     for start, full, end, begin, stop in tiles.items:
-        assert full == start, "a run that is marked full takes another loop"
+        assert full == start, "a segment that is marked full takes another loop"
         for entry in range(begin, stop):
             if tiles.queries[entry] == query:
-                found.append((int(tiles.slots[entry]), tuple(tiles.runs[start:end, 2].tolist())))
+                found.append((int(tiles.slots[entry]), tuple(tiles.segments[start:end, 2].tolist())))
     first = min(slot for slot, _ in found)
-    return sorted((slot - first, runs) for slot, runs in found)
+    return sorted((slot - first, positions) for slot, positions in found)
 
 
 def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
@@ -151,5 +151,5 @@ def test_a_growing_batch_gives_the_plan_of_a_fresh_executor() -> None:
     for grown in range(4):
         batch = replace(TREE, seq_lens=TREE.seq_lens + np.int32(grown))
         lists = [plan(each, batch).tile_list for each in (executor, GpuExecutor(CONFIG, torch.device("cpu")))]
-        for name in ("items", "runs", "queries", "slots", "parts", "counts", "merge_queries", "merge_ranges"):
+        for name in ("items", "segments", "queries", "slots", "parts", "counts", "merge_queries", "merge_ranges"):
             assert np.array_equal(*(getattr(each, name) for each in lists)), name

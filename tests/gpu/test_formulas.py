@@ -10,7 +10,7 @@ import triton.language as tl
 
 from trunkattn.gpu.device_planner.formulas import (
     item_ns,
-    listed_runs,
+    listed_segments,
     load_ns,
     memory_tokens,
     share_of,
@@ -59,7 +59,7 @@ def _scalar_kernel(numbers, out):
     a, b, c = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
     stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4))
     tl.store(to, share_of(a, b, c))
-    tl.store(to + 1, listed_runs(a, b, stage))
+    tl.store(to + 1, listed_segments(a, b, stage))
     full, masked = tile_blocks(a, a + b, stage)
     tl.store(to + 2, full)
     tl.store(to + 3, masked)
@@ -85,7 +85,7 @@ def test_the_time_of_a_launch(card: Card) -> None:
     tiles[:, 4] = rng.choice([1, 16, 66, 264, 528], CASES)  # slots
     tiles[:, 5] = rng.integers(1, 5, CASES)  # CTAs of an SM
     tiles[:, 6] = rng.integers(1, 101, CASES)  # percent
-    costs = price(replace(make_rule(4, 16, 132, num_kv_heads=8), card=card.times)).costs
+    costs = price(replace(make_rule(4, 16, 132, num_kv_heads=8), card_times=card.times)).costs
     found = torch.zeros(CASES, 4, dtype=torch.int64)
     on_device = costs._replace(tiles=torch.from_numpy(costs.tiles))  # type: ignore[arg-type]
     _load_kernel[(CASES,)](torch.from_numpy(loads), torch.from_numpy(tiles), on_device, found)
@@ -113,7 +113,7 @@ def test_scalars() -> None:
         blocks = cost.tile_blocks(a, a + b, stage)
         assert row == [
             layout.share_of(a, b, c),
-            cost.listed_runs(a, b, stage),
+            cost.listed_segments(a, b, stage),
             *blocks,
             cost.memory_tokens(a, a // 2, a * b, c),
         ]

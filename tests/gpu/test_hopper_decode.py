@@ -18,21 +18,21 @@ from trunkattn.gpu.triton import decode, merge
 from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
-from .test_hopper_prefill import CARD, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
+from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 TILES = decode_tiles(2, 128, 4, hopper=True)
-LIMITS = TileLimits(items=8, runs=8, queries=8, merged=8, slots=8, query_tokens=8)
+LIMITS = TileLimits(items=8, segments=8, queries=8, merged=8, slots=8, query_tokens=8)
 
 
 def make_list() -> TileList:
-    """Decodes of one run each: a low item, one of 32 rows, and two of 64, whose query is in two pieces."""
+    """Decodes of one segment each: a low item, one of 32 rows, and two of 64, whose query is in two pieces."""
     ints = np.arange(4, dtype=np.int32)
-    run = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
+    segment = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
     return TileList(
-        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), runs=np.tile(run, (4, 1)),
+        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)),
         queries=np.array([0, 1, 2, 2], np.int32), slots=np.array([-1, -1, 0, 1], np.int32),
         parts=np.zeros((4, 2), np.int32), counts=np.array([0, 1, 2, 4, 4, 4, 4], np.int32),
         merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32), num_slots=2, merges_taller=True,
@@ -40,13 +40,13 @@ def make_list() -> TileList:
 
 
 def uploaded(geometry: Geometry = GEOMETRY) -> GpuPlan:
-    return upload(make_list(), np.full(3, 15, np.int32), geometry, CARD, "serial", CPU)
+    return upload(make_list(), np.full(3, 15, np.int32), geometry, DEVICE_INFO, "serial", CPU)
 
 
 def of(kernel: Recorder) -> list[tuple[int, DecodeArguments]]:
     """CTAs and arguments of each launch."""
     assert all(options["launch_pdl"] for _, _, options in kernel.calls)
-    return [(num_ctas, DecodeArguments(*args)) for num_ctas, args, _ in kernel.calls]
+    return [(num_programs, DecodeArguments(*args)) for num_programs, args, _ in kernel.calls]
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     monkeypatch.setattr(hopper_decode, "hopper_decode_kernel", kernel)
     plan, tensors = uploaded(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
     hopper_decode.bind(tensors, plan, (1, 2), (264,), Pdl(trigger=True, overlaps=False), False)(tensors)
-    ((num_ctas, args, options),) = kernel.calls
+    ((num_programs, args, options),) = kernel.calls
     given = DecodeArguments(*args)
-    assert (num_ctas, given.first_cta, given.total_ctas) == (264, 0, 264)
+    assert (num_programs, given.first_cta, given.total_ctas) == (264, 0, 264)
     assert set(options) == {"num_warps", "maxnreg", "launch_pdl"}
     assert given.work.counts.tolist()[:7] == [0, 1, 2, 4, 4, 4, 4]
     assert (given.first_bucket, given.last_bucket) == (1, 2)
@@ -87,19 +87,19 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
 
 
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
-    execute(uploaded(), make_tensors(), TILES, CARD, False)
-    buckets = [(given.first_bucket, given.last_bucket, num_ctas) for num_ctas, given in of(kernels["hopper"])]
+    execute(uploaded(), make_tensors(), TILES, DEVICE_INFO, False)
+    buckets = [(given.first_bucket, given.last_bucket, num_programs) for num_programs, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2)]
     assert [options["BUCKETS"].first for _, _, options in kernels["any"].calls] == [0]
     assert len(kernels["merge"].calls) == 1
 
 
 def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: dict[str, Recorder]) -> None:
-    plan = reserve(LIMITS, TILES, GEOMETRY, CARD, "serial", CPU)
+    plan = reserve(LIMITS, TILES, GEOMETRY, DEVICE_INFO, "serial", CPU)
     refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(), TILES, CARD, False)
+    execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
     launched = of(kernels["hopper"])
-    assert [num_ctas for num_ctas, _ in launched] == [CARD.processors, CARD.processors]
+    assert [num_programs for num_programs, _ in launched] == [DEVICE_INFO.num_sms, DEVICE_INFO.num_sms]
     assert all((given.first_bucket, given.last_bucket) == (1, 2) for _, given in launched)
     ((_, _, options),) = kernels["any"].calls
     assert options["BUCKETS"] == (0, 3, True)
@@ -109,9 +109,9 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
 def test_what_it_cannot_do_goes_to_the_other(
     kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    plan = reserve(LIMITS, TILES, replace(GEOMETRY, **geometry), CARD, "serial", CPU)
+    plan = reserve(LIMITS, TILES, replace(GEOMETRY, **geometry), DEVICE_INFO, "serial", CPU)
     refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(**tensors), TILES, CARD, False)
+    execute(plan, make_tensors(**tensors), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls
     launched = [(options["BUCKETS"].first, options["TILE"].block_m) for _, _, options in kernels["any"].calls]
     assert launched == [(1, 32), (2, 64), (0, 16)]
@@ -122,12 +122,12 @@ def test_what_it_cannot_do_goes_to_the_other(
 def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    execute(uploaded(), replace(tensors, v_cache=odd), TILES, CARD, False)
+    execute(uploaded(), replace(tensors, v_cache=odd), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
 def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
-    execute(uploaded(), make_tensors(), TILES, replace(CARD, hopper=False), False)
+    execute(uploaded(), make_tensors(), TILES, replace(DEVICE_INFO, hopper=False), False)
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
@@ -145,8 +145,8 @@ def test_launches_side_by_side(kernels: dict[str, Recorder], trigger: bool, over
 def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     """No tiling makes such items; were there any, their partial states must not be lost."""
     listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
-    plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, CARD, "serial", CPU)
-    execute(plan, make_tensors(), TILES, CARD, False)
+    plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, DEVICE_INFO, "serial", CPU)
+    execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls
     launched = [(options["BUCKETS"].first, options["BUCKETS"].merge) for _, _, options in kernels["any"].calls]
     assert launched == [(0, False), (5, True), (4, True)]

@@ -18,14 +18,14 @@ from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
 pytestmark = pytest.mark.slow
 
-CARD = DeviceInfo(132, overlaps=True, hopper=True)
+DEVICE_INFO = DeviceInfo(132, overlaps=True, hopper=True)
 UNSUPPORTED = pytest.mark.parametrize(
     ("geometry", "tensors"),
     [
         ({"soft_cap": 30.0}, {}),
         ({"sinks": True}, {}),
         ({"head_dim_v": 64}, {}),
-        ({"page_size": 8, "run": 8}, {}),
+        ({"page_size": 8, "segment_size": 8}, {}),
         ({"num_qo_heads": 6}, {}),
         ({}, {"dtype": torch.float32}),
         ({}, {"kv_dtype": torch.float8_e4m3fn}),
@@ -53,7 +53,7 @@ def make_plan(geometry: Geometry) -> GpuPlan:
     ints = {name: np.zeros(0, np.int32) for name in ("queries", "slots", "merge_queries")}
     pairs = {"parts": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
     empty = TileList(
-        items=np.zeros((0, 5), np.int32), runs=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
+        items=np.zeros((0, 5), np.int32), segments=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
         num_slots=0, merges_taller=False, **ints, **pairs,
     )  # fmt: skip
     items = np.array([[0, 0, 96, 32, 64], [0, 0, 64, 0, 32]], np.int32)
@@ -62,7 +62,7 @@ def make_plan(geometry: Geometry) -> GpuPlan:
     )
     positions = np.arange(32, 96, dtype=np.int32)
     chunks = Chunks(listed, prefill_tile(2, 128))
-    return upload(empty, positions, geometry, CARD, "serial", torch.device("cpu"), chunks)
+    return upload(empty, positions, geometry, DEVICE_INFO, "serial", torch.device("cpu"), chunks)
 
 
 def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Tensors:
@@ -85,11 +85,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
 def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], window: int) -> None:
     geometry, tensors = replace(GEOMETRY, window=window), make_tensors()
     plan = make_plan(geometry)
-    execute(plan, tensors, (), CARD, True)
+    execute(plan, tensors, (), DEVICE_INFO, True)
     hopper, portable = kernels
-    ((num_ctas, args, options),) = hopper.calls
+    ((num_programs, args, options),) = hopper.calls
     assert not portable.calls
-    assert num_ctas == 2 * 2
+    assert num_programs == 2 * 2
     given = hopper_prefill.PrefillArguments(*args)
     assert set(options) == {"num_warps", "maxnreg"}
     assert given.work.num_items.tolist()[0] == 2
@@ -111,24 +111,24 @@ def test_what_it_cannot_do_goes_to_the_other(
     kernels: tuple[Recorder, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
     shape = replace(GEOMETRY, **geometry)
-    execute(make_plan(shape), make_tensors(**tensors), (), CARD, False)
+    execute(make_plan(shape), make_tensors(**tensors), (), DEVICE_INFO, False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
 def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), CARD, False)
+    execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), DEVICE_INFO, False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
 def test_tokens_far_apart_go_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     for stride, calls in ((2**32 - 128, [1, 0]), (2**32, [1, 1])):
         far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
-        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), CARD, False)
+        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), DEVICE_INFO, False)
         assert [len(kernel.calls) for kernel in kernels] == calls
 
 
 def test_other_cards_get_the_other(kernels: tuple[Recorder, Recorder]) -> None:
-    execute(make_plan(GEOMETRY), make_tensors(), (), replace(CARD, hopper=False), False)
+    execute(make_plan(GEOMETRY), make_tensors(), (), replace(DEVICE_INFO, hopper=False), False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]

@@ -16,10 +16,10 @@ from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.triton import decode, merge, prefill
 from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_ROWS, prefill_tile
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_ROWS, prefill_tile
 from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
-from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_plan, make_tensors
+from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_plan, make_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -34,12 +34,12 @@ class OnCard(torch.Tensor):
 
 
 def make_lists() -> tuple[TileList, Chunks]:
-    """Decodes of one run each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
+    """Decodes of one segment each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
     tokens."""
     ints = np.arange(4, dtype=np.int32)
-    run = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
+    segment = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
     tiles = TileList(
-        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), runs=np.tile(run, (4, 1)), queries=ints,
+        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)), queries=ints,
         slots=np.array([-1, -1, 0, 1], np.int32), parts=np.zeros((4, 2), np.int32),
         counts=np.array([0, 3, 4, 4, 4], np.int32), merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32),
         num_slots=2, merges_taller=False,
@@ -52,9 +52,11 @@ def make_lists() -> tuple[TileList, Chunks]:
 
 
 def make_mixed(geometry: Geometry) -> GpuPlan:
-    """Two of the low items are beside the chunk."""
+    """Two of the low items overlap the chunk."""
     positions = np.append(np.full(4, 15, np.int32), np.arange(16, 36, dtype=np.int32))
-    return upload(make_lists()[0], positions, geometry, CARD, "overlapped", CPU, make_lists()[1], beside=2)
+    return upload(
+        make_lists()[0], positions, geometry, DEVICE_INFO, "overlapped", CPU, make_lists()[1], num_overlapped=2
+    )
 
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
@@ -63,9 +65,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     monkeypatch.setattr(prefill_decode, "hopper_prefill_decode_kernel", kernel)
     plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
     assert prefill_decode.supports(tensors, plan, TILES[0])
-    prefill_decode.bind(tensors, plan, CARD.processors, pdl_trigger=True, return_lse=False)(tensors)
-    ((num_ctas, args, options),) = kernel.calls
-    assert num_ctas == CARD.processors and set(options) == {"num_warps", "maxnreg"}
+    prefill_decode.bind(tensors, plan, DEVICE_INFO.num_sms, pdl_trigger=True, return_lse=False)(tensors)
+    ((num_programs, args, options),) = kernel.calls
+    assert num_programs == DEVICE_INFO.num_sms and set(options) == {"num_warps", "maxnreg"}
     given = prefill_decode.PrefillDecodeArguments(*args)
     work, chunks, tiles = given.work, given.work.chunks, given.work.tiles
     assert work.num_chunk_items.tolist()[0] == 1 and work.item_range.tolist()[:3] == [0, 2, 1]
@@ -87,17 +89,17 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
     assert list(prefill_decode.PrefillDecodeArguments._fields) == names
 
 
-@pytest.mark.parametrize("beside, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
-def test_it_is_told_the_most_queries_of_an_item_beside(beside: int, most: int) -> None:
+@pytest.mark.parametrize("num_overlapped, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
+def test_it_is_told_the_most_queries_of_an_overlapped_item(num_overlapped: int, most: int) -> None:
     """By which it takes tiles of 8 rows or of 16: too few would lose queries."""
     tiles, chunks = make_lists()
     ends = np.array([1, 3, 6, 7], np.int32)  # items of 1, 2, 3 and 1 queries
     tiles.items[:, 3], tiles.items[:, 4] = ends - [1, 2, 3, 1], ends
     positions = np.arange(24, dtype=np.int32)
-    plan = upload(tiles, positions, GEOMETRY, CARD, "overlapped", CPU, chunks, beside=beside)
-    assert plan.arrays["beside"].tolist()[:3] == [0, beside, most]
-    refill(plan, tiles, positions, None, beside=1)
-    assert plan.arrays["beside"].tolist()[:3] == [0, 1, 1]
+    plan = upload(tiles, positions, GEOMETRY, DEVICE_INFO, "overlapped", CPU, chunks, num_overlapped=num_overlapped)
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, num_overlapped, most]
+    refill(plan, tiles, positions, None, num_overlapped=1)
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, 1, 1]
 
 
 def test_registers_suffice_for_its_warps() -> None:
@@ -110,9 +112,16 @@ def test_registers_suffice_for_its_warps() -> None:
 
 
 @pytest.mark.parametrize(
-    "geometry", [{"soft_cap": 30.0}, {"sinks": True}, {"head_dim_v": 64}, {"page_size": 8, "run": 8}, {"run": 8},
-                 {"num_qo_heads": 6}],
-)  # fmt: skip
+    "geometry",
+    [
+        {"soft_cap": 30.0},
+        {"sinks": True},
+        {"head_dim_v": 64},
+        {"page_size": 8, "segment_size": 8},
+        {"segment_size": 8},
+        {"num_qo_heads": 6},
+    ],
+)
 def test_shapes_that_it_does_not_support(geometry: dict[str, Any]) -> None:
     assert prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
     assert not prefill_decode.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])
@@ -144,12 +153,12 @@ def test_a_plan_without_room_for_chunks_is_not_its() -> None:
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> None:
     low = decode_tiles(2, 128, group)[0]
-    assert (low.block_m, low.block_n, low.subtiles) == (HYBRID_ROWS, HYBRID_KEYS, 1)
+    assert (low.block_m, low.block_n, low.subtiles) == (PREFILL_DECODE_ROWS, PREFILL_DECODE_KEYS, 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
-    """TMA cannot read every cache: then chunks, and the items beside them, are launches of their own."""
+    """TMA cannot read every cache: then chunks, and the items that overlap them, are launches of their own."""
     places = {
         "hopper_prefill_decode_kernel": prefill_decode,
         "prefill_kernel": prefill,
@@ -162,7 +171,7 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     plan, tensors = make_mixed(GEOMETRY), make_tensors()
     if not readable:
         tensors = replace(tensors, v_cache=torch.nn.functional.pad(tensors.v_cache, (1, 0))[..., 1:])
-    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), TILES, CARD, False)
+    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), TILES, DEVICE_INFO, False)
     assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 2, 1] if readable else [0, 1, 3, 1])
     decodes = kernels["decode_kernel"].calls
     if not readable:
@@ -174,7 +183,7 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     assert [options["BUCKETS"].first for _, _, options in decodes] == [1, 0]
 
 
-def test_a_device_planned_step_has_nothing_beside_chunks() -> None:
+def test_a_device_planned_step_overlaps_nothing() -> None:
     plan = make_mixed(GEOMETRY)
     plan.forget_prefill()
-    assert plan.arrays["beside"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0

@@ -1,5 +1,5 @@
-"""Decodes beside prompt chunks: which, by predicted time, and the lists under Triton's interpreter, which computes the
-two halves one after the other. The kernel itself: tests/on_gpu/test_hopper_prefill_decode.py."""
+"""Decodes that are co-scheduled with prompt chunks: which, by predicted time, and the lists under Triton's interpreter,
+which computes the two halves one after the other. The kernel itself: tests/on_gpu/test_hopper_prefill_decode.py."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -56,12 +56,12 @@ def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuExecutor:
     """Of a Hopper card, whose own kernels the interpreter does not know."""
     executor = GpuExecutor(config, CPU, capacity)
-    executor._card = replace(executor._card, hopper=False, overlaps=False)
+    executor._device_info = replace(executor._device_info, hopper=False, overlaps=False)
     return executor
 
 
-def beside(step: Any) -> tuple[int, int]:
-    first, last = step.gpu_plan.arrays["beside"].tolist()[:2]
+def overlapped_items(step: Any) -> tuple[int, int]:
+    first, last = step.gpu_plan.arrays["overlapped"].tolist()[:2]
     return first, last
 
 
@@ -74,11 +74,11 @@ def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: in
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_decodes_beside_chunks(hopper: None, window: int | None) -> None:
+def test_decodes_overlap_chunks(hopper: None, window: int | None) -> None:
     executor = make_executor()
     step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
     step.check()
-    first, last = beside(step)
+    first, last = overlapped_items(step)
     assert first == 0 and last > 0 and step.gpu_plan.execution == "overlapped"
     assert step.gpu_plan.arrays["counts"][0] == last
     assert "overlapped with chunks" in step.stats().policy and "one after the other" in step.stats().reason
@@ -86,10 +86,10 @@ def test_decodes_beside_chunks(hopper: None, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 9, [0, 70, 0, 0, 0, 0, 40, 0, 0]])
-def test_without_chunks_or_decodes_nothing_is_beside(hopper: None, query_lens: list[int]) -> None:
+def test_without_chunks_or_decodes_nothing_is_overlapped(hopper: None, query_lens: list[int]) -> None:
     executor, batch = make_executor(), replace(DECODES, query_lens=np.array(query_lens, np.int32))
     step = plan(executor, batch)
-    assert beside(step) == (0, 0) and step.gpu_plan.execution == "serial"
+    assert overlapped_items(step) == (0, 0) and step.gpu_plan.execution == "serial"
     assert_right(executor, step, batch)
 
 
@@ -100,7 +100,7 @@ def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
         given = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
         step = executor.plan(given, step)
         assert step.gpu_plan.execution == "overlapped"
-        assert (beside(step)[1] > beside(step)[0]) == some
+        assert (overlapped_items(step)[1] > overlapped_items(step)[0]) == some
         assert_right(executor, step, batch)
 
 
@@ -148,7 +148,7 @@ def test_auto_where_nothing_is_gained(hopper: None) -> None:
     assert executor._overlap is not None
     executor._overlap = replace(executor._overlap, times=times_of(1000, Shares(10, 1)))
     step = plan(executor, MIXED)
-    assert beside(step) == (0, 0) and "one after the other" in step.stats().reason
+    assert overlapped_items(step) == (0, 0) and "one after the other" in step.stats().reason
     assert_right(executor, step, MIXED)
 
 
@@ -196,13 +196,13 @@ def test_a_card_without_e4m3_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any("e4m3" in reason for reason in config.supports("cuda"))
 
 
-def listed(runs: list[int]) -> TileList:
-    """Items of so many runs each."""
-    ends = np.cumsum(runs)
-    items = np.zeros((len(runs), 5), np.int32)
-    items[:, 0], items[:, 2] = ends - runs, ends
+def listed(segments: list[int]) -> TileList:
+    """Items of so many segments each."""
+    ends = np.cumsum(segments)
+    items = np.zeros((len(segments), 5), np.int32)
+    items[:, 0], items[:, 2] = ends - segments, ends
     none = np.zeros(0, np.int32)
-    counts = np.array([0, *[len(runs)] * 4], np.int32)
+    counts = np.array([0, *[len(segments)] * 4], np.int32)
     return TileList(items, none, none, none, none, counts, none, none, 0, False)
 
 
@@ -213,8 +213,8 @@ def make_overlap_of_eight_heads() -> Overlap:
     return replace(overlap, times=TIMES, num_sms=16)
 
 
-def together_ns(blocks: list[int], chunk_us: int) -> float:
-    """1000 ns for a block of 64 keys, twice that beside chunks, which then take 5/4 of their time."""
+def co_scheduled_ns(blocks: list[int], chunk_us: int) -> float:
+    """1000 ns for a block of 64 keys, twice that with chunks, which then take 5/4 of their time."""
     rounds = [-(-8 * (number + 1) // 16) * each for number, each in enumerate(blocks)]
     decode_ns, both_ns = max([sum(blocks) * 8 / 16, *rounds]) * 1000, chunk_us * 1250
     if 2 * decode_ns <= both_ns:
@@ -224,23 +224,23 @@ def together_ns(blocks: list[int], chunk_us: int) -> float:
 
 @pytest.mark.property
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(runs=st.lists(st.integers(1, 400), min_size=1, max_size=60), chunk_us=st.integers(1, 5000))
-def test_all_items_or_whole_rounds_are_beside(hopper: None, runs: list[int], chunk_us: int) -> None:
+@given(segments=st.lists(st.integers(1, 400), min_size=1, max_size=60), chunk_us=st.integers(1, 5000))
+def test_all_items_or_whole_rounds_are_overlapped(hopper: None, segments: list[int], chunk_us: int) -> None:
     overlap = make_overlap_of_eight_heads()
-    runs.sort(reverse=True)
-    blocks = [-(-run // 4) for run in runs]
-    found = overlap.choose(listed(runs), ChunkTimes(chunk_us * 1000, 0))
-    every = together_ns(blocks, chunk_us)
+    segments.sort(reverse=True)
+    blocks = [-(-count // 4) for count in segments]
+    found = overlap.choose(listed(segments), ChunkTimes(chunk_us * 1000, 0))
+    every = co_scheduled_ns(blocks, chunk_us)
     assert found.total_ns <= every + 3
-    if found.items == len(runs):
+    if found.items == len(segments):
         assert found.total_ns == pytest.approx(every, abs=3)
     else:
         assert found.items > 0 and found.items % 2 == 0  # 8 heads on 16 multiprocessors
         longest = blocks[found.items] * overlap.rule.kinds[0].chain_ns[0] + overlap.rule.launch_ns
-        assert found.total_ns >= together_ns(blocks[: found.items], chunk_us) + longest - 3
+        assert found.total_ns >= co_scheduled_ns(blocks[: found.items], chunk_us) + longest - 3
 
 
-def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None:
+def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> None:
     overlap = make_overlap_of_eight_heads()
     assert overlap.choose(listed([64] * 10), ChunkTimes(10**7, 0)).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
@@ -248,9 +248,9 @@ def test_all_beside_long_chunks_and_some_beside_short_ones(hopper: None) -> None
     # memory reads the chunks' keys in the meantime
     assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
-    kind = replace(overlap.rule.kinds[0], programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
-    card = overlap.rule.card._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
-    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card=card))
+    kind = replace(overlap.rule.kinds[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
+    card_times = overlap.rule.card_times._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
+    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card_times=card_times))
     assert fast.choose(listed([64] * 40), ChunkTimes(220_000, 0)) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
     assert overlap.choose(replace(listed([64] * 10), num_slots=3), ChunkTimes(10**3, 0)).total_ns == (
         overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)).total_ns
@@ -267,7 +267,7 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
     tiles.items[:, 4] = queries
     decode_ns = 80 * 1000 + 10 * 8 * 700 // 16
     assert overlap.choose(tiles, ChunkTimes(0, 0)) == (10, 5000 + decode_ns)
-    chunk_ns = 1_000_000  # longer than the decodes beside it
+    chunk_ns = 1_000_000  # longer than the decodes that overlap it
     overlapped_ns = decode_ns * 100 // decode_percent
     assert overlap.choose(tiles, ChunkTimes(chunk_ns, 0)) == (10, 5000 + chunk_ns + overlapped_ns * 20 // 100)
 
@@ -281,7 +281,7 @@ def test_reading_what_chunks_see(hopper: None) -> None:
         assert overlap.chunk_times(work).reads_ns == tokens * 4096 * 1000 // overlap.rule.bytes_per_us * 50 // 100
 
 
-def test_lists_that_may_run_beside_chunks() -> None:
+def test_lists_that_may_overlap_chunks() -> None:
     """The fastest, the fastest of the finest cut, and both of those with one query an item."""
     whole, fine, uncut = (Tiling(0, waves=waves) for waves in (1, 4, 0))
     alone, alone_fine = Tiling(0, alone=True), Tiling(0, alone=True, waves=4)

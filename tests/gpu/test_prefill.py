@@ -18,7 +18,9 @@ from .gpu_cases import Interpreted
 from .test_decode import TABLE
 
 # All requests are prompt chunks. Small tiles have many blocks, with and without a mask, in few tokens.
-SMALL, MEDIUM, LARGE = (PrefillTile(m, n, 4, 2, programs=2, above_rows=0) for m, n in ((32, 32), (64, 32), (128, 64)))
+SMALL, MEDIUM, LARGE = (
+    PrefillTile(m, n, 4, 2, ctas_per_sm=2, above_rows=0) for m, n in ((32, 32), (64, 32), (128, 64))
+)
 TILES = (SMALL, MEDIUM, LARGE)
 POLICIES = ("auto", "cascade", "per_query")
 CONFIG = AttentionConfig(4, 2, 16, 16, torch.float32)

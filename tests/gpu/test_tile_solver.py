@@ -15,15 +15,15 @@ from trunkattn.gpu.tuning.tile_solver import (
 )
 
 HOPPER = ARCHITECTURES[90]
-MEMORY = Memory(latency_ns=800, bytes_per_ns=4574, processors=132)
+MEMORY = Memory(latency_ns=800, bytes_per_ns=4574, num_sms=132)
 
 
 def tile(m: int = 16, n: int = 64, warps: int = 2, stages: int = 3) -> GpuTile:
-    return GpuTile(m, n, warps, stages, programs=1, block_ns=(1, 1), chain_ns=(1, 1))
+    return GpuTile(m, n, warps, stages, ctas_per_sm=1, block_ns=(1, 1), chain_ns=(1, 1))
 
 
 @pytest.mark.parametrize(
-    ("warps", "used", "programs"),
+    ("warps", "used", "ctas_per_sm"),
     [
         (4, Resources(128, 0, 1000), 4),  # 65,536 / (128 registers x 128 threads)
         (1, Resources(255, 0, 1000), 8),  # 255 are given out as 256
@@ -33,13 +33,13 @@ def tile(m: int = 16, n: int = 64, warps: int = 2, stages: int = 3) -> GpuTile:
         (4, Resources(32, 0, 228 << 10), 0),
     ],
 )
-def test_resident_programs(warps: int, used: Resources, programs: int) -> None:
-    assert HOPPER.resident(tile(warps=warps), used) == programs
+def test_resident_ctas(warps: int, used: Resources, ctas_per_sm: int) -> None:
+    assert HOPPER.resident(tile(warps=warps), used) == ctas_per_sm
 
 
 def test_the_lower_bound_on_keys() -> None:
     # 800 ns x 4,574 bytes/ns = 3.66 MB in flight on the card, 27.7 kB on each of 132, 108.3 keys of 256 bytes
-    assert [least_keys(programs, MEMORY, 256) for programs in (1, 2, 4)] == [109, 55, 28]
+    assert [least_keys(ctas_per_sm, MEMORY, 256) for ctas_per_sm in (1, 2, 4)] == [109, 55, 28]
 
 
 def test_keys_in_flight() -> None:
@@ -53,8 +53,8 @@ def test_keys_in_flight() -> None:
         (tile(n=8, stages=20), Resources(64, 0, 1000), "n=8 is no power of two from 16"),
         (tile(), Resources(64, 8, 1000), "spills 8 bytes"),
         (tile(), Resources(64, 0, 240_000), "240000 bytes of shared memory, 232448 allowed"),
-        (tile(n=16, warps=4, stages=2), Resources(255, 0, 1000), "2 programs need 55 keys in flight each, 16 are"),
-        (tile(warps=32), Resources(128, 0, 1000), "no program fits a multiprocessor"),
+        (tile(n=16, warps=4, stages=2), Resources(255, 0, 1000), "2 CTAs on an SM need 55 keys in flight each, 16 are"),
+        (tile(warps=32), Resources(128, 0, 1000), "no CTA fits an SM"),
     ],
 )
 def test_each_constraint(candidate: GpuTile, used: Resources, reason: str) -> None:

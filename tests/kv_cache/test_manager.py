@@ -375,3 +375,34 @@ def test_check_integrity_finds_damage(damage: Callable[[CacheManager], object], 
     damage(manager)
     with pytest.raises(RuntimeError, match=message):
         manager.check_integrity()
+
+
+def test_only_requests_of_equal_salt_share_cached_pages() -> None:
+    cache = CacheManager(num_pages=16, page_size=2)
+    tokens = [1, 2, 3, 4, 5]
+
+    def cached(request_id: str, salt: bytes) -> int:
+        count = cache.admit(request_id, tokens, salt)
+        cache.extend(request_id, len(tokens))
+        cache.commit(request_id, tokens)
+        cache.check_integrity()
+        return count
+
+    assert [cached("a", b""), cached("b", b"x"), cached("c", b"xx\0\0"), cached("d", b"y")] == [0, 0, 0, 0]
+    assert [cached("e", b"x"), cached("f", b"")] == [4, 4]
+    for request_id in "abcdef":
+        cache.free(request_id)
+    cache.check_integrity()
+    assert [cached("g", b"y"), cached("h", b"z")] == [4, 0]
+
+
+def test_a_fork_keeps_its_parents_salt() -> None:
+    cache = CacheManager(num_pages=16, page_size=2)
+    cache.admit("a", [1], b"x")
+    cache.extend("a", 1)
+    cache.commit("a", [1])
+    cache.fork("a", "b")
+    cache.extend("b", 3)
+    cache.commit("b", [1, 2, 3])
+    assert cache.admit("c", [1, 2, 3], b"x") == 2
+    assert cache.admit("d", [1, 2, 3]) == 0

@@ -20,7 +20,7 @@ from ..planner.tile_cases import arrays, make_rule
 from .test_card import ragged
 
 pytestmark = pytest.mark.gpu
-LIMITS = replace(ROOMY, runs=1 << 21)
+LIMITS = replace(ROOMY, segments=1 << 21)
 TREES = ("1,8,256_4096,2048,2048", "256_8192", "1,256_256,32", "1,64_8000,150", "1_8000", "1,4,16,250_1024,256,128,32")
 WINDOWS = (UNLIMITED, 777)
 
@@ -28,8 +28,8 @@ WINDOWS = (UNLIMITED, 777)
 def prepared(rule: TilingRule, way: int | None = None, tokens: int = 256) -> Planned:
     """For 256 requests of 512 pages."""
     properties = torch.cuda.get_device_properties("cuda")
-    card = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9)
-    return prepare(rule, Capacity(256, tokens, 512, 1 << 20), way, LIMITS, "cuda", card)
+    device_info = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9)
+    return prepare(rule, Capacity(256, tokens, 512, 1 << 20), way, LIMITS, "cuda", device_info)
 
 
 def batch_of(tree: str, window: int = UNLIMITED) -> StepTables:
@@ -133,9 +133,11 @@ def test_a_batch_attention_plans_and_replays_on_the_device() -> None:
 
 @pytest.mark.parametrize("window", [UNLIMITED, 50])
 def test_for_the_sanitizer(window: int) -> None:
-    card = DeviceInfo(132, overlaps=torch.cuda.get_device_capability()[0] >= 9)
+    device_info = DeviceInfo(132, overlaps=torch.cuda.get_device_capability()[0] >= 9)
     for batch in (batch_of("1,3,12_64,32,30", window), batch_of("1,40_128,20", window)):
-        planned = prepare(make_rule(4, 16, 16, num_kv_heads=2), capacity_for(batch), device="cuda", card=card)
+        planned = prepare(
+            make_rule(4, 16, 16, num_kv_heads=2), capacity_for(batch), device="cuda", device_info=device_info
+        )
         planned.fill(batch)
         assert planned.errors == []
         planned.assert_equals_host(batch)

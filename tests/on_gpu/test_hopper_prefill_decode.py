@@ -11,7 +11,7 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.gpu.tuning.cards import Card, OverlapTimes, Shares, card_of
-from trunkattn.gpu.tuning.prefill import HYBRID_NARROW
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -82,8 +82,8 @@ def refused(config: AttentionConfig) -> bool:
     return True
 
 
-def num_beside(plan: Any) -> int:
-    first, last = plan.step.gpu_plan.arrays["beside"].tolist()[:2]
+def num_overlapped(plan: Any) -> int:
+    first, last = plan.step.gpu_plan.arrays["overlapped"].tolist()[:2]
     assert first == 0
     return last
 
@@ -127,8 +127,8 @@ def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes) -> None:
 
 
 @pytest.fixture
-def all_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All decodes are beside the chunks, as if those took so long."""
+def all_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decodes overlap the chunks, as if those took so long."""
     times = OverlapTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0, 0)
     set_times(monkeypatch, times)
 
@@ -136,7 +136,7 @@ def all_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("growth", [0.05, -0.05, 1.0])
-@pytest.mark.usefixtures("all_beside")
+@pytest.mark.usefixtures("all_overlapped")
 def test_logits_that_grow_from_block_to_block(
     heads: tuple[int, int], single: bool, growth: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,8 +159,8 @@ def test_logits_that_grow_from_block_to_block(
         layer.k_cache[pages] = (keys[pages] * (1 + growth * places)).to(keys.dtype)
     attention = BatchAttention(config)
     plan = attention.plan(*layer.step)
-    most = int(plan.step.gpu_plan.arrays["beside"][2])
-    assert num_beside(plan) and (most * heads[0] // heads[1] <= HYBRID_NARROW) == single
+    most = int(plan.step.gpu_plan.arrays["overlapped"][2])
+    assert num_overlapped(plan) and (most * heads[0] // heads[1] <= PREFILL_DECODE_NARROW_ROWS) == single
     out = torch.full_like(layer.q, math.nan)
     attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
     assert_right(layer, out, tolerance=0.02)
@@ -177,7 +177,7 @@ def test_logits_that_grow_from_block_to_block(
         ((16, 1), 64, torch.bfloat16, True, None),
     ],
 )
-@pytest.mark.usefixtures("all_beside")
+@pytest.mark.usefixtures("all_overlapped")
 def test_chunks_and_decodes(
     heads: tuple[int, int], page_size: int, dtype: torch.dtype, several: bool, window: int | None, launched: list[int]
 ) -> None:
@@ -185,16 +185,16 @@ def test_chunks_and_decodes(
     if refused(config):
         return
     plan = check(config, mixed(page_size, several), 0.01 if dtype == torch.bfloat16 else 0.0015, window)
-    assert launched == [1] and num_beside(plan) == len(plan.step.tile_list.items)
-    programs = torch.cuda.get_device_properties().multi_processor_count
-    assert num_beside(plan) * heads[1] > programs, "some program has several tasks"
+    assert launched == [1] and num_overlapped(plan) == len(plan.step.tile_list.items)
+    num_programs = torch.cuda.get_device_properties().multi_processor_count
+    assert num_overlapped(plan) * heads[1] > num_programs, "some program has several tasks"
 
 
 def test_decodes_that_are_cut_into_parts(launched: list[int]) -> None:
     if refused(CONFIG):
         return
     plan = check(CONFIG, chunks("1,4_2048,3000", [1, 80, 1, 1]))
-    assert launched == [1] and num_beside(plan) > 0
+    assert launched == [1] and num_overlapped(plan) > 0
     assert plan.step.tile_list.num_slots > 0
 
 
@@ -220,7 +220,7 @@ def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: py
     times = OverlapTimes(600_000, Shares(percent, percent), Shares(percent, percent), 1000, 0, 0, 0)
     set_times(monkeypatch, times)
     plan = check(GOOD, mixed())
-    assert bool(launched) == (num_beside(plan) > 0) == (gains and hopper())
+    assert bool(launched) == (num_overlapped(plan) > 0) == (gains and hopper())
 
 
 @pytest.mark.parametrize("execution", ["overlapped", "auto"])
@@ -236,7 +236,7 @@ def test_one_graph_for_chunks_decodes_both_and_neither(launched: list[int], exec
         found = replay(layer, attention, tensors, graph, plan)
         lens = layer.batch.query_lens
         if execution == "overlapped":
-            assert (num_beside(plan) > 0) == bool(((lens > 0) & (lens <= 3)).any() and (lens > 3).any())
+            assert (num_overlapped(plan) > 0) == bool(((lens > 0) & (lens <= 3)).any() and (lens > 3).any())
         if len(found):
             assert_right(layer, found)
     attention.plan(*(table.cuda() for table in layers[0].step), into=plan)  # all rows are tiles then
@@ -269,7 +269,7 @@ def test_layouts_of_the_cache(launched: list[int], layout: str) -> None:
     plan = attention.plan(*layer.step)
     out = torch.full((len(layer.q), 32, 256), math.nan, device="cuda", dtype=CONFIG.dtype)[..., :128]
     _, lse = attention.run(plan, layer.q, *caches, out=out, return_lse=True)
-    assert num_beside(plan) > 0 and launched == [1] * (layout != "odd")
+    assert num_overlapped(plan) > 0 and launched == [1] * (layout != "odd")
     assert_right(layer, out, lse)
 
 

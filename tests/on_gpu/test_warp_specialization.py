@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 pytestmark = pytest.mark.gpu
-PROGRAMS = 264
+NUM_PROGRAMS = 264
 
 
 @gluon.jit
@@ -38,6 +38,6 @@ def warp_specialized_kernel(out):
 def test_partitions_alone_for_the_sanitizer() -> None:
     if torch.cuda.get_device_capability()[0] < 9:
         return  # such barriers came with Hopper
-    out = torch.full((PROGRAMS,), -1, dtype=torch.int32, device="cuda")
-    warp_specialized_kernel[(PROGRAMS,)](out, num_warps=4)
-    assert out.tolist() == [program % 7 for program in range(PROGRAMS)]
+    out = torch.full((NUM_PROGRAMS,), -1, dtype=torch.int32, device="cuda")
+    warp_specialized_kernel[(NUM_PROGRAMS,)](out, num_warps=4)
+    assert out.tolist() == [program % 7 for program in range(NUM_PROGRAMS)]

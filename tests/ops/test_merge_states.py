@@ -130,3 +130,14 @@ def test_what_is_not_a_number_is_not_taken_for_an_empty_state(broken: str) -> No
     out, lse = merge_states(*states["a"], *states["b"])
     assert out[0, 0].isnan().all() and lse[0, 0].isnan()
     assert out.isnan().sum() == 8 and lse.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("level", [0.0, 10.0, 100.0, 1e4, -5e4, 1e6, 1e8, -3e38, 3e38])
+def test_the_weights_sum_to_one_at_any_size_of_lse(level: float) -> None:
+    (out_a, lse_a), (out_b, lse_b) = random_state(1), random_state(2)
+    lse_a, lse_b = lse_a + level, lse_b + level
+    weight_a = torch.sigmoid(lse_a.double() - lse_b.double()).unsqueeze(-1)
+    exact = weight_a * out_a.double() + (1 - weight_a) * out_b.double()
+    out, lse = merge_states(out_a, lse_a, out_b, lse_b)
+    assert (out - exact).abs().max() < 1e-6
+    assert torch.equal(lse, torch.logaddexp(lse_a, lse_b))

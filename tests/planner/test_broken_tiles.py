@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, query_positions
-from trunkattn.planner.work_list import QUERY_END, RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.planner.work_list import QUERY_END, SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
 
 from .specs import make_batch
 from .tile_cases import TREE_BATCH, cases, make_rule, tile, tree_tiles
@@ -30,27 +30,32 @@ def changed(name: str, index: tuple[int, ...] | int, delta: int) -> Change:
     return change
 
 
-def last_run(column: int, delta: int) -> Change:
-    """Adds `delta` to one number of the last run that has tokens."""
-    return lambda tile_list: changed("runs", (np.flatnonzero(tile_list.runs[:, 1])[-1], column), delta)(tile_list)
+def last_segment(column: int, delta: int) -> Change:
+    """Adds `delta` to one number of the last segment that has tokens."""
 
-
-def swapped_runs(one: int, other: int) -> Change:
     def change(tile_list: TileList) -> TileList:
-        runs = tile_list.runs.copy()
-        runs[[one, other]] = runs[[other, one]]
-        return replace(tile_list, runs=runs)
+        last = np.flatnonzero(tile_list.segments[:, 1])[-1]
+        return changed("segments", (last, column), delta)(tile_list)
 
     return change
 
 
-def without_runs(*places: int) -> Change:
+def swapped_segments(one: int, other: int) -> Change:
+    def change(tile_list: TileList) -> TileList:
+        segments = tile_list.segments.copy()
+        segments[[one, other]] = segments[[other, one]]
+        return replace(tile_list, segments=segments)
+
+    return change
+
+
+def without_segments(*places: int) -> Change:
     """As those that fill up a block."""
 
     def change(tile_list: TileList) -> TileList:
-        runs = tile_list.runs.copy()
-        runs[list(places)] = 0
-        return replace(tile_list, runs=runs)
+        segments = tile_list.segments.copy()
+        segments[list(places)] = 0
+        return replace(tile_list, segments=segments)
 
     return change
 
@@ -59,17 +64,17 @@ MISSED = r"query \d+ of row \d+ must read token \d+ once, but reads it (never|\d
 NOT_FOR_ALL = "item 0 has a full segment that is not for all"
 NOT_MERGED = "a partial slot is written and not merged"
 ONE_TILE = [
-    (changed("items", (0, RUN_END), -5), MISSED),
-    (changed("items", (0, RUN_START), 1), MISSED),
-    (changed("items", (0, RUN_FULL), 1), NOT_FOR_ALL),
-    (changed("items", (0, RUN_FULL), 24), NOT_FOR_ALL + "|sees only a part"),
+    (changed("items", (0, SEGMENT_END), -5), MISSED),
+    (changed("items", (0, SEGMENT_START), 1), MISSED),
+    (changed("items", (0, SEGMENT_FULL), 1), NOT_FOR_ALL),
+    (changed("items", (0, SEGMENT_FULL), 24), NOT_FOR_ALL + "|sees only a part"),
     (changed("items", (0, QUERY_END), -1), NOT_FOR_ALL),
-    (changed("runs", (0, 0), 1), "item 0 reads pages that its query .* does not have"),
-    (changed("runs", (0, 1), 1), NOT_FOR_ALL),
-    (changed("runs", (0, 1), -(1 << 8)), NOT_FOR_ALL),
-    (last_run(1, -(1 << 16)), MISSED),
-    (changed("runs", (0, 1), -(1 << 16)), "item 0 has a full segment of which query .* sees only a part"),
-    (last_run(2, -1), "item 0 reads pages that its query .* does not have"),
+    (changed("segments", (0, 0), 1), "item 0 reads pages that its query .* does not have"),
+    (changed("segments", (0, 1), 1), NOT_FOR_ALL),
+    (changed("segments", (0, 1), -(1 << 8)), NOT_FOR_ALL),
+    (last_segment(1, -(1 << 16)), MISSED),
+    (changed("segments", (0, 1), -(1 << 16)), "item 0 has a full segment of which query .* sees only a part"),
+    (last_segment(2, -1), "item 0 reads pages that its query .* does not have"),
     (changed("queries", 0, 1), "reads pages that|" + MISSED),
     (changed("counts", 1, 1), "item 0 has .* queries, but its tile holds"),
     (changed("slots", 0, 1), NOT_MERGED),
@@ -79,26 +84,26 @@ ONE_TILE = [
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize(("break_it", "message"), ONE_TILE)
 def test_a_broken_tile_is_found(break_it: Change, message: str, nested: bool) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1, nested=nested)
+    tile_list, rule = tree_tiles("64x64", num_sms=1, nested=nested)
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)
 
 
-# Of the tree's tile, runs 4 to 11 are the first blocks of the four subtiles: 4, 5 and 6, 7 the first branch for two of
-# them, 8, 9 the second branch for the third, 10, 11 empty. Runs 12, 13 are leaves of the first.
+# Of the tree's tile, segments 4 to 11 are the first blocks of the four subtiles: 4, 5 and 6, 7 the first branch for two
+# of them, 8, 9 the second branch for the third, 10, 11 empty. Segments 12, 13 are leaves of the first.
 NESTED = {
-    "in_the_block_of_another_subtile": swapped_runs(12, 11),
-    "of_two_subtiles_exchanged": swapped_runs(12, 14),
-    "missing_for_the_first_subtile": without_runs(4),
-    "missing_for_the_second_subtile": without_runs(6),
-    "a_block_early": changed("items", (0, RUN_FULL), -1),
+    "in_the_block_of_another_subtile": swapped_segments(12, 11),
+    "of_two_subtiles_exchanged": swapped_segments(12, 14),
+    "missing_for_the_first_subtile": without_segments(4),
+    "missing_for_the_second_subtile": without_segments(6),
+    "a_block_early": changed("items", (0, SEGMENT_FULL), -1),
 }
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_a_run_that_the_wrong_subtile_reads_is_found(name: str) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1)
-    assert tile_list.runs[4:6].tolist() == tile_list.runs[6:8].tolist() != tile_list.runs[8:10].tolist()
+def test_a_segment_that_the_wrong_subtile_reads_is_found(name: str) -> None:
+    tile_list, rule = tree_tiles("64x64", num_sms=1)
+    assert tile_list.segments[4:6].tolist() == tile_list.segments[6:8].tolist() != tile_list.segments[8:10].tolist()
     with pytest.raises(AssertionError, match=MISSED):
         check_tiles(NESTED[name](tile_list), TREE_BATCH, rule)
 
@@ -115,7 +120,7 @@ CUT = [
 
 @pytest.mark.parametrize(("break_it", "message"), CUT)
 def test_broken_slots_merges_and_order_are_found(break_it: Change, message: str) -> None:
-    tile_list, rule = tree_tiles("64x64", processors=2)
+    tile_list, rule = tree_tiles("64x64", num_sms=2)
     assert len(tile_list.merge_queries) > 1
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)
@@ -131,7 +136,7 @@ def test_a_bucket_out_of_order_is_found() -> None:
 
 @pytest.mark.property
 @given(case=cases(), draw=st.data())
-def test_a_missing_run_and_a_moved_mark_are_found_anywhere(
+def test_a_missing_segment_and_a_moved_mark_are_found_anywhere(
     case: tuple[TilingRule, StepTables], draw: st.DataObject
 ) -> None:
     rule, batch = case
@@ -140,24 +145,24 @@ def test_a_missing_run_and_a_moved_mark_are_found_anywhere(
         return
     at = draw.draw(st.integers(0, len(tile_list.items) - 1))
     start, full, end, begin, stop = tile_list.items[at].tolist()
-    missing = draw.draw(st.sampled_from(needed_runs(tile_list, start, end, begin, batch)))
-    same = (tile_list.runs[start:end] == tile_list.runs[missing]).all(axis=1)  # for several subtiles
+    missing = draw.draw(st.sampled_from(needed_segments(tile_list, start, end, begin, batch)))
+    same = (tile_list.segments[start:end] == tile_list.segments[missing]).all(axis=1)  # for several subtiles
     with pytest.raises(AssertionError):
-        check_tiles(without_runs(*(start + np.flatnonzero(same)).tolist())(tile_list), batch, rule)
-    rows, count = tile_list.runs[full:end, 1], stop - begin
-    masked = (rows >> 16 < rule.run) | (rows & 255 > 0) | (rows >> 8 & 255 < count)
+        check_tiles(without_segments(*(start + np.flatnonzero(same)).tolist())(tile_list), batch, rule)
+    rows, count = tile_list.segments[full:end, 1], stop - begin
+    masked = (rows >> 16 < rule.segment_size) | (rows & 255 > 0) | (rows >> 8 & 255 < count)
     if masked.any():
-        everything = changed("items", (at, RUN_FULL), end - full)(tile_list)
+        everything = changed("items", (at, SEGMENT_FULL), end - full)(tile_list)
         with pytest.raises(AssertionError, match=r"a full segment that is not for all|sees only a part"):
             check_tiles(everything, batch, rule)
 
 
-def needed_runs(tile_list: TileList, start: int, end: int, begin: int, batch: StepTables) -> list[int]:
-    """Those of runs [start, end) that at least one query of theirs sees a token of."""
+def needed_segments(tile_list: TileList, start: int, end: int, begin: int, batch: StepTables) -> list[int]:
+    """Those of segments [start, end) that at least one query of theirs sees a token of."""
     positions = query_positions(batch.seq_lens, batch.query_start_loc)[tile_list.queries[begin:]]
     needed = []
     for i in range(start, end):
-        _, rows, first = tile_list.runs[i].tolist()
+        _, rows, first = tile_list.segments[i].tolist()
         place, last = positions[rows & 255 : rows >> 8 & 255], first + (rows >> 16) - 1
         if ((place >= first) & (last > place - batch.window)).any():
             needed.append(i)

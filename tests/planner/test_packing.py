@@ -19,7 +19,7 @@ ONE_TILE = 1 << 20  # queries
 
 
 def trunk_of(*pages: tuple[int, int]) -> list[int]:
-    """Page ids of one row from (first page, count) runs."""
+    """Page ids of one row from ranges (first page, count)."""
     return [page for first, count in pages for page in range(first, first + count)]
 
 

@@ -27,8 +27,8 @@ def spec_of(policy: str, page_size: int, device: DeviceModel = DEVICE) -> Planne
 
 def empty_tiles() -> TileList:
     none, pairs = np.empty(0, np.int32), np.empty((0, 2), np.int32)
-    items, runs = np.empty((0, 5), np.int32), np.empty((0, 3), np.int32)
-    return TileList(items, runs, none, none, pairs, np.zeros(5, np.int32), none, pairs, 3, True)
+    items, segments = np.empty((0, 5), np.int32), np.empty((0, 3), np.int32)
+    return TileList(items, segments, none, none, pairs, np.zeros(5, np.int32), none, pairs, 3, True)
 
 
 @given(seed=st.integers(0, 2**32 - 1), above=st.sampled_from([0, 1, 8, 30]))

@@ -14,7 +14,7 @@ from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, price, stages
 from trunkattn.planner.splitting import UNLIMITED
 
 from .specs import forest_of
-from .tile_cases import CARD, TREE_BATCH, cases, make_rule
+from .tile_cases import CARD_TIMES, TREE_BATCH, cases, make_rule
 
 
 def count_tokens(rule: TilingRule, batch: StepTables, stage: tiles.Stage) -> tuple[int, int, int]:
@@ -67,12 +67,12 @@ def stage_ns(
     """num_entries: of each tile; None: as many as it holds. l2_percent: 0: the L2 cache takes no time."""
     ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
     entries = stage.height if num_entries is None else num_entries
-    counted = np.array([[*each, sum(each) * stage.block_runs, entries] for each in blocks], np.int64)
+    counted = np.array([[*each, sum(each) * stage.block_segments, entries] for each in blocks], np.int64)
     costs = price(rule).costs._replace(l2_percent=l2_percent)
     return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, costs))
 
 
-LOW = GpuTile(16, 64, 2, 2, programs=2, block_ns=(2000, 3000), chain_ns=(1000, 1500))
+LOW = GpuTile(16, 64, 2, 2, ctas_per_sm=2, block_ns=(2000, 3000), chain_ns=(1000, 1500))
 
 
 def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
@@ -81,7 +81,7 @@ def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
     assert stage_ns(rule, [[8, 0], [8, 0]], 0) == launch + 8 * full, "both slots busy"
     assert stage_ns(rule, [[8, 0]], 0) == launch + 8 * full // 2 == launch + 8 * chain, "one item, faster alone"
     assert stage_ns(rule, [[8, 4], [8, 4]], 0) == launch + 8 * full + 4 * masked
-    seen = 8 * chain // CARD.unhidden_part  # the wait of what is left over is memory's
+    seen = 8 * chain // CARD_TIMES.unhidden_part  # the wait of what is left over is memory's
     assert stage_ns(rule, [[8, 0]] * 3, 0) == launch + 2 * 8 * full + seen, "two rounds"
     tokens = 200_000
     bytes_ns = tokens * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
@@ -92,10 +92,10 @@ def test_items_that_meet_on_a_multiprocessor_wait_for_each_other() -> None:
     """On an H200 144 items of 32 rows on 264 slots, 24 of them two by two, took 872 µs; the chain of one alone takes
     438, memory alone 641."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(10, 10)),))
-    rule = replace(rule, kinds=(replace(rule.kinds[0], programs=8, together=2),))  # four multiprocessors
+    rule = replace(rule, kinds=(replace(rule.kinds[0], num_programs=8, ctas_per_sm=2),))  # four multiprocessors
     launch, full = rule.launch_ns, 8 * 200
     assert stage_ns(rule, [[8, 0]] * 4, 0) == launch + full * 4 // 8, "one each"
-    assert stage_ns(rule, [[8, 0]] * 5, 0) == launch + full * CARD.arithmetic_percent // 100, "two on one of them"
+    assert stage_ns(rule, [[8, 0]] * 5, 0) == launch + full * CARD_TIMES.arithmetic_percent // 100, "two on one of them"
     assert stage_ns(rule, [[8, 0]] * 8, 0) == launch + full, "two on each"
 
 
@@ -104,7 +104,7 @@ def test_items_after_whole_rounds_take_as_long_as_one_does() -> None:
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(3000, 3000)),))  # two slots
     longest, token_bytes = 8 * 3000, rule.head_bytes * rule.num_kv_heads
     bytes_ns = 300_000 * token_bytes * 1000 // rule.bytes_per_us
-    launch = rule.launch_ns + longest // CARD.unhidden_part
+    launch = rule.launch_ns + longest // CARD_TIMES.unhidden_part
     assert stage_ns(rule, [[8, 0]] * 4, 300_000) == launch + bytes_ns, "two rounds"
     assert stage_ns(rule, [[8, 0]] * 5, 300_000) == launch + bytes_ns * 4 // 5 + longest
     bytes_ns = 3_000_000 * token_bytes * 1000 // rule.bytes_per_us
@@ -118,15 +118,15 @@ def test_of_several_rounds_memory_does_not_hide_all_arithmetic() -> None:
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))  # two slots
     tokens, arithmetic = 3_000_000, 2 * 8 * rule.kinds[0].block_ns[0]
     one_round = stage_ns(rule, [[8, 0]] * 2, tokens)
-    assert stage_ns(rule, [[8, 0]] * 4, tokens) == one_round + arithmetic // CARD.unhidden_part
+    assert stage_ns(rule, [[8, 0]] * 4, tokens) == one_round + arithmetic // CARD_TIMES.unhidden_part
 
 
 def test_memory_is_slower_where_slots_are_idle() -> None:
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
-    rule = replace(rule, kinds=(replace(rule.kinds[0], programs=4),))
+    rule = replace(rule, kinds=(replace(rule.kinds[0], num_programs=4),))
     tokens = 3_000_000
     one, four = (stage_ns(rule, [[8, 0]] * items, tokens) - rule.launch_ns for items in (1, 4))
-    assert one == four * (100 + CARD.idle_percent * 3 // 4) // 100
+    assert one == four * (100 + CARD_TIMES.idle_percent * 3 // 4) // 100
 
 
 def test_the_l2_cache_takes_time_for_what_tiles_read_again() -> None:
@@ -136,7 +136,7 @@ def test_the_l2_cache_takes_time_for_what_tiles_read_again() -> None:
     assert once == stage_ns(rule, [[800, 0]] * 2, tokens), "memory is slower"
     again = stage_ns(rule, [[800, 0]] * 2, tokens // 4, l2_percent=50)
     assert again == stage_ns(rule, [[800, 0]] * 2, tokens // 2) > stage_ns(rule, [[800, 0]] * 2, tokens // 4)
-    assert price(rule).costs.l2_percent == 100 * rule.bytes_per_us // CARD.l2_bytes_per_us
+    assert price(rule).costs.l2_percent == 100 * rule.bytes_per_us // CARD_TIMES.l2_bytes_per_us
 
 
 def test_a_round_that_is_not_full_waits_for_memory() -> None:
@@ -145,7 +145,7 @@ def test_a_round_that_is_not_full_waits_for_memory() -> None:
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(2000, 2000)),))  # two slots
     launch, longest, tokens = rule.launch_ns, 226 * 2000, 226 * LOW.block_n
     assert stage_ns(rule, [[226, 0]], 0) == launch + longest, "all of it is in the cache"
-    slower = longest + (longest - CARD.filled_ns) // 3
+    slower = longest + (longest - CARD_TIMES.filled_ns) // 3
     assert stage_ns(rule, [[226, 0]], tokens) == stage_ns(rule, [[226, 0]], 2 * tokens) == launch + slower
     assert stage_ns(rule, [[8, 0]], 8 * LOW.block_n) == launch + 8 * 2000, "too short for memory to fill"
 
@@ -153,10 +153,10 @@ def test_a_round_that_is_not_full_waits_for_memory() -> None:
 def test_the_items_of_a_cut_are_counted_as_they_are_emitted() -> None:
     """Ten tiles of 304 blocks for 66 items: 6.6 each are 7 each, 4 more than there are slots, and a second round."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
-    rule = replace(rule, kinds=(replace(rule.kinds[0], programs=66),))
+    rule = replace(rule, kinds=(replace(rule.kinds[0], num_programs=66),))
     full, states = rule.kinds[0].block_ns[0], 70 * rule.kinds[0].entries(rule.group_size)
     merged = 2 * rule.launch_ns + states * rule.partial_bytes * 1000 // rule.bytes_per_us
-    seen = 304 // 7 // CARD.unhidden_part
+    seen = 304 // 7 // CARD_TIMES.unhidden_part
     assert stage_ns(rule, [[304, 0]] * 10, 0, waves=1) == merged + 2 * (304 * full // 7) + seen
 
 

@@ -25,7 +25,15 @@ from trunkattn.planner.row_tiles.choice import (
 )
 from trunkattn.planner.row_tiles.tile_list import nest
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import DIRECT, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START, TileList
+from trunkattn.planner.work_list import (
+    DIRECT,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_START,
+    TileList,
+)
 from trunkattn.workloads import parse_tree, tree_batch
 
 from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec
@@ -33,8 +41,8 @@ from .tile_cases import arrays, cases, make_rule, predicted, tile, tiled, tree_t
 
 
 def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) -> None:
-    """What `check_tiles` asserts, and what the kernels rely on besides: whole blocks of full runs and whole rounds of
-    subtiles, no partial written by an item of the launches that merge, nothing merged by the others, consecutive
+    """What `check_tiles` asserts, and what the kernels rely on besides: whole blocks of full segments and whole rounds
+    of subtiles, no partial written by an item of the launches that merge, nothing merged by the others, consecutive
     slots."""
     check_tiles(tile_list, batch, rule)
     num_kinds = len(rule.kinds)
@@ -43,11 +51,13 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
     bucket = np.repeat(np.arange(2 * num_kinds), np.diff(tile_list.counts))
     for item, of in zip(tile_list.items, bucket, strict=True):
         kind = rule.kinds[of % num_kinds]
-        block_runs, private_runs = kind.block_tokens // rule.run, kind.private_tokens // rule.run
-        assert item[RUN_START] <= item[RUN_FULL] <= item[RUN_END] > item[RUN_START]
-        assert (item[RUN_FULL] - item[RUN_START]) % block_runs == 0
-        if kind.subtiles > 1 and item[RUN_END] > item[RUN_FULL]:
-            rounds = tile_list.runs[item[RUN_FULL] : item[RUN_END], 1].reshape(-1, kind.subtiles * private_runs)
+        block_segments = kind.block_tokens // rule.segment_size
+        private_segments = kind.private_tokens // rule.segment_size
+        assert item[SEGMENT_START] <= item[SEGMENT_FULL] <= item[SEGMENT_END] > item[SEGMENT_START]
+        assert (item[SEGMENT_FULL] - item[SEGMENT_START]) % block_segments == 0
+        if kind.subtiles > 1 and item[SEGMENT_END] > item[SEGMENT_FULL]:
+            masked = tile_list.segments[item[SEGMENT_FULL] : item[SEGMENT_END], 1]
+            rounds = masked.reshape(-1, kind.subtiles * private_segments)
             assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
         slots, parts = (x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.slots, tile_list.parts))
@@ -69,7 +79,7 @@ def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, S
     for tiling in candidates(rule):
         tile_list = step.emit(tiling)
         assert_runnable(tile_list, batch, rule)
-        assert tile_list.items.dtype == tile_list.runs.dtype == tile_list.queries.dtype == np.int32
+        assert tile_list.items.dtype == tile_list.segments.dtype == tile_list.queries.dtype == np.int32
 
 
 @pytest.mark.property
@@ -82,7 +92,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     tallest = max(kind.rows for kind in rule.kinds)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)
     split = UNCUT._replace(
-        num_workers=min(kind.programs for kind in rule.kinds),
+        num_workers=min(kind.num_programs for kind in rule.kinds),
         num_kv_heads=rule.num_kv_heads,
         grid=64,
         above_mean=above_mean,
@@ -93,7 +103,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     work = planner.plan(batch).work
     tile_list = tile_work(rule, work, arrays(batch), batch.window)
     assert_runnable(tile_list, batch, rule)
-    assert not invariant or (tile_list.items[:, RUN_FULL] == tile_list.items[:, RUN_START]).all()
+    assert not invariant or (tile_list.items[:, SEGMENT_FULL] == tile_list.items[:, SEGMENT_START]).all()
 
 
 @pytest.mark.property
@@ -127,7 +137,7 @@ def test_without_a_query_the_tile_list_is_empty(rows: list[int]) -> None:
         tile_work(unnested(rule), work, arrays(batch), UNLIMITED),
     ]:
         assert_runnable(tile_list, batch, rule)
-        assert (len(tile_list.items), len(tile_list.runs), tile_list.num_slots) == (0, 0, 0)
+        assert (len(tile_list.items), len(tile_list.segments), tile_list.num_slots) == (0, 0, 0)
     times = predicted(rule, batch)
     assert set(times.values()) == {0}
 
@@ -148,29 +158,29 @@ def test_candidates_hold_at_least_one_query_token() -> None:
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
     kinds = tuple(tile_config(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
-    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card=card_of("NVIDIA A100", 108).times)
+    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card_times=card_of("NVIDIA A100", 108).times)
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
     times = predicted(rule, batch)
     best = min(times, key=lambda way: times[way])
     assert 1 in (best.tall, best.low), best.name(rule)
 
 
-def test_a_run_divides_the_page_and_every_block() -> None:
+def test_a_segment_divides_the_page_and_every_block() -> None:
     pages = (1, 2, 3, 12, 16, 48, 64, 128)
-    assert [make_rule(1, page, 8).run for page in pages] == [1, 2, 1, 4, 16, 16, 32, 32]
+    assert [make_rule(1, page, 8).segment_size for page in pages] == [1, 2, 1, 4, 16, 16, 32, 32]
     wide = decode_tiles(2, 256, 1)
-    assert [make_rule(1, page, 8, shapes=wide).run for page in pages] == [1, 2, 1, 4, 16, 16, 16, 16]
+    assert [make_rule(1, page, 8, shapes=wide).segment_size for page in pages] == [1, 2, 1, 4, 16, 16, 16, 16]
 
 
 def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
-    """Subtiles of 2 queries and 2 runs a block; a list of one item of a plain kind comes first."""
+    """Subtiles of 2 queries and 2 segments a block; a list of one item of a plain kind comes first."""
 
-    def run(place: int, low: int, high: int) -> list[int]:
+    def segment(place: int, low: int, high: int) -> list[int]:
         return [place, low | high << 8 | 16 << 16, place % 100]
 
-    plain, full, empty = [run(900, 0, 1), run(916, 0, 1)], run(100, 0, 4), [0, 0, 0]
+    plain, full, empty = [segment(900, 0, 1), segment(916, 0, 1)], segment(100, 0, 4), [0, 0, 0]
     both, long_one, long_two, long_three, short = (
-        run(200, 0, 4), run(300, 0, 2), run(316, 0, 2), run(332, 1, 2), run(400, 3, 4),
+        segment(200, 0, 4), segment(300, 0, 2), segment(316, 0, 2), segment(332, 1, 2), segment(400, 3, 4),
     )  # fmt: skip
     listed = [*plain, full, long_one, both, long_two, long_three, short]
     emitted = tiles.Items(
@@ -182,56 +192,58 @@ def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
     nested = nest(emitted, np.array([0, 1], np.int32), np.array([[1, 5, 4], [2, 2, 2]], np.int64))
     first = [long_one, both, both, short]  # a block of the first subtile, and one of the second
     second = [long_two, long_three, empty, empty]
-    assert nested.runs.tolist() == [*plain, full, *first, *second]
+    assert nested.segments.tolist() == [*plain, full, *first, *second]
     assert nested.items.tolist() == [[0, 0, 2, 0, 1], [2, 3, 11, 1, 5]]
-    assert emitted.runs.tolist() == listed
+    assert emitted.segments.tolist() == listed
     assert nested.queries is emitted.queries and nested.uncut is emitted.uncut
 
 
 @pytest.mark.property
 @given(case=cases())
 def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, StepTables]) -> None:
-    """Of tiles that are not cut. Full runs that some query sees in part move to the masked blocks, so that only the
+    """Of tiles that are not cut. Full segments that some query sees in part move to the masked blocks, so that only the
     number of keys is the same. A stage that leaves out some queries of a tile has the others stand elsewhere in it."""
     rule, batch = case
     forest, lens, starts = forest_of(batch, rule.page_size), batch.seq_lens, batch.query_start_loc
     entries = tiles.make_entries(forest, lens, starts)
-    seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.run == 0).all()
+    seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.segment_size == 0).all()
     for kind, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
         shape, uncut = rule.kinds[kind], stage._replace(num_parts=1)
-        counted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.run)
-        emitted = tiles.emit_stage(forest, entries, batch.block_table, uncut, batch.window, rule.run, rule.page_size)
+        counted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.segment_size)
+        emitted = tiles.emit_stage(
+            forest, entries, batch.block_table, uncut, batch.window, rule.segment_size, rule.page_size
+        )
         height = shape.entries(rule.group_size) // shape.subtiles
-        of_kind = np.array([[shape.subtiles, height, stage.private_runs]], np.int64)
+        of_kind = np.array([[shape.subtiles, height, stage.private_segments]], np.int64)
         items = nest(emitted, np.zeros(len(emitted.items), np.int32), of_kind).items.tolist()
-        step = stage.block_runs if shape.subtiles == 1 else stage.private_runs
+        step = stage.block_segments if shape.subtiles == 1 else stage.private_segments
         for (whole, private, _, held), (start, full, end, first, last) in zip(counted.tolist(), items, strict=True):
-            blocks = (full - start) // stage.block_runs
+            blocks = (full - start) // stage.block_segments
             masked = -(-(end - full) // (step * shape.subtiles))
             place = entries.query.tolist().index(emitted.queries[first]) // stage.height * stage.height
             assert held == min(stage.height, len(entries.query) - place)
             complete = last - first == held
             if complete or shape.subtiles == 1:
-                assert blocks * stage.block_runs + masked * step == whole * stage.block_runs + private * step
+                assert blocks * stage.block_segments + masked * step == whole * stage.block_segments + private * step
             assert blocks <= whole or not complete
             assert blocks == whole or not (complete and seen_whole)
 
 
 def test_one_tile_reads_each_token_of_the_tree_once() -> None:
-    tile_list, rule = tree_tiles("64x64", processors=1, nested=False)
-    assert rule.run == 16
+    tile_list, rule = tree_tiles("64x64", num_sms=1, nested=False)
+    assert rule.segment_size == 16
     assert tile_list.items.tolist() == [[0, 4, 4 + 2 * 2 + 12 * 2, 0, 12]]
-    assert (tile_list.runs[:, 1] >> 16).sum() == 64 + 2 * 32 + 12 * 20
+    assert (tile_list.segments[:, 1] >> 16).sum() == 64 + 2 * 32 + 12 * 20
     assert tile_list.num_slots == 0
 
 
 def test_a_nested_tile_reads_a_branch_once_for_each_subtile() -> None:
-    """Subtiles of 4 queries read 10, 12, 10 and 0 private runs, two at a time: each branch concerns two of them."""
-    tile_list, _ = tree_tiles("64x64", processors=1)
+    """Subtiles of 4 queries read 10, 12, 10 and 0 private segments, two at a time: each branch concerns two of them."""
+    tile_list, _ = tree_tiles("64x64", num_sms=1)
     assert tile_list.items.tolist() == [[0, 4, 4 + 6 * 4 * 2, 0, 12]]
-    private = (tile_list.runs[4:, 1] >> 16).reshape(6, 4, 2)
+    private = (tile_list.segments[4:, 1] >> 16).reshape(6, 4, 2)
     assert np.count_nonzero(private, axis=(0, 2)).tolist() == [10, 12, 10, 0]
-    assert (tile_list.runs[:, 1] >> 16).sum() == 64 + 2 * 2 * 32 + 12 * 20
+    assert (tile_list.segments[:, 1] >> 16).sum() == 64 + 2 * 2 * 32 + 12 * 20
     assert tile_list.num_slots == 0
 
 
@@ -243,6 +255,6 @@ def test_two_heights_leave_the_trunk_to_the_tall_tile() -> None:
     tile_list = tile(rule, tiling, batch)
     assert_runnable(tile_list, batch, rule)
     assert tile_list.counts.tolist() == [0, 0, 3, 12, 12]  # the low tiles merge what the tall ones leave
-    read = [tile_list.runs[item[RUN_START] : item[RUN_END]] for item in tile_list.items[:3]]
-    assert all(set(runs[runs[:, 1] > 0, 2]) == set(range(0, 96, 16)) for runs in read)
+    read = [tile_list.segments[item[SEGMENT_START] : item[SEGMENT_END]] for item in tile_list.items[:3]]
+    assert all(set(segments[segments[:, 1] > 0, 2]) == set(range(0, 96, 16)) for segments in read)
     assert len(tile_list.merge_queries) == 0

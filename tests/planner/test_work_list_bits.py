@@ -38,7 +38,7 @@ UNLIMITED: Final = 2**31 - 1
 
 
 class Card(NamedTuple):
-    """name, multiprocessors, compute capability, bytes of the L2 cache."""
+    """name, SMs, compute capability, bytes of the L2 cache. Its repr is hashed, and the names of its fields with it."""
 
     name: str
     processors: int
@@ -103,7 +103,7 @@ def work_arrays(work: WorkList) -> tuple:
 
 
 def tile_arrays(tiles: TileList) -> tuple:
-    arrays = tiles.items, tiles.runs, tiles.queries, tiles.slots, tiles.parts, tiles.counts
+    arrays = tiles.items, tiles.segments, tiles.queries, tiles.slots, tiles.parts, tiles.counts
     return *arrays, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots, tiles.merges_taller
 
 
@@ -136,7 +136,7 @@ def fits(step: Step, gpu: Gpu) -> tuple:
     limits = tile_limits(gpu.rule, gpu.capacity)
     fitting = np.flatnonzero(TiledStep(gpu.rule, gpu.step.forest, gpu.batch, limits).fits())
     room = gpu.chunks and gpu.chunks.limits
-    sizes = limits.items, limits.runs, limits.queries, limits.merged, limits.slots, limits.query_tokens
+    sizes = limits.items, limits.segments, limits.queries, limits.merged, limits.slots, limits.query_tokens
     rooms = (room.items, room.queries, room.rows, room.columns) if room else ()
     return sizes, rooms, tuple(fitting.tolist())
 
@@ -157,8 +157,8 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
     return tuple(found)
 
 
-def beside(step: Step, gpu: Gpu) -> tuple:
-    """How many items run beside chunks, and the predicted time, of every tiling that may; what gain is worth it."""
+def overlapped(step: Step, gpu: Gpu) -> tuple:
+    """How many items overlap chunks, and the predicted time, of every tiling that may; what gain is worth it."""
     if gpu.overlap is None or not step.query_start_loc[-1]:
         return ()
     tilings, group_size = gpu.rule.priced.tilings, gpu.rule.group_size
@@ -177,7 +177,7 @@ def whole_step(step: Step, gpu: Gpu) -> tuple:
         assert "capacity" in str(error)
         return ("refused",)
     chunks = work_arrays(planned.chunks.planned.work) if planned.chunks else ()
-    first, last, queries = planned.gpu_plan.arrays["beside"][:3].tolist()
+    first, last, queries = planned.gpu_plan.arrays["overlapped"][:3].tolist()
     return tile_arrays(planned.tile_list), chunks, (first, last, queries)
 
 
@@ -199,7 +199,7 @@ PARTS: Final = MappingProxyType[str, Callable[[Step, Gpu], tuple]](
         "tiles": tile_lists,
         "fits": fits,
         "chunks": chunk_list,
-        "beside": beside,
+        "beside": overlapped,  # the name that the file has
         "step": whole_step,
     }
 )

@@ -17,19 +17,19 @@ from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
 
-CARD = H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340)
+CARD_TIMES = H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340)
 SEEDS = st.integers(0, 2**32 - 1)
 PAGE_SIZES = st.one_of(st.integers(1, 64), st.sampled_from([1, 2, 16, 32, 64]))
 WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
 GROUP_SIZES = st.one_of(st.integers(1, 16), st.sampled_from([5, 7, 12, 16, 24, 32]))
-PROCESSORS = st.sampled_from([1, 3, 16, 132])
+NUM_SMS = st.sampled_from([1, 3, 16, 132])
 CACHES = ((2, 128), (1, 128), (2, 256))  # bytes of an element and head_dim: the table has tiles for each of them
 
 
 def make_rule(
     group_size: int,
     page_size: int,
-    processors: int,
+    num_sms: int,
     *,
     shapes: tuple[GpuTile, ...] = (),
     num_kv_heads: int = 1,
@@ -37,13 +37,13 @@ def make_rule(
     l2_bytes: int = 50 << 20,
 ) -> TilingRule:
     """By default of the tiles for a 16-bit cache."""
-    kinds = (tile_config(replace(it, programs=2), processors) for it in shapes or decode_tiles(2, 128, group_size))
+    kinds = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in shapes or decode_tiles(2, 128, group_size))
     return TilingRule(
         kinds=tuple(kinds),
         group_size=group_size,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
-        card=CARD,
+        card_times=CARD_TIMES,
         head_bytes=512,
         partial_bytes=group_size * num_kv_heads * 129 * 8,
         fuse_up_to=fuse_up_to,
@@ -72,7 +72,7 @@ def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
     return make_rule(
         group_size,
         page_size,
-        draw(PROCESSORS),
+        draw(NUM_SMS),
         shapes=draw(table if listed else st.one_of(table, low_tiles(group_size))),
         num_kv_heads=draw(st.sampled_from([1, 2, 8])),
         fuse_up_to=draw(st.sampled_from([0, 1, 8])),
@@ -119,9 +119,9 @@ TREE = tree_batch(parse_tree("1,2,12_64,32,20"), 16, row_seed=0, page_seed=1)
 TREE_BATCH = as_batch(TREE)
 
 
-def tree_tiles(name: str, processors: int, nested: bool = True) -> tuple[TileList, TilingRule]:
-    """12 requests of 4 heads: 64 tokens for all, 32 for six, 20 each (the last 4 of them in a run that is not full)."""
-    rule = make_rule(4, 16, processors, num_kv_heads=2)
+def tree_tiles(name: str, num_sms: int, nested: bool = True) -> tuple[TileList, TilingRule]:
+    """12 requests of 4 heads: 64 tokens for all, 32 for six, 20 each (the last 4 in a segment that is not full)."""
+    rule = make_rule(4, 16, num_sms, num_kv_heads=2)
     rule = rule if nested else unnested(rule)
     tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == name)
     tile_list = tile(rule, tiling, TREE_BATCH)

@@ -27,7 +27,7 @@ SPILLED_AT_MOST = {
 @pytest.mark.parametrize(("capability", "head_dim"), [(80, 128), (90, 64), (90, 128), (100, 128)])
 def test_every_pass_compiles_and_fits_the_card(capability: int, head_dim: int) -> None:
     """In a process of its own: in this one Triton may be an interpreter."""
-    limit = ARCHITECTURES[capability].shared_per_program
+    limit = ARCHITECTURES[capability].shared_per_cta
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILE), str(capability), str(head_dim), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})

@@ -62,16 +62,16 @@ def test_anything_else_is_refused(text: str, expected: str) -> None:
 
 
 def test_planned_bytes() -> None:
-    """Two items read 16 tokens both, then 5 of the next page each; the second run of the first is a filler."""
+    """Two items read 16 tokens both, then 5 of the next page each; the second segment of the first is a filler."""
     batch = tree_batch(parse_tree("1,2_16,5"), 16)
     q, kv = torch.zeros(2, 8, 32, dtype=torch.float16), torch.zeros(3, 16, 2, 32, dtype=torch.float16)
     items = np.array([[0, 1, 3, 0, 1], [3, 4, 5, 1, 2]], np.int32)
-    runs = [[0, 1 << 8 | 16 << 16, 0], [0, 0, 0], [16, 1 << 8 | 5 << 16, 16]]
-    runs += [[0, 1 << 8 | 16 << 16, 0], [32, 1 << 8 | 5 << 16, 16]]
+    segments = [[0, 1 << 8 | 16 << 16, 0], [0, 0, 0], [16, 1 << 8 | 5 << 16, 16]]
+    segments += [[0, 1 << 8 | 16 << 16, 0], [32, 1 << 8 | 5 << 16, 16]]
     none = np.empty((0, 2), np.int32)
     slots, counts = np.array([0, -1], np.int32), np.array([0, 2, 2], np.int32)
     queries = np.array([0, 1], np.int32)
-    listed = TileList(items, np.array(runs, np.int32), queries, slots, none, counts, none[:, 0], none, 1, False)
+    listed = TileList(items, np.array(segments, np.int32), queries, slots, none, counts, none[:, 0], none, 1, False)
     token = 2 * 2 * 32 * 2  # keys and values, heads, head_dim, bytes
     assert planned_bytes(Case(batch, q, [(kv, kv)], []), listed) == PlannedBytes(
         kv_memory=(16 + 5 + 5) * token, kv_tiles=2 * (16 + 5) * token, partials=2 * 8 * 33 * 4, q_and_out=2 * 2 * 8 * 64

@@ -2,8 +2,8 @@
 
 import typer
 
-from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, command
-from trunkattn.cli.packages import ENGINE_PACKAGES, missing_packages
+from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions, command
+from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 
 app = typer.Typer(
     name="trunkattn",
@@ -18,9 +18,14 @@ app = typer.Typer(
 
 def need_engine() -> None:
     """Ends the command with one line if a package of the engine is missing."""
-    missing = missing_packages(ENGINE_PACKAGES)
+    _need(ENGINE_PACKAGES, "engine")
+
+
+def _need(packages: tuple[str, ...], extra: str) -> None:
+    missing = missing_packages(packages)
     if missing:
-        typer.echo(f'trunkattn: the engine needs {", ".join(missing)}: pip install "trunkattn[engine]"', err=True)
+        part = "server" if extra == "serve" else extra
+        typer.echo(f'trunkattn: the {part} needs {", ".join(missing)}: pip install "trunkattn[{extra}]"', err=True)
         raise typer.Exit(1)
 
 
@@ -54,6 +59,23 @@ def generate(options: GenerateOptions) -> None:
     from trunkattn.cli.generate import run_generate
 
     run_generate(options)
+
+
+@app.command()
+@command(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve a local model over HTTP, with OpenAI's API.
+
+    `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/tokenize`, `/health`, `/metrics` for Prometheus, and a
+    live page at `/`. It listens on this machine alone unless `--host` says otherwise, and ends at SIGTERM or Ctrl+C
+    when the running answers are finished.
+
+    Example: `trunkattn serve --model ./SmolLM2`
+    """
+    _need(SERVER_PACKAGES, "serve")
+    from trunkattn.cli.serve import run_serve
+
+    run_serve(options)
 
 
 @app.command()

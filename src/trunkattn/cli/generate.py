@@ -1,8 +1,9 @@
 """`trunkattn generate`: prompts in, answers out."""
 
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,8 @@ from rich.table import Table
 
 from trunkattn.cli.models import working
 from trunkattn.cli.options import GenerateOptions, fields_of, reported_by_option
-from trunkattn.engine import LLM, CompletionOutput, EngineConfig, RequestOutput, SamplingParams
+from trunkattn.engine import LLM, CompletionOutput, EngineConfig, Logprob, RequestOutput
+from trunkattn.engine.config import check_text
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -21,7 +23,7 @@ def run_generate(options: GenerateOptions) -> None:
     prompts = read_prompts(options)
     errors = Console(file=sys.stderr)
     with reported_by_option(GenerateOptions):
-        params = SamplingParams(**fields_of(SamplingParams, options))
+        params = options.sampling_params()
         with working(errors, f"Loading {options.model.name}"):
             llm = LLM(options.model, **fields_of(EngineConfig, options))
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
@@ -33,7 +35,8 @@ def run_generate(options: GenerateOptions) -> None:
     else:
         outputs = collect(stream, len(requests), errors)
         if options.as_json:
-            typer.echo(json.dumps(as_json(options, prompts, outputs, llm), indent=1, ensure_ascii=False))
+            printed = valid_json(as_json(options, prompts, outputs, llm))
+            typer.echo(json.dumps(printed, indent=1, ensure_ascii=False, allow_nan=False))
             return
         print_answers(prompts, outputs, console)
     if params.logprobs is not None:
@@ -58,11 +61,22 @@ def read_prompts(options: GenerateOptions) -> list[str]:
         message = "no prompt given: expected --prompt TEXT, --prompt-file PATH, or text on standard input"
         raise typer.BadParameter(message, param_hint="--prompt")
     else:
-        prompts, source = [sys.stdin.read()], "standard input"
+        prompts, source = [_standard_input()], "standard input"
     for prompt in prompts:
         if not prompt.strip():
             raise typer.BadParameter(f"{prompt!r}: expected text", param_hint=source)
+        try:
+            check_text(source, prompt)
+        except ValueError as error:
+            raise typer.BadParameter(f"{prompt!r}: expected UTF-8 text", param_hint=source) from error
     return prompts
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"expected UTF-8 text ({error})", param_hint="standard input") from error
 
 
 def tokenize(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
@@ -75,7 +89,7 @@ def tokenize(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
         raise typer.BadParameter("the model has no chat template: expected --no-chat", param_hint="--chat")
     if chat or (chat is None and has_template):
         conversation = [{"role": "user", "content": prompt}]
-        return llm.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        return llm.render_chat(conversation)
     return llm.tokenizer(prompt)["input_ids"]
 
 
@@ -87,6 +101,8 @@ def print_stream(stream: Iterator[tuple[int, RequestOutput]], console: Console) 
         console.print(text[len(shown) :], end="", markup=False, highlight=False, soft_wrap=True)
         shown = text
     console.print()
+    if output.outputs[0].error is not None:
+        console.print(f"ended by an error: {output.outputs[0].error}", style="red", markup=False, highlight=False)
     console.print(_figures(output), style="dim")
     return [output]
 
@@ -114,6 +130,8 @@ def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Con
                 number = f" (answer {answer.index + 1})" if len(output.outputs) > 1 else ""
                 console.rule(f"{beginning}{number}".replace("[", r"\["), align="left")
             console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
+            if answer.error is not None:
+                console.print(f"ended by an error: {answer.error}", style="red", markup=False, highlight=False)
 
 
 def print_logprobs(outputs: list[RequestOutput], console: Console) -> None:
@@ -143,6 +161,7 @@ def as_json(options: GenerateOptions, prompts: list[str], outputs: list[RequestO
                 "cached_tokens": output.num_cached_tokens,
                 "time_to_first_token": output.metrics.time_to_first_token,
                 "time_per_output_token": output.time_per_output_token,
+                "prompt_logprobs": _logprobs(output.prompt_logprobs),
                 "answers": [_answer(answer) for answer in output.outputs],
             }
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -157,15 +176,31 @@ def as_json(options: GenerateOptions, prompts: list[str], outputs: list[RequestO
     }
 
 
+def valid_json(value: Any) -> Any:
+    """A value that JSON has: null for a number that is not finite, such as the logarithm of 0, and a replacement
+    character for what is not Unicode."""
+    if isinstance(value, dict):
+        return {valid_json(name): valid_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [valid_json(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
 def _answer(answer: CompletionOutput) -> dict[str, Any]:
-    """The answer's fields, with the log-probabilities as a list per token, because JSON has no integer keys."""
-    fields = asdict(answer)
-    if answer.logprobs is not None:
-        fields["logprobs"] = [
-            [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
-            for entry in answer.logprobs
-        ]
-    return fields
+    """The answer's fields."""
+    return {**asdict(answer), "logprobs": _logprobs(answer.logprobs)}
+
+
+def _logprobs(entries: Sequence[dict[int, Logprob] | None] | None) -> list[Any] | None:
+    """Log-probabilities as a list per token, because JSON has no integer keys."""
+    if entries is None:
+        return None
+    return [
+        None if entry is None else [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
+        for entry in entries
+    ]
 
 
 def _figures(output: RequestOutput) -> str:

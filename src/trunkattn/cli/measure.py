@@ -148,7 +148,7 @@ def kv_bytes_per_token(llm: LLM) -> int:
     """Bytes of one token's keys and values over all layers."""
     config = llm.model.config
     return KVCache.bytes_per_page(
-        config.num_hidden_layers, 1, config.num_key_value_heads, config.head_dim, llm.model.dtype
+        config.num_hidden_layers, 1, config.num_key_value_heads, config.head_dim, llm.info.cache_dtype
     )
 
 

@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from trunkattn.dtypes import POLICIES
 from trunkattn.validate import check_int
 
+if TYPE_CHECKING:
+    from trunkattn.engine import SamplingParams
+
 Options = TypeVar("Options")
 
-SAMPLING, ENGINE, OUTPUT = "Sampling", "Engine", "Output"
+SAMPLING, ENGINE, SERVER, OUTPUT = "Sampling", "Engine", "Server", "Output"
 JSON_OPTION = typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
 LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
@@ -44,6 +47,14 @@ def _number(panel: str, text: str) -> Any:
     return typer.Option(parser=number, metavar="NUMBER", help=text, rich_help_panel=panel)
 
 
+def _text(panel: str, text: str, metavar: str = "TEXT") -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel)
+
+
+def _flag(panel: str, name: str, text: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel)
+
+
 @dataclass(frozen=True)
 class DoctorOptions:
     """Command line of `trunkattn doctor`."""
@@ -67,11 +78,9 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """Command line of `trunkattn generate`.
-
-    An option that has the name of a field of `SamplingParams` or `EngineConfig` sets that field, which checks its
-    value. The sampling options have vLLM's names.
+class EngineOptions:
+    """Options of every command that loads a model. An option with the name of a field of `EngineConfig` sets that
+    field, which checks its value.
     """
 
     model: Annotated[
@@ -80,46 +89,6 @@ class GenerateOptions:
             metavar="PATH", help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file."
         ),
     ]
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="A prompt. Repeat the option for more: a shared prefix is read once."),
-    ] = None
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="A UTF-8 text file with one prompt. Repeat the option for more."),
-    ] = None
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put each prompt into the model's chat template, or leave it as it is. Default: --chat if the model "
-            "has a template.",
-            show_default=False,
-        ),
-    ] = None
-    max_tokens: Annotated[int, _integer(SAMPLING, "Most tokens of an answer.")] = 128
-    temperature: Annotated[
-        float, _number(SAMPLING, "0: always the most likely token. 1: sample from the model's own distribution.")
-    ] = 0.0
-    top_p: Annotated[
-        float, _number(SAMPLING, "Keep the fewest most likely tokens whose probabilities sum to this.")
-    ] = 1.0
-    top_k: Annotated[int, _integer(SAMPLING, "Keep this many most likely tokens; 0 keeps all.")] = 0
-    n: Annotated[int, _integer(SAMPLING, "Answers per prompt; the prompt is computed once.", "--n", "-n")] = 1
-    seed: Annotated[int | None, _integer(SAMPLING, "The same seed gives the same answers.")] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="A text that ends an answer. Repeat the option for more.", rich_help_panel=SAMPLING
-        ),
-    ] = None
-    logprobs: Annotated[
-        int | None, _integer(SAMPLING, "Report the log-probabilities of this many most likely tokens at each step.")
-    ] = None
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.", rich_help_panel=SAMPLING),
-    ] = False
     policy: Annotated[
         str,
         typer.Option(
@@ -160,7 +129,201 @@ class GenerateOptions:
         bool,
         typer.Option("--enforce-eager", help="Capture no CUDA graphs on a GPU.", rich_help_panel=ENGINE),
     ] = False
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How answers are sampled. An option with the name of a field of `SamplingParams` sets that field, which checks its
+    value; `sampling_params` makes the others. The names are vLLM's.
+    """
+
+    max_tokens: Annotated[int, _integer(SAMPLING, "Most tokens of an answer.")] = 128
+    temperature: Annotated[
+        float, _number(SAMPLING, "0: always the most likely token. 1: sample from the model's own distribution.")
+    ] = 0.0
+    top_p: Annotated[
+        float, _number(SAMPLING, "Keep the fewest most likely tokens whose probabilities sum to this.")
+    ] = 1.0
+    top_k: Annotated[int, _integer(SAMPLING, "Keep this many most likely tokens; 0 keeps all.")] = 0
+    min_p: Annotated[
+        float, _number(SAMPLING, "Drop tokens less likely than this share of the most likely one's probability.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, _number(SAMPLING, "Above 1: make tokens of the prompt and the answer less likely.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, _number(SAMPLING, "From -2 to 2: taken from the logits of tokens that the answer has.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _number(SAMPLING, "From -2 to 2: taken as many times as the answer has the token.")
+    ] = 0.0
+    n: Annotated[int, _integer(SAMPLING, "Answers per prompt; the prompt is computed once.", "--n", "-n")] = 1
+    seed: Annotated[int | None, _integer(SAMPLING, "The same seed gives the same answers.")] = None
+    min_tokens: Annotated[int, _integer(SAMPLING, "Nothing ends an answer before this many tokens.")] = 0
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="A text that ends an answer. Repeat the option for more.", rich_help_panel=SAMPLING
+        ),
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool, _flag(SAMPLING, "--include-stop-str-in-output", "Keep the text that ended an answer.")
+    ] = False
+    bad_words: Annotated[
+        list[str] | None, _text(SAMPLING, "A text that no answer has. Repeat the option for more.")
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        _text(
+            SAMPLING, "ID=NUMBER: add the number to the logit of a token id. Repeat the option for more.", "ID=NUMBER"
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            parser=integer, metavar="ID", help="The only token ids of an answer. Repeat it.", rich_help_panel=SAMPLING
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None, _integer(SAMPLING, "Report the log-probabilities of this many most likely tokens at each step.")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, _integer(SAMPLING, "With --json: the same for each token of the prompt.")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _integer(SAMPLING, "Keep this many last tokens of a prompt; -1: as many as the model accepts.")
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.", rich_help_panel=SAMPLING),
+    ] = False
+    keep_special_tokens: Annotated[
+        bool, _flag(SAMPLING, "--keep-special-tokens", "Show special tokens in the text.")
+    ] = False
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A file with a JSON schema that answers follow.", rich_help_panel=SAMPLING),
+    ] = None
+    regex: Annotated[str | None, _text(SAMPLING, "A regular expression that answers match.")] = None
+    choice: Annotated[list[str] | None, _text(SAMPLING, "An answer to choose from. Repeat the option for more.")] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A file with a Lark grammar that answers follow.", rich_help_panel=SAMPLING),
+    ] = None
+
+    def sampling_params(self) -> "SamplingParams":
+        """The parameters of these options.
+
+        Raises:
+            TypeError, ValueError: `name=value: expected ...`, of the option with that name.
+        """
+        from trunkattn.engine import SamplingParams, StructuredOutputsParams
+
+        given = fields_of(SamplingParams, self)
+        given["logit_bias"] = dict(_bias(text) for text in self.logit_bias) if self.logit_bias else None
+        forms = {
+            "json": _read("json_schema", self.json_schema),
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": _read("grammar", self.grammar),
+        }
+        forms = {name: form for name, form in forms.items() if form is not None}
+        if forms:
+            given["structured_outputs"] = StructuredOutputsParams(**forms)  # type: ignore[arg-type]
+        return SamplingParams(**given, skip_special_tokens=not self.keep_special_tokens)
+
+
+@dataclass(frozen=True)
+class GenerateOptions(SamplingOptions, EngineOptions):
+    """Command line of `trunkattn generate`."""
+
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A prompt. Repeat the option for more: a shared prefix is read once."),
+    ] = None
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A UTF-8 text file with one prompt. Repeat the option for more."),
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put each prompt into the model's chat template, or leave it as it is. Default: --chat if the model "
+            "has a template.",
+            show_default=False,
+        ),
+    ] = None
     as_json: Annotated[bool, JSON_OPTION] = False
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """ID=NUMBER as a token id and a number."""
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise ValueError(f"logit_bias={text!r}: expected ID=NUMBER, such as 42=-1.5") from None
+
+
+def _read(name: str, path: Path | None) -> str | None:
+    """The text of an option's file."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}={str(path)!r}: expected a UTF-8 text file ({error})") from error
+
+
+def _texts(panel: str, text: str, metavar: str = "TEXT") -> Any:
+    return typer.Option(metavar=metavar, help=f"{text} Repeat the option for more.", rich_help_panel=panel)
+
+
+@dataclass(frozen=True)
+class ServeOptions(EngineOptions):
+    """Command line of `trunkattn serve`. An option with the name of a field of `ServerOptions` sets that field."""
+
+    host: Annotated[
+        str, typer.Option(metavar="NAME", help="Where to listen; 0.0.0.0: on every network.", rich_help_panel=SERVER)
+    ] = "127.0.0.1"
+    port: Annotated[int, _integer(SERVER, "The port; 0: any free one.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What requests call the model. Default: the name of its folder or file.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="TRUNKATTN_API_KEY",
+            help="A key that requests must carry. Each key is a tenant with cached prefixes of its own. Repeat the "
+            "option for more.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None, _texts(SERVER, "An origin whose web pages may call the server (CORS).", "ORIGIN")
+    ] = None
+    max_waiting: Annotated[int, _integer(SERVER, "Requests that may wait; one more is answered with 429.")] = 1024
+    max_body_bytes: Annotated[int, _integer(SERVER, "Most bytes of a request's body.")] = 16 << 20
+    max_answers: Annotated[int, _integer(SERVER, "Most answers of one request.")] = 128
+    max_prompt_tokens: Annotated[int | None, _integer(SERVER, "Most tokens of a prompt.")] = None
+    max_answer_tokens: Annotated[int | None, _integer(SERVER, "Most tokens of an answer.")] = None
+    shutdown_seconds: Annotated[float, _number(SERVER, "How long running answers may take to end after SIGTERM.")] = (
+        30.0
+    )
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes tool calls: hermes, llama3_json, mistral.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "hermes"
+    quiet: Annotated[bool, typer.Option("--quiet", help="Log no requests.", rich_help_panel=SERVER)] = False
 
 
 def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -190,9 +353,12 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 
 @contextmanager
 def reported_by_option(options: type[Any]) -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2."""
+    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2. A missing
+    package is reported alike."""
     try:
         yield
+    except ImportError as error:
+        raise typer.BadParameter(str(error)) from error
     except (TypeError, ValueError) as error:
         name, value = _split(str(error))
         if name not in {field.name for field in fields(options)}:

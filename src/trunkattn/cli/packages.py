@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Final
 
 ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate", "jinja2")
+SERVER_PACKAGES: Final = (*ENGINE_PACKAGES, "fastapi", "uvicorn", "prometheus-client", "llguidance")
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:

@@ -29,10 +29,10 @@ from trunkattn.cpu.block import (
 from trunkattn.cpu.convert import exp2
 from trunkattn.cpu.microkernel import LANES, TILES, bits_to_float
 from trunkattn.cpu.tuning import BLOCK_TOKENS
+from trunkattn.numerics import LN_2, LOG2_E
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START
 
-_LOG2_E = np.float32(1.4426950408889634)
-_LN_2 = np.float32(0.6931471805599453)
+_LOG2_E, _LN_2 = np.float32(LOG2_E), np.float32(LN_2)
 _SCORE_KEYS = TILES.score_keys
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trunkattn import numerics
 from trunkattn.compiled import njit
 from trunkattn.cpu.arguments import array_at
 from trunkattn.cpu.convert import as_float32, exp2, tanh, to_floats
@@ -26,8 +27,7 @@ from trunkattn.cpu.microkernel import (
 from trunkattn.cpu.tuning import BLOCK_TOKENS
 from trunkattn.dtypes import FLOAT32
 
-NEG_INF = np.float32(-1e30)  # the maximum of no logit: finite, so that differences are never NaN
-_LOG2_E = np.float32(1.4426950408889634)
+NEG_INF, _LOG2_E = np.float32(numerics.NEG_INF), np.float32(numerics.LOG2_E)
 _SCORE_KEYS = TILES.score_keys
 _SCORE_LANES = TILES.score_vectors * LANES
 _OUTPUT_ROWS, _OUTPUT_LANES = TILES.output_rows, TILES.output_vectors * LANES

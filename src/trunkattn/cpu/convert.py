@@ -9,6 +9,7 @@ from numba.extending import overload
 from trunkattn.compiled import njit
 from trunkattn.cpu.microkernel import bits_to_float, float_to_bits
 from trunkattn.dtypes import BFLOAT16, FLOAT8_E4M3
+from trunkattn.numerics import LOG2_E
 
 # 2^f on [-1/2, 1/2], degree 6, fitted by reweighted least squares: relative error 2e-9, 9e-8 in float32
 _C: Final = tuple(
@@ -20,7 +21,7 @@ _TO_WHOLE: Final = np.float32(1.5 * 2**23)
 # (tanh(y) / y - 1) / y² as a polynomial of y² up to 0.36, fitted likewise: relative error of tanh 8e-8 in float32
 _T: Final = tuple(np.float32(c) for c in (-3.33332978e-1, 1.33319244e-1, -5.37838256e-2, 2.07959697e-2, -5.89515894e-3))
 _SMALL: Final = np.float32(0.6)
-_MINUS_2_LOG2_E: Final = np.float32(-2.885390081777927)
+_MINUS_2_LOG2_E: Final = np.float32(-2 * LOG2_E)
 
 
 @njit(inline="always", fastmath={"contract", "nsz"})

@@ -41,6 +41,12 @@ def pack_weight(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.ascontiguousarray(padded.reshape(panels, PANEL, in_features).transpose(0, 2, 1))
 
 
+def unpack_weight(panels: NDArray[np.float32], out_features: int) -> NDArray[np.float32]:
+    """The [out_features, in_features] weight, as a copy, of which `pack_weight` made the panels."""
+    rows = panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])
+    return np.ascontiguousarray(rows[:out_features])
+
+
 class _Arguments(NamedTuple):
     """Fields of what the kernel takes, all int64: addresses of contiguous float32 arrays, and sizes."""
 

@@ -4,6 +4,8 @@ Numba compiles the body of a parallel loop several times over, so this body is a
 kernels themselves are compiled once, as plain C functions.
 """
 
+import os
+from functools import cache
 from typing import Any
 
 import numba
@@ -27,10 +29,22 @@ def kernel_address(kernel: Any) -> int:
 def call_on_threads(kernel: int, arguments: int, num_threads: int) -> None:
     """Calls a kernel as `kernel(arguments, thread)` for each thread below `num_threads`; returns when all have ended.
 
+    In a forked child of a process that has computed in parallel, this thread makes the calls in turn: GNU's OpenMP
+    ends a child that uses the threads of its parent. The results are the same bits.
+
     kernel: see `kernel_address`. arguments: address of what the kernel takes.
     """
-    _set_threads(num_threads)
-    _call_on_threads(kernel, arguments, num_threads)
+    if os.getpid() == _home():
+        _set_threads(num_threads)
+        _call_on_threads(kernel, arguments, num_threads)
+    else:
+        _call_in_turn(kernel, arguments, num_threads)
+
+
+@cache
+def _home() -> int:
+    """The process that computed in parallel first; forked children inherit the answer."""
+    return os.getpid()
 
 
 def _set_threads(num_threads: int) -> None:
@@ -45,4 +59,10 @@ def _set_threads(num_threads: int) -> None:
 @njit(parallel=True, nogil=True)
 def _call_on_threads(kernel, arguments, num_threads):
     for thread in prange(num_threads):
+        call_kernel(kernel, arguments, thread)
+
+
+@njit(nogil=True)
+def _call_in_turn(kernel, arguments, num_threads):
+    for thread in range(num_threads):
         call_kernel(kernel, arguments, thread)

@@ -4,11 +4,13 @@
 computes it, and a `CacheManager` (`trunkattn.kv_cache`) holds the pages.
 """
 
-from trunkattn.engine.config import EngineConfig, SamplingParams
-from trunkattn.engine.engine import Engine, ModelLimits
+from trunkattn.engine.config import EngineConfig
+from trunkattn.engine.engine import Engine
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.stats import BlockTables, EngineStats
+from trunkattn.engine.token_rules import ModelLimits
 
 __all__ = [
     "LLM",
@@ -22,4 +24,5 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

@@ -13,10 +13,20 @@ class Answer:
     """Text and log-probabilities of one sequence."""
 
     def __init__(self, sequence: Request, tokenizer: Any | None) -> None:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        prompt, params = sequence.token_ids[: sequence.num_prompt_tokens], sequence.params
         self._sequence = sequence
         self._tokenizer = tokenizer
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, sequence.params.stop_strings)
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                prompt,
+                params.stop_strings,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
         self._logprobs: list[dict[int, Logprob]] | None = None if sequence.params.logprobs is None else []
         self._cumulative_logprob = 0.0
 
@@ -24,8 +34,11 @@ class Answer:
         """Adds the sequence's newest token; returns the stop string that it completed, if any."""
         if self._logprobs is not None and logprobs is not None:
             self._cumulative_logprob += logprobs.logprobs[0]
-            self._logprobs.append(self._entry(logprobs))
-        if self._detokenizer is None or self._sequence.finish_reason == "stop":  # the token that ends it has no text
+            self._logprobs.append(logprob_entry(logprobs, self._tokenizer))
+        if self._detokenizer is None:
+            return None
+        ends_it = self._sequence.finish_reason == "stop"
+        if ends_it and not self._sequence.params.include_stop_str_in_output:  # then it has no text
             return None
         return self._detokenizer.append(token_id)
 
@@ -43,15 +56,17 @@ class Answer:
             logprobs=None if self._logprobs is None else list(self._logprobs),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            error=sequence.error,
         )
 
-    def _entry(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        entry: dict[int, Logprob] = {}
-        for token_id, value, rank in zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True):
-            if token_id not in entry:
-                text = None if self._tokenizer is None else self._tokenizer.decode([token_id])
-                entry[token_id] = Logprob(value, rank, text)
-        return entry
+
+def logprob_entry(logprobs: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
+    """Token id -> Logprob of one place."""
+    entry: dict[int, Logprob] = {}
+    for token_id, value, rank in zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True):
+        if token_id not in entry:
+            entry[token_id] = Logprob(value, rank, None if tokenizer is None else tokenizer.decode([token_id]))
+    return entry
 
 
 class RequestAnswers:
@@ -71,7 +86,10 @@ class RequestAnswers:
         self.sequences = tuple(sequences)
         self._prompt = prompt
         self._prompt_token_ids = sequences[0].token_ids[: sequences[0].num_prompt_tokens]
+        self._tokenizer = tokenizer
         self._answers = tuple(Answer(sequence, tokenizer) for sequence in sequences)
+        asked = sequences[0].params.prompt_logprobs is not None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if asked else None
 
     @property
     def is_finished(self) -> bool:
@@ -80,6 +98,11 @@ class RequestAnswers:
     def add(self, sequence: Request, token_id: int, logprobs: TokenLogprobs | None) -> str | None:
         """Adds a sequence's newest token; returns the stop string that it completed, if any."""
         return self._answers[sequence.index].add(token_id, logprobs)
+
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Adds the log-probabilities of the next prompt tokens."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += [logprob_entry(one, self._tokenizer) for one in logprobs]
 
     def output(self) -> RequestOutput:
         """The request's output so far."""
@@ -92,6 +115,7 @@ class RequestAnswers:
             prompt_token_ids=self._prompt_token_ids,
             outputs=[answer.output() for answer in self._answers],
             finished=self.is_finished,
+            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
             num_cached_tokens=first.num_cached_tokens or 0,
             metrics=RequestMetrics(
                 arrival_time=first.arrival_time,

@@ -11,6 +11,7 @@ from trunkattn.config import Capacity
 from trunkattn.engine.config import DEFAULT_CACHE_BYTES, DEFAULT_GPU_SHARE, EngineConfig
 from trunkattn.engine.graphs import LARGEST_GRAPH, CudaCapture, Graphs, graph_sizes
 from trunkattn.engine.model import ModelInfo
+from trunkattn.engine.packed_linear import can_pack, unpacked_weights
 from trunkattn.engine.runner import ModelRunner
 from trunkattn.kv_cache.tensors import KVCache
 
@@ -19,8 +20,14 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
     """The attention of every layer.
 
     Raises:
-        ValueError: the policy or execution is unknown, the geometry has no kernel, or the device does not exist.
+        ValueError: the policy or execution is unknown, the geometry has no kernel, the device does not exist, or its
+            matrix products are not batch-invariant.
     """
+    if config.batch_invariant and not can_pack(info.dtype, info.device):
+        raise ValueError(
+            f"batch_invariant=True: expected dtype float32 on a CPU, not {info.dtype} on {info.device}, where torch "
+            f"multiplies another number of rows in another order; leave it out or change dtype or device"
+        )
     layer = info.geometry.layer
     attention = AttentionConfig(
         num_qo_heads=layer.num_qo_heads,
@@ -28,10 +35,12 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
         head_dim=layer.head_dim,
         page_size=config.page_size,
         dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
         sm_scale=layer.sm_scale,
         logits_soft_cap=layer.logits_soft_cap,
         sinks=layer.sinks,
         policy=config.policy,
+        batch_invariant=config.batch_invariant,
         execution=config.execution,
     )
     reasons = attention.supports(info.device)
@@ -62,7 +71,7 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
         limit = config.max_model_len
     layer = info.geometry.layer
     page_bytes = KVCache.bytes_per_page(
-        info.geometry.num_layers, config.page_size, layer.num_kv_heads, layer.head_dim, info.dtype
+        info.geometry.num_layers, config.page_size, layer.num_kv_heads, layer.head_dim, info.cache_dtype
     )
     num_pages = config.num_pages
     if num_pages is None:
@@ -89,7 +98,7 @@ def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:
         page_size=page_size,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
-        dtype=info.dtype,
+        dtype=info.cache_dtype,
         device=info.device,
     )
 
@@ -97,10 +106,19 @@ def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:
 def make_runner(
     model: Any, info: ModelInfo, config: EngineConfig, kv_cache: KVCache, max_model_len: int
 ) -> ModelRunner:
-    """A model runner. On a GPU it has plans for any step that the options allow and, unless `enforce_eager`, graphs.
+    """A model runner that has run one step. On a GPU it has plans for any step that the options allow and, unless
+    `enforce_eager`, graphs.
 
     Runners may share a model and a KV cache.
+
+    Raises:
+        ValueError: the model's code fails in a step, or `batch_invariant` is not to be had with it.
     """
+    if config.batch_invariant and (names := unpacked_weights(model)):
+        raise ValueError(
+            f"batch_invariant=True: expected a model whose products are all plain linear layers, but {names[0]} is "
+            f"multiplied by the model's own code, in an order that depends on the batch; leave it out"
+        )
     capacity = graphs = None
     if info.device.type == "cuda":
         capacity = Capacity(
@@ -114,7 +132,21 @@ def make_runner(
             graphs = Graphs(sizes, config.max_num_seqs, CudaCapture(info.device))
     attention = BatchAttention(attention_config(info, config), info.device, capacity)
     windows = info.geometry.windows
-    return ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs)
+    runner = ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs)
+    _try_step(runner, info)
+    return runner
+
+
+def _try_step(runner: ModelRunner, info: ModelInfo) -> None:
+    try:
+        runner.try_step()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the model's own code can raise anything
+        raise ValueError(
+            f"model={str(info.files.path)!r}: a step of two tokens fails on {info.device} ({type(error).__name__}: "
+            f"{error}); expected a model that runs in this version of transformers, so try another device or dtype"
+        ) from error
 
 
 def _step_tokens(config: EngineConfig, max_model_len: int) -> int:

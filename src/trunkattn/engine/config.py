@@ -1,7 +1,6 @@
-"""The engine's options: `EngineConfig` once per engine, `SamplingParams` per request. Both check themselves."""
+"""The options of an engine, which check themselves, and the checks that they share with `SamplingParams`."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from trunkattn.validate import check_int
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
 OLDER_POLICY_NAMES: Final = MappingProxyType({"hybrid": "chunked_prefill"})  # still accepted
-GREEDY_BELOW = 1e-5  # a smaller temperature counts as 0: its softmax is one-hot in float32
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
 DEFAULT_GPU_SHARE = 0.9  # of the free memory
@@ -40,6 +39,18 @@ def check_bool(name: str, value: object) -> None:
     """Raises TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected True or False")
+
+
+def check_text(name: str, text: str) -> str:
+    """`text`, if it is Unicode. Raises ValueError for a lone surrogate, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={text!r}: expected Unicode text, and character {error.start} is half of a surrogate pair; decode "
+            f"the text as UTF-8"
+        ) from error
+    return text
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -84,6 +95,14 @@ class EngineConfig:
         load_format: "auto" loads the model's weights. "dummy" makes random ones from config.json alone, the same each
             time, to measure speed.
         execution: execution of `AttentionConfig`: how a GPU launches the kernels.
+        trust_remote_code: run the Python that a model's folder brings. Without it nothing of the folder runs, and
+            nobody is asked.
+        kv_cache_dtype: type of the KV cache: "auto" (that of the weights), "fp8" or "fp8_e4m3" (float8_e4m3fn), or
+            "fp8_e5m2". An 8-bit cache holds twice the tokens of a 16-bit one, and answers change a little.
+        batch_invariant: a request's logits have the same bits alone and in any batch. It needs float32 on a CPU and a
+            model whose products are all plain linear layers, and costs some speed.
+        seed: seeds the random numbers of requests without a seed of their own, so that the same calls in the same order
+            give the same answers in each run; None: they differ from run to run.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what is expected.
@@ -108,6 +127,10 @@ class EngineConfig:
     enforce_eager: bool = False
     load_format: str = "auto"
     execution: str = "auto"
+    trust_remote_code: bool = False
+    kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         check_int("page_size", self.page_size, 1)
@@ -127,8 +150,14 @@ class EngineConfig:
         if len(sizes) > 1:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in sizes)
             raise ValueError(f"{given}: expected at most one of them; leave the others out")
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, 2**63 - 1)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
+        check_bool("trust_remote_code", self.trust_remote_code)
+        check_bool("batch_invariant", self.batch_invariant)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
         for name in ("policy", "execution"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected a name, which AttentionConfig checks")
@@ -143,95 +172,3 @@ class EngineConfig:
     def dtype_name(self) -> str:
         """`dtype` without torch: "float32" for both "float32" and torch.float32."""
         return str(self.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled. The names and defaults are vLLM's.
-
-    Attributes:
-        n: number of answers. The prompt is computed once for all of them.
-        temperature: the logits are divided by it, at least 0. Below 1e-5 the most likely token is taken (greedy).
-        top_p: keep the fewest most likely tokens whose probabilities sum to at least top_p, 0 < top_p <= 1.
-        top_k: keep the top_k most likely tokens; 0 or -1 keeps all. Applied before top_p.
-        seed: the same seed gives the same answers in any batch; answer i has its own random stream, (seed, i).
-        stop: a string or several that end the answer. The text ends before the string.
-        stop_token_ids: token ids that end the answer. They stay in `token_ids` and are not in the text.
-        max_tokens: most tokens of an answer; None: up to the engine's `max_model_len`.
-        ignore_eos: continue after the end-of-sequence token.
-        logprobs: report the natural-log probabilities of this many most likely tokens and of the sampled one, from the
-            unmodified logits; None: report none.
-
-    Raises:
-        TypeError, ValueError: naming the parameter, its value and what is expected.
-
-    Example:
-        >>> SamplingParams(n=2, temperature=0.8, seed=1, stop="END").stop_strings
-        ('END',)
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: str | Iterable[str] = ()
-    stop_token_ids: Iterable[int] = ()
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("n", self.n, 1)
-        if check_real("temperature", self.temperature, "a finite number >= 0") < 0:
-            raise ValueError(f"temperature={self.temperature!r}: expected a finite number >= 0")
-        if not 0 < check_real("top_p", self.top_p, "a number in (0, 1]") <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: expected a number in (0, 1]")
-        check_int("top_k", self.top_k, -1)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1)
-        check_bool("ignore_eos", self.ignore_eos)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each token is simply the most likely one."""
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
-        return tuple(self.stop)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids` as a tuple."""
-        return tuple(self.stop_token_ids)
-
-
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
-    if strings is None:
-        return ()
-    if not isinstance(strings, Iterable):
-        raise TypeError(f"stop={stop!r}: expected a string or a list of strings")
-    strings = tuple(strings)
-    for string in strings:
-        if not isinstance(string, str):
-            raise TypeError(f"stop={stop!r}: expected a string or a list of strings")
-        if not string:
-            raise ValueError(f"stop={stop!r}: expected strings that are not empty")
-    return strings
-
-
-def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    if token_ids is None:
-        return ()
-    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
-        raise TypeError(f"stop_token_ids={token_ids!r}: expected a list of token ids")
-    return tuple(check_int("stop_token_ids", token_id, 0) for token_id in token_ids)

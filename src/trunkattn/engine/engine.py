@@ -2,20 +2,21 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from trunkattn.engine.answers import RequestAnswers
-from trunkattn.engine.config import SamplingParams
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
-from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, token_logprobs
+from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
+from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
+from trunkattn.engine.token_rules import ModelLimits, TokenRules, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
 from trunkattn.validate import check_int
 
@@ -26,22 +27,7 @@ class Runner(Protocol):
     last_reads: StepReads
 
     def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
-        """Logits of the sampled chunks. The next call may overwrite them."""
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """The limits that requests are checked against.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        max_model_len: most tokens of a sequence, prompt and output. The cache can hold one such sequence.
-        eos_token_ids: tokens that end an answer.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int] = frozenset()
+        """Logits of the sampled chunks, then of the chunks' `prompt_positions`. The next call may overwrite them."""
 
 
 class Engine:
@@ -52,6 +38,7 @@ class Engine:
         scheduler: chooses batches; the engine uses its cache manager.
         limits: what requests are checked against.
         tokenizer: a transformers tokenizer; None: answers have no text.
+        seed: of the requests without one of their own; None: their answers differ from run to run.
 
     Example:
         >>> engine = LLM("path/to/model").engine  # doctest: +SKIP
@@ -60,12 +47,20 @@ class Engine:
         ...     outputs = engine.step()
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, limits: ModelLimits, tokenizer: Any | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        limits: ModelLimits,
+        tokenizer: Any | None = None,
+        seed: int | None = None,
+    ) -> None:
         self.limits = limits
         self.runner = runner
         self.scheduler = scheduler
-        self._sampler = Sampler()
+        self._sampler = Sampler(seed)
         self._tokenizer = tokenizer
+        self._token_rules = TokenRules(limits, tokenizer)
         self._requests: dict[str, RequestAnswers] = {}  # unfinished ones
         self._stats = EngineStats()
         self._num_arrivals = 0
@@ -98,26 +93,22 @@ class Engine:
         self.scheduler.cache.reset_prefix_cache()
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str = "prompt") -> None:
-        """Raises TypeError or ValueError, naming the argument (`name` for the prompt), unless the request can run."""
+        """Raises TypeError or ValueError, naming the argument (`name` for the prompt), unless the request can run.
+
+        Raises ImportError if the package for structured outputs is needed and missing.
+        """
         limit = self.limits.max_model_len - 1
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params={params!r}: expected SamplingParams")
-        if not 1 <= len(prompt_token_ids) <= limit:
+        self._token_rules.check(params)
+        num_tokens = len(self._token_rules.truncate(prompt_token_ids, params))
+        if not 1 <= num_tokens <= limit:
             raise ValueError(
-                f"{name} has {len(prompt_token_ids)} tokens: expected 1 to {limit}, one less than max_model_len, the "
-                f"least of the model's limit, the option max_model_len and the KV cache's size"
+                f"{name} has {num_tokens} tokens: expected 1 to {limit}, one less than max_model_len, the least of the "
+                f"model's limit, the option max_model_len and the KV cache's size"
             )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):
             for token_id in prompt_token_ids:  # one is bad or an integer of another type, which check_int accepts
                 check_int(f"{name}: token id", token_id, 0, highest)
-        if params.logprobs is not None:
-            check_int("logprobs", params.logprobs, 0, self.limits.vocab_size)
-        if params.stop_strings and self._tokenizer is None:
-            raise ValueError(
-                f"stop={params.stop!r}: expected no stop strings, because the model folder has no tokenizer; use "
-                f"stop_token_ids"
-            )
 
     def add_request(
         self,
@@ -125,6 +116,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         request_id: str | None = None,
+        cache_salt: bytes = b"",
     ) -> str:
         """Queues a request. `step` computes it.
 
@@ -133,6 +125,7 @@ class Engine:
             params: how to sample.
             prompt: its text, for the output only.
             request_id: unique among unfinished requests; None: the engine chooses one.
+            cache_salt: only requests of equal salt share cached prefixes.
 
         Returns:
             The request id.
@@ -145,6 +138,7 @@ class Engine:
         request_id = str(arrival) if request_id is None else request_id
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: expected an id that no unfinished request has")
+        prompt_token_ids = self._token_rules.truncate(prompt_token_ids, params)
         num_tokens = len(prompt_token_ids)
         room = self.limits.max_model_len - num_tokens
         sequences = [
@@ -158,9 +152,12 @@ class Engine:
                 arrival=arrival,
                 index=index,
                 owner_id=request_id,
+                cache_salt=cache_salt,
             )
             for index in range(params.n)
         ]
+        for sequence in sequences:
+            sequence.logits_state = self._token_rules.logits_state(params, sequence.token_ids, num_tokens)
         sequences[0].children.extend(sequences[1:])
         self._requests[request_id] = RequestAnswers(request_id, prompt, sequences, self._tokenizer)
         self._num_arrivals += 1
@@ -188,9 +185,16 @@ class Engine:
         try:
             logits = self.runner.execute(batch, self.scheduler.cache)
             token_ids, logprobs = self._sample(batch, logits)
+            prompt_logprobs = self._prompt_logprobs(batch, logits)
         except BaseException:
             self.scheduler.roll_back(batch)
             raise
+        for sample, token_id in zip(batch.samples, token_ids, strict=True):
+            if token_id < 0:
+                sample.request.fail(error_of(sample.request, token_id))
+        for request, found in prompt_logprobs:
+            self._requests[request.owner_id].add_prompt_logprobs(found)
+            request.num_prompt_logprobs += len(found)
         self.scheduler.update(batch, token_ids)
         outputs = self._answer(batch, token_ids, logprobs)
         self._count(batch, started)
@@ -199,14 +203,29 @@ class Engine:
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
         """For each of `batch.samples` a token, and log-probabilities if the request wants them."""
         rows = [sample.row for sample in batch.samples]
-        if len(rows) != len(logits):  # new samples draw from their parent's row
+        if len(rows) != len(logits):  # new samples draw from their parent's row, and prompt rows are not sampled
             logits = logits[rows]
         specs = [
-            SampleSpec(sample.request.params, sample.request.index, sample.request.num_output_tokens)
-            for sample in batch.samples
+            SampleSpec(request.params, request.index, request.num_output_tokens, request.logits_state)
+            for request in (sample.request for sample in batch.samples)
         ]
         token_ids = self._sampler.sample(logits, specs)
         return token_ids, token_logprobs(logits, specs, token_ids)
+
+    def _prompt_logprobs(
+        self, batch: ScheduledBatch, logits: torch.Tensor
+    ) -> list[tuple[Request, list[TokenLogprobs]]]:
+        """Log-probabilities of the prompt tokens of this step, for each request that wants them."""
+        row = sum(chunk.is_sampled for chunk in batch.chunks)
+        results = []
+        for chunk in batch.chunks:
+            if positions := chunk.prompt_positions:
+                request = chunk.request
+                following = request.token_ids[positions.start + 1 : positions.stop + 1]
+                counts = [request.params.prompt_logprobs or 0] * len(positions)
+                results.append((request, most_likely(logits[row : row + len(positions)], following, counts)))
+                row += len(positions)
+        return results
 
     def _answer(
         self, batch: ScheduledBatch, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
@@ -216,6 +235,8 @@ class Engine:
         for sample, token_id, logprob in zip(batch.samples, token_ids, logprobs, strict=True):
             answers = self._requests[sample.request.owner_id]
             touched[answers.request_id] = answers
+            if token_id < 0:
+                continue
             stop_string = answers.add(sample.request, token_id, logprob)
             if stop_string is not None:
                 self.scheduler.finish(sample.request, "stop", stop_string)
@@ -228,7 +249,7 @@ class Engine:
         stats, cache = self._stats, self.scheduler.cache
         stats.steps += 1
         stats.computed_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
-        stats.generated_tokens += len(batch.samples)
+        stats.generated_tokens += sum(sample.request.error is None for sample in batch.samples)
         stats.kv_tokens_read += self.runner.last_reads.kv_tokens_read
         stats.kv_tokens_per_query += self.runner.last_reads.kv_tokens_per_query
         if stats.peak_usage is None or cache.num_pages_in_use >= stats.peak_usage.pages_held:

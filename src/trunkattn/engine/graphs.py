@@ -145,7 +145,8 @@ class EagerForward:
 
 
 class GraphedForward:
-    """Runs a forward pass by the graph of the smallest padded size that holds the step, and larger steps eagerly.
+    """Runs a forward pass by the graph of the smallest padded size that holds the step. Larger steps, and those that
+    need logits of more tokens than sequences, run eagerly.
 
     Sizes in `decode_sizes` have two graphs: one for steps with prompt chunks and one for decode alone. Larger steps
     nearly always have chunks, so one graph serves them all.
@@ -171,7 +172,7 @@ class GraphedForward:
         The first step of a padded size runs eagerly, which compiles its kernels, and is then captured.
         """
         place = bisect_left(self.sizes, len(step.token_ids))
-        if place == len(self.sizes):
+        if place == len(self.sizes) or len(step.logits_rows) > self._graphs.max_num_seqs:
             return self._eager(step)
         size, has_chunks = self.sizes[place], step.has_chunks
         if size not in self.decode_sizes and (size, True) in self._captured:

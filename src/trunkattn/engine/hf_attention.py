@@ -4,7 +4,7 @@
 The step is a `TrunkStep`, which computes, or an `AttentionProbe`, which records what each layer needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,12 +13,15 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn.attention import BatchAttention, Plan
+from trunkattn.engine.hf_masks import UnsupportedAttention, request_mask, window_of
 from trunkattn.kv_cache.tensors import KVCache
 from trunkattn.ops.write_kv import write_kv
 
 ATTENTION_NAME = "trunkattn"
 # Keywords that transformers passes to the attention and that do not change it.
-NO_EFFECT = frozenset({"position_ids", "use_cache", "output_router_logits"})
+NO_EFFECT = frozenset(
+    {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
+)
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,14 @@ class TrunkStep:
 
     Attributes:
         attention: shared by all layers.
+        windows: sliding window of each layer; the probe found it in the layer's mask.
         plans: sliding window -> plan.
         kv_cache: pages of all layers.
         slot_mapping: [T] int64, page * page_size + slot of each token.
     """
 
     attention: BatchAttention
+    windows: Sequence[int | None]
     plans: Mapping[int | None, Plan]
     kv_cache: KVCache
     slot_mapping: torch.Tensor
@@ -81,7 +86,7 @@ class TrunkStep:
         k_cache, v_cache = self.kv_cache.layer(layer_idx)
         write_kv(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
         out = tensors.q.new_empty(*tensors.q.shape[:2], layer.head_dim_v)
-        plan = self.plans[layer.sliding_window]
+        plan = self.plans[self.windows[layer_idx]]
         self.attention.run(plan, tensors.q, k_cache, v_cache, out=out, sinks=tensors.sinks)
         return out
 
@@ -94,7 +99,7 @@ class AttentionProbe:
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
         if layer_idx in self.layers:
-            raise ValueError(f"layer {layer_idx} calls its attention twice: expected one call per layer")
+            raise UnsupportedAttention(f"its layer {layer_idx} calls its attention twice")
         self.layers[layer_idx] = layer
         return tensors.q.new_empty(*tensors.q.shape[:2], layer.head_dim_v)
 
@@ -113,7 +118,8 @@ def trunk_attention(
     Args:
         module: the attention layer; its `layer_idx` selects the KV pages.
         query, key, value: [1, heads, T, head_dim], after the rotary embedding.
-        attention_mask: must be None; the plan knows which keys each query sees.
+        attention_mask: a `RequestedMask` on the meta device; else it must be None, because the plan knows which keys
+            each query sees.
         trunk_step: the step.
         options: `scaling`, `sliding_window`, `softcap` and `s_aux` as transformers' models pass them.
 
@@ -121,13 +127,15 @@ def trunk_attention(
         The output [1, T, Hq, Dv], and None instead of attention weights.
 
     Raises:
-        ValueError: an option changes attention in a way that is not supported.
+        UnsupportedAttention: an option changes attention in a way that is not supported.
     """
     if trunk_step is None:
-        raise ValueError("trunk_step=None: expected the step; the model does not pass keywords on to its attention")
+        raise UnsupportedAttention("it does not pass keywords (trunk_step) on to its attention")
     scaling, soft_cap = options.pop("scaling", None), options.pop("softcap", None)
     window, sinks = options.pop("sliding_window", None), options.pop("s_aux", None)
-    _check_options(module, attention_mask, options)
+    if attention_mask is not None:
+        window = window_of(attention_mask)
+    _check_options(module, options)
     layer = LayerAttention(
         num_qo_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -142,21 +150,15 @@ def trunk_attention(
     return trunk_step.attend(module.layer_idx, layer, tensors).unsqueeze(0), None  # type: ignore[arg-type]
 
 
-def _check_options(module: nn.Module, attention_mask: torch.Tensor | None, options: dict[str, Any]) -> None:
-    if attention_mask is not None:
-        raise ValueError("the model builds its own attention mask: expected none")
+def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
     if options.pop("dropout", 0.0):
-        raise ValueError("the attention has dropout: expected a model in evaluation mode")
+        raise UnsupportedAttention("its attention has dropout in evaluation mode")
     if options.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
-        raise ValueError("the attention is bidirectional: expected causal attention")
+        raise UnsupportedAttention("its attention is bidirectional")
     unknown = sorted(name for name, value in options.items() if value is not None and name not in NO_EFFECT)
     if unknown:
-        raise ValueError(f"the attention has the options {', '.join(unknown)}, which are not supported")
-
-
-def no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: there is no mask, because the plan holds causality and windows."""
+        raise UnsupportedAttention(f"its attention has the options {', '.join(unknown)}")
 
 
 AttentionInterface.register(ATTENTION_NAME, trunk_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, request_mask)

@@ -1,27 +1,33 @@
 """`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers.utils import logging
 
 from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
-from trunkattn.engine.config import EngineConfig, SamplingParams
-from trunkattn.engine.engine import Engine, ModelLimits
+from trunkattn.engine.config import EngineConfig
+from trunkattn.engine.engine import Engine
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.prompts import (
+    ChatOptions,
+    Message,
+    Prompt,
+    check_list,
+    fill_template,
+    is_single,
+    tokenize_prompt,
+)
+from trunkattn.engine.sampling_params import SamplingParams, default_sampling_params
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
+from trunkattn.engine.token_rules import ModelLimits
+from trunkattn.engine.turns import Turns
 from trunkattn.kv_cache.manager import CacheManager
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class _Prepared:
 
 class LLM:
     """A local language model that answers many prompts at once and reads each shared prefix once per step.
+
+    Several threads may use one `LLM`: their prompts run in the same steps.
 
     On a GPU each step replays a CUDA graph. A graph is captured at the first step of its padded number of tokens, which
     makes that step some tenths of a second slower; `warm_up` captures all graphs at once. With `enforce_eager` there
@@ -61,7 +69,10 @@ class LLM:
             if name not in known:
                 raise TypeError(f"{name}={value!r}: there is no such option; expected one of {', '.join(known)}")
         self.config = EngineConfig(**options)
-        info = inspect_model(model, self.config.dtype_name, self.config.device, self.config.load_format)
+        config = self.config
+        info = inspect_model(
+            model, config.dtype_name, config.device, config.load_format, config.trust_remote_code, config.kv_cache_dtype
+        )
         attention_config(info, self.config)
         size_cache(info, self.config)
         self.info = info
@@ -78,16 +89,19 @@ class LLM:
             self.config.max_num_batched_tokens,
             self.config.scheduler_policy,
         )
-        eos = eos_token_ids(self.model.generation_config, self.tokenizer)
-        self.engine = Engine(self._runner, scheduler, ModelLimits(info.vocab_size, max_model_len, eos), self.tokenizer)
+        eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
+        limits = ModelLimits(info.vocab_size, max_model_len, eos)
+        self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed)
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
+        self._turn = Turns()  # whoever has it may use the engine
 
     def warm_up(self) -> None:
         """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
 
         On a CPU or with `enforce_eager` it compiles the planner alone. Call it while no request is unfinished.
         """
-        self._runner.warm_up()
+        with self._turn:
+            self._runner.warm_up()
 
     @property
     def stats(self) -> EngineStats:
@@ -105,7 +119,7 @@ class LLM:
         Args:
             prompts: one prompt or several. A prompt is a string, a list of token ids, or a mapping with "prompt" or
                 "prompt_token_ids".
-            sampling_params: one for all prompts, or one for each; None: `SamplingParams()`.
+            sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params()`.
             use_tqdm: show a progress bar.
 
         Returns:
@@ -129,28 +143,64 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, whose prompts the tokenizer's chat template makes.
 
         Args:
             messages: a list of messages, or a list of such lists. A message is a mapping with "role", usually
-                "content", and any other key that the template reads.
+                "content", a text or a list of parts {"type": "text", "text": ...}, and any other key that the template
+                reads.
             sampling_params, use_tqdm: see `generate`.
+            add_generation_prompt, continue_final_message, tools, chat_template_kwargs: see `ChatOptions`.
 
         Returns:
             One output per conversation, in their order.
 
         Raises:
             TypeError, ValueError: naming the bad message or parameter, or the model has no chat template.
+
+        Example:
+            >>> half = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The "}]
+            >>> llm.chat(half, add_generation_prompt=False, continue_final_message=True)  # doctest: +SKIP
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("messages: the model has no chat template; expected prompts, so call generate")
-        _check_list("messages", messages)
+        options = ChatOptions(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        check_list("messages", messages)
         single = isinstance(messages[0], Mapping)
         conversations = {"messages": messages} if single else {f"messages[{i}]": it for i, it in enumerate(messages)}
-        make = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
-        prompts = [_fill_template(make, name, conversation) for name, conversation in conversations.items()]
+        prompts = [fill_template(self.tokenizer, chat, options, name) for name, chat in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids of one conversation's prompt.
+
+        Args:
+            messages: see `chat`.
+            options: fields of `ChatOptions`.
+
+        Raises:
+            TypeError, ValueError: see `chat`.
+        """
+        return fill_template(self.tokenizer, messages, ChatOptions(**options))
+
+    def get_tokenizer(self) -> Any | None:
+        """The model's transformers tokenizer; None if its folder has none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate`, `chat` and `stream` use without `sampling_params`: vLLM's choice of the model's
+        generation_config.json (temperature, top_k, top_p, min_p, repetition_penalty, and max_new_tokens as max_tokens),
+        and for the rest the defaults of `SamplingParams`."""
+        return default_sampling_params(self.model.generation_config)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix: later requests compute their prompts from the first token."""
+        with self._turn:
+            self.engine.reset_prefix_cache()
 
     def stream(
         self,
@@ -160,7 +210,8 @@ class LLM:
         """Answers prompts and yields (position of the prompt, its output so far) whenever a prompt gets a token.
 
         The arguments are checked now; the computation starts with the first item. To close the iterator aborts its
-        unfinished prompts. Several iterators and `generate` may be used in turn: they share the engine's steps.
+        unfinished prompts. Several iterators and `generate` may be used in turn, or by several threads: they share the
+        engine's steps.
 
         Args:
             prompts, sampling_params: see `generate`.
@@ -175,25 +226,30 @@ class LLM:
         return self._run(self._prepare(prompts, sampling_params))
 
     def _run(self, prepared: Sequence[_Prepared]) -> Generator[tuple[int, RequestOutput], None, None]:
-        positions = {
-            self.engine.add_request(request.token_ids, request.params, request.prompt): position
-            for position, request in enumerate(prepared)
-        }
+        with self._turn:
+            positions = {
+                self.engine.add_request(request.token_ids, request.params, request.prompt): position
+                for position, request in enumerate(prepared)
+            }
         try:
             while positions:
-                ready = [request_id for request_id in positions if request_id in self._unfetched]
-                if not ready:
-                    self._unfetched.update((output.request_id, output) for output in self.engine.step())
-                for request_id in ready:
-                    output = self._unfetched.pop(request_id)
-                    position = positions[request_id]
+                for output in self._next_outputs(positions):
+                    position = positions[output.request_id]
                     if output.finished:
-                        del positions[request_id]
+                        del positions[output.request_id]
                     yield position, output
         finally:
-            for request_id in positions:
-                self.engine.abort_request(request_id)
-                self._unfetched.pop(request_id, None)
+            with self._turn:
+                for request_id in positions:
+                    self.engine.abort_request(request_id)
+                    self._unfetched.pop(request_id, None)
+
+    def _next_outputs(self, positions: Mapping[str, int]) -> list[RequestOutput]:
+        """New outputs of these requests: those that another call's step has computed, or those of a step."""
+        with self._turn:
+            if not any(request_id in self._unfetched for request_id in positions):
+                self._unfetched.update((output.request_id, output) for output in self.engine.step())
+            return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]
 
     def _prepare(
         self,
@@ -203,10 +259,10 @@ class LLM:
         """Tokenises and checks every prompt, so that a bad one stops the call before any has started."""
         if not isinstance(prompts, str | Mapping | Sequence) or isinstance(prompts, bytes | bytearray):
             raise TypeError(f"prompts={prompts!r}: expected one prompt or a list of prompts")
-        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        single = is_single(prompts)
         each: Sequence[Any] = [prompts] if single else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(each)
+            params = [sampling_params or self.get_default_sampling_params()] * len(each)
         elif isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
@@ -218,43 +274,7 @@ class LLM:
             name = f"prompts[{position}]"
             if not isinstance(one, SamplingParams):
                 raise TypeError(f"sampling_params[{position}]={one!r}: expected SamplingParams")
-            text, token_ids = self._tokenize(prompt, name)
+            text, token_ids = tokenize_prompt(self.tokenizer, prompt, name)
             self.engine.check_request(token_ids, one, name)
             prepared.append(_Prepared(text, token_ids, one))
         return prepared
-
-    def _tokenize(self, prompt: object, name: str) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
-                raise ValueError(f"{name} has the keys {sorted(prompt)}: expected one of prompt and prompt_token_ids")
-            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name}={prompt!r}: expected token ids, because the model folder has no tokenizer")
-            if not prompt:
-                raise ValueError(f"{name}={prompt!r}: expected a prompt that is not empty")
-            return prompt, self.tokenizer(prompt)["input_ids"]
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise TypeError(f"{name}={prompt!r}: expected a string, a list of token ids, or a mapping with one of them")
-        return None, list(prompt)
-
-
-def _check_list(name: str, value: Any) -> None:
-    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={value!r}: expected a list of messages, each with a role and a content")
-    if not value:
-        raise ValueError(f"{name}={value!r}: expected at least one message")
-
-
-def _fill_template(make: Callable[[list[Message]], list[int]], name: str, conversation: Any) -> list[int]:
-    """A conversation as token ids."""
-    _check_list(name, conversation)
-    for position, message in enumerate(conversation):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"{name}[{position}]={message!r}: expected a mapping with a role and a content")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{name}[{position}]={message!r}: expected a role that is a string")
-    try:
-        return make(list(conversation))
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"{name}={conversation!r}: the model's chat template refuses it: {error}") from error

@@ -1,18 +1,43 @@
 """What a model is before its weights are loaded; then its weights and tokenizer. transformers reads all of them."""
 
+import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
+from trunkattn.engine.gguf_rope import apply_gguf_rope
 from trunkattn.engine.hf_attention import ATTENTION_NAME
 from trunkattn.engine.model_files import ModelFiles, find_model_files
-from trunkattn.engine.model_support import AttentionGeometry, check_supported, max_positions, probe_attention
+from trunkattn.engine.model_support import (
+    AttentionGeometry,
+    check_config,
+    hold_rope,
+    max_positions,
+    probe_attention,
+)
 from trunkattn.engine.packed_linear import can_pack, pack_linears
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+KV_DTYPES = MappingProxyType(
+    {
+        "auto": None,
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+)
 DUMMY_SEED = 0
 
 
@@ -27,6 +52,7 @@ class ModelInfo:
         max_model_len: longest sequence, in tokens.
         dtype, device: type and place of the weights.
         load_format: "auto" or "dummy", see `EngineConfig`.
+        kv_dtype: type of the KV cache; None: `dtype`.
     """
 
     files: ModelFiles
@@ -36,13 +62,26 @@ class ModelInfo:
     dtype: torch.dtype
     device: torch.device
     load_format: str = "auto"
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the KV cache."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
 
-def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu", load_format: str = "auto") -> ModelInfo:
+def inspect_model(
+    model: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    trust_remote_code: bool = False,
+    kv_cache_dtype: str = "auto",
+) -> ModelInfo:
     """Checks that a model can run here, before any weight is loaded.
 
     Args:
@@ -50,20 +89,28 @@ def inspect_model(model: str | Path, dtype: str = "auto", device: str = "cpu", l
         dtype: "auto" (float32 on a CPU, else the checkpoint's) or the name of a torch dtype.
         device: a torch device.
         load_format: with "dummy" the folder needs no safetensors.
+        trust_remote_code: whether the folder's own Python may run.
+        kv_cache_dtype: see `EngineConfig`.
 
     Raises:
         TypeError, ValueError: naming the path and what is wrong: missing, foreign or truncated files, or the reasons
             why the model is not supported.
     """
     torch_device = _device(device)
-    files = find_model_files(model, with_weights=load_format != "dummy")
+    files = find_model_files(model, load_format != "dummy", trust_remote_code)
     config = _read_config(files)
-    reasons = check_supported(config)
-    geometry, _ = (None, reasons) if reasons else probe_attention(config)
+    try:
+        reasons = check_config(config, trust_remote_code)
+        geometry, reasons = (None, reasons) if reasons else probe_attention(config, trust_remote_code)
+        longest = 0 if reasons else max_positions(config)
+    except Exception as error:  # a configuration with a value for each layer can raise at any attribute
+        geometry, longest = None, 0
+        reasons = [f"its configuration cannot be read as one for all layers ({type(error).__name__})"]
     if geometry is None:
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
     torch_dtype = _dtype(dtype, config, torch_device)
-    return ModelInfo(files, config, geometry, max_positions(config), torch_dtype, torch_device, load_format)
+    kv_dtype = KV_DTYPES[kv_cache_dtype]
+    return ModelInfo(files, config, geometry, longest, torch_dtype, torch_device, load_format, kv_dtype)
 
 
 def load_model(info: ModelInfo) -> Any:
@@ -74,6 +121,7 @@ def load_model(info: ModelInfo) -> Any:
     """
     model = _dummy_model(info) if info.load_format == "dummy" else _saved_model(info)
     model = model.to(info.device).eval().requires_grad_(False)
+    hold_rope(model)
     if can_pack(info.dtype, info.device):
         pack_linears(model)
     return model
@@ -82,34 +130,42 @@ def load_model(info: ModelInfo) -> Any:
 def _read_config(files: ModelFiles) -> PretrainedConfig:
     """The model's configuration. For a GGUF file this is also the check of its header and, for most architectures, of
     its length; see `engine.model_files`."""
-    try:
-        return AutoConfig.from_pretrained(files.folder, **files.load_options)
-    except Exception as error:  # a foreign file can make a reader raise nearly anything
-        reason = f"{type(error).__name__}: {error}"
-        if files.gguf_file is None:
-            message = f"transformers cannot read its configuration ({reason}); correct its config.json"
-        else:
-            message = (
-                f"transformers cannot read it ({reason}); expected a complete GGUF file, so copy or download it again"
-            )
-        raise ValueError(f"model={str(files.path)!r}: {message}") from error
+    if files.gguf_file is not None:
+        expected = "expected a complete GGUF file, so copy or download it again"
+    else:
+        expected = "correct its config.json"
+        _check_code(files)
+    with files.readable("read its configuration", expected) as folder:
+        config = AutoConfig.from_pretrained(folder, **files.load_options)
+    if files.gguf_file is not None:
+        try:
+            apply_gguf_rope(config, files.path)
+        except ValueError as reason:
+            raise ValueError(f"model={str(files.path)!r}: {reason}") from reason
+    return config
+
+
+def _check_code(files: ModelFiles) -> None:
+    """Raises ValueError if only the folder's own Python knows the model, and may not run."""
+    config = json.loads((files.folder / "config.json").read_bytes())
+    if "auto_map" in config and config["model_type"] not in CONFIG_MAPPING and not files.trust_remote_code:
+        raise ValueError(
+            f"model={str(files.path)!r}: transformers has no model of type {config['model_type']!r}, and the folder's "
+            f"own Python does not run without leave; set trust_remote_code=True if you trust it"
+        )
 
 
 def _saved_model(info: ModelInfo) -> Any:
-    try:
+    files = info.files
+    with files.readable("load its weights", "expected the files that its configuration describes") as folder:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            info.files.folder,
+            folder,
             config=info.config,
             dtype=info.dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
-            **info.files.load_options,
+            **files.load_options,
         )
-    except Exception as error:  # as in _read_config
-        raise ValueError(
-            f"model={str(info.files.path)!r}: transformers cannot load its weights ({error}); expected the files that "
-            f"its configuration describes"
-        ) from error
     model, loading = loaded
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
@@ -124,24 +180,51 @@ def _dummy_model(info: ModelInfo) -> Any:
     devices = [info.device] if info.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(info.device):
         torch.manual_seed(DUMMY_SEED)
-        return AutoModelForCausalLM.from_config(info.config, attn_implementation=ATTENTION_NAME, dtype=info.dtype)
+        return AutoModelForCausalLM.from_config(
+            info.config,
+            attn_implementation=ATTENTION_NAME,
+            dtype=info.dtype,
+            trust_remote_code=info.files.trust_remote_code,
+        )
 
 
 def load_tokenizer(info: ModelInfo) -> Any | None:
-    """The tokenizer; None if the folder has none, and then prompts are token ids."""
-    if info.files.gguf_file is None and not any((info.files.folder / name).is_file() for name in TOKENIZER_FILES):
+    """The tokenizer; None if the folder has none, and then prompts are token ids.
+
+    Raises:
+        ValueError: naming the path: its files are damaged or incomplete, or need a package that is not installed.
+    """
+    files = info.files
+    if files.gguf_file is None and not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(info.files.folder, **info.files.load_options)
+    _check_sentencepiece(files)
+    expected = (
+        "expected whole tokenizer files, best a tokenizer.json, so copy or download them again, or remove them to give "
+        "prompts as token ids"
+    )
+    with files.readable("read its tokenizer", expected) as folder:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **files.load_options)
+    tokenizer.name_or_path = str(files.path)
+    return tokenizer
 
 
-def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-sequence ids: those of the generation configuration, or else the tokenizer's."""
-    eos = getattr(generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset(int(token_id) for token_id in (eos if isinstance(eos, list | tuple) else [eos]))
+def _check_sentencepiece(files: ModelFiles) -> None:
+    """Raises ValueError if only a package that is not installed reads the tokenizer; transformers names another."""
+    is_needed = (files.folder / "tokenizer.model").is_file() and not (files.folder / "tokenizer.json").is_file()
+    if files.gguf_file is None and is_needed and find_spec("sentencepiece") is None:
+        raise ValueError(
+            f"model={str(files.path)!r}: its tokenizer.model needs the package sentencepiece; install it, or add a "
+            f"tokenizer.json"
+        )
+
+
+def eos_token_ids(
+    generation_config: GenerationConfig | None, tokenizer: Any | None, config: PretrainedConfig | None = None
+) -> frozenset[int]:
+    """End-of-sequence ids: all those of the configuration, the generation configuration and the tokenizer."""
+    found = (getattr(source, "eos_token_id", None) for source in (config, generation_config, tokenizer))
+    lists = (eos if isinstance(eos, list | tuple) else [eos] for eos in found if eos is not None)
+    return frozenset(int(token_id) for eos in lists for token_id in eos)
 
 
 def _device(name: str) -> torch.device:

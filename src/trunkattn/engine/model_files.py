@@ -7,23 +7,35 @@ tensor; for the others a tensor that is cut off is found when the weights are lo
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+MAX_REASON = 400
 GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model is. `gguf_file` is the file's name within `folder`, or None for a safetensors folder."""
+    """Where a model is.
+
+    Attributes:
+        folder: where its files are.
+        gguf_file: the GGUF file's name within `folder`; None: a safetensors folder.
+        trust_remote_code: whether the folder's own Python may run.
+    """
 
     folder: Path
     gguf_file: str | None
+    trust_remote_code: bool = False
 
     @property
     def path(self) -> Path:
@@ -32,12 +44,41 @@ class ModelFiles:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """Keywords of transformers' `from_pretrained`: read this folder, and nothing from a network."""
-        options: dict[str, Any] = {"local_files_only": True}
+        """Keywords of transformers' `from_pretrained`: read this folder, nothing from a network, and ask nobody."""
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
         return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
 
+    @contextmanager
+    def readable(self, what: str, expected: str) -> Iterator[Path]:
+        """A folder for transformers to read the model from: its own, or one with nothing but the GGUF file, because
+        transformers would take another model's tokenizer and configuration that lie beside it.
 
-def find_model_files(model: object, with_weights: bool = True) -> ModelFiles:
+        Args:
+            what: what transformers does, such as "read its tokenizer".
+            expected: what to say to the user if it cannot be read.
+
+        Raises:
+            ValueError: naming the path, for any error of the body: a foreign file can make a reader raise nearly
+                anything.
+        """
+        with TemporaryDirectory() as alone:
+            if self.gguf_file is not None:
+                (Path(alone) / self.gguf_file).symlink_to(self.path.resolve())
+            try:
+                yield self.folder if self.gguf_file is None else Path(alone)
+            except Exception as error:
+                reason = one_line(error).replace(alone, str(self.folder))
+                raise ValueError(
+                    f"model={str(self.path)!r}: transformers cannot {what} ({reason}); {expected}"
+                ) from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's type and its text, on one line of at most `MAX_REASON` characters."""
+    return shorten(f"{type(error).__name__}: {error}", MAX_REASON, placeholder=" …").removesuffix(":")
+
+
+def find_model_files(model: object, with_weights: bool = True, trust_remote_code: bool = False) -> ModelFiles:
     """Locates a model's files and checks them; without `with_weights`, only a folder's configuration.
 
     Raises:
@@ -48,11 +89,11 @@ def find_model_files(model: object, with_weights: bool = True) -> ModelFiles:
     path = Path(model).expanduser()
     if path.is_dir():
         check_folder(path, with_weights)
-        return ModelFiles(path, None)
+        return ModelFiles(path, None, trust_remote_code)
     if not path.is_file():
         raise ValueError(f"model={str(model)!r}: there is no such file or folder; expected {EXPECTED_MODEL}")
     check_gguf(path)
-    return ModelFiles(path.parent, path.name)
+    return ModelFiles(path.parent, path.name, trust_remote_code)
 
 
 def check_folder(folder: Path, with_weights: bool = True) -> None:

@@ -1,14 +1,16 @@
 """Whether a model can run here, from its configuration alone: the reasons if not, or its attention's geometry."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
+from trunkattn.engine.hf_masks import UnsupportedAttention
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meaning
@@ -20,7 +22,7 @@ UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meani
     ("num_kv_shared_layers", "some of its layers share KV"),
     ("add_cross_attention", "it has cross-attention"),
 )
-PROBE_TOKENS = 2
+PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no values of the attention mask
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class AttentionGeometry:
 
 def check_supported(config: PretrainedConfig) -> list[str]:
     """Reasons why the model of `config` cannot run here; empty if it can. No weight is loaded."""
-    return _config_reasons(config) or probe_attention(config)[1]
+    return check_config(config) or probe_attention(config)[1]
 
 
-def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None, list[str]]:
+def probe_attention(
+    config: PretrainedConfig, trust_remote_code: bool = False
+) -> tuple[AttentionGeometry | None, list[str]]:
     """The attention as the model's own code calls it in a forward pass on the meta device, and the reasons against it.
 
     Returns:
@@ -48,20 +52,41 @@ def probe_attention(config: PretrainedConfig) -> tuple[AttentionGeometry | None,
     """
     probe = AttentionProbe()
     try:
-        _forward_on_meta(copy.deepcopy(config), probe)
+        _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
+    except UnsupportedAttention as reason:
+        return None, [str(reason)]
     except Exception as error:  # any error of the model's code is a reason
-        return None, [f"its forward pass fails on the meta device: {type(error).__name__}: {error}"]
+        return None, [_failure(error)]
     layers = probe.layers
     if sorted(layers) != list(range(config.num_hidden_layers)):
         return None, [f"only layers {sorted(layers)} call attention, not all {config.num_hidden_layers}"]
     in_order = [layers[index] for index in sorted(layers)]
     geometries = {_without_window(layer) for layer in in_order}
     if len(geometries) != 1:
-        return None, [f"its layers differ in their attention: {sorted(map(str, geometries))}"]
+        return None, [f"its layers differ in their attention: {_differences(geometries)}"]
     layer = geometries.pop()
     if layer.head_dim != layer.head_dim_v:
         return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected the same"]
-    return AttentionGeometry(layer, tuple(found.sliding_window for found in in_order)), []
+    windows = tuple(found.sliding_window for found in in_order)
+    reasons = _cache_reasons(config, windows)
+    return (None, reasons) if reasons else (AttentionGeometry(layer, windows), [])
+
+
+def _differences(layers: Collection[LayerAttention]) -> str:
+    """The fields in which layers differ, with their values."""
+    values = {name: sorted({str(vars(layer)[name]) for layer in layers}) for name in vars(next(iter(layers)))}
+    return ", ".join(f"{name} {' or '.join(found)}" for name, found in values.items() if len(found) > 1)
+
+
+def _cache_reasons(config: PretrainedConfig, windows: tuple[int | None, ...]) -> list[str]:
+    """Whether transformers' own cache forgets keys that the masks leave visible: its answers then depend on it."""
+    layers = DynamicCache(config=copy.deepcopy(config)).layers
+    kept = [getattr(layer, "sliding_window", None) for layer in layers[: len(windows)]]
+    other = [(keep, window) for keep, window in zip(kept, windows, strict=False) if keep and keep != window]
+    if not other:
+        return []
+    window = "every earlier token" if other[0][1] is None else f"a window of {other[0][1]} tokens"
+    return [f"its cache keeps {other[0][0]} tokens, but its attention mask shows {window}"]
 
 
 def max_positions(config: PretrainedConfig) -> int:
@@ -88,10 +113,13 @@ def max_positions(config: PretrainedConfig) -> int:
     return min(known)
 
 
-def _config_reasons(config: PretrainedConfig) -> list[str]:
+def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> list[str]:
+    """The reasons that the fields of the configuration show."""
     reasons = [meaning for name, meaning in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
-    if config.get_text_config() is not config:
+    if not _is_text_only(config):
         reasons.append("it is a multimodal model")
+    elif trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        pass  # the folder's own code, which the probe runs
     elif type(config) not in AutoModelForCausalLM._model_mapping:
         reasons.append(f"transformers has no causal language model of type {config.model_type!r}")
     else:
@@ -108,11 +136,21 @@ def _config_reasons(config: PretrainedConfig) -> list[str]:
     return reasons
 
 
-def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
+def _is_text_only(config: PretrainedConfig) -> bool:
+    try:
+        return config.get_text_config() is config
+    except ValueError:  # it has several
+        return False
+
+
+def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> None:
     with torch.device("meta"), torch.inference_mode():
         # On the meta device some grouped matrix products exist for bfloat16 only.
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+        )
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
+        hold_rope(model)
         model.eval()(
             input_ids=token_ids,
             position_ids=token_ids,
@@ -121,6 +159,31 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe) -> None:
             logits_to_keep=token_ids[0, :1],
             trunk_step=probe,
         )
+
+
+def _failure(error: Exception) -> str:
+    if "meta" in str(error):
+        return (
+            "its code decides by the values of tensors, so its attention cannot be found before its weights are loaded"
+        )
+    return f"its code fails in a forward pass without weights ({type(error).__name__}: {error})"
+
+
+def hold_rope(model: nn.Module) -> None:
+    """Keeps the rotation that "dynamic" rope has up to the model's longest sequence (`max_positions`).
+
+    transformers recomputes it beyond that length only, but compares the lengths in every step, on the host.
+    """
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str):
+            module.rope_type = _held(rope_type)  # type: ignore[assignment]
+        elif isinstance(rope_type, Mapping):
+            module.rope_type = {layer_type: _held(name) for layer_type, name in rope_type.items()}  # type: ignore[assignment]
+
+
+def _held(rope_type: str) -> str:
+    return "default" if "dynamic" in rope_type else rope_type
 
 
 def _without_window(layer: LayerAttention) -> LayerAttention:

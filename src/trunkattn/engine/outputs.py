@@ -18,14 +18,17 @@ class CompletionOutput:
 
     Attributes:
         index: number of the answer among the request's `n`.
-        text: the answer without special tokens, stop string or stop token; "" without a tokenizer. Until the answer is
-            finished, an end that could become a stop string or is part of a character is held back.
+        text: the answer without special tokens, stop string or stop token, unless the request asks for them; "" without
+            a tokenizer. Until the answer is finished, an end that could become a stop string or is part of a character
+            is held back.
         token_ids: generated tokens, including the one that ended the answer.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless the request has `logprobs`.
         logprobs: per token, token id -> Logprob of the most likely tokens and the sampled one; None unless the request
             has `logprobs`.
-        finish_reason: "stop", "length" or "abort"; None while unfinished.
+        finish_reason: "stop", "length", "abort", or "error" when no next token exists; None while unfinished.
         stop_reason: the stop string or stop token id; None for end-of-sequence and other reasons.
+        error: with the finish_reason "error" why, in one sentence: the model's logits are not finite, the sampling
+            parameters forbid every token, or a logits processor failed. The tokens before it are good.
     """
 
     index: int
@@ -35,6 +38,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class RequestOutput:
         finished: whether all answers are finished.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         metrics: times of arrival, first token and end.
+        prompt_logprobs: per prompt token, token id -> Logprob of the most likely tokens and the prompt's own; None for
+            the first token. None unless the request has `prompt_logprobs`.
     """
 
     request_id: str
@@ -72,6 +78,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def time_per_output_token(self) -> float | None:

@@ -7,11 +7,14 @@ because it fetches weights from memory while it computes. With many rows it is a
 import torch
 from torch import nn
 
-from trunkattn.cpu.linear import PANEL, multiply, pack_weight
+from trunkattn.cpu.linear import PANEL, multiply, pack_weight, unpack_weight
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b with a packed W. x [..., in_features] float32 -> [..., out_features]."""
+    """y = x Wᵀ + b with a packed W. x [..., in_features] float32 -> [..., out_features].
+
+    It has the attributes of `nn.Linear`, because models read them. `weight` is a copy.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -19,8 +22,15 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
         self._panels = pack_weight(linear.weight.detach().numpy())
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """W [out_features, in_features] float32, on the CPU."""
+        return torch.from_numpy(unpack_weight(self._panels, self.out_features))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [..., out_features] of x [..., in_features]."""
+        if x.dtype != torch.float32:
+            return nn.functional.linear(x, self.weight, self.bias)  # raises as nn.Linear does
         rows = x.detach().reshape(-1, self.in_features).contiguous()
         out = torch.empty(len(rows), len(self._panels) * PANEL)
         multiply(rows.numpy(), self._panels, out.numpy(), torch.get_num_threads())
@@ -36,8 +46,30 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces every `nn.Linear` (exactly that class) of `model`. Unpacked weights stay only if they are tied."""
+    """Replaces every plain float32 `nn.Linear` on a CPU. Unpacked weights stay only if they are tied.
+
+    Plain means exactly that class, without hooks: what a subclass or a hook adds would be lost. A layer that several
+    parents hold stays one layer.
+    """
+    packed: dict[nn.Linear, PackedLinear] = {}
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child))
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, nn.Linear) and _is_plain(child):
+                if child not in packed:
+                    packed[child] = PackedLinear(child)
+                setattr(parent, name, packed[child])
+
+
+def unpacked_weights(model: nn.Module) -> list[str]:
+    """Names of the matrices that are no `PackedLinear`, whose rows do not depend on their neighbours."""
+    return [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        for parameter, weight in module.named_parameters(recurse=False)
+        if weight.dim() > 1 and not isinstance(module, nn.Embedding)
+    ]
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    has_hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    return type(linear) is nn.Linear and not has_hooks and can_pack(linear.weight.dtype, linear.weight.device)

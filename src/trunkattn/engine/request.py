@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trunkattn.engine.config import SamplingParams
+from trunkattn.engine.logits import LogitsState
+from trunkattn.engine.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)
@@ -24,12 +25,16 @@ class Request:
         arrival: rank in the order of arrival. The last arrival is preempted first.
         index: number of the answer among the request's `n`.
         owner_id: id of the user's request.
+        cache_salt: only requests of equal salt share cached prefixes.
         children: sequences that fork from this one once the prompt is computed (parallel sampling).
         num_computed_tokens: tokens whose KV is in the cache; 0 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at the first scheduling; None before.
         num_preemptions: times that the sequence lost its pages.
-        finish_reason: "stop", "length" or "abort"; None while unfinished.
+        finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
         stop_reason: the stop string or stop token id that ended the answer; None for end-of-sequence.
+        error: why the sequence could not go on; None unless that is its finish_reason.
+        logits_state: what its parameters do to its logits; None: nothing.
+        num_prompt_logprobs: prompt tokens whose log-probabilities are known, when they are asked for.
     """
 
     request_id: str
@@ -41,12 +46,16 @@ class Request:
     arrival: int = 0
     index: int = 0
     owner_id: str = ""
+    cache_salt: bytes = b""
     children: list["Request"] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
+    logits_state: LogitsState | None = None
+    num_prompt_logprobs: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -67,6 +76,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to come. The sequence then computes its whole prompt."""
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return asked and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
     def order(self) -> tuple[int, int]:
         """Sort key: earlier arrivals first."""
         return self.arrival, self.index
@@ -82,6 +97,11 @@ class Request:
             self.finish("stop")
         elif self.num_output_tokens >= self.max_tokens:
             self.finish("length")
+
+    def fail(self, error: str) -> None:
+        """Ends the request because of an error, now."""
+        self.finish("error")
+        self.error = error
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
         """Marks the request as finished, now."""

@@ -1,7 +1,7 @@
 """Runs a scheduled batch through the model: page copies, arrays, plans, forward pass, logits."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from trunkattn.kv_cache.tensors import KVCache
 
 # Size of the plans that compile the planner. Four rows are enough for two chunks and two decodes that share pages.
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256
+
+PROBE_TOKENS = 2  # of a step that shows whether the model's steps work
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ModelRunner:
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
         self._rows: list[tuple[Request, int]] = []  # the request of each row in the last step, and its preemptions
         self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
-        forward = partial(_forward, model, attention, self._plans, kv_cache)
+        forward = partial(_forward, model, partial(TrunkStep, attention, tuple(windows)), self._plans, kv_cache)
         self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
         if graphs is not None:
             self._forward = GraphedForward(forward, attention.device, graphs)
@@ -75,7 +77,8 @@ class ModelRunner:
         """Computes the batch's tokens and writes their KV.
 
         Returns:
-            Logits [number of sampled chunks, vocab_size], in the order of the chunks. The next call may overwrite them.
+            Logits [rows, vocab_size]: a row for each sampled chunk, in the order of the chunks, then one for each of
+            the chunks' `prompt_positions`. The next call may overwrite them.
         """
         self.kv_cache.copy_pages(batch.copies)
         starts = np.array([chunk.start for chunk in batch.chunks])
@@ -89,10 +92,20 @@ class ModelRunner:
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
         self._plan(block_table, starts + lengths, query_start_loc)
         has_chunks = any(plan.has_chunks for plan in self._plans.values())
-        wanted = query_start_loc[1:][sampled] - 1
+        wanted = np.concatenate([query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)])
         logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
         self.last_reads = self._reads()  # the host counts while a GPU computes
         return logits
+
+    def try_step(self) -> None:
+        """Runs the model on two tokens that write no KV, and drops the result: what fails here fails in every step."""
+        capacity = self._attention.capacity
+        num_tokens = min(PROBE_TOKENS, capacity.max_query_tokens if capacity else PROBE_TOKENS)
+        self._plan(np.zeros_like(self._block_table[:1]), np.array([num_tokens]), np.array([0, num_tokens]))
+        has_chunks = any(plan.has_chunks for plan in self._plans.values())
+        positions = np.arange(num_tokens)
+        nowhere = np.full(num_tokens, -1)
+        self._forward(StepArrays(np.zeros_like(positions), positions, nowhere, positions[-1:], has_chunks))
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Runs the forward pass on padding tokens, which captures its graphs.
@@ -164,7 +177,7 @@ class ModelRunner:
 
 def _forward(
     model: Any,
-    attention: BatchAttention,
+    make_step: Callable[..., TrunkStep],
     plans: Mapping[int | None, Plan],
     kv_cache: KVCache,
     inputs: ForwardInputs,
@@ -179,9 +192,18 @@ def _forward(
             attention_mask=inputs.mask,  # without it transformers reads the values of position_ids
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
-            trunk_step=TrunkStep(attention, plans, kv_cache, inputs.slots),
+            trunk_step=make_step(plans, kv_cache, inputs.slots),
         )
     return output.logits[0]
+
+
+def _prompt_rows(chunks: Sequence[ScheduledChunk], query_start_loc: np.ndarray) -> list[np.ndarray]:
+    """Rows of the step's tokens at the chunks' `prompt_positions`."""
+    return [
+        np.arange(positions.start, positions.stop) + (first - chunk.start)
+        for chunk, first in zip(chunks, query_start_loc, strict=False)
+        if (positions := chunk.prompt_positions)
+    ]
 
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> np.ndarray:

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2309.06180, §4.5).
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -31,6 +31,14 @@ class ScheduledChunk:
         """Whether the step computes the logits of the sequence's next token."""
         return self.start + self.num_tokens == self.request.num_tokens
 
+    @property
+    def prompt_positions(self) -> range:
+        """Positions of the prompt whose logits the step needs, for log-probabilities of the tokens after them."""
+        if not self.request.needs_prompt_logits:
+            return range(0)
+        end = min(self.start + self.num_tokens, self.request.num_prompt_tokens - 1)
+        return range(max(self.start, self.request.num_prompt_logprobs), end)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -48,7 +56,8 @@ class ScheduledBatch:
     Attributes:
         chunks: one per sequence, oldest arrival first.
         copies: page copies (copy-on-write) to carry out before any KV is written.
-        samples: tokens to sample; row r of the logits belongs to the r-th chunk that `is_sampled`.
+        samples: tokens to sample; row r of the logits belongs to the r-th chunk that `is_sampled`. After these rows
+            come those of the chunks' `prompt_positions`.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -126,14 +135,15 @@ class Scheduler:
         of finished sequences.
 
         Args:
-            token_ids: one per `batch.samples`.
+            token_ids: one per `batch.samples`. That of a request which has failed is not used.
         """
         for chunk in batch.chunks:
             request = chunk.request
             request.num_computed_tokens += chunk.num_tokens
             self.cache.commit(request.request_id, request.token_ids, request.num_computed_tokens)
         for sample, token_id in zip(batch.samples, token_ids, strict=True):
-            sample.request.append(token_id)
+            if not sample.request.is_finished:
+                sample.request.append(token_id)
         for sample in batch.samples:
             if sample.parent is not None and not sample.request.is_finished:
                 self._fork(sample.parent, sample.request)
@@ -198,7 +208,7 @@ class Scheduler:
         deferred: deque[Request] = deque()
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.popleft()
-            if in_flight.holds_next_page_of(request):
+            if not request.needs_prompt_logits and in_flight.holds_next_page_of(request):
                 deferred.append(request)
                 continue
             admitted = self._admit(request, budget, chunked, batch)
@@ -214,7 +224,8 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, chunked: bool, batch: ScheduledBatch) -> ScheduledChunk | None:
         """Starts a request on its cached prefix; None, with nothing changed, if the cache cannot hold all its tokens
         now."""
-        cached = self.cache.admit(request.request_id, request.token_ids)
+        reuse = not request.needs_prompt_logits
+        cached = self.cache.admit(request.request_id, request.token_ids, request.cache_salt, reuse)
         num_tokens = request.num_tokens - cached
         if chunked:
             num_tokens = min(num_tokens, budget)
@@ -292,7 +303,7 @@ class PagesInFlight:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._requests: dict[int, dict[tuple[int, ...], Request]] = {}  # first token of page -> its tokens -> request
+        self._requests: dict[int, dict[Hashable, Request]] = {}  # first token of page -> salt and tokens -> request
 
     def add(self, chunk: ScheduledChunk) -> None:
         """Adds the first page that the chunk computes: the pages before it are already in the cache."""
@@ -310,5 +321,5 @@ class PagesInFlight:
                 return True
         return False
 
-    def _page(self, request: Request, first: int) -> tuple[int, ...]:
-        return tuple(request.token_ids[first : first + self._page_size])
+    def _page(self, request: Request, first: int) -> Hashable:
+        return request.cache_salt, *request.token_ids[first : first + self._page_size]

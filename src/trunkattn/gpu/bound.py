@@ -36,9 +36,9 @@ def layer_key(t: Tensors, return_lse: bool) -> LayerKey:
 
 
 class Grid(NamedTuple):
-    """One launch of a kernel: num_ctas CTAs. arguments: all of them by name, and compile options."""
+    """One launch of a kernel. arguments: all of them by name, and compile options."""
 
-    num_ctas: int
+    num_programs: int
     arguments: Mapping[str, Any]
 
 
@@ -73,7 +73,7 @@ class _Launch:
     """One of them. The first call goes through Triton, which compiles the kernel or finds it; others do not."""
 
     def __init__(self, kernel: Any, grid: Grid, layer_names: tuple[str, ...]) -> None:
-        self._kernel, self._grid, self._layer_names = kernel, (grid.num_ctas, 1, 1), layer_names
+        self._kernel, self._grid, self._layer_names = kernel, (grid.num_programs, 1, 1), layer_names
         self._fixed = {name: value for name, value in grid.arguments.items() if name not in layer_names}
         self._compiled: Callable[..., None] | None = None
         self._positional: list[Any] = []

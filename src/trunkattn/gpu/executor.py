@@ -108,7 +108,7 @@ class GpuExecutor:
         card = card_of(facts.name, facts.num_sms)
         self.config, self.device, self._capacity = config, device, capacity
         self._card_description = card.description
-        self._card = DeviceInfo(facts.num_sms, overlaps=facts.capability >= 90, hopper=facts.capability == 90)
+        self._device_info = DeviceInfo(facts.num_sms, overlaps=facts.capability >= 90, hopper=facts.capability == 90)
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         self._is_tiled = config.policy == "auto" and not config.batch_invariant
         self._tiles = choose_tiles(config, card, facts.capability)
@@ -117,14 +117,14 @@ class GpuExecutor:
         self._rule = make_rule(config, self._tiles, card, facts, self._planner.spec.model, may_fuse=in_order)
         self._chunks = make_chunk_planner(config, facts, capacity)
         self._overlap: Overlap | None = None
-        if self._chunks and self._card.hopper:
+        if self._chunks and self._device_info.hopper:
             self._overlap = make_overlap(config, card, facts.num_sms, self._chunks.tile.block_m, self._rule)
         self._limits = tile_limits(self._rule, capacity, _invariant_parts(config, capacity)) if capacity else None
         self._workspace = Workspace(config, self._limits.slots if self._limits else 1, device)
         self._scales = Scales(config, device)
         self._on_device: OnDevice | None = None
         if capacity and self._limits and self._is_tiled:
-            self._on_device = OnDevice(self._rule, capacity, self._limits, self._card, device)
+            self._on_device = OnDevice(self._rule, capacity, self._limits, self._device_info, device)
 
     def plan(self, batch: StepTables, into: GpuStep | DeviceStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
@@ -219,7 +219,7 @@ class GpuExecutor:
         execution = "overlapped" if num_overlapped else self._execution
         chunks = Chunks(listed, self._chunks.tile) if listed and self._chunks else None
         geometry = self._geometry(batch.window, bool((np.diff(lists.rest.query_start_loc) > 1).any()))
-        return upload(tile_list, positions, geometry, self._card, execution, self.device, chunks, num_overlapped)
+        return upload(tile_list, positions, geometry, self._device_info, execution, self.device, chunks, num_overlapped)
 
     def _reserved(self, window: int, chunks: ChunkPlanner | None) -> GpuPlan:
         """An empty plan for any batch of the capacity. chunks: plans prompt chunks; None: they are rows of tiles."""
@@ -228,7 +228,7 @@ class GpuExecutor:
         geometry = self._geometry(window, several)
         room = (chunks.limits, chunks.tile) if chunks and chunks.limits else None
         execution = "overlapped" if room and self._overlap else self._execution
-        return reserve(self._limits, self._tiles, geometry, self._card, execution, self.device, room)
+        return reserve(self._limits, self._tiles, geometry, self._device_info, execution, self.device, room)
 
     def _geometry(self, window: int, several: bool) -> Geometry:
         """several: some request that is rows of tiles may have several query tokens."""
@@ -239,7 +239,7 @@ class GpuExecutor:
             head_dim=config.head_dim,
             head_dim_v=config.value_dim,
             page_size=config.page_size,
-            run=self._rule.run,
+            segment_size=self._rule.segment_size,
             window=window,
             masked=several or window != UNLIMITED,
             soft_cap=config.logits_soft_cap,
@@ -266,7 +266,7 @@ class GpuExecutor:
             sinks=self._scales.ones if inputs.sinks is None else inputs.sinks.contiguous(),
         )
         with torch.cuda.device(inputs.q.device):  # launches go to the current device
-            execute(step.gpu_plan, tensors, self._tiles, self._card, inputs.return_lse)
+            execute(step.gpu_plan, tensors, self._tiles, self._device_info, inputs.return_lse)
         if computed is not out:
             out.copy_(computed)
         return lse
@@ -320,7 +320,7 @@ def make_rule(
         group_size=model.group_size,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,
-        card=card.times,
+        card_times=card.times,
         head_bytes=model.kv_bytes // config.num_kv_heads,
         partial_bytes=model.partial_bytes,
         fuse_up_to=_FUSE_UP_TO if fuses else 0,

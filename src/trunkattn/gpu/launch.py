@@ -20,12 +20,12 @@ from trunkattn.gpu.tuning.decode import GpuTile
 Run = Callable[[Tensors], None]
 
 
-def execute(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool) -> None:
+def execute(plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], device_info: DeviceInfo, return_lse: bool) -> None:
     """Computes a layer on the current stream. The plan's launches are bound once for all layers of a kind."""
     key = layer_key(t, return_lse)
     run = plan.bound.get(key)
     if run is None:
-        run = plan.bound[key] = _Binder(plan, t, tiles, card, return_lse).bind()
+        run = plan.bound[key] = _Binder(plan, t, tiles, device_info, return_lse).bind()
     run(t)
 
 
@@ -63,9 +63,9 @@ class _Binder:
     """Decides which kernels compute a plan for layers like `t`, and binds their arguments."""
 
     def __init__(
-        self, plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], card: DeviceInfo, return_lse: bool
+        self, plan: GpuPlan, t: Tensors, tiles: tuple[GpuTile, ...], device_info: DeviceInfo, return_lse: bool
     ) -> None:
-        self._plan, self._t, self._tiles, self._card, self._return_lse = plan, t, tiles, card, return_lse
+        self._plan, self._t, self._tiles, self._device_info, self._return_lse = plan, t, tiles, device_info, return_lse
 
     def bind(self) -> Run:
         """By the plan's execution."""
@@ -77,22 +77,22 @@ class _Binder:
 
     def _serial(self) -> list[Run]:
         plan = self._plan
-        chunks = [self._chunks(trigger=self._card.overlaps and bool(plan.launches))] if plan.prefill else []
+        chunks = [self._chunks(trigger=self._device_info.overlaps and bool(plan.launches))] if plan.prefill else []
         return [*chunks, *self._in_order(plan.launches, launches_ahead=bool(chunks))]
 
     def _overlapped(self) -> list[Run]:
-        """Prompt chunks and the items beside them in one launch (POD-Attention §4), where there is a kernel for it."""
-        plan, card = self._plan, self._card
-        trigger = card.overlaps and bool(plan.launches)
-        if card.hopper and self._t.q.is_cuda:
+        """Prompt chunks and the items that overlap them in one launch (POD-Attention §4), if a kernel takes both."""
+        plan, device_info = self._plan, self._device_info
+        trigger = device_info.overlaps and bool(plan.launches)
+        if device_info.hopper and self._t.q.is_cuda:
             from trunkattn.gpu.hopper import prefill_decode  # Gluon, which other cards need not have
 
             if prefill_decode.supports(self._t, plan, self._tiles[0]):
-                both = prefill_decode.bind(self._t, plan, card.processors, trigger, self._return_lse)
+                both = prefill_decode.bind(self._t, plan, device_info.num_sms, trigger, self._return_lse)
                 return [both, *self._in_order(plan.launches, launches_ahead=True)]
-        items = Launch((0,), card.processors * self._tiles[0].programs)
-        halves = [self._chunks(trigger=False), self._items(items, trigger, wait=False, counts=plan.arrays["beside"])]
-        return [*halves, *self._in_order(plan.launches, launches_ahead=True)]
+        items = Launch((0,), device_info.num_sms * self._tiles[0].ctas_per_sm)
+        decodes = self._items(items, trigger, wait=False, counts=plan.arrays["overlapped"])
+        return [self._chunks(trigger=False), decodes, *self._in_order(plan.launches, launches_ahead=True)]
 
     def _streams(self) -> Run:
         independent: list[Launch] = []
@@ -110,18 +110,18 @@ class _Binder:
         launches = tuple(part for launch in launches for part in self._parts(launch))
         bound: list[Run] = []
         for number, launch in enumerate(launches):
-            wait = self._card.overlaps and (number > 0 or launches_ahead)
+            wait = self._device_info.overlaps and (number > 0 or launches_ahead)
             if launch.buckets:
-                trigger = self._card.overlaps and number + 1 < len(launches)
+                trigger = self._device_info.overlaps and number + 1 < len(launches)
                 bound.append(self._items(launch, trigger, wait))
             else:
-                bound.append(self._merge(launch.programs, wait))
+                bound.append(self._merge(launch.num_programs, wait))
         return bound
 
     def _hopper_tile(self, launch: Launch) -> bool:
         """Whether the Hopper decode kernel computes a launch, whose items then merge nothing."""
         tile = self._tiles[launch.buckets[0] % len(self._tiles)]
-        if not (tile.hopper and self._card.hopper) or launch.buckets[-1] >= len(self._tiles):
+        if not (tile.hopper and self._device_info.hopper) or launch.buckets[-1] >= len(self._tiles):
             return False
         from trunkattn.gpu.hopper import decode as hopper_decode  # Gluon, which other cards need not have
 
@@ -141,32 +141,32 @@ class _Binder:
         if self._hopper_tile(launch):
             from trunkattn.gpu.hopper import decode as hopper_decode
 
-            most = (self._card.processors,) * tile.programs
-            num_ctas = most if launch.spread else (min(launch.programs, sum(most)),)
+            most = (self._device_info.num_sms,) * tile.ctas_per_sm
+            num_programs = most if launch.spread else (min(launch.num_programs, sum(most)),)
             first_and_last, pdl = (launch.buckets[0], launch.buckets[-1]), hopper_decode.Pdl(trigger, wait)
-            return hopper_decode.bind(t, plan, first_and_last, num_ctas, pdl, self._return_lse)
+            return hopper_decode.bind(t, plan, first_and_last, num_programs, pdl, self._return_lse)
         buckets = decode.Buckets(launch.buckets[0], launch.buckets[1] if len(launch.buckets) > 1 else -1, merges)
         given = decode.launch_arguments(plan, t, tile, buckets, self._return_lse, counts)
         given |= {"PDL_TRIGGER": trigger, **_waits(wait)}
-        grids, of_layer = [Grid(launch.programs, given)], arguments.of_layer(plan.geometry)
+        grids, of_layer = [Grid(launch.num_programs, given)], arguments.of_layer(plan.geometry)
         return BoundLaunches(decode.decode_kernel, grids, arguments.LAYER, of_layer)
 
     def _chunks(self, trigger: bool) -> Run:
         plan, t = self._plan, self._t
         assert plan.prefill
-        if self._card.hopper:
+        if self._device_info.hopper:
             from trunkattn.gpu.hopper import prefill as hopper_prefill  # Gluon, which other cards need not have
 
             if hopper_prefill.supports(t, plan.prefill.tile, plan.geometry):
                 return hopper_prefill.bind(t, plan, trigger, self._return_lse)
         given = prefill.launch_arguments(plan, t, self._return_lse) | {"PDL_TRIGGER": trigger}
-        of_layer = arguments.of_layer(plan.geometry)
-        return BoundLaunches(prefill.prefill_kernel, [Grid(plan.prefill.programs, given)], arguments.LAYER, of_layer)
+        grids, of_layer = [Grid(plan.prefill.num_programs, given)], arguments.of_layer(plan.geometry)
+        return BoundLaunches(prefill.prefill_kernel, grids, arguments.LAYER, of_layer)
 
-    def _merge(self, num_ctas: int, wait: bool) -> Run:
+    def _merge(self, num_programs: int, wait: bool) -> Run:
         count_at = 2 * len(self._tiles) + 1
         given = merge.launch_arguments(self._plan, self._t, count_at, self._return_lse) | _waits(wait)
-        return BoundLaunches(merge.merge_kernel, [Grid(num_ctas, given)], merge.LAYER, merge.of_layer)
+        return BoundLaunches(merge.merge_kernel, [Grid(num_programs, given)], merge.LAYER, merge.of_layer)
 
 
 def _waits(wait: bool) -> dict[str, bool]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.tuning.cards import H200, Card, OverlapTimes
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS, HYBRID_NARROW
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_NARROW_ROWS
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TileStage, Tiling, TilingRule, stages_of
 from trunkattn.planner.row_tiles.overlap import (
@@ -79,9 +79,9 @@ class Overlap:
         return OverlapCosts(
             chunk_percent=(narrow.chunk_percent, wide.chunk_percent),
             decode_percent=(narrow.decode_percent, wide.decode_percent),
-            narrow_rows=HYBRID_NARROW,
+            narrow_rows=PREFILL_DECODE_NARROW_ROWS,
             block_ns=self.times.block_ns,
-            block_runs=HYBRID_KEYS // self.rule.run,
+            block_segments=PREFILL_DECODE_KEYS // self.rule.segment_size,
             item_ns=self.times.item_ns,
             fixed_ns=self.times.fixed_ns,
             group_size=self.rule.group_size,
@@ -122,7 +122,7 @@ def overlap_candidates(
         group_size: query heads of a KV head.
     """
     low = [number for number in numbers if tilings[number].tall is None and tilings[number].low == 0]
-    alone = [number for number in low if tilings[number].alone] if group_size <= HYBRID_NARROW else []
+    alone = [number for number in low if tilings[number].alone] if group_size <= PREFILL_DECODE_NARROW_ROWS else []
     found = list[int]()
     for some in (low, alone):
         if some:

@@ -21,7 +21,7 @@ from trunkattn.planner.work_list import (
     TileList,
 )
 
-_MERGE_PROGRAMS = 16  # of one warp, on a multiprocessor; each reads a few kilobytes
+_MERGE_CTAS_PER_SM = 16  # of one warp; each reads a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Geometry:
     head_dim: int
     head_dim_v: int
     page_size: int
-    run: int  # tokens of a run
+    segment_size: int  # tokens
     window: int
     masked: bool  # queries of one sequence see different tokens
     soft_cap: float | None
@@ -45,12 +45,12 @@ class DeviceInfo:
     """What a device says of itself.
 
     Attributes:
-        processors: multiprocessors.
+        num_sms: streaming multiprocessors.
         overlaps: a kernel may start before the one ahead of it ends (from sm_90 on).
         hopper: it is an sm_90, which has kernels of its own.
     """
 
-    processors: int
+    num_sms: int
     overlaps: bool
     hopper: bool = False
 
@@ -58,11 +58,11 @@ class DeviceInfo:
 @dataclass(frozen=True)
 class Launch:
     """buckets: whose items it computes, of one tile or of those of `hopper.decode`, ascending; none: it merges what no
-    item does. spread: for `hopper.decode` several launches side by side, of a program a multiprocessor each; of one
-    launch some multiprocessors would get two programs with work, where items are few, and others none."""
+    item does. spread: for `hopper.decode` several launches side by side, of a program an SM each; of one launch some
+    SMs would get two programs with work, where items are few, and others none."""
 
     buckets: tuple[int, ...]
-    programs: int
+    num_programs: int
     spread: bool = False
 
 
@@ -70,8 +70,9 @@ class Launch:
 class GpuPlan(Packed):
     """A tile list on the device, and the work items of prompt chunks, if there may be any.
 
-    Its array `beside` [3]: items [first, last), of the lowest tile and merging nothing, that are computed in one launch
-    with the chunks and are in no bucket of `counts`, and the most queries of one; only an overlapped execution has any.
+    Its array `overlapped` [3]: items [first, last), of the lowest tile and merging nothing, that are co-scheduled with
+    the chunks in one launch and are in no bucket of `counts`, and the most queries of one; only an overlapped execution
+    has any.
     summary [3] int64: the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
     that was made on the device. bound: its launches, ready for layers of a kind (`gpu.launch.execute`).
     """
@@ -91,20 +92,21 @@ class GpuPlan(Packed):
         return replace(self, execution=execution, prefill=None)
 
     def forget_prefill(self) -> None:
-        """Takes the prompt chunks, if it may hold any, and the items beside them out of a plan that is filled on the
-        device, on the current stream."""
+        """Takes the prompt chunks, if it may hold any, and the items that overlap them out of a plan that is filled on
+        the device, on the current stream."""
         if self.prefill:
             self.arrays["prefill_count"].zero_()
-            self.arrays["beside"].zero_()
+            self.arrays["overlapped"].zero_()
 
 
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, card: DeviceInfo, execution: str,
-    device: torch.device, chunks: Chunks | None = None, beside: int = 0,
+    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, device_info: DeviceInfo, execution: str,
+    device: torch.device, chunks: Chunks | None = None, num_overlapped: int = 0,
 ) -> GpuPlan:  # fmt: skip
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
-    beside: so many items of the first bucket are computed beside the chunks; more than 0 only if it is overlapped."""
-    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, beside)
+    num_overlapped: so many items of the first bucket are co-scheduled with the chunks; more than 0 only if `execution`
+    is "overlapped"."""
+    host = _host_arrays(tiles, positions, len(chunks.listed.items) if chunks else 0, num_overlapped)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
     heights, counts = len(tiles.counts) // 2, np.diff(host["counts"][:-1])
@@ -113,10 +115,10 @@ def upload(
     if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
-    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, card.processors * _MERGE_PROGRAMS))
-    shape = (geometry.num_kv_heads, card.processors, beside > 0, device)
+    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, device_info.num_sms * _MERGE_CTAS_PER_SM))
+    shape = (geometry.num_kv_heads, device_info.num_sms, num_overlapped > 0, device)
     prefill = prefill_plan.upload(chunks, *shape) if chunks else None
-    kept = tuple(launch for launch in (*launches, merges) if launch.programs)
+    kept = tuple(launch for launch in (*launches, merges) if launch.num_programs)
     plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
     plan.send(host)
     return plan
@@ -124,7 +126,7 @@ def upload(
 
 @torch.inference_mode(False)
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, card: DeviceInfo, execution: str,
+    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, device_info: DeviceInfo, execution: str,
     device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
 ) -> GpuPlan:  # fmt: skip
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
@@ -132,50 +134,52 @@ def reserve(
     the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
-        "counts": 2 * heights + 2, "prefill_count": 1, "beside": 3, "positions": limits.query_tokens,
+        "counts": 2 * heights + 2, "prefill_count": 1, "overlapped": 3, "positions": limits.query_tokens,
         "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
         "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
-        "runs": 3 * limits.runs,
+        "segments": 3 * limits.segments,
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
-    launches = [Launch((bucket,), card.processors * tiles[bucket].programs) for bucket in alone]
+    launches = [Launch((bucket,), device_info.num_sms * tiles[bucket].ctas_per_sm) for bucket in alone]
     if execution in ("serial", "overlapped") and tiles[0].merges:
-        launches[0] = Launch((0, heights), launches[0].programs)
-    if together := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
-        launches.append(Launch(together, max(card.processors * tiles[bucket].programs for bucket in together), True))
-    launches = [*reversed(launches), Launch((), card.processors * _MERGE_PROGRAMS)]
+        launches[0] = Launch((0, heights), launches[0].num_programs)
+    if of_hopper := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
+        most = max(tiles[bucket].ctas_per_sm for bucket in of_hopper)
+        launches.append(Launch(of_hopper, device_info.num_sms * most, True))
+    launches = [*reversed(launches), Launch((), device_info.num_sms * _MERGE_CTAS_PER_SM)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
-    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, card.processors, device) if chunks else None
+    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, device_info.num_sms, device) if chunks else None
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 
 def refill(
     plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None = None,
-    beside: int = 0,
+    num_overlapped: int = 0,
 ) -> None:  # fmt: skip
     """Puts another tile list, and other prompt chunks, within the limits, into a reserved plan; launches that were
-    captured read it. beside: as of `upload`."""
+    captured read it. num_overlapped: as of `upload`."""
     if listed:
         assert plan.prefill
         plan.prefill.fill(listed)
-    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, beside))
+    plan.send(_host_arrays(tiles, positions, len(listed.items) if listed else 0, num_overlapped))
 
 
 def _host_arrays(
-    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, beside: int
+    tiles: TileList, positions: NDArray[np.int32], chunk_items: int, num_overlapped: int
 ) -> dict[str, NDArray[np.int32]]:
-    """What the kernels read; the run list, which is the longest, last. counts: buckets, then merged queries."""
+    """What the kernels read; the segment list, which is the longest, last. counts: buckets, then merged queries."""
     counts = np.empty(len(tiles.counts) + 1, np.int32)
     counts[:-1], counts[-1] = tiles.counts, len(tiles.merge_queries)
-    counts[0] += beside
-    most = int((tiles.items[:beside, QUERY_END] - tiles.items[:beside, QUERY_START]).max()) if beside else 0
+    counts[0] += num_overlapped
+    overlapped = tiles.items[:num_overlapped]
+    most = int((overlapped[:, QUERY_END] - overlapped[:, QUERY_START]).max()) if num_overlapped else 0
     return {
         "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
-        "beside": np.array([0, beside, most], np.int32), "positions": positions,
+        "overlapped": np.array([0, num_overlapped, most], np.int32), "positions": positions,
         "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
-        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "runs": tiles.runs,
+        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "segments": tiles.segments,
     }  # fmt: skip
 
 

@@ -55,16 +55,16 @@ def _scatter(flat, begins, arrays):
 
 @dataclass(frozen=True)
 class PrefillPlan(Packed):
-    """A PrefillList on the device. table_stride: columns of its block table. programs: of its launch."""
+    """A PrefillList on the device. table_stride: columns of its block table. num_programs: of its launch."""
 
     tile: PrefillTile
     num_kv_heads: int
     table_stride: int
-    programs: int
+    num_programs: int
 
     def fill(self, listed: PrefillList) -> None:
         """Sends prompt chunks to the device."""
-        self.send(host_arrays(listed, self.table_stride, self.num_kv_heads, self.programs))
+        self.send(host_arrays(listed, self.table_stride, self.num_kv_heads, self.num_programs))
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,20 @@ class Chunks:
     tile: PrefillTile
 
 
-def upload(chunks: Chunks, num_kv_heads: int, processors: int, beside: bool, device: torch.device) -> PrefillPlan:
-    """Sends prompt chunks to the device; a program for each item and head, or for each multiprocessor, where decodes
-    run beside them."""
+def upload(chunks: Chunks, num_kv_heads: int, num_sms: int, overlapped: bool, device: torch.device) -> PrefillPlan:
+    """Sends prompt chunks to the device; a program for each item and head, or for each SM if decodes overlap them."""
     columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
-    programs = processors if beside else len(chunks.listed.items) * num_kv_heads
-    host = host_arrays(chunks.listed, columns, num_kv_heads, programs)
+    num_programs = num_sms if overlapped else len(chunks.listed.items) * num_kv_heads
+    host = host_arrays(chunks.listed, columns, num_kv_heads, num_programs)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, programs)
+    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, num_programs)
     plan.send(host)
     return plan
 
 
 def reserve(
-    limits: PrefillLimits, tile: PrefillTile, num_kv_heads: int, processors: int, device: torch.device
+    limits: PrefillLimits, tile: PrefillTile, num_kv_heads: int, num_sms: int, device: torch.device
 ) -> PrefillPlan:
     """Room for any prompt chunks within the limits."""
     sizes = {
@@ -98,29 +97,31 @@ def reserve(
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, processors * tile.programs)
+    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, num_sms * tile.ctas_per_sm)
 
 
-def host_arrays(listed: PrefillList, columns: int, num_kv_heads: int, programs: int) -> dict[str, NDArray[np.int32]]:
+def host_arrays(
+    listed: PrefillList, columns: int, num_kv_heads: int, num_programs: int
+) -> dict[str, NDArray[np.int32]]:
     """What the kernel reads, the block table, with rows of so many columns, last."""
     table = np.zeros((len(listed.block_table), columns), np.int32)
     table[:, : listed.block_table.shape[1]] = listed.block_table
-    items = even_rounds(listed.items, num_kv_heads, programs)
+    items = even_rounds(listed.items, num_kv_heads, num_programs)
     return {"items": items, "queries": listed.queries, "slots": listed.slots, "block_table": table}
 
 
-def even_rounds(items: NDArray[np.int32], num_kv_heads: int, programs: int) -> NDArray[np.int32]:
+def even_rounds(items: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> NDArray[np.int32]:
     """Items, heaviest first, in the order in which programs end at about the same time.
 
     A last round that is not full is taken forwards, whatever the one before, by the programs that have the heaviest if
     that was forwards too: then they take the lightest first."""
-    full, left = divmod(len(items) * num_kv_heads, programs)
+    full, left = divmod(len(items) * num_kv_heads, num_programs)
     if full % 2 == 0 or left == 0:
         return items
-    begin = full * programs // num_kv_heads
+    begin = full * num_programs // num_kv_heads
     return np.concatenate([items[:begin], items[begin:][::-1]])
 
 
-def run_tokens(tile: PrefillTile, page_size: int) -> int:
-    """Tokens of a run, for which one page id is read: a power of two that divides a page and a block."""
+def segment_size(tile: PrefillTile, page_size: int) -> int:
+    """Tokens of a segment, for which one page id is read: a power of two that divides a page and a block."""
     return min(tile.block_n, page_size & -page_size)

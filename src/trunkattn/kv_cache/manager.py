@@ -5,7 +5,7 @@ The method is PagedAttention's (Kwon et al., 2023, https://arxiv.org/abs/2309.06
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy, PagePool
 from trunkattn.kv_cache.prefix_index import CachedBlock, PrefixIndex
@@ -66,6 +66,7 @@ class _Request:
     room: int  # granted: this request alone may write slots num_tokens..room-1
     num_indexed: int  # leading full pages whose prefix is in the index, as the chain that ends in `tail`
     tail: CachedBlock | None  # None: the index accepts no page of this request
+    salt: bytes = b""
 
 
 class CacheManager:
@@ -124,11 +125,14 @@ class CacheManager:
         """Leading tokens of the request whose KV is in its pages."""
         return self._request(request_id).num_tokens
 
-    def admit(self, request_id: Hashable, tokens: Sequence[int]) -> int:
+    def admit(self, request_id: Hashable, tokens: Sequence[int], salt: bytes = b"", reuse: bool = True) -> int:
         """Starts a request with the cached pages of its longest known prefix; returns how many tokens they hold.
+
+        Only requests of equal salt share cached pages.
 
         The number is a multiple of page_size and less than len(tokens): at least one token is left to compute, for
         its logits. Nothing is allocated, but `num_free_pages` falls by the cached pages that nobody referenced before.
+        With `reuse=False` it starts with none, and what it computes can still be reused by others.
         """
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: expected one that is not admitted; free it first")
@@ -137,12 +141,12 @@ class CacheManager:
         if not self.enable_prefix_caching:
             self._requests[request_id] = _Request([], num_tokens=0, room=0, num_indexed=0, tail=None)
             return 0
-        pages = self.index.match(tokens)[: (len(tokens) - 1) // self.page_size]
+        pages = self.index.match(tokens, salt)[: (len(tokens) - 1) // self.page_size] if reuse else []
         self.pool.share(pages)
         self.index.mark_referenced(pages)
         tail = self.index.block(pages[-1]) if pages else self.index.root
         num_cached = len(pages) * self.page_size
-        self._requests[request_id] = _Request(pages, num_cached, room=num_cached, num_indexed=len(pages), tail=tail)
+        self._requests[request_id] = _Request(pages, num_cached, num_cached, len(pages), tail, salt)
         return num_cached
 
     def can_extend(self, request_id: Hashable, num_tokens: int) -> bool:
@@ -204,7 +208,7 @@ class CacheManager:
             if not self.index.is_indexed(tail):  # it was another request's page, now evicted: index our own
                 tail, start = self.index.root, 0
             full_tokens = tokens[start * self.page_size : num_full * self.page_size]
-            request.tail = self.index.insert(tail, full_tokens, request.pages[start:num_full])
+            request.tail = self.index.insert(tail, full_tokens, request.pages[start:num_full], request.salt)
             request.num_indexed = num_full
         request.num_tokens = count
 
@@ -220,7 +224,7 @@ class CacheManager:
         pages = parent.pages[: self._pages_for(parent.num_tokens)]
         self.pool.share(pages)
         parent.room = parent.num_tokens
-        self._requests[child_id] = _Request(pages, parent.num_tokens, parent.room, parent.num_indexed, parent.tail)
+        self._requests[child_id] = replace(parent, pages=pages)
 
     def free(self, request_id: Hashable) -> None:
         """Ends the request. Indexed pages that no other request holds stay cached; the others become free."""

@@ -14,7 +14,7 @@ class CachedBlock:
 
     parent: "CachedBlock | None"  # None for the root, which stands for the empty prefix
     key: int  # hash of (parent.key, tokens): the hash chain
-    tokens: bytes  # the page's token ids as 32-bit integers
+    tokens: bytes  # the page's token ids as 32-bit integers; on a prefix's first page the salt comes before them
     page: int
     children: "dict[CachedBlock, None]" = field(default_factory=dict)  # a dict, for a reproducible order
 
@@ -37,6 +37,9 @@ class PrefixIndex:
     keeps two properties: every indexed block can be reached from the root, and every unreferenced page can be evicted,
     so their count is exact. (To refuse the eviction of a block with children would break the second one.) A referenced
     descendant is only forgotten; its request keeps it.
+
+    **Salts.** Prefixes with different salts never share a page, whatever their tokens: a salt belongs to the first
+    page's content. So nobody can find out by time which prefixes another salt's requests have cached.
 
     Args:
         page_size: tokens per page.
@@ -72,9 +75,10 @@ class PrefixIndex:
         """The pages that nobody references, least recently used first."""
         return list(self._evictable)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest indexed prefix of `tokens`, in whole pages. Changes nothing, not even the LRU order."""
-        return [block.page for block in self._walk(self.root, self._pack(tokens))]
+    def match(self, tokens: Sequence[int], salt: bytes = b"") -> list[int]:
+        """Pages of the longest indexed prefix of `tokens` with this salt, in whole pages. Changes nothing, not even the
+        LRU order."""
+        return [block.page for block in self._walk(self.root, self._pack(tokens, salt))]
 
     def block(self, page: int) -> CachedBlock:
         """The block that `page` is indexed as; KeyError if it is not."""
@@ -84,11 +88,14 @@ class PrefixIndex:
         """Whether `block`, and with it its ancestors, is still in the index. The root always is."""
         return block is self.root or self._blocks.get(block.page) is block
 
-    def insert(self, parent: CachedBlock, tokens: Sequence[int], pages: Sequence[int]) -> CachedBlock:
+    def insert(
+        self, parent: CachedBlock, tokens: Sequence[int], pages: Sequence[int], salt: bytes = b""
+    ) -> CachedBlock:
         """Indexes `pages`, which hold the KV of `tokens`, as the continuation of `parent`; returns the last block.
 
-        A block that already has a page keeps that page, and the blocks after it become its children. The new pages
-        count as referenced until the caller calls `mark_unreferenced`.
+        The salt counts only where the prefix begins, at the root. A block that already has a page keeps that page, and
+        the blocks after it become its children. The new pages count as referenced until the caller calls
+        `mark_unreferenced`.
 
         Raises:
             ValueError: `tokens` does not fill the pages exactly, or a page is already indexed as another prefix.
@@ -101,7 +108,7 @@ class PrefixIndex:
             )
         if not self.is_indexed(parent):
             raise ValueError(f"parent: the block of page {parent.page} left the index: expected one that is in it")
-        contents = list(self._pack(tokens))
+        contents = list(self._pack(tokens, salt if parent is self.root else b""))
         known = self._walk(parent, contents)
         new_pages = pages[len(known) :]
         if len(set(new_pages)) != len(new_pages) or any(page in self._blocks for page in new_pages):
@@ -156,7 +163,8 @@ class PrefixIndex:
             parent = block.parent
             if parent is None or block not in parent.children or self._blocks.get(block.page) is not block:
                 raise RuntimeError(f"page {block.page} is not linked with its parent or the page map")
-            if len(block.tokens) != self.page_size * array("i").itemsize:
+            size = self.page_size * array("i").itemsize
+            if len(block.tokens) < size or (len(block.tokens) > size and parent is not self.root):
                 raise RuntimeError(f"page {block.page} is indexed with a partial block")
             if block.key != self._hash_block(parent.key, block.tokens) or block not in self._buckets[block.key]:
                 raise RuntimeError(f"page {block.page} is not in the bucket of its key")
@@ -169,12 +177,12 @@ class PrefixIndex:
         if not self._evictable.keys() <= self._blocks.keys():
             raise RuntimeError("the LRU order holds a page that is not indexed")
 
-    def _pack(self, tokens: Sequence[int]) -> Iterator[bytes]:
+    def _pack(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
         """The full blocks of `tokens`, one at a time, so that a match that fails early does not read the rest."""
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             block = tokens[start : start + self.page_size]
             try:
-                yield array("i", block).tobytes()
+                yield (salt if start == 0 else b"") + array("i", block).tobytes()
             except (TypeError, OverflowError) as error:
                 raise ValueError(f"tokens[{start}:]={block!r}: expected 32-bit integers") from error
 

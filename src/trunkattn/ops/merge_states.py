@@ -47,7 +47,9 @@ def merge_states(
         if lse.shape != out_a.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")
     lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = torch.exp(lse_a - lse).unsqueeze(-1), torch.exp(lse_b - lse).unsqueeze(-1)
+    # From the difference alone: lse is rounded to its own size, so exp(lse_a - lse) loses the weights' sum far from 0.
+    weight_a = torch.sigmoid(lse_a - lse_b).unsqueeze(-1)
+    weight_b = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)
     zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
     # an empty state's output may be anything; if both are empty, the weights are NaN (-inf - -inf)
     empty_a, empty_b = (lse == -math.inf for lse in (lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)))

@@ -18,12 +18,12 @@ from trunkattn.planner.work_list import (
     KV_START,
     QUERY_END,
     QUERY_START,
-    RUN_END,
-    RUN_FULL,
-    RUN_START,
+    SEGMENT_END,
+    SEGMENT_FULL,
     SEGMENT_PLACE,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_START,
     TileList,
 )
 
@@ -124,7 +124,7 @@ def _check_order(planned: Planned) -> None:
 
 
 class _Segment(NamedTuple):
-    """A row of TileList.runs, unpacked."""
+    """A row of TileList.segments, unpacked."""
 
     place: int  # of its first token in the cache: page * page_size + offset
     first_query: int  # counted from the item's first
@@ -155,7 +155,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule) -> None:
     assert tiles.counts[-1] == tiles.counts[len(rule.kinds) + 1], "an item of a taller tile than the lowest merges"
     final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
-    size = (tiles.items[:, RUN_END] - tiles.items[:, RUN_START]).astype(np.int64)
+    size = (tiles.items[:, SEGMENT_END] - tiles.items[:, SEGMENT_START]).astype(np.int64)
     for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
         late = np.flatnonzero(np.diff(size[first:last]) > 0)
         assert len(late) == 0, f"item {first + late[0] + 1} is longer than the item before it in its bucket"
@@ -164,13 +164,13 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule) -> None:
 def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule: TilingRule, reads: _Reads) -> None:
     """Counts what one item reads. height: the number of its tile's kind."""
     kind = rule.kinds[height]
-    start, full, end = tiles.items[item, [RUN_START, RUN_FULL, RUN_END]].tolist()
+    start, full, end = tiles.items[item, [SEGMENT_START, SEGMENT_FULL, SEGMENT_END]].tolist()
     queries = tiles.queries[tiles.items[item, QUERY_START] : tiles.items[item, QUERY_END]]
     holds = kind.entries(rule.group_size)
     assert len(queries) <= holds, f"item {item} has {len(queries)} queries, but its tile holds {holds}"
-    per_subtile, per_block = holds // kind.subtiles, kind.private_tokens // rule.run
+    per_subtile, per_block = holds // kind.subtiles, kind.private_tokens // rule.segment_size
     for at in range(start, end):
-        segment = _unpack(tiles.runs[at])
+        segment = _unpack(tiles.segments[at])
         first, last = segment.first_query, segment.end_query
         if at < full:
             assert (first, last) == (0, len(queries)), (
@@ -186,7 +186,7 @@ def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule
             places = pages * rule.page_size + visible % rule.page_size
             own = (places == segment.place + visible - segment.position).all()
             assert own, f"item {item} reads pages that its query {query} does not have"
-            whole = at >= full or len(visible) == rule.run
+            whole = at >= full or len(visible) == rule.segment_size
             assert whole, f"item {item} has a full segment of which query {query} sees only a part"
 
 

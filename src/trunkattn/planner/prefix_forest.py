@@ -11,7 +11,7 @@ requests share their first columns exactly as far as their page ids are equal. W
                                  `- node 4: leaf of row 2
                                 node 5: leaf of row 3                            another tree
 
-A *node* is a longest segment of columns that the same rows share. Only pages that are full for a row can be shared.
+A *node* is a longest range of columns that the same rows share. Only pages that are full for a row can be shared.
 What follows a row's last shared page is its own *leaf*. It is empty for a request that is a prefix of another one, or
 equal to it.
 

@@ -105,7 +105,7 @@ def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList,
     )
     whole = TileList(
         items=tiles.items,
-        runs=tiles.runs,
+        segments=tiles.segments,
         queries=joined.queries,
         slots=tiles.slots,
         parts=tiles.parts,

@@ -29,11 +29,11 @@ QUERY_END: Final = 4
 ITEM_COLUMNS: Final = 5
 
 # Columns of TileList.items; QUERY_START and QUERY_END as above
-RUN_START: Final = 0  # into TileList.runs
-RUN_FULL: Final = 1  # runs before this one are whole and seen by every query of the item
-RUN_END: Final = 2
+SEGMENT_START: Final = 0  # into TileList.segments
+SEGMENT_FULL: Final = 1  # segments before this one are whole and seen by every query of the item
+SEGMENT_END: Final = 2
 
-# Columns of TileList.runs
+# Columns of TileList.segments
 SEGMENT_PLACE: Final = 0  # of its first token in the cache: page * page_size + offset
 SEGMENT_QUERIES: Final = 1  # first query | end query << 8 | tokens << 16, queries counted from the item's first
 SEGMENT_POSITION: Final = 2  # of its first token in the sequence
@@ -105,14 +105,14 @@ class TileList:
 
     items [num_items, ITEM_COLUMNS]: in buckets, first the items that merge nothing by tile height, then those that
     merge by tile height, each bucket heaviest first. counts [2 * heights + 1]: where each bucket begins, and the end.
-    runs [num_segments, SEGMENT_COLUMNS]: the segments. queries, slots: as in WorkList. parts [..., 2]: the partial
+    segments [num_segments, SEGMENT_COLUMNS]: the segments. queries, slots: as in WorkList. parts [..., 2]: the partial
     slots [first, last) that the item merges for the query. merge_queries, merge_ranges [num_merged, 2]: the queries
     that no item merges, and their partial slots. num_slots: partial slots. merges_taller: items merge what taller tiles
     leave, and nothing else.
     """
 
     items: NDArray[np.int32]
-    runs: NDArray[np.int32]
+    segments: NDArray[np.int32]
     queries: NDArray[np.int32]
     slots: NDArray[np.int32]
     parts: NDArray[np.int32]
@@ -152,7 +152,7 @@ class TileLimits:
     """The largest TileList that buffers of a fixed size hold."""
 
     items: int
-    runs: int
+    segments: int
     queries: int
     merged: int
     slots: int
@@ -162,7 +162,7 @@ class TileLimits:
         """What of a tile list exceeds its limit, such as "9 items of 8". Empty: it fits."""
         sizes = {
             "items": len(tiles.items),
-            "runs": len(tiles.runs),
+            "segments": len(tiles.segments),
             "queries": len(tiles.queries),
             "merged": len(tiles.merge_queries),
             "slots": tiles.num_slots,

@@ -19,7 +19,7 @@ _HASHED: Final = 256  # columns of a row that are hashed at once
 _PAIRS: Final = 1024  # other rows that a program compares its row with at once
 _BLOCK: Final = 512  # elements of a program's pass over rows, columns, items or tokens
 _CANDIDATE_BLOCK: Final = 256  # tiles of a program's pass
-_NODES_TIMES_RUNS: Final = 2048  # a program compares so many pairs of a node and a run at once
+_NODES_TIMES_SEGMENTS: Final = 2048  # a program compares so many pairs of a node and a segment at once
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Candidates:
         passes: [candidates, 2, fields of Pass] int64; a candidate's tall tiles come first.
         costs: of the rule.
         page_size: tokens.
-        run: tokens of a run.
+        segment_size: tokens.
         fuse_up_to: partial states that an item may merge.
     """
 
@@ -39,7 +39,7 @@ class Candidates:
     passes: NDArray[np.int64]
     costs: Costs
     page_size: int
-    run: int
+    segment_size: int
     fuse_up_to: int
 
     @property
@@ -52,7 +52,7 @@ def candidates_of(rule: TilingRule) -> Candidates:
     """The candidates of a rule."""
     priced = rule.priced
     passes = np.array([[_pass_of(rule, *use) for use in uses.tolist()] for uses in priced.uses], np.int64)
-    return Candidates(priced.stages, passes, priced.costs, rule.page_size, rule.run, rule.fuse_up_to)
+    return Candidates(priced.stages, passes, priced.costs, rule.page_size, rule.segment_size, rule.fuse_up_to)
 
 
 def _pass_of(rule: TilingRule, stage: int, kind: int, num_parts: int) -> Pass:
@@ -64,9 +64,9 @@ def _pass_of(rule: TilingRule, stage: int, kind: int, num_parts: int) -> Pass:
         kind=kind,
         num_parts=num_parts,
         height=shape.height,
-        block_runs=shape.block_runs,
+        block_segments=shape.block_segments,
         subtiles=shape.subtiles,
-        private_runs=shape.private_runs,
+        private_segments=shape.private_segments,
         subtile_entries=tile.entries(rule.group_size) // tile.subtiles,
     )
 
@@ -82,7 +82,7 @@ def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
         rows=rows,
         tokens=capacity.max_query_tokens,
         page_size=candidates.page_size,
-        run=candidates.run,
+        segment_size=candidates.segment_size,
         totals=len(stages) * TOTAL_FIELDS.value,
         stages=len(stages),
         stage_lanes=power_of_two(len(stages)),
@@ -103,7 +103,7 @@ def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
         column_block=min(power_of_two(columns), _BLOCK),
         candidate_block=_CANDIDATE_BLOCK,
         block=_BLOCK,
-        run_block=max(32, _NODES_TIMES_RUNS // max(32, nodes)),
+        segment_block=max(32, _NODES_TIMES_SEGMENTS // max(32, nodes)),
     )
 
 

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or run
+BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or segment
 
 # Bits of the sticky error word
 BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens
 LONG_SEQUENCE = tl.constexpr(2)  # a sequence is longer than the block table
 BAD_PAGE = tl.constexpr(4)  # a page that a query sees is outside the cache
 MANY_ITEMS = tl.constexpr(8)
-MANY_RUNS = tl.constexpr(16)
+MANY_SEGMENTS = tl.constexpr(16)
 MANY_QUERIES = tl.constexpr(32)
 MANY_SLOTS = tl.constexpr(64)
 
@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     num_pages: Any
     max_query_len: Any
     items: Any
-    runs: Any
+    segments: Any
     queries: Any
     merged: Any  # query tokens whose partial states no item merges
     slots: Any
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     rows: int
     tokens: int  # query tokens, and entries
     page_size: int
-    run: int  # tokens of a run
+    segment_size: int  # tokens
     totals: int  # elements of the sums over tiles
     stages: int
     stage_lanes: int  # vector of all stages
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
     column_block: int  # columns of two rows that it compares
     candidate_block: int  # tiles of a candidate
     block: int  # tiles, items or tokens
-    run_block: int  # runs that it lists
+    segment_block: int  # segments that it lists
 
 
 class Pdl(NamedTuple):

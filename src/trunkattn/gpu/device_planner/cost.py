@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.device_planner.common import counts_of, trigger_and_wait
-from trunkattn.gpu.device_planner.formulas import item_ns, listed_runs, load_ns, memory_tokens, share_of, step_of
+from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load_ns, memory_tokens, share_of, step_of
 from trunkattn.gpu.device_planner.row_tiles import TileArrays, Totals, tile_arrays, totals_of
 from trunkattn.planner.row_tiles.cost import StageLoad, TileTimes
 
@@ -25,9 +25,9 @@ class Pass(NamedTuple):
     kind: Any  # of its tile
     num_parts: Any  # items wanted
     height: Any
-    block_runs: Any
+    block_segments: Any
     subtiles: Any
-    private_runs: Any
+    private_segments: Any
     subtile_entries: Any
 
 
@@ -39,9 +39,9 @@ class ChoiceArrays(NamedTuple):
     """The candidates, and what each of their passes comes to.
 
     passes: [candidates, 2, fields of Pass].
-    times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, runs or partial states than
-        its share of the limits.
-    num_items, share: [candidates, 2] items, and runs of each.
+    times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, segments or partial states
+        than its share of the limits.
+    num_items, share: [candidates, 2] items, and segments of each.
     item_starts: [candidates, 2, tokens] items before each tile.
     """
 
@@ -83,9 +83,9 @@ def _load_tile(tiles, kind):
 
 
 @triton.jit
-def num_parts_of(runs, step):
-    """Items of a tile, of `step` runs each."""
-    return tl.cdiv(runs, step)
+def num_parts_of(segments, step):
+    """Items of a tile, of `step` segments each."""
+    return tl.cdiv(segments, step)
 
 
 class _Sums(NamedTuple):
@@ -112,10 +112,10 @@ def _joined(work_a, partials_a, slots_a, item_a, chain_a, work_b, partials_b, sl
 
 @triton.jit
 def _load_tiles(arrays, tile, end):
-    """Blocks and runs of tiles before `end`."""
+    """Blocks and segments of tiles before `end`."""
     used = tile < end
     return TileArrays(
-        runs=tl.load(arrays.runs + tile, mask=used, other=0),
+        segments=tl.load(arrays.segments + tile, mask=used, other=0),
         full=tl.load(arrays.full + tile, mask=used, other=0),
         masked=tl.load(arrays.masked + tile, mask=used, other=0),
     )
@@ -123,8 +123,8 @@ def _load_tiles(arrays, tile, end):
 
 @triton.jit
 def _cut(arrays, num_tiles, num_entries, share, a_pass, times, is_alone, item_starts, SIZES: tl.constexpr):
-    """(number of items, sums over them) of a pass whose items have `share` runs. is_alone: the candidate has no other
-    pass. item_starts: items before each tile, which are stored."""
+    """(number of items, sums over them) of a pass whose items have `share` segments. is_alone: the candidate has no
+    other pass. item_starts: items before each tile, which are stored."""
     BLOCK: tl.constexpr = SIZES.candidate_block
     num_items = tl.zeros([], tl.int32)
     work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
@@ -134,8 +134,8 @@ def _cut(arrays, num_tiles, num_entries, share, a_pass, times, is_alone, item_st
     for _begin in range(0, num_tiles, BLOCK):
         used = tile < num_tiles
         full, masked = tl.where(used, loaded.full, 0).to(tl.int64), tl.where(used, loaded.masked, 0).to(tl.int64)
-        runs = tl.where(used, loaded.runs, 0)
-        parts = num_parts_of(runs, step_of(runs, share, a_pass.block_runs))
+        segments = tl.where(used, loaded.segments, 0)
+        parts = num_parts_of(segments, step_of(segments, share, a_pass.block_segments))
         ends = num_items + tl.cumsum(parts, 0)
         tl.store(item_starts + tile, ends - parts, mask=used)
         num_items = tl.max(ends, 0)
@@ -167,12 +167,12 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
     num_tiles = tl.where(is_used, tl.cdiv(num_entries, a_pass.height), 0)
     at = totals_of(layout.totals, stage)
     total = Totals(
-        runs=tl.load(at.runs, mask=is_used, other=0),
+        segments=tl.load(at.segments, mask=is_used, other=0),
         once=tl.load(at.once, mask=is_used, other=0),
         common=tl.load(at.common, mask=is_used, other=0),
         again=tl.load(at.again, mask=is_used, other=0),
     )
-    share = share_of(total.runs, a_pass.num_parts, a_pass.block_runs).to(tl.int32)
+    share = share_of(total.segments, a_pass.num_parts, a_pass.block_segments).to(tl.int32)
     num_items, sums = _cut(
         tile_arrays(layout.tiles, stage, SIZES.tokens),
         num_tiles,
@@ -193,13 +193,13 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         max_item_ns=sums.max_item_ns,
         max_chain_ns=sums.max_chain_ns,
         num_partials=tl.where(is_last, sums.partials, num_entries),
-        tokens=total.runs * costs.run_tokens,
+        tokens=total.segments * costs.segment_size,
         memory_tokens=memory_tokens(total.once, total.common, total.again, costs.l2_tokens),
     )
-    time = tl.where(total.runs > 0, load_ns(load, times, costs, a_pass.subtiles == 1, is_last), 0)
+    time = tl.where(total.segments > 0, load_ns(load, times, costs, a_pass.subtiles == 1, is_last), 0)
     part = tl.where(is_alone, 1, 2)  # of the limits
     fits = (num_items <= limits.items // part) & (sums.slots <= limits.slots // part)
-    fits = fits & (listed_runs(total.runs, num_items, a_pass) <= limits.runs // part)
+    fits = fits & (listed_segments(total.segments, num_items, a_pass) <= limits.segments // part)
     tl.store(choice.times + number, tl.where(fits, time, NEVER))
 
 

@@ -34,7 +34,7 @@ def _on_device(formula: Callable[..., Any]) -> Any:
 
 
 item_ns = _on_device(cost.item_ns)
-listed_runs = _on_device(cost.listed_runs)
+listed_segments = _on_device(cost.listed_segments)
 load_ns = _on_device(cost.load_ns)
 memory_tokens = _on_device(cost.memory_tokens)
 share_of = _on_device(layout.share_of)

@@ -1,8 +1,8 @@
 """Planning on the device, fourth step: the items, and which of them merge (`planner.row_tiles.layout`: `emit_stage`,
 `nest`, `finish`).
 
-Items are numbered as the host emits them: by pass, tile and part. Of each it is enough to know which runs of its tile
-it takes; which queries those concern, and how many of them lead without a mask, follows from the tile's nodes.
+Items are numbered as the host emits them: by pass, tile and part. Of each it is enough to know which segments of its
+tile it takes; which queries those concern, and how many of them lead without a mask, follows from the tile's nodes.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +24,12 @@ class Item(NamedTuple):
     pass_number: Any  # even for the first pass of a candidate
     entry: Any  # first entry of its tile
     tile_item: Any  # first item of its tile
-    begin: Any  # runs of the tile [begin, end)
+    begin: Any  # segments of the tile [begin, end)
     end: Any
     low: Any  # entries of the tile [low, high)
     high: Any
-    full: Any  # leading runs without a mask
-    size: Any  # runs that it lists
+    full: Any  # leading segments without a mask
+    size: Any  # segments that it lists
     bucket: Any
     nodes: Any  # where its tile's nodes begin
     rows: Any  # entries of its tile
@@ -59,13 +59,13 @@ class Cut(NamedTuple):
     """A pass of the chosen candidate."""
 
     num_items: Any
-    share: Any  # runs of an item
+    share: Any  # segments of an item
     stage: Any
     kind: Any
     height: Any
-    block_runs: Any
+    block_segments: Any
     subtiles: Any
-    private_runs: Any
+    private_segments: Any
     subtile_entries: Any
 
 
@@ -158,9 +158,9 @@ def _load_cut(choice, number):
         stage=one.stage,
         kind=one.kind,
         height=one.height,
-        block_runs=one.block_runs,
+        block_segments=one.block_segments,
         subtiles=one.subtiles,
-        private_runs=one.private_runs,
+        private_segments=one.private_segments,
         subtile_entries=one.subtile_entries,
     )
 
@@ -174,9 +174,9 @@ def _select(condition, a, b):
         stage=tl.where(condition, a.stage, b.stage),
         kind=tl.where(condition, a.kind, b.kind),
         height=tl.where(condition, a.height, b.height),
-        block_runs=tl.where(condition, a.block_runs, b.block_runs),
+        block_segments=tl.where(condition, a.block_segments, b.block_segments),
         subtiles=tl.where(condition, a.subtiles, b.subtiles),
-        private_runs=tl.where(condition, a.private_runs, b.private_runs),
+        private_segments=tl.where(condition, a.private_segments, b.private_segments),
         subtile_entries=tl.where(condition, a.subtile_entries, b.subtile_entries),
     )
 
@@ -190,17 +190,17 @@ def touches(node, low, subtile, subtile_entries):
 
 @triton.jit
 def _part_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
-    """What the runs [begin, end) of a tile concern. arrays: of its nodes."""
+    """What the segments [begin, end) of a tile concern. arrays: of its nodes."""
     k = tl.arange(0, SIZES.nodes)
     node = load_nodes(arrays, k, k < 2 * rows)
-    a, b = tl.maximum(node.offset, begin), tl.minimum(node.offset + node.runs, end)
+    a, b = tl.maximum(node.offset, begin), tl.minimum(node.offset + node.segments, end)
     is_here = a < b
     low = tl.min(tl.where(is_here, node.first, 255), 0)
     high = tl.max(tl.where(is_here, node.stop, 0), 0)
     is_unmasked = (node.first == low) & (node.stop == high) & (a >= node.full) & (a < node.full_end)
     masked_from = tl.where(is_unmasked, tl.where(node.full_end < b, node.full_end, BIG), a)
     full = tl.minimum(tl.min(tl.where(is_here, masked_from, BIG), 0), end) - begin
-    full = full // cut.block_runs * cut.block_runs
+    full = full // cut.block_segments * cut.block_segments
     size = end - begin
     SUBTILES: tl.constexpr = SIZES.subtiles
     if cut.subtiles > 1:
@@ -209,7 +209,7 @@ def _part_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
         for subtile in tl.static_range(SUBTILES):
             its_own = touches(node, low, subtile, cut.subtile_entries) & (subtile < cut.subtiles)
             longest = tl.maximum(longest, tl.sum(tl.where(its_own, left, 0), 0))
-        size = full + tl.cdiv(longest, cut.private_runs) * cut.private_runs * cut.subtiles
+        size = full + tl.cdiv(longest, cut.private_segments) * cut.private_segments * cut.subtiles
     return Part(low, high, full, size)
 
 
@@ -219,17 +219,17 @@ def _tall_pieces(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, 
     k = tl.arange(0, SIZES.nodes)
     ENTRIES: tl.constexpr = SIZES.nodes // 2
     found = tl.zeros([ENTRIES], tl.int32)
-    runs_of = tile_arrays(layout.tiles, cut.stage, SIZES.tokens).runs
+    segments_of = tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments
     for tile in range(first // cut.height, tl.cdiv(end, cut.height)):
         begin = tile * cut.height
         arrays = node_arrays(layout.nodes + first_node(cut.stage, begin, SIZES.tokens), SIZES.tokens)
         node = load_nodes(arrays, k, k < 2 * tl.minimum(cut.height, num_entries - begin))
-        node_begin, node_end = node.offset[:, None], (node.offset + node.runs)[:, None]
-        runs = tl.load(runs_of + tile)
-        step = step_of(runs, cut.share, cut.block_runs)
-        for part in range(0, num_parts_of(runs, step), PARTS):
-            from_run = (part + tl.arange(0, PARTS)[None, :]) * step
-            is_here = tl.maximum(node_begin, from_run) < tl.minimum(node_end, from_run + step)
+        node_begin, node_end = node.offset[:, None], (node.offset + node.segments)[:, None]
+        segments = tl.load(segments_of + tile)
+        step = step_of(segments, cut.share, cut.block_segments)
+        for part in range(0, num_parts_of(segments, step), PARTS):
+            from_segment = (part + tl.arange(0, PARTS)[None, :]) * step
+            is_here = tl.maximum(node_begin, from_segment) < tl.minimum(node_end, from_segment + step)
             low = begin + tl.min(tl.where(is_here, node.first[:, None], 255), 0)
             high = begin + tl.max(tl.where(is_here, node.stop[:, None], 0), 0)
             found += tl.sum(((low[None, :] <= at[:, None]) & (at[:, None] < high[None, :])).to(tl.int32), 1)
@@ -289,15 +289,15 @@ def items_kernel(
         i = tl.arange(0, ENTRIES)
         token = tl.load(entries.token + entry + i, mask=i < rows, other=0)
         tile_item = tl.load(starts + tile) + skipped
-        runs = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).runs + tile)
-        step = step_of(runs, cut.share, cut.block_runs)
+        segments = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments + tile)
+        step = step_of(segments, cut.share, cut.block_segments)
         begin = (item - tile_item) * step
-        end = tl.minimum(begin + step, runs)
+        end = tl.minimum(begin + step, segments)
         part = _part_of(node_arrays(layout.nodes + its_nodes, SIZES.tokens), rows, begin, end, cut, SIZES)
         holds = (part.low <= i) & (i < part.high)
         tl.atomic_add(of_token.tall + nth * SIZES.tokens + token, 1, mask=holds, sem="relaxed")
         merges = 0
-        if (nth == 1) & (num_parts_of(runs, step) == 1) & (cut.kind == 0):
+        if (nth == 1) & (num_parts_of(segments, step) == 1) & (cut.kind == 0):
             others = _tall_pieces(entry + i, entry + part.low, entry + part.high, tall, num_entries, layout, SIZES, 16)
             others = tl.where(holds, others, 0)
             most = tl.max(others, 0)

@@ -26,7 +26,7 @@ ERRORS: Final = MappingProxyType(
         common.LONG_SEQUENCE.value: "a sequence is longer than its row of block_table: it was cut short",
         common.BAD_PAGE.value: "block_table holds a page outside the cache: another page was read",
         common.MANY_ITEMS.value: "more items than the plan holds",
-        common.MANY_RUNS.value: "more runs than the plan holds",
+        common.MANY_SEGMENTS.value: "more segments than the plan holds",
         common.MANY_QUERIES.value: "more queries than the plan holds",
         common.MANY_SLOTS.value: "more partial states than the plan holds",
     }
@@ -69,7 +69,7 @@ class DevicePlanner:
             num_pages=capacity.num_pages,
             max_query_len=capacity.max_query_len or capacity.max_query_tokens,
             items=limits.items,
-            runs=limits.runs,
+            segments=limits.segments,
             queries=limits.queries,
             merged=limits.merged,
             slots=limits.slots,
@@ -220,8 +220,8 @@ class DevicePlanner:
         arrays, sizes, limits = self._arrays, self._sizes, self._limits
         work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
-        programs = min(limits.items, self._device_info.processors * min(8, -(-sizes.tokens // 256)))
-        items.items_kernel[(programs,)](
+        num_programs = min(limits.items, self._device_info.num_sms * min(8, -(-sizes.tokens // 256)))
+        items.items_kernel[(num_programs,)](
             *(tables, len(tables.block_table), self._columns(tables), window, arrays.entries, arrays.status),
             *(arrays.layout, arrays.choice, work, limits),
             SIZES=sizes,
@@ -231,7 +231,7 @@ class DevicePlanner:
         # With 8 warps, for groups of one head, they take turns.
         warps = max(4, sizes.nodes // 16)
         lists = work_list.PlanArrays(*(plan.arrays[name] for name in work_list.PlanArrays._fields))
-        work_list.lists_kernel[(max(4, 3 * self._device_info.processors),)](
+        work_list.lists_kernel[(max(4, 3 * self._device_info.num_sms),)](
             *(tables, tables.block_table.stride(0), arrays.entries, arrays.status, arrays.layout, arrays.choice),
             *(work, lists, limits),
             SIZES=sizes,

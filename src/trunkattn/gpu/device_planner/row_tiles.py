@@ -34,7 +34,7 @@ class NodeArrays(NamedTuple):
     start: Any
     end: Any
     offset: Any
-    runs: Any
+    segments: Any
     full: Any
     full_end: Any
 
@@ -49,16 +49,16 @@ class Node(NamedTuple):
     stop: Any
     start: Any  # first token that one of its entries sees
     end: Any
-    offset: Any  # runs of the tile before it
-    runs: Any
-    full: Any  # the runs [full, full_end) of the tile are whole and seen by all of the node's entries
+    offset: Any  # segments of the tile before it
+    segments: Any
+    full: Any  # the segments [full, full_end) of the tile are whole and seen by all of the node's entries
     full_end: Any
 
 
 class TileArrays(NamedTuple):
     """Tiles of a stage."""
 
-    runs: Any
+    segments: Any
     full: Any  # blocks that all of the tile sees
     masked: Any  # other blocks
 
@@ -69,7 +69,7 @@ TILE_FIELDS = tl.constexpr(len(TileArrays._fields))
 class Totals(NamedTuple):
     """Sums over the tiles of a stage, int64. The last three: tokens, see `planner.row_tiles.cost.stage_tokens`."""
 
-    runs: Any
+    segments: Any
     once: Any
     common: Any
     again: Any
@@ -110,7 +110,7 @@ def first_node(stage, entry, ENTRIES: tl.constexpr):
 
 @triton.jit
 def load_nodes(arrays, k, used):
-    """Nodes k of a tile; without runs where they are not `used`."""
+    """Nodes k of a tile; without segments where they are not `used`."""
     rows = tl.load(arrays.rows + k, mask=used, other=0)
     return Node(
         first=rows & 255,
@@ -118,7 +118,7 @@ def load_nodes(arrays, k, used):
         start=tl.load(arrays.start + k, mask=used, other=0),
         end=tl.load(arrays.end + k, mask=used, other=0),
         offset=tl.load(arrays.offset + k, mask=used, other=0),
-        runs=tl.load(arrays.runs + k, mask=used, other=0),
+        segments=tl.load(arrays.segments + k, mask=used, other=0),
         full=tl.load(arrays.full + k, mask=used, other=0),
         full_end=tl.load(arrays.full_end + k, mask=used, other=0),
     )
@@ -131,7 +131,7 @@ def store_nodes(arrays, k, node, used):
     tl.store(arrays.start + k, node.start, mask=used)
     tl.store(arrays.end + k, node.end, mask=used)
     tl.store(arrays.offset + k, node.offset, mask=used)
-    tl.store(arrays.runs + k, node.runs, mask=used)
+    tl.store(arrays.segments + k, node.segments, mask=used)
     tl.store(arrays.full + k, node.full, mask=used)
     tl.store(arrays.full_end + k, node.full_end, mask=used)
 
@@ -172,7 +172,7 @@ def _tall_tokens(at, first, end, least, num_entries, shared, SIZES: tl.constexpr
 
 
 @triton.jit
-def _nodes(value, base, position, num_rows, window, RUN: tl.constexpr, NODES: tl.constexpr):
+def _nodes(value, base, position, num_rows, window, SEGMENT_SIZE: tl.constexpr, NODES: tl.constexpr):
     """The nodes of a tile, a vector of NODES places.
 
     An odd place stands for an entry, and its value is the number of tokens on the entry's path. An even place stands
@@ -210,27 +210,27 @@ def _nodes(value, base, position, num_rows, window, RUN: tl.constexpr, NODES: tl
     highest = tl.max(tl.where(inside, position[None, :], -1), 1)
     start = tl.maximum(tl.maximum(parent_end, base), lowest + 1 - window)
     end = tl.minimum(value, highest + 1)
-    runs = tl.where((is_repeated == 0) & (start < end), tl.cdiv(end, RUN) - start // RUN, 0)
+    segments = tl.where((is_repeated == 0) & (start < end), tl.cdiv(end, SEGMENT_SIZE) - start // SEGMENT_SIZE, 0)
     first, stop = left // 2, right // 2
     before = (first[None, :] < first[:, None]) | ((first[None, :] == first[:, None]) & lower)
-    offset = tl.sum(tl.where(before, runs[None, :], 0), 1)
-    full = offset + tl.cdiv(tl.maximum(start, highest + 1 - window), RUN) - start // RUN
-    full_end = offset + tl.minimum(end, lowest + 1) // RUN - start // RUN
-    return Node(first, stop, start, end, offset, runs, full, full_end)
+    offset = tl.sum(tl.where(before, segments[None, :], 0), 1)
+    full = offset + tl.cdiv(tl.maximum(start, highest + 1 - window), SEGMENT_SIZE) - start // SEGMENT_SIZE
+    full_end = offset + tl.minimum(end, lowest + 1) // SEGMENT_SIZE - start // SEGMENT_SIZE
+    return Node(first, stop, start, end, offset, segments, full, full_end)
 
 
 @triton.jit
-def _blocks(node, runs, num_rows, stage, SUBTILES: tl.constexpr):
+def _blocks(node, segments, num_rows, stage, SUBTILES: tl.constexpr):
     """Blocks of keys of a tile that is not cut: those that all of it sees, and others."""
     height = tl.maximum(stage.height // stage.subtiles, 1)
     is_shared = (node.first == 0) & (node.stop == num_rows)
-    shared_runs = tl.sum(tl.where(is_shared, runs, 0), 0)
-    private_runs = 0
+    shared_segments = tl.sum(tl.where(is_shared, segments, 0), 0)
+    private_segments = 0
     for subtile in tl.static_range(SUBTILES):
         touches = (node.first // height <= subtile) & ((node.stop - 1) // height >= subtile)
         touches = touches & (subtile < stage.subtiles) & (is_shared == 0)
-        private_runs = tl.maximum(private_runs, tl.sum(tl.where(touches, runs, 0), 0))
-    return tile_blocks(shared_runs, private_runs, stage)
+        private_segments = tl.maximum(private_segments, tl.sum(tl.where(touches, segments, 0), 0))
+    return tile_blocks(shared_segments, private_segments, stage)
 
 
 @triton.jit
@@ -289,23 +289,23 @@ def tiles_kernel(entries, status, stages, layout, window, SIZES: tl.constexpr, P
         base = tl.where(stage.least > 1, 0, tall)
         value = tl.where(stage.least > 1, tl.minimum(value, tall), value)
     value = tl.where(used, value, -1)
-    node = _nodes(value, base, position, num_rows, window, SIZES.run, SIZES.nodes)
+    node = _nodes(value, base, position, num_rows, window, SIZES.segment_size, SIZES.nodes)
     store_nodes(node_arrays(layout.nodes + first_node(number, begin, SIZES.tokens), SIZES.tokens), k, node, used)
-    full, masked = _blocks(node, tl.where(used, node.runs, 0), num_rows, stage, SIZES.subtiles)
+    full, masked = _blocks(node, tl.where(used, node.segments, 0), num_rows, stage, SIZES.subtiles)
     is_entry = used & (k % 2 == 1)
     once, common, again = _tokens(at, is_entry, tile, tall, stage, entries, window, SIZES.nodes)
     arrays = tile_arrays(layout.tiles, number, SIZES.tokens)
-    runs = tl.sum(node.runs, 0)
-    tl.store(arrays.runs + tile, runs)
+    segments = tl.sum(node.segments, 0)
+    tl.store(arrays.segments + tile, segments)
     tl.store(arrays.full + tile, full)
     tl.store(arrays.masked + tile, masked)
-    _add_totals(totals_of(layout.totals, number), Totals(runs, once, common, again))
+    _add_totals(totals_of(layout.totals, number), Totals(segments, once, common, again))
 
 
 @triton.jit
 def _add_totals(to, totals):
     """Adds a tile's numbers in one instruction for the whole program."""
     field = tl.arange(0, TOTAL_FIELDS)
-    value = tl.where(field == 0, totals.runs, tl.where(field == 1, totals.once, totals.again))
+    value = tl.where(field == 0, totals.segments, tl.where(field == 1, totals.once, totals.again))
     value = tl.where(field == 2, totals.common, value).to(tl.int64)
-    tl.atomic_add(to.runs + field, value, sem="relaxed")
+    tl.atomic_add(to.segments + field, value, sem="relaxed")

@@ -56,11 +56,11 @@ class DeviceStep:
         heights = len(self.rule.kinds)
         *counts, merged = host["counts"][: 2 * heights + 2].tolist()
         items = host["items"][: 5 * counts[-1]].reshape(-1, 5)
-        queries, runs = (int(items[:, column].max(initial=0)) for column in (4, 2))
+        queries, segments = (int(items[:, column].max(initial=0)) for column in (4, 2))
         slots = host["slots"][:queries]
         return TileList(
             items=items,
-            runs=host["runs"][: 3 * runs].reshape(-1, 3),
+            segments=host["segments"][: 3 * segments].reshape(-1, 3),
             queries=host["queries"][:queries],
             slots=slots,
             parts=host["parts"][: 2 * queries].reshape(-1, 2),
@@ -94,7 +94,7 @@ def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, policy:
     tiles = {
         f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + len(kinds)]) for i, kind in enumerate(kinds)
     }
-    read = int((tile_list.runs[:, 1] >> 16).sum())
+    read = int((tile_list.segments[:, 1] >> 16).sum())
     tallest = kinds[-1].entries(rule.group_size)
     alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
     items = len(tile_list.items)

@@ -1,7 +1,7 @@
 """Planning on the device: the arrays of a plan, from its items (`planner.work_list.TileList`).
 
-One program an item counts what stands before it: runs and queries in the order of emission, items in the order of
-weight. Stores beyond an array are left out and flagged; an item whose runs or queries do not fit is empty.
+One program an item counts what stands before it: segments and queries in the order of emission, items in the order of
+weight. Stores beyond an array are left out and flagged; an item whose segments or queries do not fit is empty.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import triton.language as tl
 from trunkattn.gpu.device_planner.common import (
     BIG,
     MANY_QUERIES,
-    MANY_RUNS,
+    MANY_SEGMENTS,
     MANY_SLOTS,
     NUMBERS,
     counts_of,
@@ -22,18 +22,26 @@ from trunkattn.gpu.device_planner.common import (
 from trunkattn.gpu.device_planner.cost import load_pass
 from trunkattn.gpu.device_planner.items import count_pieces, item_arrays, load_item, piece_arrays, touches
 from trunkattn.gpu.device_planner.row_tiles import load_nodes, node_arrays
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
+from trunkattn.planner.work_list import (
+    DIRECT,
+    ITEM_COLUMNS,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_START,
+)
 
 _DIRECT = tl.constexpr(DIRECT)
 _ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
-_RUN_START = tl.constexpr(RUN_START)
-_RUN_FULL = tl.constexpr(RUN_FULL)
-_RUN_END = tl.constexpr(RUN_END)
+_SEGMENT_START = tl.constexpr(SEGMENT_START)
+_SEGMENT_FULL = tl.constexpr(SEGMENT_FULL)
+_SEGMENT_END = tl.constexpr(SEGMENT_END)
 _QUERY_START = tl.constexpr(QUERY_START)
 _QUERY_END = tl.constexpr(QUERY_END)
 
 # What a program of `lists_kernel` does
-_LIST_RUNS = tl.constexpr(0)
+_LIST_SEGMENTS = tl.constexpr(0)
 _LIST_QUERIES = tl.constexpr(1)
 _LIST_MERGES = tl.constexpr(2)
 _COUNT_BUCKETS = tl.constexpr(3)
@@ -49,19 +57,19 @@ class PlanArrays(NamedTuple):
     parts: Any
     merge_queries: Any
     merge_ranges: Any
-    runs: Any
+    segments: Any
 
 
 class Place(NamedTuple):
     """Where an item's lists begin, and its place in the order of buckets and weight."""
 
-    run: Any
+    segment: Any
     query: Any
     item: Any
 
 
-class Span(NamedTuple):
-    """Runs [begin, end) of a tile that are listed. low: the item's first entry."""
+class SegmentRange(NamedTuple):
+    """Segments [begin, end) of a tile that are listed. low: the item's first entry."""
 
     begin: Any
     end: Any
@@ -76,10 +84,10 @@ class Subtile(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """How runs are dealt to subtiles, which read them side by side: a block of runs to each in turn."""
+    """How segments are dealt to subtiles, which read them side by side: a block of segments to each in turn."""
 
     subtiles: Any
-    block_runs: Any
+    block_segments: Any
     places: Any  # to fill, for each subtile
 
 
@@ -102,7 +110,7 @@ class Pages(NamedTuple):
 @triton.jit
 def _place_of(item, number, items, num_items, BLOCK: tl.constexpr):
     """The place of item `number`, by what comes before it."""
-    runs, queries = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    segments, queries = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     place = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, num_items, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -112,10 +120,10 @@ def _place_of(item, number, items, num_items, BLOCK: tl.constexpr):
         high = tl.load(items.high + other, mask=used, other=0)
         bucket = tl.load(items.bucket + other, mask=used, other=BIG)
         is_heavier = (size > item.size) | ((size == item.size) & before)
-        runs += tl.where(before, size, 0)
+        segments += tl.where(before, size, 0)
         queries += tl.where(before, high - low, 0)
         place += ((bucket < item.bucket) | ((bucket == item.bucket) & is_heavier)).to(tl.int32)
-    return Place(tl.sum(runs, 0), tl.sum(queries, 0), tl.sum(place, 0))
+    return Place(tl.sum(segments, 0), tl.sum(queries, 0), tl.sum(place, 0))
 
 
 @triton.jit
@@ -159,75 +167,75 @@ def _list_queries(item, number, at, count, num_tokens, entries, items, pieces, p
 
 
 @triton.jit
-def _taken(k, nodes, rows, span, subtile):
-    """The runs of a span that are of nodes k and concern a subtile: the first one, and how many."""
+def _taken(k, nodes, rows, wanted, subtile):
+    """The segments of a range that are of nodes k and concern a subtile: the first one, and how many."""
     node = load_nodes(nodes, k, k < 2 * rows)
-    first = tl.maximum(node.offset, span.begin)
-    count = tl.maximum(tl.minimum(node.offset + node.runs, span.end) - first, 0)
-    return first, tl.where(touches(node, span.low, subtile.number, subtile.entries), count, 0)
+    first = tl.maximum(node.offset, wanted.begin)
+    count = tl.maximum(tl.minimum(node.offset + node.segments, wanted.end) - first, 0)
+    return first, tl.where(touches(node, wanted.low, subtile.number, subtile.entries), count, 0)
 
 
 @triton.jit
-def _list_runs(to, span, subtile, deal, share, nodes, rows, pages, SIZES: tl.constexpr, DEALT: tl.constexpr):
-    """A worker's share of the runs of a span that concern a subtile.
+def _list_segments(to, wanted, subtile, deal, share, nodes, rows, pages, SIZES: tl.constexpr, DEALT: tl.constexpr):
+    """A worker's share of the segments of a range that concern a subtile.
 
     Args:
-        to: where the item's runs are listed.
+        to: where the item's segments are listed.
         nodes, rows: of the tile.
-        DEALT: whether the runs are dealt to subtiles, the places that are left over filled with empty runs. Without,
-            all of the tile concerns the one subtile.
+        DEALT: whether the segments are dealt to subtiles, the places that are left over filled with empty segments.
+            Without, all of the tile concerns the one subtile.
     """
     NODES: tl.constexpr = SIZES.nodes
     k = tl.arange(0, NODES)
-    a, count = _taken(k, nodes, rows, span, subtile)
-    ahead, total = a - span.begin, span.end - span.begin
+    a, count = _taken(k, nodes, rows, wanted, subtile)
+    ahead, total = a - wanted.begin, wanted.end - wanted.begin
     if DEALT:
         ahead, total = tl.zeros([NODES], tl.int32), tl.sum(count, 0)
         for others in range(0, 2 * rows, 16):
-            its_a, its_count = _taken(others + tl.arange(0, 16), nodes, rows, span, subtile)
+            its_a, its_count = _taken(others + tl.arange(0, 16), nodes, rows, wanted, subtile)
             ahead += tl.sum(tl.where(its_a[None, :] < a[:, None], its_count[None, :], 0), 1)
-    for first in range(share.number * SIZES.run_block, deal.places, share.count * SIZES.run_block):
-        x = first + tl.arange(0, SIZES.run_block)
+    for first in range(share.number * SIZES.segment_block, deal.places, share.count * SIZES.segment_block):
+        x = first + tl.arange(0, SIZES.segment_block)
         match = (ahead[:, None] <= x[None, :]) & (x[None, :] < (ahead + count)[:, None])
         node_number = tl.sum(tl.where(match, k[:, None], 0), 0)  # over the first axis, which lies in registers
-        run = span.begin + x  # of the tile
+        segment = wanted.begin + x  # of the tile
         if DEALT:
-            run = x + tl.sum(tl.where(match, (a - ahead)[:, None], 0), 0)
-        is_run = x < total
-        node = load_nodes(nodes, node_number, is_run)
-        run -= node.offset  # of the node
-        token = tl.where(run == 0, node.start, (node.start // SIZES.run + run) * SIZES.run)
-        num_tokens = tl.minimum((token // SIZES.run + 1) * SIZES.run, node.end) - token
-        row = tl.load(pages.rows + node.first, mask=is_run, other=0)
+            segment = x + tl.sum(tl.where(match, (a - ahead)[:, None], 0), 0)
+        is_listed = x < total
+        node = load_nodes(nodes, node_number, is_listed)
+        segment -= node.offset  # of the node
+        token = tl.where(segment == 0, node.start, (node.start // SIZES.segment_size + segment) * SIZES.segment_size)
+        num_tokens = tl.minimum((token // SIZES.segment_size + 1) * SIZES.segment_size, node.end) - token
+        row = tl.load(pages.rows + node.first, mask=is_listed, other=0)
         column = token // SIZES.page_size
-        page = tl.load(pages.block_table + row.to(tl.int64) * pages.row_stride + column, mask=is_run, other=0)
+        page = tl.load(pages.block_table + row.to(tl.int64) * pages.row_stride + column, mask=is_listed, other=0)
         page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
         place = page * SIZES.page_size + token % SIZES.page_size
-        its_rows = (node.first - span.low) | (node.stop - span.low) << 8
-        at = (x // deal.block_runs * deal.subtiles + subtile.number) * deal.block_runs + x % deal.block_runs
+        its_rows = (node.first - wanted.low) | (node.stop - wanted.low) << 8
+        at = (x // deal.block_segments * deal.subtiles + subtile.number) * deal.block_segments + x % deal.block_segments
         write = x < deal.places
-        tl.store(to + 3 * at, tl.where(is_run, place, 0), mask=write)
-        tl.store(to + 3 * at + 1, tl.where(is_run, its_rows | num_tokens << 16, 0), mask=write)
-        tl.store(to + 3 * at + 2, tl.where(is_run, token, 0), mask=write)
+        tl.store(to + 3 * at, tl.where(is_listed, place, 0), mask=write)
+        tl.store(to + 3 * at + 1, tl.where(is_listed, its_rows | num_tokens << 16, 0), mask=write)
+        tl.store(to + 3 * at + 2, tl.where(is_listed, token, 0), mask=write)
 
 
 @triton.jit
-def _list_item_runs(item, to, worker, nodes, passes, pages, SIZES: tl.constexpr):
-    """A worker's share of an item's runs. The leading ones are in the order of the tile; of a tile with subtiles the
-    others are dealt out."""
+def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.constexpr):
+    """A worker's share of an item's segments. The leading ones are in the order of the tile; of a tile with subtiles
+    the others are dealt out."""
     whole = tl.where(item.subtiles == 1, item.size, item.full)
     every = Subtile(0, BIG)
-    span = Span(item.begin, item.begin + whole, item.low)
-    _list_runs(to, span, every, Deal(1, 1, whole), worker, nodes, item.rows, pages, SIZES, False)
+    wanted = SegmentRange(item.begin, item.begin + whole, item.low)
+    _list_segments(to, wanted, every, Deal(1, 1, whole), worker, nodes, item.rows, pages, SIZES, False)
     if item.size > whole:
         one = load_pass(passes, item.pass_number)
-        span = Span(item.begin + item.full, item.end, item.low)
-        deal = Deal(item.subtiles, one.private_runs, (item.size - item.full) // item.subtiles)
+        wanted = SegmentRange(item.begin + item.full, item.end, item.low)
+        deal = Deal(item.subtiles, one.private_segments, (item.size - item.full) // item.subtiles)
         sharers = tl.maximum(worker.count // item.subtiles, 1)  # workers of a subtile
         for task in range(worker.number, item.subtiles * sharers, worker.count):
             subtile = Subtile(task % item.subtiles, one.subtile_entries)
             share = Share(task // item.subtiles, sharers)
-            _list_runs(to + 3 * item.full, span, subtile, deal, share, nodes, item.rows, pages, SIZES, True)
+            _list_segments(to + 3 * item.full, wanted, subtile, deal, share, nodes, item.rows, pages, SIZES, True)
 
 
 @triton.jit
@@ -265,12 +273,12 @@ def _count_buckets(items, num_items, counts, SIZES: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _store_plan_item(items, place, fits, size):
-    """An item of the plan, empty unless it fits. size: of (leading runs, runs, queries)."""
-    full, runs, queries = size
+    """An item of the plan, empty unless it fits. size: of (leading segments, segments, queries)."""
+    full, segments, queries = size
     row = items + place.item * _ITEM_COLUMNS
-    tl.store(row + _RUN_START, tl.where(fits, place.run, 0))
-    tl.store(row + _RUN_FULL, tl.where(fits, place.run + full, 0))
-    tl.store(row + _RUN_END, tl.where(fits, place.run + runs, 0))
+    tl.store(row + _SEGMENT_START, tl.where(fits, place.segment, 0))
+    tl.store(row + _SEGMENT_FULL, tl.where(fits, place.segment + full, 0))
+    tl.store(row + _SEGMENT_END, tl.where(fits, place.segment + segments, 0))
     tl.store(row + _QUERY_START, tl.where(fits, place.query, 0))
     tl.store(row + _QUERY_END, tl.where(fits, place.query + queries, 0))
 
@@ -278,23 +286,23 @@ def _store_plan_item(items, place, fits, size):
 @triton.jit
 def _assign_role(num_items):
     """(role, worker, workers) of this program. The last two programs list merges, and count. Of the others one for each
-    item, half of them at most, list queries; the rest list runs."""
+    item, half of them at most, list queries; the rest list segments."""
     program, others = tl.program_id(0), tl.num_programs(0) - 2
     query_workers = tl.minimum(num_items, others // 2)
-    run_workers = others - query_workers
-    role = tl.where(program < run_workers, _LIST_RUNS, _LIST_QUERIES)
+    segment_workers = others - query_workers
+    role = tl.where(program < segment_workers, _LIST_SEGMENTS, _LIST_QUERIES)
     role = tl.where(program == others, _LIST_MERGES, role)
     role = tl.where(program == others + 1, _COUNT_BUCKETS, role)
-    lists_runs = role == _LIST_RUNS
-    worker = tl.where(lists_runs, program, program - run_workers)
-    return role, worker, tl.where(lists_runs, run_workers, tl.maximum(query_workers, 1))
+    lists_segments = role == _LIST_SEGMENTS
+    worker = tl.where(lists_segments, program, program - segment_workers)
+    return role, worker, tl.where(lists_segments, segment_workers, tl.maximum(query_workers, 1))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
     tables, row_stride, entries, status, layout, choice, work, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The plan's arrays. Where there are fewer items than programs, several list the runs of one item in turn."""
+    """The plan's arrays. Where there are fewer items than programs, several list the segments of one item in turn."""
     trigger_and_wait(PDL)
     counts = counts_of(status)
     num_items, num_tokens = tl.load(counts.num_items), tl.load(counts.num_tokens)
@@ -304,17 +312,18 @@ def lists_kernel(
         _list_merges(num_tokens, of_token, status, plan, limits, SIZES)
     if role == _COUNT_BUCKETS:
         _count_buckets(arrays, num_items, plan.counts, SIZES, 128)
-    sharers = tl.where(role == _LIST_RUNS, tl.maximum(workers // tl.maximum(num_items, 1), 1), 1)  # of an item
+    sharers = tl.where(role == _LIST_SEGMENTS, tl.maximum(workers // tl.maximum(num_items, 1), 1), 1)  # of an item
     tasks = tl.where(role <= _LIST_QUERIES, num_items * sharers, 0)
     for task in range(worker, tasks, workers):
         number = task // sharers
         item = load_item(arrays, number)
         place = _place_of(item, number, arrays, num_items, SIZES.block)
         num_queries = item.high - item.low
-        runs_fit, queries_fit = place.run + item.size <= limits.runs, place.query + num_queries <= limits.queries
-        fits = runs_fit & queries_fit
+        segments_fit = place.segment + item.size <= limits.segments
+        queries_fit = place.query + num_queries <= limits.queries
+        fits = segments_fit & queries_fit
         if role == _LIST_QUERIES:
-            flag(status, tl.where(runs_fit, 0, MANY_RUNS) | tl.where(queries_fit, 0, MANY_QUERIES))
+            flag(status, tl.where(segments_fit, 0, MANY_SEGMENTS) | tl.where(queries_fit, 0, MANY_QUERIES))
             _store_plan_item(plan.items, place, fits, (item.full, item.size, num_queries))
             _list_queries(
                 item,
@@ -333,4 +342,4 @@ def lists_kernel(
             pages = Pages(tables.block_table, row_stride, limits.num_pages, entries.row + item.entry)
             its_nodes = node_arrays(layout.nodes + item.nodes, SIZES.tokens)
             share = Share(task % sharers, sharers)
-            _list_item_runs(item, plan.runs + 3 * place.run, share, its_nodes, choice.passes, pages, SIZES)
+            _list_item_segments(item, plan.segments + 3 * place.segment, share, its_nodes, choice.passes, pages, SIZES)

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn import numerics
 from trunkattn.dtypes import HOPPER_HEAD_DIM, HOPPER_PAGE_UNIT, fits_hopper
 from trunkattn.gpu.plan import Geometry, Tensors
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS
@@ -24,7 +25,7 @@ BOX_TOKENS = gl.constexpr(HOPPER_PAGE_UNIT)  # tokens of a TMA box; a page holds
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix product
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 COALESCED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
-NEG_INF = gl.constexpr(-1e30)  # maximum of no logit: finite, so that differences are never NaN
+NEG_INF = gl.constexpr(numerics.NEG_INF)
 PRODUCER_REGISTERS = gl.constexpr(24)  # of a thread; consumers take what producers leave
 
 _LINE = gl.constexpr(32)  # numbers in a cache line of 128 bytes

@@ -323,17 +323,17 @@ def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
         and tile.block_m % group == 0
         and tile.block_m <= WARPGROUP_ROWS.value
         and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS.value, 1)
-        and BLOCK_TOKENS.value % geometry.run == 0
-        and geometry.run % BOX_TOKENS.value == 0
+        and BLOCK_TOKENS.value % geometry.segment_size == 0
+        and geometry.segment_size % BOX_TOKENS.value == 0
     )
 
 
 class DecodeLaunch(NamedTuple):
-    """What a launch adds to a plan. buckets: first and last. first_cta: of this launch, among `num_ctas` of all."""
+    """What a launch adds to a plan. buckets: first and last. first_cta: of this launch, among `total_ctas` of all."""
 
     buckets: tuple[int, int]
     first_cta: int
-    num_ctas: int
+    total_ctas: int
     pdl: Pdl
     return_lse: bool
 
@@ -349,25 +349,25 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
         *launch.buckets,
         plan.sizes["items"],
         plan.sizes["queries"],
-        plan.sizes["runs"],
+        plan.sizes["segments"],
         launch.first_cta,
-        launch.num_ctas,
-        DecodeConstants(*heads, g.page_size, g.run, g.masked, launch.return_lse),
+        launch.total_ctas,
+        DecodeConstants(*heads, g.page_size, g.segment_size, g.masked, launch.return_lse),
     )
 
 
 def bind(
-    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], num_ctas: tuple[int, ...], pdl: Pdl, return_lse: bool
+    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], num_programs: tuple[int, ...], pdl: Pdl, return_lse: bool
 ) -> BoundLaunches:
     """Launches of the items of all buckets from the first to the last, for layers like `t`. With a window up to 15
     tokens before it are loaded and masked: they must be finite, as tokens of the sequence are.
 
-    num_ctas: of each of the launches, which run side by side. pdl: of the launches together: the first overlaps what is
+    num_programs: of each of the launches, which run side by side. pdl: of all of them: the first overlaps what is
     ahead, and the last triggers what comes next."""
     grids = []
-    for number, count in enumerate(num_ctas):
-        its_pdl = Pdl(pdl.trigger or number + 1 < len(num_ctas), pdl.overlaps or number > 0)
-        each = DecodeLaunch(buckets, sum(num_ctas[:number]), sum(num_ctas), its_pdl, return_lse)
+    for number, count in enumerate(num_programs):
+        its_pdl = Pdl(pdl.trigger or number + 1 < len(num_programs), pdl.overlaps or number > 0)
+        each = DecodeLaunch(buckets, sum(num_programs[:number]), sum(num_programs), its_pdl, return_lse)
         options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
         grids.append(Grid(count, arguments(t, plan, each)._asdict() | options))
     return BoundLaunches(hopper_decode_kernel, grids, LAYER, of_layer)

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from trunkattn.gpu.hopper.common import HEAD_DIM, NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_KV_EMPTY, BAR_V_EMPTY, consumer_release, consumer_wait
+from trunkattn.numerics import LN_2
 
-_LN_2 = gl.constexpr(0.6931471805599453)
+_LN_2 = gl.constexpr(LN_2)
 
 
 class MainloopTile(NamedTuple):

@@ -369,4 +369,4 @@ def bind(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> Boun
     are loaded and masked: they must be finite, as tokens of the sequence are."""
     assert plan.prefill
     given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": REGISTERS}
-    return BoundLaunches(hopper_prefill_kernel, [Grid(plan.prefill.programs, given)], LAYER, of_layer)
+    return BoundLaunches(hopper_prefill_kernel, [Grid(plan.prefill.num_programs, given)], LAYER, of_layer)

@@ -64,13 +64,14 @@ from trunkattn.gpu.hopper.segments import (
 )
 from trunkattn.gpu.plan import GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import HYBRID_NARROW, HYBRID_ROWS
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS, PREFILL_DECODE_ROWS
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
 CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
 DECODE_REGISTERS = gl.constexpr(72)
-_NARROW_ROWS, _WIDE_ROWS = gl.constexpr(HYBRID_NARROW), gl.constexpr(HYBRID_ROWS)  # of a decode tile, in whole groups
+_NARROW_ROWS = gl.constexpr(PREFILL_DECODE_NARROW_ROWS)  # of a decode tile, in whole groups
+_WIDE_ROWS = gl.constexpr(PREFILL_DECODE_ROWS)
 # Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
 _SHAPE: Final = PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY)
 assert _SHAPE.empty + _SHAPE.num_stages <= NUM_BARRIERS
@@ -338,14 +339,14 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
-    """Whether `bind` takes the chunks of a plan and the items beside them, of this tile: chunks that
+    """Whether `bind` takes the chunks of a plan and the items that overlap them, of this tile: chunks that
     `prefill.supports` accepts, and tiles of 16 rows by 64 keys."""
     return (
         plan.prefill is not None
         and prefill.supports(t, plan.prefill.tile, plan.geometry)
-        and (tile.block_m, tile.block_n, tile.subtiles) == (HYBRID_ROWS, BLOCK_TOKENS.value, 1)
+        and (tile.block_m, tile.block_n, tile.subtiles) == (PREFILL_DECODE_ROWS, BLOCK_TOKENS.value, 1)
         and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
-        and plan.geometry.run % BOX_TOKENS.value == 0
+        and plan.geometry.segment_size % BOX_TOKENS.value == 0
     )
 
 
@@ -359,12 +360,12 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     return PrefillDecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
-        PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["beside"], g.window),
-        PrefillDecodeConstants(*heads, g.page_size, g.run, *options),
+        PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["overlapped"], g.window),
+        PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options),
     )
 
 
-def bind(t: Tensors, plan: GpuPlan, num_ctas: int, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
+def bind(t: Tensors, plan: GpuPlan, num_programs: int, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
     """The launch of a plan's prompt chunks and of the items that are co-scheduled with them, for layers like `t`."""
     given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": REGISTERS}
-    return BoundLaunches(hopper_prefill_decode_kernel, [Grid(num_ctas, given)], LAYER, of_layer)
+    return BoundLaunches(hopper_prefill_decode_kernel, [Grid(num_programs, given)], LAYER, of_layer)

@@ -12,17 +12,24 @@ from triton.experimental.gluon import language as gl
 from trunkattn.gpu.hopper.common import BOX_TOKENS
 from trunkattn.gpu.hopper.pipeline import Boxes
 from trunkattn.gpu.plan import GpuPlan
-from trunkattn.gpu.tuning.prefill import HYBRID_KEYS
-from trunkattn.planner.work_list import RUN_END, RUN_FULL, RUN_START
+from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS
+from trunkattn.planner.work_list import (
+    SEGMENT_COLUMNS,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_POSITION,
+    SEGMENT_QUERIES,
+    SEGMENT_START,
+)
 
-BLOCK_TOKENS = gl.constexpr(HYBRID_KEYS)
+BLOCK_TOKENS = gl.constexpr(PREFILL_DECODE_KEYS)
 _BLOCK_BOXES = gl.constexpr(BLOCK_TOKENS.value // BOX_TOKENS.value)
 # Columns of an item: its segments [start, end), of which those before `full` are whole and seen by all of its queries
-ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(RUN_START), gl.constexpr(RUN_FULL)
-ITEM_SEGMENT_END = gl.constexpr(RUN_END)
-# Columns of a segment: the place of its first token in the cache; its span, which is first query | end query << 8 |
-# tokens << 16; the position of its first token in the sequence
-_SEGMENT_SPAN, _SEGMENT_POSITION, _SEGMENT_COLUMNS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_FULL)
+ITEM_SEGMENT_END = gl.constexpr(SEGMENT_END)
+# Columns of a segment, whose first one is the place of its first token in the cache
+_SEGMENT_QUERIES, _SEGMENT_POSITION = gl.constexpr(SEGMENT_QUERIES), gl.constexpr(SEGMENT_POSITION)
+_SEGMENT_COLUMNS = gl.constexpr(SEGMENT_COLUMNS)
 
 
 class RowTiles(NamedTuple):
@@ -57,7 +64,7 @@ def locate_boxes(segments, at, end, C: gl.constexpr):
         index = at + i * BOX_TOKENS // C.segment_size
         segment = segments + gl.maximum(gl.minimum(index, end - 1), 0) * _SEGMENT_COLUMNS
         first = gl.load(segment)
-        tokens = gl.where(index < end, gl.load(segment + _SEGMENT_SPAN) >> 16, 0) - i * BOX_TOKENS % C.segment_size
+        tokens = gl.where(index < end, gl.load(segment + _SEGMENT_QUERIES) >> 16, 0) - i * BOX_TOKENS % C.segment_size
         tokens = gl.minimum(gl.maximum(tokens, 0), BOX_TOKENS)
         page += (first // C.page_size,)
         begin = first % C.page_size + i * BOX_TOKENS % C.segment_size + tokens - BOX_TOKENS
@@ -73,9 +80,9 @@ def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
     place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
     for i in gl.static_range(_BLOCK_BOXES):
         index = args.at + i * BOX_TOKENS // C.segment_size
-        span = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_SPAN, mask=index < args.end, other=0)
-        tokens = gl.minimum(gl.maximum((span >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
-        boxes_seen |= gl.where((args.query >= (span & 255)) & (args.query < (span >> 8 & 255)), 1 << i, 0)
+        packed = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_QUERIES, mask=index < args.end, other=0)
+        tokens = gl.minimum(gl.maximum((packed >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
+        boxes_seen |= gl.where((args.query >= (packed & 255)) & (args.query < (packed >> 8 & 255)), 1 << i, 0)
         place = gl.where(n // BOX_TOKENS == i, n % BOX_TOKENS + tokens, place)
     box_seen = (boxes_seen[:, None] >> (n // BOX_TOKENS)[None, :]) & 1 != 0
     mask = box_seen & (place >= BOX_TOKENS)[None, :]
@@ -94,10 +101,11 @@ def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
     n = gl.arange(0, BLOCK_TOKENS, gl.SliceLayout(1, ACC))
     index = args.at + n // C.segment_size
     segment = args.segments + index * _SEGMENT_COLUMNS
-    span = gl.load(segment + _SEGMENT_SPAN, mask=index < args.end, other=0)
+    packed = gl.load(segment + _SEGMENT_QUERIES, mask=index < args.end, other=0)
     first = n % C.segment_size // BOX_TOKENS * BOX_TOKENS  # of the box, in the segment
-    missing = BOX_TOKENS - gl.minimum(gl.maximum((span >> 16) - first, 0), BOX_TOKENS)  # a box ends with its last token
-    begin, until = gl.where(n % BOX_TOKENS >= missing, span & 255, 256), span >> 8 & 255
+    tokens = gl.minimum(gl.maximum((packed >> 16) - first, 0), BOX_TOKENS)
+    missing = BOX_TOKENS - tokens  # a box ends with its last token
+    begin, until = gl.where(n % BOX_TOKENS >= missing, packed & 255, 256), packed >> 8 & 255
     mask = (args.query[None, :] >= begin[:, None]) & (args.query[None, :] < until[:, None])
     if C.masked:
         key = gl.load(segment + _SEGMENT_POSITION, mask=index < args.end, other=0) + n % C.segment_size - missing
@@ -109,4 +117,4 @@ def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
 def row_tiles_of(plan: GpuPlan) -> RowTiles:
     """The arrays of a plan's tile list."""
     arrays = plan.arrays
-    return RowTiles(arrays["items"], arrays["runs"], arrays["queries"], arrays["slots"], arrays["positions"])
+    return RowTiles(arrays["items"], arrays["segments"], arrays["queries"], arrays["slots"], arrays["positions"])

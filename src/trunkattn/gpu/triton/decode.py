@@ -38,8 +38,8 @@ from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner import work_list
 
 _ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
-_SEGMENT_START, _SHARED_END = tl.constexpr(work_list.RUN_START), tl.constexpr(work_list.RUN_FULL)
-_SEGMENT_END = tl.constexpr(work_list.RUN_END)
+_SEGMENT_START, _SHARED_END = tl.constexpr(work_list.SEGMENT_START), tl.constexpr(work_list.SEGMENT_FULL)
+_SEGMENT_END = tl.constexpr(work_list.SEGMENT_END)
 _QUERY_START, _QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
 _PLACE, _QUERIES = tl.constexpr(work_list.SEGMENT_PLACE), tl.constexpr(work_list.SEGMENT_QUERIES)
 _POSITION, _SEGMENT_COLUMNS = tl.constexpr(work_list.SEGMENT_POSITION), tl.constexpr(work_list.SEGMENT_COLUMNS)
@@ -59,12 +59,12 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys; a subtile has blocks of private_n keys of its own. segment:
-    tokens of a whole segment. stages: blocks in flight."""
+    """Constants of a tile of block_m rows and block_n keys; a subtile has blocks of private_n keys of its own.
+    segment_size: tokens of a whole segment. stages: blocks in flight."""
 
     block_m: int
     block_n: int
-    segment: int
+    segment_size: int
     subtiles: int
     private_n: int
     stages: int
@@ -154,12 +154,12 @@ def attend(state, query, keys, values, seen, MASK: tl.constexpr, FEATURES: tl.co
 @triton.jit
 def attend_shared(state, query, item, cache, segments, SHAPE: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr):
     """Adds the segments that all rows see."""
-    COUNT: tl.constexpr = TILE.block_n // TILE.segment
+    COUNT: tl.constexpr = TILE.block_n // TILE.segment_size
     n = tl.arange(0, TILE.block_n)
-    key_segment = n // TILE.segment
+    key_segment = n // TILE.segment_size
     place = load_segments(segments, item.segment_start, item.segment_end, key_segment, _PLACE, COUNT)
     for first in tl.range(item.segment_start, item.shared_end, COUNT, num_stages=TILE.stages):
-        page, offset = (place // SHAPE.page_size).to(tl.int64), place % SHAPE.page_size + n % TILE.segment
+        page, offset = (place // SHAPE.page_size).to(tl.int64), place % SHAPE.page_size + n % TILE.segment_size
         keys, values = load_block(cache, page, offset, query.tile, SHAPE)
         state = attend(state, query, keys, values, True, False, FEATURES)
         place = load_segments(segments, first + COUNT, item.segment_end, key_segment, _PLACE, COUNT)
@@ -214,12 +214,12 @@ def attend_private(
     D: tl.constexpr = SHAPE.padded_dim
     DV: tl.constexpr = SHAPE.padded_dim_v
     if SUBTILES == 1:
-        COUNT: tl.constexpr = TILE.block_n // TILE.segment
+        COUNT: tl.constexpr = TILE.block_n // TILE.segment_size
         n = tl.arange(0, TILE.block_n)
-        places = KeyPlaces(n // TILE.segment, n % TILE.segment)
+        places = KeyPlaces(n // TILE.segment_size, n % TILE.segment_size)
         return attend_masked(state, query, item, cache, segments, places, SHAPE, FEATURES, COUNT, TILE.stages)
     else:
-        EACH: tl.constexpr = TILE.private_n // TILE.segment  # segments of a subtile
+        EACH: tl.constexpr = TILE.private_n // TILE.segment_size  # segments of a subtile
         subtile, n = tl.arange(0, SUBTILES), tl.arange(0, TILE.private_n)
         state = Softmax(
             tl.reshape(state.acc, (SUBTILES, ROWS, DV)),
@@ -235,8 +235,8 @@ def attend_private(
             query.window,
         )
         places = KeyPlaces(
-            subtile[:, None] * EACH + (n // TILE.segment)[None, :],
-            (n % TILE.segment)[None, :] + tl.zeros_like(subtile)[:, None],
+            subtile[:, None] * EACH + (n // TILE.segment_size)[None, :],
+            (n % TILE.segment_size)[None, :] + tl.zeros_like(subtile)[:, None],
         )
         state = attend_masked(state, query, item, cache, segments, places, SHAPE, FEATURES, SUBTILES * EACH, 2)
         return Softmax(
@@ -363,7 +363,7 @@ def launch_arguments(
         "work": DecodeWork(
             items=arrays["items"],
             counts=arrays["counts"] if counts is None else counts,
-            segments=arrays["runs"],
+            segments=arrays["segments"],
             queries=arrays["queries"],
             partial_slots=arrays["slots"],
             merge_slots=arrays["parts"],
@@ -372,13 +372,13 @@ def launch_arguments(
         "modifiers": arguments.modifiers(t, geometry),
         "strides": arguments.strides(t),
         "SHAPE": arguments.shape(geometry),
-        "TILE": decode_tile(tile, geometry.run),
+        "TILE": decode_tile(tile, geometry.segment_size),
         "FEATURES": arguments.features(geometry, t.q.dtype, return_lse),
         "BUCKETS": buckets,
         "num_warps": tile.warps,
     }
 
 
-def decode_tile(tile: GpuTile, segment: int) -> DecodeTile:
+def decode_tile(tile: GpuTile, segment_size: int) -> DecodeTile:
     """The constants of a tile of the table."""
-    return DecodeTile(tile.block_m, tile.block_n, segment, tile.subtiles, tile.private_n, tile.stages)
+    return DecodeTile(tile.block_m, tile.block_n, segment_size, tile.subtiles, tile.private_n, tile.stages)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.plan import GpuPlan, Tensors
-from trunkattn.gpu.prefill_plan import run_tokens
+from trunkattn.gpu.prefill_plan import segment_size
 from trunkattn.gpu.triton import arguments
 from trunkattn.gpu.triton.arguments import Modifiers, Operands, Strides
 from trunkattn.gpu.triton.online_softmax import add_values, empty_state, soft_capped, softmax_step
@@ -50,12 +50,12 @@ class PrefillWork(NamedTuple):
 
 
 class PrefillTileShape(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys. segment: tokens for which one page is looked up. stages:
-    blocks in flight."""
+    """Constants of a tile of block_m rows and block_n keys. segment_size: tokens for which one page is looked up.
+    stages: blocks in flight."""
 
     block_m: int
     block_n: int
-    segment: int
+    segment_size: int
     stages: int
 
 
@@ -102,30 +102,30 @@ def load_item(row):
 def load_pages(row, first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """The page of each key [N] of the block at token `first`. Few segments are looked up as scalars: a thread then
     keeps one address for each."""
-    COUNT: tl.constexpr = TILE.block_n // TILE.segment
+    COUNT: tl.constexpr = TILE.block_n // TILE.segment_size
     if COUNT > 4:
-        column = (first + n // TILE.segment * TILE.segment) // SHAPE.page_size
+        column = (first + n // TILE.segment_size * TILE.segment_size) // SHAPE.page_size
         return load_in_halves(row.pages + column, column < row.columns)
     page = tl.zeros_like(n)
     for i in tl.static_range(COUNT):
-        column = (first + i * TILE.segment) // SHAPE.page_size
-        page = tl.where(n // TILE.segment == i, load_in_halves(row.pages + column, column < row.columns), page)
+        column = (first + i * TILE.segment_size) // SHAPE.page_size
+        page = tl.where(n // TILE.segment_size == i, load_in_halves(row.pages + column, column < row.columns), page)
     return page
 
 
 @triton.jit
 def offset_in_page(first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """The place in its page of each key of a block, which begins at a multiple of a segment."""
-    if TILE.segment == SHAPE.page_size:
-        return n % TILE.segment
-    return (first + n // TILE.segment * TILE.segment) % SHAPE.page_size + n % TILE.segment
+    if TILE.segment_size == SHAPE.page_size:
+        return n % TILE.segment_size
+    return (first + n // TILE.segment_size * TILE.segment_size) % SHAPE.page_size + n % TILE.segment_size
 
 
 @triton.jit
 def key_blocks(item, position, used, window, TILE: tl.constexpr):
     """Which blocks need a mask, from the positions of the rows."""
     BLOCK_N: tl.constexpr = TILE.block_n
-    start = item.kv_start // TILE.segment * TILE.segment
+    start = item.kv_start // TILE.segment_size * TILE.segment_size
     lowest, highest = tl.min(tl.where(used, position, item.kv_end), 0), tl.max(position, 0)
     leading = (tl.maximum(item.kv_start, highest - window + 1) - start + BLOCK_N - 1) // BLOCK_N
     full = tl.maximum(tl.minimum(item.kv_end, lowest + 1) - start - leading * BLOCK_N, 0) // BLOCK_N
@@ -224,11 +224,11 @@ def prefill_kernel(
     now."""
     if PDL_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    num_tasks, num_ctas = tl.load(work.count) * SHAPE.num_kv_heads, tl.num_programs(0)
-    for first in range(0, num_tasks, num_ctas):
+    num_tasks, num_programs = tl.load(work.count) * SHAPE.num_kv_heads, tl.num_programs(0)
+    for first in range(0, num_tasks, num_programs):
         turn = tl.program_id(0)
-        backwards = (first // num_ctas % 2 == 1) & (first + num_ctas <= num_tasks)
-        task = first + tl.where(backwards, num_ctas - 1 - turn, turn)
+        backwards = (first // num_programs % 2 == 1) & (first + num_programs <= num_tasks)
+        task = first + tl.where(backwards, num_programs - 1 - turn, turn)
         if task < num_tasks:
             prefill_item(
                 work.items + task // SHAPE.num_kv_heads * _ITEM_COLUMNS,
@@ -263,7 +263,7 @@ def launch_arguments(plan: GpuPlan, t: Tensors, return_lse: bool) -> dict[str, A
         "strides": arguments.strides(t),
         "SHAPE": arguments.shape(geometry),
         "TILE": tile_shape(prefill.tile, geometry.page_size),
-        # Prompt chunks are always masked, whatever the decodes beside them are: one value, one kernel.
+        # Prompt chunks are always masked, whatever the overlapped decodes are: one value, one kernel.
         "FEATURES": arguments.features(geometry, t.q.dtype, return_lse)._replace(masked=True),
         "num_warps": prefill.tile.warps,
     }
@@ -271,4 +271,4 @@ def launch_arguments(plan: GpuPlan, t: Tensors, return_lse: bool) -> dict[str, A
 
 def tile_shape(tile: PrefillTile, page_size: int) -> PrefillTileShape:
     """The constants of a tile of the table."""
-    return PrefillTileShape(tile.block_m, tile.block_n, run_tokens(tile, page_size), tile.stages)
+    return PrefillTileShape(tile.block_m, tile.block_n, segment_size(tile, page_size), tile.stages)

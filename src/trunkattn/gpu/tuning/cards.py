@@ -47,7 +47,7 @@ class Card:
         times: for the choice of row tiles.
         hopper_tiles: whether the times of `DECODE_TILES_HOPPER` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
-        overlap: for decodes beside prompt chunks; None: nothing is known of them on this card.
+        overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
     description: str

@@ -34,8 +34,8 @@ _TYPES = MappingProxyType({
 _PAGE_SIZE = 16
 _CACHES = ("k_cache", "v_cache")
 _ARRAYS = (
-    "items", "runs", "queries", "slots", "parts", "positions", "counts", "segments", "partial_slots", "merge_slots",
-    "count", "ranges", "block_table",
+    "items", "segments", "queries", "slots", "parts", "positions", "counts", "partial_slots", "merge_slots", "count",
+    "ranges", "block_table",
 )  # fmt: skip
 
 
@@ -62,8 +62,8 @@ class Target:
         """Constants of the attention."""
         geometry = Geometry(
             num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            head_dim_v=self.head_dim, page_size=_PAGE_SIZE, run=_PAGE_SIZE, window=0, masked=False, soft_cap=None,
-            sinks=False,
+            head_dim_v=self.head_dim, page_size=_PAGE_SIZE, segment_size=_PAGE_SIZE, window=0, masked=False,
+            soft_cap=None, sinks=False,
         )  # fmt: skip
         return arguments.shape(geometry)
 

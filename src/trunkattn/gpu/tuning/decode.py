@@ -14,14 +14,14 @@ class Tile:
 
     Attributes:
         warps, stages: how it is compiled.
-        programs: CTAs that run at once on an SM.
+        ctas_per_sm: CTAs that run at once on an SM.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    programs: int
+    ctas_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -54,41 +54,41 @@ class GpuTile(Tile):
 
 
 # Two tiles are nearly as good as any number of them. `benchmarks/calibrate.py` fits the times of all tiles.
-_LOW: Final = GpuTile(16, 64, 2, 2, programs=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
-_TALL: Final = GpuTile(64, 64, 4, 3, programs=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
+_LOW: Final = GpuTile(16, 64, 2, 2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
+_TALL: Final = GpuTile(64, 64, 4, 3, ctas_per_sm=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
 # Every warp converts 8-bit keys, so a low tile has one warp. The tall tile puts converted keys back into shared memory
 # and still reads a trunk faster. With twice the private keys it would spill.
 DECODE_TILES_FP8: Final = (
-    GpuTile(16, 32, 1, 3, programs=8, block_ns=(2290, 2300), chain_ns=(900, 1500)),
+    GpuTile(16, 32, 1, 3, ctas_per_sm=8, block_ns=(2290, 2300), chain_ns=(900, 1500)),
     replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
 # With a head_dim over 128 the accumulators of 64 rows would fill the registers. Low tiles in 2 warps spill where they
 # merge.
 DECODE_TILES_WIDE: Final = (
-    replace(_LOW, warps=4, programs=2),
+    replace(_LOW, warps=4, ctas_per_sm=2),
     GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
 )
 # Tensor cores do not multiply float32, and its tiles need more warps not to spill. The times are those of other types.
 DECODE_TILES_FP32: Final = (
-    replace(_LOW, warps=4, programs=2),
+    replace(_LOW, warps=4, ctas_per_sm=2),
     GpuTile(32, 64, 8, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
 )
 DECODE_TILES_FP32_WIDE: Final = (
-    replace(_LOW, warps=8, programs=1),
+    replace(_LOW, warps=8, ctas_per_sm=1),
     GpuTile(32, 32, 8, 2, 1, (1240, 3550), (500, 2430), subtiles=2, private_n=16, flat_n=32),
 )
 # For cards that were not timed: these spill neither on an sm_80 nor on an sm_100.
 _FP32_UNTIMED: Final = (
-    GpuTile(16, 32, 8, 2, programs=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
+    GpuTile(16, 32, 8, 2, ctas_per_sm=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
 # For an sm_90, a head_dim of 128 and 16 bits. The tile of 32 rows is for batches whose tiles of 64 rows would leave SMs
 # idle; the low tile computes single queries.
 DECODE_TILES_HOPPER: Final = (
     replace(_LOW, read_percent=98),  # breaks ties with the taller tiles
-    GpuTile(32, 64, 4, 2, programs=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
-    GpuTile(64, 64, 4, 2, programs=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
+    GpuTile(32, 64, 4, 2, ctas_per_sm=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
+    GpuTile(64, 64, 4, 2, ctas_per_sm=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
 )
 WIDE: Final = 128
 
@@ -126,7 +126,7 @@ def _in_eight_warps(tile: GpuTile) -> GpuTile:
     if tile.subtiles == 1 or tile.warps == 8:
         return tile
     full, masked = tile.block_ns
-    return replace(tile, warps=8, programs=1, block_ns=(full // 2, masked // 2), private_n=16, flat_n=32)
+    return replace(tile, warps=8, ctas_per_sm=1, block_ns=(full // 2, masked // 2), private_n=16, flat_n=32)
 
 
 def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
@@ -141,14 +141,14 @@ def _flat(tile: GpuTile) -> GpuTile:
     return replace(tile, subtiles=1, block_n=tile.flat_n, block_ns=block_ns, chain_ns=chain_ns)
 
 
-def gpu_device(processors: int, rows: int) -> DeviceModel:
-    """A GPU as the packing policies see it: rows of the tallest tile, 2 programs a multiprocessor, 170 FLOP in the time
-    of a byte."""
+def gpu_device(num_sms: int, rows: int) -> DeviceModel:
+    """A GPU as the packing policies see it: rows of the tallest tile, 2 CTAs on an SM, 170 FLOP in the time of a
+    byte."""
     return DeviceModel(
         name="gpu",
         tile_rows=rows,
         row_unit=16,
-        num_workers=2 * processors,
+        num_workers=2 * num_sms,
         item_bytes=12_000,
         flops_per_byte=170,
         split_above_mean=True,
@@ -156,17 +156,17 @@ def gpu_device(processors: int, rows: int) -> DeviceModel:
     )
 
 
-def tile_config(tile: GpuTile, processors: int, key_bytes: int = 512) -> TileConfig:
+def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig:
     """A tile of the table as the planner sees it. key_bytes: of a key and its value; the table's times are for 512."""
     return TileConfig(
         rows=tile.block_m,
         block_tokens=tile.block_n,
-        programs=processors * tile.programs,
+        num_programs=num_sms * tile.ctas_per_sm,
         block_ns=(tile.block_ns[0] * key_bytes // 512, tile.block_ns[1] * key_bytes // 512),
         chain_ns=(tile.chain_ns[0] * key_bytes // 512, tile.chain_ns[1] * key_bytes // 512),
         subtiles=tile.subtiles,
         private_tokens=tile.private_n,
         paired=not tile.hopper,
         read_percent=tile.read_percent,
-        together=tile.programs,
+        ctas_per_sm=tile.ctas_per_sm,
     )

@@ -17,15 +17,15 @@ class PrefillTile(Tile):
 
 # The largest tile that compiles for an sm_90 without spilling at a head_dim of 128. The Hopper kernel takes the same
 # items.
-PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, programs=1)
+PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, ctas_per_sm=1)
 
 
 # For a head_dim over 128. It spills a little and is still faster than smaller tiles, which do not.
-PREFILL_TILE_WIDE: Final = PrefillTile(64, 64, 8, 2, programs=1)
+PREFILL_TILE_WIDE: Final = PrefillTile(64, 64, 8, 2, ctas_per_sm=1)
 
 
 # For float32, and for a head_dim over 128 on cards that were not timed.
-PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, programs=1)
+PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, ctas_per_sm=1)
 
 
 # An sm_80 keeps the queries in registers too and would spill with 64 keys.
@@ -42,14 +42,14 @@ def prefill_tile(kv_itemsize: int, width: int, capability: int = TIMED_CAPABILIT
     return PREFILL_TILE if timed else _PREFILL_TILE_UNTIMED
 
 
-def prefill_device(processors: int, tile: PrefillTile) -> DeviceModel:
+def prefill_device(num_sms: int, tile: PrefillTile) -> DeviceModel:
     """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used. An
     item takes 4 µs to begin and to end, in which an SM reads 120 kB."""
     return DeviceModel(
         name=f"{tile.block_m}x{tile.block_n} prefill",
         tile_rows=tile.block_m,
         row_unit=tile.block_m,
-        num_workers=processors * tile.programs,
+        num_workers=num_sms * tile.ctas_per_sm,
         item_bytes=120_000,
         flops_per_byte=170,
         split_above_mean=False,
@@ -58,10 +58,7 @@ def prefill_device(processors: int, tile: PrefillTile) -> DeviceModel:
     )
 
 
-HYBRID_ROWS: Final = 16  # of a decode tile of the hybrid kernel
-
-
-HYBRID_NARROW: Final = 8  # of those that it computes faster
-
-
-HYBRID_KEYS: Final = 64  # of a block of one
+# Decode tiles of the kernel that computes prompt chunks and decodes at once
+PREFILL_DECODE_ROWS: Final = 16
+PREFILL_DECODE_NARROW_ROWS: Final = 8  # of those that it computes faster
+PREFILL_DECODE_KEYS: Final = 64  # of a block of one

@@ -23,7 +23,7 @@ class PipelineOps(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a program, how many
+    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a CTA, how many
     named barriers the compiler took for itself, the first ones, and the operations of its pipelines, if it has any."""
 
     registers: int
@@ -35,20 +35,20 @@ class Resources:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A multiprocessor: 32-bit registers, bytes of shared memory (1 KiB of each program is the system's), the most for
-    one program, threads, programs."""
+    """An SM: 32-bit registers, bytes of shared memory (1 KiB of each CTA is the system's), the most for one CTA,
+    threads, CTAs."""
 
     registers: int
     shared: int
-    shared_per_program: int
+    shared_per_cta: int
     threads: int
-    programs: int
+    ctas_per_sm: int
 
     def resident(self, tile: Tile, used: Resources) -> int:
-        """Programs of a tile that run on one multiprocessor at once; registers are given out by 256 to a warp."""
+        """CTAs of a tile that run on one SM at once; registers are given out by 256 to a warp."""
         per_warp = -(-used.registers * 32 // 256) * 256
         return min(
-            self.programs,
+            self.ctas_per_sm,
             self.threads // (32 * tile.warps),
             self.registers // (per_warp * tile.warps),
             self.shared // (used.shared + 1024),
@@ -67,11 +67,11 @@ ARCHITECTURES: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a card: latency of a load in ns, bandwidth in bytes per ns, multiprocessors."""
+    """Of a card: latency of a load in ns, bandwidth in bytes per ns, SMs."""
 
     latency_ns: int
     bytes_per_ns: int
-    processors: int
+    num_sms: int
 
 
 def reasons_against(
@@ -82,25 +82,25 @@ def reasons_against(
     for name, size in (("m", tile.block_m), ("n", tile.block_n)):
         if size < 16 or size & (size - 1):
             reasons.append(f"{name}={size} is no power of two from 16")
-    if used.shared > architecture.shared_per_program:
-        reasons.append(f"{used.shared} bytes of shared memory, {architecture.shared_per_program} allowed")
+    if used.shared > architecture.shared_per_cta:
+        reasons.append(f"{used.shared} bytes of shared memory, {architecture.shared_per_cta} allowed")
     if used.spilled:
         reasons.append(f"spills {used.spilled} bytes")
-    programs = architecture.resident(tile, used)
-    if programs:
-        least, flying = least_keys(programs, memory, token_bytes), keys_in_flight(tile)
+    ctas_per_sm = architecture.resident(tile, used)
+    if ctas_per_sm:
+        least, flying = least_keys(ctas_per_sm, memory, token_bytes), keys_in_flight(tile)
         if flying < least:
-            reasons.append(f"{programs} programs need {least} keys in flight each, {flying} are")
+            reasons.append(f"{ctas_per_sm} CTAs on an SM need {least} keys in flight each, {flying} are")
     elif not reasons:
-        reasons.append("no program fits a multiprocessor")
+        reasons.append("no CTA fits an SM")
     return reasons
 
 
-def least_keys(programs: int, memory: Memory, token_bytes: int) -> int:
-    """PAT's bound: n >= latency · bandwidth / (processors · programs · bytes of a key)."""
-    return -(-memory.latency_ns * memory.bytes_per_ns // (memory.processors * programs * token_bytes))
+def least_keys(ctas_per_sm: int, memory: Memory, token_bytes: int) -> int:
+    """PAT's bound: n >= latency · bandwidth / (SMs · CTAs per SM · bytes of a key)."""
+    return -(-memory.latency_ns * memory.bytes_per_ns // (memory.num_sms * ctas_per_sm * token_bytes))
 
 
 def keys_in_flight(tile: GpuTile) -> int:
-    """Of one program: while it computes with one stage, the others load."""
+    """Of one CTA: while it computes with one stage, the others load."""
     return tile.block_n * (tile.stages - 1)

@@ -1,1 +1,1 @@
-"""How the KV of a prefix forest is packed: which segments are read together, and what a packing costs."""
+"""How the KV of a prefix forest is packed: which tokens are read together, and what a packing costs."""

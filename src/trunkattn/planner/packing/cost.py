@@ -4,7 +4,7 @@ A pack reads its KV once for all of its queries. That saves reads, but a query w
 several partial results, which are written, read again and merged:
 
     cost = tiles of the pack × (its tokens × kv_bytes + item_bytes)        summed over the packs
-         + segments of the query × partial_bytes                           summed over the queries with several
+         + packs of the query × partial_bytes                              summed over the queries with several
 
 Every cost is an int64, so that any planner on any device takes the same decisions, bit for bit.
 
@@ -61,6 +61,6 @@ def read_cost(model, tokens, queries):
 
 
 @njit(inline="always")
-def partial_cost(model, num_segments, queries):
-    """Partial results of `queries` query tokens whose KV is cut into segments. A single one needs no partial result."""
-    return np.int64(0) if num_segments <= 1 else np.int64(num_segments) * np.int64(queries) * model.partial_bytes
+def partial_cost(model, num_packs, queries):
+    """Partial results of `queries` query tokens whose KV lies in so many packs. With one pack there are none."""
+    return np.int64(0) if num_packs <= 1 else np.int64(num_packs) * np.int64(queries) * model.partial_bytes

@@ -1,20 +1,20 @@
 """The cheapest packing, found by dynamic programming over the forest.
 
-Which segment a request may start at a node depends only on the *cuts* above it: the nodes at whose ends a segment of
-the request may begin. Two facts keep the number of cases small.
+Where a request's pack that ends at a node may begin depends only on the *cuts* above it: the nodes at whose ends a pack
+of the request may begin. Two facts keep the number of cases small.
 
 - All requests that cut at a node can share one way of getting there. Moving them all to the way with the fewest
-  segments costs no more.
-- Of two cuts that are reached with equally many segments, only the deeper one is worth starting from.
+  packs costs no more.
+- Of two cuts that are reached with equally many packs, only the deeper one is worth starting from.
 
-So the case at a node is a set of its ancestors, of which the i-th is reached with i segments. It is stored as a bit
+So the case at a node is a set of its ancestors, of which the i-th is reached with i packs. It is stored as a bit
 mask over the path, and its value is the least cost of everything at and below the node:
 
     path        depth 0 --- depth 1 --- depth 2 --- node
-    mask 0b101  cut         -           cut              the node's segment may begin
-                                                         - at token 0              (0 segments before it)
-                                                         - at the end of depth 0   (1 segment before it)
-                                                         - at the end of depth 2   (2 segments before it)
+    mask 0b101  cut         -           cut              the node's pack may begin
+                                                         - at token 0              (0 packs before it)
+                                                         - at the end of depth 0   (1 pack before it)
+                                                         - at the end of depth 2   (2 packs before it)
 
 The result is exact while a pack fits one row tile: `tests/planner` compares it with every way to cut every path. With
 more queries the tiles of a pack are counted for all queries below its node, which is an upper bound. A node at depth d
@@ -41,7 +41,7 @@ def count_states(forest: Forest) -> int:
 
 @njit
 def optimal(forest, queries, model):
-    """`start` of the cheapest packing. Ties go to fewer cuts, then to the segment that starts higher."""
+    """`start` of the cheapest packing. Ties go to fewer cuts, then to the pack that starts higher."""
     parent, depths, ends, is_leaf = forest.parent, forest.depth, forest.token_end, forest.is_leaf
     num_nodes = len(parent)
     offset = np.zeros(num_nodes + 1, np.int64)
@@ -50,7 +50,7 @@ def optimal(forest, queries, model):
         offset[node + 1] = offset[node] + (np.int64(1) << depths[node])
         max_depth = max(max_depth, depths[node])
     below = np.zeros(offset[num_nodes] * 2, np.int64)  # [node, mask over the node and its ancestors]: its children
-    choice = np.empty(offset[num_nodes], np.int8)  # [node, mask over its ancestors]: segments before the node's own
+    choice = np.empty(offset[num_nodes], np.int8)  # [node, mask over its ancestors]: packs before the node's own
     path_end = np.empty(max_depth + 1, np.int64)
     for node in range(num_nodes - 1, -1, -1):
         depth = depths[node]
@@ -60,8 +60,8 @@ def optimal(forest, queries, model):
             up = parent[up]
         children = below[2 * offset[node] : 2 * offset[node + 1]]
         for mask in range(np.int64(1) << depth):
-            cost, segments = _best(ends[node], is_leaf[node], depth, queries[node], model, path_end, mask, children)
-            choice[offset[node] + mask] = segments
+            cost, before = _best(ends[node], is_leaf[node], depth, queries[node], model, path_end, mask, children)
+            choice[offset[node] + mask] = before
             if depth > 0:
                 below[2 * offset[parent[node]] + mask] += cost
     return _follow(parent, depths, choice, offset)
@@ -69,18 +69,18 @@ def optimal(forest, queries, model):
 
 @njit(inline="always")
 def _best(end, leaf, depth, queries, model, path_end, mask, children):
-    """Least cost at and below a node under the cuts `mask`, and how many segments come before its own, or _NO_CUT."""
+    """Least cost at and below a node under the cuts `mask`, and how many packs come before its own, or _NO_CUT."""
     here = np.int64(1) << depth
     best, choice = (np.int64(_DEARER_THAN_ALL), 0) if leaf else (children[mask], _NO_CUT)
     kept, before, begin = np.int64(0), 0, np.int64(0)
     for d in range(depth + 1):
-        if d == depth or mask >> d & 1:  # the node's segment may begin at token `begin`, after `before` others
+        if d == depth or mask >> d & 1:  # the node's pack may begin at token `begin`, after `before` others
             if end > begin:
                 cost = read_cost(model, end - begin, queries)
-                num_segments = before + 1
+                num_packs = before + 1
             else:  # an empty leaf right below a cut
-                cost, num_segments = np.int64(0), before
-            cost += partial_cost(model, num_segments, queries) if leaf else children[kept | here]
+                cost, num_packs = np.int64(0), before
+            cost += partial_cost(model, num_packs, queries) if leaf else children[kept | here]
             if cost < best:
                 best, choice = cost, before
             if d < depth:
@@ -99,8 +99,8 @@ def _follow(parent, depths, choice, offset):
     for node in range(num_nodes):
         up = parent[node]
         mask = np.int64(0) if up == ROOT else masks[up]
-        segments_before = choice[offset[node] + mask]
-        if segments_before == _NO_CUT:
+        packs_before = choice[offset[node] + mask]
+        if packs_before == _NO_CUT:
             masks[node] = mask
             continue
         kept, count, begin = np.int64(0), 0, ROOT
@@ -109,7 +109,7 @@ def _follow(parent, depths, choice, offset):
             ancestors[d] = up
             up = parent[up]
         for d in range(depths[node]):
-            if mask >> d & 1 and count < segments_before:
+            if mask >> d & 1 and count < packs_before:
                 kept |= np.int64(1) << d
                 count += 1
                 begin = ancestors[d]

@@ -1,6 +1,6 @@
-"""Packing policies: which segments of a request's path through the prefix forest are read together.
+"""Packing policies: which nodes of a request's path through the prefix forest are read together.
 
-A packing is one array: `start[node]` is the node after whose end the segment that ends at `node` begins, or ROOT for
+A packing is one array: `start[node]` is the node after whose end the pack that ends at `node` begins, or ROOT for
 token 0. Each request walks from its leaf towards the root along `start`. The requests that stop at a node form a pack:
 it reads the tokens from the end of `start[node]` to the end of `node` once for all of them. Here node 0 is the trunk,
 and node 1 is shared by requests A and B:
@@ -12,7 +12,7 @@ and node 1 is shared by requests A and B:
             start of 0 1 2 3 4     R R R R R          R R 1 1 0          R 0 1 1 0
 
 The stretches of `*` are one pack, read once for all requests that show them, and so are those of `~`. In this case
-`pat` lets node 1 carry the trunk's tokens: A and B then have two segments to merge, not three. A node at which no
+`pat` lets node 1 carry the trunk's tokens: A and B then have two partials to merge, not three. A node at which no
 request stops has no pack.
 
 Sources: PAT, https://arxiv.org/abs/2511.22333, §5.1 with Algorithm 1, and §8.2 for FastTree's rule; RelayAttention,
@@ -184,13 +184,13 @@ def packing_cost(packs, query_lens, model):
     """int64 bytes: the reads of every pack, and the partial results of every query whose KV lies in several."""
     starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
     cost = np.int64(0)
-    num_segments = np.zeros(len(query_lens), np.int32)  # of each row
+    num_packs_of = np.zeros(len(query_lens), np.int32)  # of each row
     for pack in range(len(starts)):
         queries = np.int64(0)
         for i in range(indptr[pack], indptr[pack + 1]):
             queries += query_lens[rows[i]]
-            num_segments[rows[i]] += 1
+            num_packs_of[rows[i]] += 1
         cost += read_cost(model, ends[pack] - starts[pack], queries)
     for row in range(len(query_lens)):
-        cost += partial_cost(model, num_segments[row], query_lens[row])
+        cost += partial_cost(model, num_packs_of[row], query_lens[row])
     return cost

@@ -20,22 +20,22 @@ _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile as the planner sees it. programs: of the whole device at once. together: of a multiprocessor.
+    """A tile as the planner sees it. num_programs: that run at once on the device. ctas_per_sm: on an SM.
 
-    block_ns: time of a block of full and of masked runs when all of them run. chain_ns: of one such block after another
-    in one program.
+    block_ns: time of a block of full and of masked segments when all of them run. chain_ns: of one such block after
+    another in one program.
     """
 
     rows: int
     block_tokens: int
-    programs: int
+    num_programs: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
-    subtiles: int = 1  # that read private runs side by side, private_tokens at a time; see `tile_list.nest`
+    subtiles: int = 1  # that read private segments side by side, private_tokens at a time; see `tile_list.nest`
     private_tokens: int = 32
     paired: bool = True  # with a lowest tile for the nodes of few entries
     read_percent: int = 100  # of the bandwidth that it reaches
-    together: int = 1
+    ctas_per_sm: int = 1
 
     def entries(self, group_size: int) -> int:
         """Query tokens that it holds."""
@@ -46,17 +46,17 @@ class TileConfig:
 class TilingRule:
     """Integers, from the tile table and the device.
 
-    kinds: ascending heights. card: what is fitted to the card. head_bytes: keys and values of one token and head.
+    kinds: ascending heights. card_times: what is fitted to the card. head_bytes: keys and values of one token and head.
     partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
-    l2_bytes: of the L2 cache. uniform: no run is marked as full, so that a row's arithmetic does not depend on the rows
-    beside it (the two loops of the kernel may round differently).
+    l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend on the
+    rows beside it (the two loops of the kernel may round differently).
     """
 
     kinds: tuple[TileConfig, ...]
     group_size: int
     num_kv_heads: int
     page_size: int
-    card: tile_costs.CardTimes
+    card_times: tile_costs.CardTimes
     head_bytes: int
     partial_bytes: int
     fuse_up_to: int
@@ -66,16 +66,16 @@ class TilingRule:
     @property
     def launch_ns(self) -> int:
         """What a launch adds that waits for another one."""
-        return self.card.launch_ns
+        return self.card_times.launch_ns
 
     @property
     def bytes_per_us(self) -> int:
         """Memory bandwidth."""
-        return self.card.bytes_per_us
+        return self.card_times.bytes_per_us
 
     @cached_property
-    def run(self) -> int:
-        """Tokens of a run: a power of two that divides the page and every block."""
+    def segment_size(self) -> int:
+        """Tokens of a segment: a power of two that divides the page and every block."""
         smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
         return min(smallest, self.page_size & -self.page_size)
 
@@ -88,11 +88,13 @@ class TilingRule:
     def list_rule(self) -> "ListRule":
         """What emits tile lists."""
         subtiles = [
-            Subtiles(kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.run)
+            Subtiles(
+                kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.segment_size
+            )
             for kind in self.kinds
         ]
         is_nested = any(each.number > 1 for each in subtiles)
-        return ListRule(np.array(subtiles, np.int64), is_nested, self.run, self.page_size, self.fuse_up_to)
+        return ListRule(np.array(subtiles, np.int64), is_nested, self.segment_size, self.page_size, self.fuse_up_to)
 
     def usable(self) -> list[int]:
         """Heights that hold at least one query token."""
@@ -134,8 +136,8 @@ def candidates(rule: TilingRule) -> list[Tiling]:
 def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.kinds[kind]
     height = 1 if tiling.alone else shape.entries(rule.group_size)
-    items = max(1, shape.programs // rule.num_kv_heads) * tiling.waves
-    blocks = (shape.block_tokens // rule.run, items, shape.subtiles, shape.private_tokens // rule.run)
+    items = max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves
+    blocks = (shape.block_tokens // rule.segment_size, items, shape.subtiles, shape.private_tokens // rule.segment_size)
     return tiles.Stage(height, *limits, *blocks)
 
 
@@ -160,7 +162,7 @@ class ListRule(NamedTuple):
 
     subtiles: NDArray[np.int64]  # [kinds, fields of Subtiles]
     is_nested: bool  # some tile has several
-    run_tokens: int
+    segment_size: int
     page_size: int
     fuse_up_to: int
 
@@ -178,8 +180,8 @@ def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
 @njit(inner=True)
 def stage_of_row(row):
     """The stage of a row of `launches_of`."""
-    _, height, least, below, block_runs, num_parts, subtiles, private_runs = row
-    return tiles.Stage(height, least, below, block_runs, num_parts, subtiles, private_runs)
+    _, height, least, below, block_segments, num_parts, subtiles, private_segments = row
+    return tiles.Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
 
 
 class PricedTilings(NamedTuple):
@@ -193,8 +195,8 @@ class PricedTilings(NamedTuple):
 
 
 def _tile_times(rule: TilingRule, kind: TileConfig) -> tile_costs.TileTimes:
-    num_slots = max(1, kind.programs // rule.num_kv_heads)
-    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.together, kind.read_percent)
+    num_slots = max(1, kind.num_programs // rule.num_kv_heads)
+    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.ctas_per_sm, kind.read_percent)
 
 
 def price(rule: TilingRule) -> PricedTilings:
@@ -206,20 +208,20 @@ def price(rule: TilingRule) -> PricedTilings:
         for nth, (kind, stage) in enumerate(stages_of(rule, way)):
             uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
     token_bytes = rule.head_bytes * rule.num_kv_heads
-    card = rule.card
+    times = rule.card_times
     costs = tile_costs.Costs(
         tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
         token_bytes=token_bytes,
         partial_bytes=rule.partial_bytes,
-        run_tokens=rule.run,
+        segment_size=rule.segment_size,
         l2_tokens=rule.l2_bytes // token_bytes,
-        l2_percent=100 * card.bytes_per_us // card.l2_bytes_per_us,
-        bytes_per_us=card.bytes_per_us,
-        launch_ns=card.launch_ns,
-        filled_ns=card.filled_ns,
-        arithmetic_percent=card.arithmetic_percent,
-        unhidden_part=card.unhidden_part,
-        idle_percent=card.idle_percent,
+        l2_percent=100 * times.bytes_per_us // times.l2_bytes_per_us,
+        bytes_per_us=times.bytes_per_us,
+        launch_ns=times.launch_ns,
+        filled_ns=times.filled_ns,
+        arithmetic_percent=times.arithmetic_percent,
+        unhidden_part=times.unhidden_part,
+        idle_percent=times.idle_percent,
     )
     launches = {way: _launch_rows(rule, way) for way in ways}
     return PricedTilings(ways, np.array(list(stages), np.int64), uses, costs, launches)
@@ -232,18 +234,18 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     that the plan of a query is cut into, where that is known; 0: it is not.
     """
     heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
-    slots = max(kind.programs for kind in rule.kinds) // rule.num_kv_heads + 1
+    slots = max(kind.num_programs for kind in rule.kinds) // rule.num_kv_heads + 1
     parts = 6 * slots  # of fine cuts, which have at most half as many again as they want
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
-    runs_of_page = capacity.max_pages_per_request * (rule.page_size // rule.run)
+    segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
     if pieces:
         cut = tokens * pieces
-        return TileLimits(cut, cut * 2 + tokens * runs_of_page, cut, tokens, cut, tokens)
+        return TileLimits(cut, cut * 2 + tokens * segments_of_request, cut, tokens, cut, tokens)
     entries = 2 * (tokens + parts * max(heights))
     return TileLimits(
         items=2 * (tokens + parts),
-        runs=(tiles_of_requests + min(parts, tiles_of_requests)) * (runs_of_page + 2),
+        segments=(tiles_of_requests + min(parts, tiles_of_requests)) * (segments_of_request + 2),
         queries=entries,
         merged=tokens,
         slots=2 * tokens + 3 * slots * max(heights),
@@ -268,10 +270,10 @@ def tile_work(rule: TilingRule, work: WorkList, batch: tuple[NDArray, NDArray, N
     positions = query_positions(seq_lens, starts)
     heights = [kind.entries(rule.group_size) for kind in rule.kinds]
     kinds = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
-    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.run for kind in rule.kinds]
-    block_runs = np.array(per_kind, np.int32)[kinds]
+    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.segment_size for kind in rule.kinds]
+    block_segments = np.array(per_kind, np.int32)[kinds]
     emitted = tiles.items_of_work(
-        (work.items, work.queries), table, positions, window, rule.run, rule.page_size, block_runs
+        (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments
     )
     if rule.list_rule.is_nested:
         emitted = nest(emitted, kinds, rule.list_rule.subtiles)

@@ -1,8 +1,8 @@
 """What row tiles cost: blocks and tokens of a stage, and the time of every way to tile a step, from sums and maxima.
 
 Nothing is simulated, so a GPU finds the same integers in parallel. The planner on the device compiles this file's
-formulas with Triton: `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_runs` must stay arithmetic that
-both compilers know.
+formulas with Triton: `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_segments` must stay arithmetic
+that both compilers know.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.row_tiles.layout import Stage, segments, share_of, step_of
+from trunkattn.planner.row_tiles.layout import Stage, share_of, stage_spans, step_of
 
 EVERY = 1 << 30  # more entries than any node has
 Int64Array = NDArray[np.int64]
@@ -66,7 +66,7 @@ class Costs(NamedTuple):
     tiles: Int64Array  # [kinds, fields of TileTimes]
     token_bytes: int  # keys and values of all heads
     partial_bytes: int  # one partial state of all heads, written and read
-    run_tokens: int
+    segment_size: int
     l2_tokens: int  # that the L2 cache holds
     l2_percent: int  # of the time of memory that the L2 cache takes to serve as much
     bytes_per_us: int
@@ -99,19 +99,19 @@ class StageLoad(NamedTuple):
 
 
 @njit
-def tile_blocks(shared_runs, private_runs, stage):
-    """Blocks of a tile that all of it sees, and other blocks. private_runs: of the subtile that has the most."""
-    step = stage.block_runs
+def tile_blocks(shared_segments, private_segments, stage):
+    """Blocks of a tile that all of it sees, and other blocks. private_segments: of the subtile that has the most."""
+    step = stage.block_segments
     if stage.subtiles > 1:
-        step = stage.private_runs
-    left = shared_runs % stage.block_runs
-    return shared_runs // stage.block_runs, (private_runs + left + step - 1) // step
+        step = stage.private_segments
+    left = shared_segments % stage.block_segments
+    return shared_segments // stage.block_segments, (private_segments + left + step - 1) // step
 
 
 @njit
 def item_ns(full_blocks, masked_blocks, num_parts, subtiles, full_ns, masked_ns):
-    """Time of each of the parts of a tile. A part holds the private runs of a few requests, mostly of one subtile, so
-    the subtiles of a tile that is cut do not share its masked blocks."""
+    """Time of each of the parts of a tile. A part holds the private segments of a few requests, mostly of one subtile,
+    so the subtiles of a tile that is cut do not share its masked blocks."""
     is_cut = min(num_parts - 1, 1)
     masked_blocks = masked_blocks * (1 + (subtiles - 1) * is_cut)
     return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_parts, 1)
@@ -124,11 +124,11 @@ def memory_tokens(once, common, again, l2_tokens):
 
 
 @njit
-def listed_runs(num_runs, num_items, stage):
-    """Most entries of the run list that a stage's items fill; the runs of a tile may all be dealt to one subtile."""
-    listed = num_runs
+def listed_segments(num_segments, num_items, stage):
+    """Most entries of the segment list that a stage's items fill; those of a tile may all be dealt to one subtile."""
+    listed = num_segments
     if stage.subtiles > 1:
-        listed = num_runs * stage.subtiles + num_items * stage.subtiles * stage.private_runs
+        listed = num_segments * stage.subtiles + num_items * stage.subtiles * stage.private_segments
     return listed
 
 
@@ -171,9 +171,9 @@ def load_ns(load, tile, costs, is_flat, is_last):
 
 
 @njit
-def stage_blocks(forest, entries, stage, window, run):
-    """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; runs; entries."""
-    indptr, nodes, num_runs = segments(forest, entries, stage, window, run)
+def stage_blocks(forest, entries, stage, window, segment_size):
+    """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; segments; entries."""
+    indptr, nodes, num_segments = stage_spans(forest, entries, stage, window, segment_size)
     blocks = np.zeros((len(indptr) - 1, 4), np.int64)
     height = stage.height // stage.subtiles
     private = np.zeros(stage.subtiles, np.int64)
@@ -184,12 +184,12 @@ def stage_blocks(forest, entries, stage, window, run):
         for i in range(indptr[tile], indptr[tile + 1]):
             low, high = max(entries.node_start[nodes[i]], first), min(entries.node_end[nodes[i]], last)
             if low == first and high == last:
-                whole += num_runs[i]
+                whole += num_segments[i]
             else:
                 for subtile in range((low - first) // height, (high - 1 - first) // height + 1):
-                    private[subtile] += num_runs[i]
+                    private[subtile] += num_segments[i]
         blocks[tile, 0], blocks[tile, 1] = tile_blocks(whole, private.max(), stage)
-        blocks[tile, 2] = num_runs[indptr[tile] : indptr[tile + 1]].sum()
+        blocks[tile, 2] = num_segments[indptr[tile] : indptr[tile + 1]].sum()
         blocks[tile, 3] = last - first
     return blocks[blocks[:, 2] > 0]
 
@@ -238,7 +238,7 @@ def stage_tokens(position, shared, tall, stage, window):
 
 
 @njit
-def stage_loads(forest, entries, stages, l2_tokens, window, run):
+def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
     """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
     most = np.int64(0)
     for i in range(len(stages)):
@@ -247,9 +247,9 @@ def stage_loads(forest, entries, stages, l2_tokens, window, run):
     indptr = np.zeros(len(stages) + 1, np.int64)
     memory = np.zeros(len(stages), np.int64)
     for i in range(len(stages)):
-        height, least, below, block_runs, parts, subtiles, private = stages[i]
-        stage = Stage(height, least, below, block_runs, parts, subtiles, private)
-        found = stage_blocks(forest, entries, stage, window, run)
+        height, least, below, block_segments, parts, subtiles, private = stages[i]
+        stage = Stage(height, least, below, block_segments, parts, subtiles, private)
+        found = stage_blocks(forest, entries, stage, window, segment_size)
         indptr[i + 1] = indptr[i] + len(found)
         blocks[indptr[i] : indptr[i + 1]] = found
         shared, tall = shared_tokens(forest, entries, least if least > 1 else below)
@@ -271,15 +271,15 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     leave partial states unless the stage is the last."""
     tile = tile_times(costs, kind)
     total = blocks[:, 2].sum()
-    share = share_of(total, stage.num_parts, stage.block_runs)
+    share = share_of(total, stage.num_parts, stage.block_segments)
     items, work, partials = np.int64(0), np.int64(0), np.int64(0)
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
-        full, masked, runs, entries = blocks[i]
+        full, masked, segments, entries = blocks[i]
         parts = np.int64(1)
         if stage.num_parts > 0:
-            step = step_of(runs, share, stage.block_runs)
-            parts = (runs + step - 1) // step
+            step = step_of(segments, share, stage.block_segments)
+            parts = (segments + step - 1) // step
         cost = item_ns(full, masked, parts, stage.subtiles, tile.full_ns, tile.masked_ns)
         chain = item_ns(full, masked, parts, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
         items, work = items + parts, work + cost * parts
@@ -287,7 +287,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
         partials += parts * entries if parts > 1 else 0
     if not last:
         partials = np.int64(num_queries)
-    load = StageLoad(items, work, max_item, max_chain, partials, total * costs.run_tokens, np.int64(memory))
+    load = StageLoad(items, work, max_item, max_chain, partials, total * costs.segment_size, np.int64(memory))
     return load_ns(load, tile, costs, stage.subtiles == 1, last)
 
 
@@ -300,8 +300,8 @@ def tilings_ns(loads, stages, uses, costs):
             which, kind, num_parts = uses[way, nth]
             if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
                 continue
-            height, least, below, block_runs, _, subtiles, private = stages[which]
-            stage = Stage(height, least, below, block_runs, num_parts, subtiles, private)
+            height, least, below, block_segments, _, subtiles, private = stages[which]
+            stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             last = nth == 1 or uses[way, 1, 0] < 0
             times[way] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
@@ -310,26 +310,26 @@ def tilings_ns(loads, stages, uses, costs):
 
 @njit
 def tilings_fit(loads, stages, uses, limits):
-    """[ways] whether each surely keeps within limits, [3] of items, runs and partial states; of two stages, each within
-    half of them. A tile's items may all hold all of its entries, and its runs be dealt to one subtile."""
+    """[ways] whether each surely keeps within limits, [3] of items, segments and partial states; of two stages, each
+    within half of them. A tile's items may all hold all of its entries, and its segments be dealt to one subtile."""
     fit = np.ones(len(uses), np.bool_)
     for way in range(len(uses)):
         pair = uses[way, 1, 0] >= 0
         for nth in range(1 + pair):
             which, _, num_parts = uses[way, nth]
-            height, least, below, block_runs, _, subtiles, private = stages[which]
-            stage = Stage(height, least, below, block_runs, num_parts, subtiles, private)
+            height, least, below, block_segments, _, subtiles, private = stages[which]
+            stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             total = blocks[:, 2].sum()
-            share = share_of(total, num_parts, block_runs)
+            share = share_of(total, num_parts, block_segments)
             items, pieces = np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
-                step = step_of(blocks[tile, 2], share, block_runs)
+                step = step_of(blocks[tile, 2], share, block_segments)
                 count = (blocks[tile, 2] + step - 1) // step
                 items += count
                 if count > 1 or pair:
                     pieces += count * blocks[tile, 3]
-            listed = listed_runs(total, items, stage)
+            listed = listed_segments(total, items, stage)
             most = limits // (1 + pair)
             fit[way] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
     return fit

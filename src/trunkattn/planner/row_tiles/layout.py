@@ -1,4 +1,4 @@
-"""Row tiles over the forest: each reads every run of KV that at least one of its queries needs, once.
+"""Row tiles over the forest: each reads every segment of KV that at least one of its queries needs, once.
 
 Queries stand in depth-first order, so neighbours share most of their path. A tile of neighbours reads the trunk for all
 its rows and each private suffix for one request's rows (a block-diagonal mask), and needs no partial states. Tiles that
@@ -20,13 +20,13 @@ from trunkattn.planner.work_list import (
     KV_START,
     QUERY_END,
     QUERY_START,
-    RUN_END,
-    RUN_FULL,
-    RUN_START,
     SEGMENT_COLUMNS,
+    SEGMENT_END,
+    SEGMENT_FULL,
     SEGMENT_PLACE,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_START,
 )
 
 Int32Array = NDArray[np.int32]
@@ -47,22 +47,22 @@ class Stage(NamedTuple):
     height: int  # entries of a tile
     least: int
     below: int
-    block_runs: int  # runs of a block of keys
+    block_segments: int  # segments of a block of keys
     num_parts: int  # items wanted: long tiles are cut until there are about as many; 0: none is cut
     subtiles: int = 1  # see `tile_list.nest`
-    private_runs: int = 1  # of a subtile's block
+    private_segments: int = 1  # of a subtile's block
 
 
 class Spans(NamedTuple):
-    """The nodes that each tile of a stage reads, by tile and then by node."""
+    """What each tile of a stage reads, by tile and then by node: a span is a tile's share of a node."""
 
     indptr: Int32Array  # [tiles + 1] into the others
     nodes: Int32Array
-    num_runs: Int32Array
+    num_segments: Int32Array
 
 
 class Outline(NamedTuple):
-    """The items of a stage without their runs, in the order of the entries."""
+    """The items of a stage without their segments, in the order of the entries."""
 
     spans: Spans
     items: Int32Array  # as in TileList
@@ -77,7 +77,7 @@ class Items(NamedTuple):
     """
 
     items: Int32Array
-    runs: Int32Array
+    segments: Int32Array
     queries: Int32Array
     uncut: NDArray[np.bool_]
 
@@ -112,7 +112,7 @@ def visible(forest, entries, node, low, high, window):
 
 
 @njit
-def segments(forest, entries, stage, window, run):
+def stage_spans(forest, entries, stage, window, segment_size):
     """The spans of a stage."""
     height = stage.height
     num_tiles = (len(entries.query) + height - 1) // height
@@ -125,7 +125,7 @@ def segments(forest, entries, stage, window, run):
     for tile in range(num_tiles):
         indptr[tile + 1] += indptr[tile]
     nodes = np.empty(indptr[-1], np.int32)
-    num_runs = np.zeros(indptr[-1], np.int32)
+    num_segments = np.zeros(indptr[-1], np.int32)
     fill = indptr[:-1].copy()
     for node in range(len(forest.parent)):
         size = entries.node_end[node] - entries.node_start[node]
@@ -135,14 +135,14 @@ def segments(forest, entries, stage, window, run):
                 high = min(entries.node_end[node], (tile + 1) * height)
                 start, end, _, _ = visible(forest, entries, node, low, high, window)
                 nodes[fill[tile]] = node
-                num_runs[fill[tile]] = max(0, (end + run - 1) // run - start // run)
+                num_segments[fill[tile]] = max(0, (end + segment_size - 1) // segment_size - start // segment_size)
                 fill[tile] += 1
-    return Spans(indptr, nodes, num_runs)
+    return Spans(indptr, nodes, num_segments)
 
 
 @njit(inner=True)
-def _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_size, runs):
-    """Writes the runs of a tile, rows counted from the tile's first. Returns how many there are."""
+def _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size, page_size, segments):
+    """Writes the segments of a tile, rows counted from the tile's first. Returns how many there are."""
     at = 0
     for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
         node = spans.nodes[i]
@@ -153,11 +153,12 @@ def _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_siz
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
         token = start
         column, offset = token // page_size, token % page_size  # counted on: divisions would take most of the time
-        for _ in range(spans.num_runs[i]):
-            count = min(token - (token & (run - 1)) + run, end) - token  # a window may start inside a run
-            runs[at, SEGMENT_PLACE] = table[row, column] * page_size + offset
-            runs[at, SEGMENT_QUERIES] = rows | count << 16
-            runs[at, SEGMENT_POSITION] = token
+        for _ in range(spans.num_segments[i]):
+            stop = token - (token & (segment_size - 1)) + segment_size  # a window may start inside a segment
+            count = min(stop, end) - token
+            segments[at, SEGMENT_PLACE] = table[row, column] * page_size + offset
+            segments[at, SEGMENT_QUERIES] = rows | count << 16
+            segments[at, SEGMENT_POSITION] = token
             at += 1
             token += count
             offset += count
@@ -167,28 +168,28 @@ def _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_siz
 
 
 @njit
-def share_of(total, num_parts, block_runs):
-    """Runs of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not.
+def share_of(total, num_parts, block_segments):
+    """Segments of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not.
 
     The planner on the device compiles this function and `step_of`, too.
     """
     share = total + 1
     if num_parts > 0:
-        share = max(block_runs, (total + num_parts - 1) // num_parts)
+        share = max(block_segments, (total + num_parts - 1) // num_parts)
     return share
 
 
 @njit
-def step_of(size, share, block_runs):
-    """Runs of each item of a tile, but the last: whole blocks."""
+def step_of(size, share, block_segments):
+    """Segments of each item of a tile, but the last: whole blocks."""
     parts = max(1, (size + share // 2) // share)
-    return max(1, ((size + parts - 1) // parts + block_runs - 1) // block_runs * block_runs)
+    return max(1, ((size + parts - 1) // parts + block_segments - 1) // block_segments * block_segments)
 
 
 @njit(inner=True)
-def _span_rows(forest, entries, stage, spans, window, run):
-    """[spans, 4] entries [low, high) of a span, and which of its runs are full and seen whole by all of them: [first,
-    last)."""
+def _span_rows(forest, entries, stage, spans, window, segment_size):
+    """[spans, 4] entries [low, high) of a span, and which of its segments are full and seen whole by all of them:
+    [first, last)."""
     found = np.empty((len(spans.nodes), 4), np.int64)
     for tile in range(len(spans.indptr) - 1):
         for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
@@ -196,60 +197,60 @@ def _span_rows(forest, entries, stage, spans, window, run):
             low = max(np.int64(entries.node_start[node]), tile * stage.height)
             high = min(np.int64(entries.node_end[node]), (tile + 1) * stage.height)
             start, end, lowest, highest = visible(forest, entries, node, low, high, window)
-            first = max(
-                min(1, start % run), (highest - window) // run + 1 - start // run
-            )  # a window may start in a run
+            begin = start // segment_size
+            first = (highest - window) // segment_size + 1 - begin
             found[i, 0], found[i, 1] = low, high
-            found[i, 2], found[i, 3] = first, min(end, lowest + 1) // run - start // run
+            found[i, 2] = max(min(1, start % segment_size), first)  # a window may start inside a segment
+            found[i, 3] = min(end, lowest + 1) // segment_size - begin
     return found
 
 
 @njit(inner=True)
-def outline_stage(forest, entries, stage, window, run):
+def outline_stage(forest, entries, stage, window, segment_size):
     """The items of a stage, tiles cut into parts of whole blocks."""
-    spans = segments(forest, entries, stage, window, run)
-    rows = _span_rows(forest, entries, stage, spans, window, run)
-    indptr, num_runs = spans.indptr, spans.num_runs
+    spans = stage_spans(forest, entries, stage, window, segment_size)
+    rows = _span_rows(forest, entries, stage, spans, window, segment_size)
+    indptr, num_segments = spans.indptr, spans.num_segments
     num_tiles = len(indptr) - 1
-    share = share_of(np.int64(num_runs.sum()), stage.num_parts, stage.block_runs)
+    share = share_of(np.int64(num_segments.sum()), stage.num_parts, stage.block_segments)
     most = np.int64(0)
     for tile in range(num_tiles):
-        size = num_runs[indptr[tile] : indptr[tile + 1]].sum()
+        size = num_segments[indptr[tile] : indptr[tile + 1]].sum()
         most += max(1, (size + share // 2) // share) + 1
     items = np.empty((most, ITEM_COLUMNS), np.int32)
     first_entry = np.empty(most, np.int64)
     uncut = np.empty(most, np.bool_)
     count, filled, at = 0, np.int64(0), np.int64(0)
     for tile in range(num_tiles):
-        size = np.int64(num_runs[indptr[tile] : indptr[tile + 1]].sum())
-        step = step_of(size, share, stage.block_runs)
-        first_span, passed = np.int64(indptr[tile]), np.int64(0)  # of an item; runs of the tile before that span
+        size = np.int64(num_segments[indptr[tile] : indptr[tile + 1]].sum())
+        step = step_of(size, share, stage.block_segments)
+        first_span, passed = np.int64(indptr[tile]), np.int64(0)  # of an item; segments of the tile before that span
         for begin in range(0, size, step):
             end = min(begin + step, size)
-            while passed + num_runs[first_span] <= begin:
-                passed += num_runs[first_span]
+            while passed + num_segments[first_span] <= begin:
+                passed += num_segments[first_span]
                 first_span += 1
             low, high = (tile + 1) * stage.height, tile * stage.height
             span, before = first_span, passed
-            while before < end:  # the rows that some run concerns
-                if num_runs[span] > 0:
+            while before < end:  # the rows that some segment concerns
+                if num_segments[span] > 0:
                     low, high = min(low, rows[span, 0]), max(high, rows[span, 1])
-                before += num_runs[span]
+                before += num_segments[span]
                 span += 1
             full, is_full = np.int64(0), True
             span, before = first_span, passed
-            while before < end and is_full:  # leading runs that are full and concern all of these
-                first, last = max(begin - before, 0), min(end - before, np.int64(num_runs[span]))
+            while before < end and is_full:  # leading segments that are full and concern all of these
+                first, last = max(begin - before, 0), min(end - before, np.int64(num_segments[span]))
                 if last > first:
                     is_full = rows[span, 0] == low and rows[span, 1] == high and first >= rows[span, 2]
                     if is_full:
                         whole = max(0, min(last, rows[span, 3]) - first)
                         full += whole
                         is_full = whole == last - first
-                before += num_runs[span]
+                before += num_segments[span]
                 span += 1
-            items[count, RUN_START], items[count, RUN_END] = at + begin, at + end
-            items[count, RUN_FULL] = at + begin + full // stage.block_runs * stage.block_runs
+            items[count, SEGMENT_START], items[count, SEGMENT_END] = at + begin, at + end
+            items[count, SEGMENT_FULL] = at + begin + full // stage.block_segments * stage.block_segments
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
             first_entry[count], uncut[count] = low, step >= size
             filled += high - low
@@ -259,13 +260,13 @@ def outline_stage(forest, entries, stage, window, run):
 
 
 @njit
-def emit_stage(forest, entries, table, stage, window, run, page_size):
-    """The items of a stage with their runs and queries."""
-    spans, items, first_entry, uncut = outline_stage(forest, entries, stage, window, run)
-    runs = np.empty((np.int64(spans.num_runs.sum()), SEGMENT_COLUMNS), np.int32)
+def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
+    """The items of a stage with their segments and queries."""
+    spans, items, first_entry, uncut = outline_stage(forest, entries, stage, window, segment_size)
+    segments = np.empty((np.int64(spans.num_segments.sum()), SEGMENT_COLUMNS), np.int32)
     at = 0
     for tile in range(len(spans.indptr) - 1):
-        at += _fill_tile(forest, entries, table, tile, stage, spans, window, run, page_size, runs[at:])
+        at += _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size, page_size, segments[at:])
     queries = np.empty(items[-1, QUERY_END] if len(items) else 0, np.int32)
     for item in range(len(items)):
         begin = items[item, QUERY_START]
@@ -273,9 +274,9 @@ def emit_stage(forest, entries, table, stage, window, run, page_size):
             queries[i] = entries.query[first_entry[item] + i - begin]
         low = np.int32(first_entry[item] % stage.height)
         if low > 0:  # rows are counted from the item's first query
-            for i in range(items[item, RUN_START], items[item, RUN_END]):
-                runs[i, SEGMENT_QUERIES] -= low | low << 8
-    return Items(items, runs, queries, uncut)
+            for i in range(items[item, SEGMENT_START], items[item, SEGMENT_END]):
+                segments[i, SEGMENT_QUERIES] -= low | low << 8
+    return Items(items, segments, queries, uncut)
 
 
 @njit(inner=True)
@@ -284,7 +285,7 @@ def heaviest_first(outline, num_entries):
     items, pieces = outline.items, np.zeros(num_entries, np.int64)
     lengths = np.empty(len(items), np.int64)
     for item in range(len(items)):
-        lengths[item] = items[item, RUN_END] - items[item, RUN_START]
+        lengths[item] = items[item, SEGMENT_END] - items[item, SEGMENT_START]
         first = outline.first_entry[item]
         for entry in range(first, first + items[item, QUERY_END] - items[item, QUERY_START]):
             pieces[entry] += 1
@@ -295,14 +296,14 @@ def heaviest_first(outline, num_entries):
 
 
 @njit
-def items_of_work(work, table, positions, window, run, page_size, block_runs):
-    """A WorkList's items as runs: each reads one range of tokens for all its queries. work: items, queries."""
+def items_of_work(work, table, positions, window, segment_size, page_size, block_segments):
+    """A WorkList's items as segments: each reads one range of tokens for all its queries. work: items, queries."""
     source, queries = work
     total = np.int64(0)
     for i in range(len(source)):
-        total += (source[i, KV_END] + run - 1) // run - source[i, KV_START] // run
+        total += (source[i, KV_END] + segment_size - 1) // segment_size - source[i, KV_START] // segment_size
     items = source.copy()
-    runs = np.empty((total, SEGMENT_COLUMNS), np.int32)
+    segments = np.empty((total, SEGMENT_COLUMNS), np.int32)
     at = 0
     for i in range(len(source)):
         row, start, end = source[i, KV_ROW], source[i, KV_START], source[i, KV_END]
@@ -310,18 +311,19 @@ def items_of_work(work, table, positions, window, run, page_size, block_runs):
         lowest, highest = positions[queries[source[i, QUERY_START]]], np.int32(0)
         for j in range(source[i, QUERY_START], source[i, QUERY_END]):
             lowest, highest = min(lowest, positions[queries[j]]), max(highest, positions[queries[j]])
-        items[i, RUN_START] = at
+        items[i, SEGMENT_START] = at
         full, leading = 0, True
         token = start
         while token < end:
-            tokens = min((token // run + 1) * run, end) - token  # a window may start inside a run
-            runs[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
-            runs[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
-            runs[at, SEGMENT_POSITION] = token
-            leading = leading and tokens == run and token + run - 1 <= lowest and token > highest - window
+            tokens = min((token // segment_size + 1) * segment_size, end) - token  # a window may start inside a segment
+            segments[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
+            segments[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
+            segments[at, SEGMENT_POSITION] = token
+            is_full = tokens == segment_size and token + segment_size - 1 <= lowest and token > highest - window
+            leading = leading and is_full
             full += leading
             at += 1
             token += tokens
-        items[i, RUN_FULL] = items[i, RUN_START] + full // block_runs[i] * block_runs[i]
-        items[i, RUN_END] = at
-    return Items(items, runs, queries, np.ones(len(items), np.bool_))
+        items[i, SEGMENT_FULL] = items[i, SEGMENT_START] + full // block_segments[i] * block_segments[i]
+        items[i, SEGMENT_END] = at
+    return Items(items, segments, queries, np.ones(len(items), np.bool_))

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.planner.row_tiles.cost import stage_ns
-from trunkattn.planner.work_list import QUERY_END, QUERY_START, RUN_END, RUN_FULL, RUN_START
+from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEGMENT_FULL, SEGMENT_START
 
 
 class OverlapCosts(NamedTuple):
@@ -15,7 +15,7 @@ class OverlapCosts(NamedTuple):
 
     chunk_percent, decode_percent: speed of each while both run, of its speed there alone, with tiles of up to
         `narrow_rows` rows, and of more.
-    block_ns: time of a block of `block_runs` runs. An SM computes one item at a time.
+    block_ns: time of a block of `block_segments` segments. An SM computes one item at a time.
     item_ns: time of an item besides its blocks.
     fixed_ns: time of the launch.
     """
@@ -24,7 +24,7 @@ class OverlapCosts(NamedTuple):
     decode_percent: tuple[int, int]
     narrow_rows: int
     block_ns: int
-    block_runs: int
+    block_segments: int
     item_ns: int
     fixed_ns: int
     group_size: int
@@ -68,7 +68,7 @@ class Overlapped(NamedTuple):
 class _Profile(NamedTuple):
     """Of each item of a tile list, and of those before it.
 
-    blocks: [items, 4] as of `cost.stage_blocks`: blocks that all rows of the item see, other blocks, runs, queries.
+    blocks: [items, 4] as of `cost.stage_blocks`: blocks that all rows of the item see, other blocks, segments, queries.
     until_ns: time until the kernel has computed them without chunks.
     is_wide: 1 if one of them has more rows than the narrow tile.
     """
@@ -117,7 +117,7 @@ def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
         total_ns = _both_ns(chunks.alone_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
         if count < number:
             left = profile.blocks[count:]
-            total_ns += stage_ns(left, left[:, 2].sum() * costs.run_tokens, 0, stage, kind, True, costs)
+            total_ns += stage_ns(left, left[:, 2].sum() * costs.segment_size, 0, stage, kind, True, costs)
         if best.items == 0 or total_ns < best.total_ns:
             best = Overlapped(np.int64(count), np.int64(total_ns))
     if num_slots == 0:
@@ -134,11 +134,11 @@ def _profile(items, overlap):
     until_ns, is_wide = np.empty(number, np.int64), np.empty(number, np.int64)
     sum_ns, latest_ns, max_queries = np.int64(0), np.int64(0), np.int64(0)
     for item in range(number):
-        runs = np.int64(items[item, RUN_END]) - items[item, RUN_START]
-        full = (np.int64(items[item, RUN_FULL]) - items[item, RUN_START]) // overlap.block_runs
-        num_blocks = (runs + overlap.block_runs - 1) // overlap.block_runs
+        segments = np.int64(items[item, SEGMENT_END]) - items[item, SEGMENT_START]
+        full = (np.int64(items[item, SEGMENT_FULL]) - items[item, SEGMENT_START]) // overlap.block_segments
+        num_blocks = (segments + overlap.block_segments - 1) // overlap.block_segments
         queries = np.int64(items[item, QUERY_END]) - items[item, QUERY_START]
-        blocks[item, 0], blocks[item, 1], blocks[item, 2], blocks[item, 3] = full, num_blocks - full, runs, queries
+        blocks[item, 0], blocks[item, 1], blocks[item, 2], blocks[item, 3] = full, num_blocks - full, segments, queries
         item_ns = num_blocks * overlap.block_ns + overlap.item_ns
         sum_ns += item_ns
         rounds = ((item + 1) * overlap.num_kv_heads + overlap.num_sms - 1) // overlap.num_sms

@@ -41,7 +41,7 @@ class TiledStep:
     @cached_property
     def _measures(self) -> _Measures:
         batch, priced, limits = self.batch, self.rule.priced, self._limits
-        most = _NO_LIMITS if limits is None else np.array([limits.items, limits.runs, limits.slots], np.int64)
+        most = _NO_LIMITS if limits is None else np.array([limits.items, limits.segments, limits.slots], np.int64)
         tables = batch.seq_lens, batch.query_start_loc, batch.window
         return _measure(self.forest, tables, priced.stages, priced.uses, priced.costs, most)
 
@@ -87,18 +87,18 @@ def _measure(forest, tables, stages, uses, costs, limits):
     """tables: seq_lens, query_start_loc and window."""
     seq_lens, query_start_loc, window = tables
     entries = make_entries(forest, seq_lens, query_start_loc)
-    loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.run_tokens)
+    loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.segment_size)
     return _Measures(entries, tilings_ns(loads, stages, uses, costs), tilings_fit(loads, stages, uses, limits))
 
 
 @njit
 def _emit(forest, entries, table, launches, rule, window):
     """The arrays of a tile list. launches: as of `launches_of`."""
-    run, page_size = rule.run_tokens, rule.page_size
-    emitted = emit_stage(forest, entries, table, stage_of_row(launches[0]), window, run, page_size)
+    segment_size, page_size = rule.segment_size, rule.page_size
+    emitted = emit_stage(forest, entries, table, stage_of_row(launches[0]), window, segment_size, page_size)
     bucket = np.full(len(emitted.items), launches[0, 0], np.int32)
     if len(launches) > 1:
-        low = emit_stage(forest, entries, table, stage_of_row(launches[1]), window, run, page_size)
+        low = emit_stage(forest, entries, table, stage_of_row(launches[1]), window, segment_size, page_size)
         emitted = join_stages(emitted, low)
         bucket = np.concatenate((bucket, np.full(len(low.items), launches[1, 0], np.int32)))
     if rule.is_nested:
@@ -115,10 +115,10 @@ def _overlap(source, candidates, chunks, overlap, leftover, costs):
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
     for number in numbers:
         which, _, num_parts = uses[number, 0]
-        height, least, below, block_runs, _, subtiles, private_runs = stages[which]
+        height, least, below, block_segments, _, subtiles, private_segments = stages[which]
         assert subtiles == 1 and uses[number, 1, 0] < 0
-        stage = Stage(height, least, below, block_runs, num_parts, subtiles, private_runs)
-        outline = outline_stage(forest, entries, stage, window, costs.run_tokens)
+        stage = Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
+        outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = heaviest_first(outline, len(entries.query))
         found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.kind, costs)
         if best_number < 0 or found.total_ns < best.total_ns:

@@ -11,11 +11,11 @@ from trunkattn.planner.work_list import (
     DIRECT,
     QUERY_END,
     QUERY_START,
-    RUN_END,
-    RUN_FULL,
-    RUN_START,
     SEGMENT_COLUMNS,
+    SEGMENT_END,
+    SEGMENT_FULL,
     SEGMENT_QUERIES,
+    SEGMENT_START,
 )
 
 Int32Array = NDArray[np.int32]
@@ -26,14 +26,14 @@ class Subtiles(NamedTuple):
 
     number: int
     height: int  # entries of one
-    block_runs: int  # runs of a block of one
+    block_segments: int  # segments of a block of one
 
 
 class TileArrays(NamedTuple):
     """The arrays of a TileList, in its order."""
 
     items: Int32Array
-    runs: Int32Array
+    segments: Int32Array
     queries: Int32Array
     slots: Int32Array
     parts: Int32Array
@@ -47,61 +47,61 @@ class TileArrays(NamedTuple):
 def join_stages(tall, low):
     """The items of two stages in one list."""
     items = np.concatenate((tall.items, low.items))
-    num_runs, num_queries = np.int32(len(tall.runs)), np.int32(len(tall.queries))
+    num_segments, num_queries = np.int32(len(tall.segments)), np.int32(len(tall.queries))
     for item in range(len(tall.items), len(items)):
-        for column in (RUN_START, RUN_FULL, RUN_END):
-            items[item, column] += num_runs
+        for column in (SEGMENT_START, SEGMENT_FULL, SEGMENT_END):
+            items[item, column] += num_segments
         for column in (QUERY_START, QUERY_END):
             items[item, column] += num_queries
-    runs = np.concatenate((tall.runs, low.runs))
+    segments = np.concatenate((tall.segments, low.segments))
     queries = np.concatenate((tall.queries, low.queries))
-    return Items(items, runs, queries, np.concatenate((tall.uncut, low.uncut)))
+    return Items(items, segments, queries, np.concatenate((tall.uncut, low.uncut)))
 
 
 @njit
 def nest(emitted, kind_of_item, subtiles):
-    """Deals the runs of an item that are not full to its subtiles, which read them at the same time.
+    """Deals the segments of an item that are not full to its subtiles, which read them at the same time.
 
-    subtiles [kinds, fields of Subtiles]. A run goes to every subtile that has queries of it. The list holds a block
-    for each subtile in turn; short blocks are filled up with runs of no token.
+    subtiles [kinds, fields of Subtiles]. A segment goes to every subtile that has queries of it. The list holds a block
+    for each subtile in turn; short blocks are filled up with segments of no token.
     """
-    items, runs, queries, uncut = emitted
+    items, segments, queries, uncut = emitted
     items = items.copy()
     lengths = np.zeros(subtiles[:, 0].max(), np.int64)
     ends = np.zeros(len(items) + 1, np.int64)
     for item in range(len(items)):
         count, height, block = subtiles[kind_of_item[item]]
-        size = items[item, RUN_END] - items[item, RUN_FULL]
+        size = items[item, SEGMENT_END] - items[item, SEGMENT_FULL]
         if count > 1:
-            _count(runs, items[item], height, lengths)
+            _count(segments, items[item], height, lengths)
             size = (lengths.max() + block - 1) // block * block * count
-        ends[item + 1] = ends[item] + items[item, RUN_FULL] - items[item, RUN_START] + size
+        ends[item + 1] = ends[item] + items[item, SEGMENT_FULL] - items[item, SEGMENT_START] + size
     nested = np.zeros((ends[-1], SEGMENT_COLUMNS), np.int32)
     for item in range(len(items)):
         count, height, block = subtiles[kind_of_item[item]]
-        start, full, end = items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END]
+        start, full, end = items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END]
         at = ends[item] + full - start
-        nested[ends[item] : at] = runs[start:full]
+        nested[ends[item] : at] = segments[start:full]
         if count == 1:
-            nested[at : ends[item + 1]] = runs[full:end]
+            nested[at : ends[item + 1]] = segments[full:end]
         else:
             lengths[:] = 0
             for i in range(full, end):
-                low, high = runs[i, SEGMENT_QUERIES] & 255, runs[i, SEGMENT_QUERIES] >> 8 & 255
+                low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
                 for subtile in range(low // height, (high - 1) // height + 1):
                     nth = lengths[subtile]
-                    nested[at + (nth // block * count + subtile) * block + nth % block] = runs[i]
+                    nested[at + (nth // block * count + subtile) * block + nth % block] = segments[i]
                     lengths[subtile] += 1
-        items[item, RUN_START], items[item, RUN_FULL], items[item, RUN_END] = ends[item], at, ends[item + 1]
+        items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END] = ends[item], at, ends[item + 1]
     return Items(items, nested, queries, uncut)
 
 
 @njit(inner=True)
-def _count(runs, item, height, lengths):
-    """Runs of an item that are not full, by subtile."""
+def _count(segments, item, height, lengths):
+    """Segments of an item that are not full, by subtile."""
     lengths[:] = 0
-    for i in range(item[RUN_FULL], item[RUN_END]):
-        low, high = runs[i, SEGMENT_QUERIES] & 255, runs[i, SEGMENT_QUERIES] >> 8 & 255
+    for i in range(item[SEGMENT_FULL], item[SEGMENT_END]):
+        low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
         for subtile in range(low // height, (high - 1) // height + 1):
             lengths[subtile] += 1
 
@@ -113,7 +113,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     bucket [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last piece of all its
     queries merges the others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
     """
-    items, runs, queries, uncut = emitted
+    items, segments, queries, uncut = emitted
     pieces = np.zeros(num_queries, np.int32)
     for query in queries:
         pieces[query] += 1
@@ -138,7 +138,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     counts = np.zeros(2 * num_buckets + 1, np.int32)
     for item in range(len(items)):
         weight[item] = np.int64(bucket[item]) << 32 | (np.int64(1) << 31) - (
-            items[item, RUN_END] - items[item, RUN_START]
+            items[item, SEGMENT_END] - items[item, SEGMENT_START]
         )
         counts[bucket[item] + 1] += 1
     for i in range(2 * num_buckets):
@@ -156,7 +156,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
             at += 1
     order = np.argsort(weight, kind="mergesort")
     num_slots = int(pieces[pieces > 1].sum())
-    return TileArrays(items[order], runs, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots)
+    return TileArrays(items[order], segments, queries, slots, parts, counts, merge_queries, merge_ranges, num_slots)
 
 
 @njit(inner=True)

@@ -1,0 +1,65 @@
+"""`trunkattn serve`: the model behind HTTP until SIGTERM or SIGINT."""
+
+import contextlib
+import errno
+import io
+import logging
+import socket
+import sys
+from typing import Final
+
+import typer
+import uvicorn
+
+from trunkattn.cli.options import ServeOptions, fields_of, reported_by_option
+from trunkattn.engine import LLM, EngineConfig
+from trunkattn.server import ServerOptions, create_app
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+def run_serve(options: ServeOptions) -> None:
+    """Checks the options, takes the port, loads the model, and serves it."""
+    with reported_by_option(ServeOptions):
+        given = fields_of(ServerOptions, options)
+        given["served_model_name"] = options.served_model_name or options.model.stem
+        given["api_keys"] = tuple(options.api_key or ())
+        given["allowed_origins"] = tuple(options.allowed_origin or ())
+        server = ServerOptions(**given)
+        config = EngineConfig(**fields_of(EngineConfig, options))
+    level = "WARNING" if options.quiet else "INFO"
+    logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
+    with _listening(server) as listener:
+        app = create_app(_load(options, config), server)
+        seconds = max(1, round(server.shutdown_seconds))
+        uvicorn_config = uvicorn.Config(app, log_level=level.lower(), timeout_graceful_shutdown=seconds)
+        host, port = listener.getsockname()[:2]
+        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        _LOG.info("Serving %s at %s, where its live page is too.", server.served_model_name, where)
+        uvicorn.Server(uvicorn_config).run([listener])
+
+
+def _listening(server: ServerOptions) -> socket.socket:
+    """The socket. It is taken before the model is loaded, which may last minutes."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+        hint = "--host" if isinstance(error, socket.gaierror) else "--port"
+        value = server.host if hint == "--host" else server.port
+        raise typer.BadParameter(f"{value}: {reason}; choose another one", param_hint=hint) from error
+    return listener
+
+
+def _load(options: ServeOptions, config: EngineConfig) -> LLM:
+    """The model, ready for its first step. The progress bars of other libraries are hidden: they cannot be written
+    where the disk of the log is full, and logging can do without."""
+    _LOG.info("Loading %s. The first time, this compiles kernels too.", options.model.name)
+    with reported_by_option(ServeOptions), contextlib.redirect_stderr(io.StringIO()):
+        llm = LLM(options.model, **vars(config))
+        llm.warm_up()
+    return llm

@@ -1,0 +1,106 @@
+"""Rope scaling that a GGUF file stores and transformers' loader does not read, put into the configuration.
+
+Without it every position is rotated wrongly, and nothing else shows that. What has an exact counterpart among
+transformers' rope types is taken over; any other scaling is a reason to refuse the file.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+FREQUENCY_DIVISORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+LINEAR_KEYS = frozenset({"type", "factor", "finetuned"})
+YARN_KEYS = frozenset({"type", "factor", "finetuned", "original_context_length"})
+LONGROPE_KEYS = frozenset({"type", "finetuned", "factor", "attn_factor", "original_context_length"})
+
+
+def apply_gguf_rope(config: PretrainedConfig, path: Path) -> None:
+    """Puts the rope scaling of the GGUF file at `path` into `config.rope_parameters`.
+
+    Raises:
+        ValueError: naming the file's key or tensor that has no exact counterpart.
+    """
+    try:  # older versions of transformers run every other model
+        from transformers.integrations.gguf import read_gguf_metadata
+    except ImportError as error:
+        raise ValueError("GGUF files need transformers 5.23 or later; upgrade it") from error
+    metadata, tensor_names = read_gguf_metadata(str(path))
+    prefix = f"{metadata['general.architecture']}.rope."
+    rope = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    scaling = {key.removeprefix("scaling."): value for key, value in rope.items() if key.startswith("scaling.")}
+    if "scale_linear" in rope:  # the older name
+        scaling = {"type": "linear", "factor": rope["scale_linear"], **scaling}
+    tensors = [name for name in (FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS) if name in tensor_names]
+    used = [*tensors, *(f"{prefix}scaling.{key}" for key in sorted(scaling))]
+    parameters = _rope_parameters(scaling, tensors, path, config)
+    if parameters is None:
+        raise ValueError(
+            f"its rope scaling ({', '.join(used)}) cannot be taken over exactly; use the model's safetensors folder"
+        )
+    _check_rotated(config, rope.get("dimension_count"), f"{prefix}dimension_count")
+    if not parameters:
+        return
+    current = getattr(config, "rope_parameters", None) or {}
+    if current.get("rope_type", "default") not in ("default", parameters["rope_type"]):
+        raise ValueError(
+            f"its rope scaling ({', '.join(used)}) meets rope_type {current['rope_type']!r} of its configuration; use "
+            f"the model's safetensors folder"
+        )
+    config.rope_parameters = {**current, **parameters}
+
+
+def _rope_parameters(
+    scaling: Mapping[str, Any], tensors: list[str], path: Path, config: PretrainedConfig
+) -> dict[str, Any] | None:
+    """transformers' parameters of a scaling; {} if there is none, None if it has no exact counterpart."""
+    kind, keys, length = scaling.get("type", "none"), frozenset(scaling), scaling.get("original_context_length")
+    current = getattr(config, "rope_parameters", None) or {}
+    if current and "rope_theta" not in current:  # one mapping per layer type, and the file has one for all
+        return {} if kind == "none" and not tensors else None
+    if tensors == [FREQUENCY_DIVISORS] and kind == "none":
+        divisors, limit = _values(path, FREQUENCY_DIVISORS), config.max_position_embeddings
+        return {**_longrope(divisors, divisors, limit), "attention_factor": 1.0}
+    if tensors == [LONG_FACTORS, SHORT_FACTORS] and kind in ("none", "longrope") and keys <= LONGROPE_KEYS and length:
+        parameters = _longrope(_values(path, LONG_FACTORS), _values(path, SHORT_FACTORS), length)
+        attention = {"attention_factor": float(scaling["attn_factor"])} if "attn_factor" in scaling else {}
+        return {**parameters, **attention}
+    if tensors:
+        return None
+    if kind == "none" and scaling.get("factor", 1.0) in (0.0, 1.0):
+        return {}
+    if kind == "linear" and keys <= LINEAR_KEYS and scaling.get("factor"):
+        return {"rope_type": "linear", "factor": float(scaling["factor"])}
+    if kind == "yarn" and keys <= YARN_KEYS and scaling.get("factor") and length:
+        factor = float(scaling["factor"])
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(length)}
+    return None
+
+
+def _longrope(long: list[float], short: list[float], length: int) -> dict[str, Any]:
+    """Each frequency is divided by its own factor; which factors, the sequence's length decides."""
+    lengths = {"original_max_position_embeddings": int(length)}
+    return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **lengths}
+
+
+def _values(path: Path, name: str) -> list[float]:
+    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+
+    return load_gguf_state_dict(GgufHeader.from_file(str(path)))[name][...].float().tolist()
+
+
+def _check_rotated(config: PretrainedConfig, rotated: int | None, key: str) -> None:
+    """Raises ValueError if the file rotates another part of each head than the configuration does."""
+    heads = getattr(config, "num_attention_heads", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if rotated is None or not heads or "rope_theta" not in parameters or hasattr(config, "rotary_dim"):
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    expected = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if rotated != expected:
+        raise ValueError(
+            f"{key}={rotated}: expected {expected}, the elements of each head that transformers rotates; use the "
+            f"model's safetensors folder"
+        )

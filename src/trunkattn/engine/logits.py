@@ -1,0 +1,214 @@
+"""What a request's parameters do to its logits before the temperature, in vLLM's order, batched over the rows.
+
+A sequence whose parameters change logits has a `LogitsState`. It reads the sequence's own list of tokens, so that a
+preemption, which keeps the tokens, changes nothing.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from trunkattn.engine.sampling_params import SamplingParams, num_parameters
+from trunkattn.engine.structured_output import GrammarState
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@dataclass(frozen=True)
+class BannedTokens:
+    """Tokens that an answer cannot have at some places.
+
+    Attributes:
+        ends: tokens that end the answer; `min_tokens` holds them back.
+        sequences: token sequences that the answer never has.
+    """
+
+    ends: tuple[int, ...] = ()
+    sequences: tuple[tuple[int, ...], ...] = ()
+
+
+class LogitsState:
+    """What one sequence's parameters do to its logits, and the counts of its tokens that this needs.
+
+    Args:
+        params: the request's parameters.
+        banned: what the answer cannot have.
+        token_ids: prompt and answer; the list grows with the answer.
+        num_prompt_tokens: tokens of the prompt.
+        grammar: the form of the answer, at its beginning; None: any.
+
+    Attributes:
+        error: why the sequence cannot go on; None if it can.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        banned: BannedTokens,
+        token_ids: list[int],
+        num_prompt_tokens: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self.params = params
+        self.grammar = grammar
+        self.error: str | None = None
+        self._banned = banned
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+        self._place: dict[int, int] = {}  # token of prompt or answer -> its place in the next two
+        self._distinct, self._occurrences = array("q"), array("q")
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._token_ids[: self._num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self._token_ids[self._num_prompt_tokens :]
+
+    @cached_property
+    def allowed(self) -> NDArray[np.int64]:
+        """`allowed_token_ids`; empty if all are allowed."""
+        return np.array(tuple(self.params.allowed_token_ids or ()), dtype=np.int64)
+
+    def token_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The distinct tokens of prompt and answer, and how often the answer has each."""
+        for position in range(self._num_counted, len(self._token_ids)):
+            token_id = self._token_ids[position]
+            place = self._place.setdefault(token_id, len(self._distinct))
+            if place == len(self._distinct):
+                self._distinct.append(token_id)
+                self._occurrences.append(0)
+            self._occurrences[place] += position >= self._num_prompt_tokens
+        self._num_counted = len(self._token_ids)
+        return np.array(self._distinct), np.array(self._occurrences)
+
+    def banned(self) -> list[int]:
+        """Tokens that cannot come next: ends of bad words, and before `min_tokens` what ends the answer."""
+        num_output_tokens = len(self._token_ids) - self._num_prompt_tokens
+        banned = list(self._banned.ends) if num_output_tokens < self.params.min_tokens else []
+        for *start, last in self._banned.sequences:
+            if len(start) <= num_output_tokens and self._token_ids[len(self._token_ids) - len(start) :] == start:
+                banned.append(last)
+        return banned
+
+
+def adjust_logits(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
+    """Changes each row as its state says. The order is vLLM's, see `SamplingParams`.
+
+    A row whose processor or grammar fails is filled with NaN, and its state says why.
+
+    Args:
+        logits: [len(states), vocab_size] float32, changed in place.
+        states: one per row.
+    """
+    _apply_grammars(logits, states)
+    _keep_allowed(logits, states)
+    _ban(logits, states)
+    _apply_bias(logits, states)
+    for row, state in zip(logits, states, strict=True):
+        if state.params.logits_processors and state.error is None:
+            _process(row, state)
+    _penalize(logits, states)
+
+
+def _places(
+    tokens_of_rows: Mapping[int, Sequence[int] | NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of single logits: rows and token ids."""
+    token_ids = [np.asarray(token_ids, dtype=np.int64) for token_ids in tokens_of_rows.values()]
+    rows = np.repeat(np.array(list(tokens_of_rows)), [len(one) for one in token_ids])
+    index = torch.from_numpy(np.stack([rows, np.concatenate(token_ids)])).to(device)
+    return index[0], index[1]
+
+
+def _apply_grammars(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
+    masks: dict[int, np.ndarray] = {}
+    for row, state in enumerate(states):
+        if state.grammar is None:
+            continue
+        try:
+            masks[row] = state.grammar.allowed(state.output_token_ids)
+        except ValueError as error:
+            state.error = str(error)
+            logits[row] = torch.nan
+    if masks:
+        rows = list(masks)
+        allowed = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+        logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
+
+
+def _keep_allowed(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
+    allowed = {row: state.allowed for row, state in enumerate(states) if len(state.allowed)}
+    if allowed:
+        places = _places(allowed, logits.device)
+        kept = logits[places]
+        logits[list(allowed)] = -torch.inf
+        logits[places] = kept
+
+
+def _ban(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
+    banned = {row: token_ids for row, state in enumerate(states) if (token_ids := state.banned())}
+    if banned:
+        logits[_places(banned, logits.device)] = -torch.inf
+
+
+def _apply_bias(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
+    biases = {row: state.params.logit_bias for row, state in enumerate(states) if state.params.logit_bias}
+    if biases:
+        values = [value for bias in biases.values() for value in bias.values()]
+        places = _places({row: tuple(bias) for row, bias in biases.items()}, logits.device)
+        logits[places] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+
+def _penalize(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
+    """The three penalties on the tokens that prompt or answer have; no other logit changes."""
+    counts = {row: state.token_counts() for row, state in enumerate(states) if state.params.has_penalties}
+    if not counts:
+        return
+    device = logits.device
+    places = _places({row: token_ids for row, (token_ids, _) in counts.items()}, device)
+    per_row = [[getattr(states[row].params, name) for name in PENALTIES] for row in counts]
+    sizes = torch.tensor([len(token_ids) for token_ids, _ in counts.values()])
+    spread = torch.tensor(per_row, dtype=torch.float32).repeat_interleave(sizes, dim=0)
+    repetition, frequency, presence = spread.to(device).unbind(dim=1)
+    occurrences = torch.from_numpy(np.concatenate([one for _, one in counts.values()])).to(device, torch.float32)
+    values = logits[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * occurrences
+    values -= presence * (occurrences > 0)
+    logits[places] = values
+
+
+def _process(row: torch.Tensor, state: LogitsState) -> None:
+    """Runs the user's functions on one row. What they raise ends this sequence alone."""
+    for processor in state.params.logits_processors:
+        try:
+            result = _call(processor, row, state)
+        except Exception as error:  # the function is the user's
+            result, state.error = None, f"logits_processors={processor!r} raised {type(error).__name__}: {error}"
+        else:
+            if not isinstance(result, torch.Tensor) or result.shape != row.shape:
+                given = tuple(result.shape) if isinstance(result, torch.Tensor) else result
+                state.error = f"logits_processors={processor!r} returned {given!r}: expected logits {tuple(row.shape)}"
+        if state.error is not None:
+            row.fill_(torch.nan)
+            return
+        row.copy_(result)
+
+
+def _call(processor: Any, row: torch.Tensor, state: LogitsState) -> Any:
+    if isinstance(processor, LogitsProcessor | LogitsProcessorList):
+        input_ids: Any = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]], device=row.device)
+        return processor(input_ids, row[None].clone())[0]
+    if num_parameters(processor) == 2:
+        return processor(state.output_token_ids, row.clone())
+    return processor(state.prompt_token_ids, state.output_token_ids, row.clone())

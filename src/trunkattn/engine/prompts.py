@@ -1,0 +1,140 @@
+"""From what a user gives, text, token ids or messages, to a prompt's token ids. Everything is checked by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from jinja2 import TemplateError
+
+from trunkattn.engine.config import check_bool, check_text
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation becomes a prompt. The names are vLLM's.
+
+    Attributes:
+        add_generation_prompt: end with the header of the assistant's next message.
+        continue_final_message: end within the last message, which the answer continues.
+        tools: functions that the model may call, as JSON schemas in OpenAI's form.
+        chat_template_kwargs: further variables of the model's chat template.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and what is expected.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_bool("add_generation_prompt", self.add_generation_prompt)
+        check_bool("continue_final_message", self.continue_final_message)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError(
+                "continue_final_message=True: expected False with add_generation_prompt=True, because an answer either "
+                "continues the last message or begins its own; give add_generation_prompt=False"
+            )
+        tools = self.tools
+        is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
+        if tools is not None and not (is_list and all(isinstance(tool, Mapping) for tool in tools)):
+            raise TypeError(f"tools={tools!r}: expected a list of mappings, one for each function")
+        variables = self.chat_template_kwargs
+        if variables is not None and not (isinstance(variables, Mapping) and all(type(k) is str for k in variables)):
+            raise TypeError(f"chat_template_kwargs={variables!r}: expected a mapping from names to values")
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a tokenizer's `apply_chat_template`."""
+        return {
+            **(self.chat_template_kwargs or {}),
+            "tools": [dict(tool) for tool in self.tools] if self.tools else None,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "tokenize": True,
+            "return_dict": False,
+        }
+
+
+def check_list(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless `value` is a list of messages."""
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}={value!r}: expected a list of messages, each with a role and a content")
+    if not value:
+        raise ValueError(f"{name}={value!r}: expected at least one message")
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt, not a list of them."""
+    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def tokenize_prompt(tokenizer: Any | None, prompt: object, name: str) -> tuple[str | None, list[int]]:
+    """A prompt's text, None if it has none, and token ids.
+
+    Raises:
+        TypeError, ValueError: naming the prompt by `name`. The engine checks the token ids.
+    """
+    if isinstance(prompt, Mapping):
+        if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
+            raise ValueError(f"{name} has the keys {sorted(prompt)}: expected one of prompt and prompt_token_ids")
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"{name}={prompt!r}: expected token ids, because the model folder has no tokenizer")
+        if not prompt:
+            raise ValueError(f"{name}={prompt!r}: expected a prompt that is not empty")
+        return prompt, tokenizer(check_text(name, prompt))["input_ids"]
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise TypeError(f"{name}={prompt!r}: expected a string, a list of token ids, or a mapping with one of them")
+    return None, list(prompt)
+
+
+def fill_template(tokenizer: Any | None, conversation: Any, options: ChatOptions, name: str = "messages") -> list[int]:
+    """A conversation as token ids, by the tokenizer's chat template.
+
+    Raises:
+        TypeError, ValueError: naming the bad message by `name` and its position, or the model has no chat template.
+    """
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ValueError(f"{name}: the model has no chat template; expected prompts, so call generate")
+    check_list(name, conversation)
+    messages = [_message(f"{name}[{position}]", message) for position, message in enumerate(conversation)]
+    return _apply(tokenizer.apply_chat_template, messages, options, f"{name}={conversation!r}")
+
+
+def _apply(make: Callable[..., list[int]], messages: list[dict[str, Any]], options: ChatOptions, what: str) -> Any:
+    try:
+        return make(messages, **options.arguments())
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{what}: the model's chat template refuses it: {error}") from error
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    """A checked message. The text parts of its content are joined by line breaks, as vLLM does."""
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{name}={message!r}: expected a mapping with a role and a content")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{name}={message!r}: expected a role that is a string")
+    checked = dict(message)
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        checked["content"] = content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    for key in ("role", "content"):
+        if isinstance(checked.get(key), str):
+            check_text(f"{name}.{key}", checked[key])
+    return checked
+
+
+def _part(name: str, part: Any) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        given = f"{name}.type={kind!r}" if kind is not None else f"{name}={part!r}"
+        raise ValueError(f"{given}: expected a part of the type 'text'; this engine reads no images, audio or files")
+    if not isinstance(part.get("text"), str):
+        raise TypeError(f"{name}.text={part.get('text')!r}: expected a string")
+    return part["text"]

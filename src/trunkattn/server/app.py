@@ -1,0 +1,185 @@
+"""The application: its paths, and what happens when it starts and stops."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
+
+from trunkattn.engine.llm import LLM
+from trunkattn.server.chat import Chat
+from trunkattn.server.completions import Completion
+from trunkattn.server.engine_loop import EngineLoop
+from trunkattn.server.errors import BadRequest, add_handlers, error_response
+from trunkattn.server.live import Live
+from trunkattn.server.metrics import Metrics
+from trunkattn.server.middleware import CountRequests, LimitBody, RequireKey
+from trunkattn.server.options import ServerOptions
+from trunkattn.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from trunkattn.server.service import Service, salt_of
+from trunkattn.server.streaming import respond
+
+Result = TypeVar("Result")
+
+_CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
+_STATIC: Final = files("trunkattn.server") / "static"
+# The page asks no other host for anything, and no other page may hold it in a frame.
+_PAGE_HEADERS: Final = MappingProxyType(
+    {
+        "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+        "frame-ancestors 'none'"
+    }
+)
+_PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
+    """The ASGI application over a model. While it runs, nothing else may use the model.
+
+    Args:
+        llm: the model.
+        options: see `ServerOptions`.
+
+    Example:
+        >>> app = create_app(LLM("path/to/model"), ServerOptions("my-model"))  # doctest: +SKIP
+        >>> uvicorn.run(app)  # doctest: +SKIP
+    """
+    live = Live(llm)
+    loop = EngineLoop(llm.engine, options.max_waiting, live.watch)
+    live.bind(loop)
+    metrics = Metrics()
+    metrics.watch(llm.engine, lambda: loop.num_waiting)
+    service = Service(llm, loop, options, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loop.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(loop.stop)
+            service.close()
+
+    app = FastAPI(title="TrunkAttention", lifespan=lifespan, openapi_url=None)
+    app.state.service = service
+    add_handlers(app)
+    _add_model_paths(app, service)
+    _add_text_paths(app, service)
+    _add_watch_paths(app, service, live)
+    app.add_middleware(LimitBody, max_bytes=options.max_body_bytes)
+    app.add_middleware(RequireKey, api_keys=options.api_keys)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(CountRequests, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
+    return app
+
+
+def _add_model_paths(app: FastAPI, service: Service) -> None:
+    """The paths that compute answers."""
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _answer(Completion(service, body, _salt(request, body.cache_salt)), body.stream, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        return await _answer(Chat(service, body, _salt(request, body.cache_salt)), body.stream, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+
+def _add_text_paths(app: FastAPI, service: Service) -> None:
+    """The paths that need the tokenizer alone."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("prompt: expected either prompt or messages", "prompt")
+        if body.prompt is not None:
+            token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens)
+        else:
+            token_ids = await service.chat_tokens(body.messages or [])
+        most = service.llm.engine.limits.max_model_len
+        return {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        return {"prompt": service.text(body.tokens)}
+
+
+def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
+    """The paths that show how the server does."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.loop.is_running:
+            return JSONResponse({"status": "ok"})
+        return error_response(503, "the engine has stopped")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=_PROMETHEUS)
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse((_STATIC / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+
+    @app.get("/live")
+    async def events() -> Response:
+        return StreamingResponse(live.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    app.mount("/static", StaticFiles(directory=str(_STATIC)))
+
+
+async def _answer(endpoint: Completion | Chat, stream: bool, request: Request) -> Response:
+    """The response of an endpoint that computes: streamed, or whole unless the client goes away before."""
+    submissions = await endpoint.submissions()
+    if stream:
+        return await respond(endpoint.stream(submissions))
+    done = await _unless_disconnected(request, endpoint.whole(submissions))
+    return Response(status_code=_CLIENT_CLOSED) if done is None else JSONResponse(done)
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result | None:
+    """The result of some work; None, and the work is cancelled, if the client goes away first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _salt(request: Request, cache_salt: str | None) -> bytes:
+    return salt_of(getattr(request.state, "api_key", None), cache_salt)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    limit = service.llm.engine.limits.max_model_len
+    name = service.options.served_model_name
+    return {"id": name, "object": "model", "created": 0, "owned_by": "trunkattn", "max_model_len": limit}

@@ -1,0 +1,207 @@
+"""/v1/chat/completions: a conversation in, the next message out, as text or as tool calls."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, Final
+
+from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from trunkattn.engine.sampling_params import StructuredOutputsParams
+from trunkattn.server.engine_loop import Submission
+from trunkattn.server.errors import BadRequest
+from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from trunkattn.server.service import Service, usage_of
+from trunkattn.server.streaming import Progress, StreamWriter
+from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
+
+_MOST_TOP_LOGPROBS: Final = 20
+
+
+class Chat:
+    """One request to /v1/chat/completions.
+
+    Args:
+        service: the model.
+        body: the request.
+        salt: of its cached prefixes.
+    """
+
+    def __init__(self, service: Service, body: ChatCompletionRequest, salt: bytes) -> None:
+        self._service, self._body, self._salt = service, body, salt
+        self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self._parser = TOOL_CALL_PARSERS[service.options.tool_call_parser]
+        self._calls_are_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)
+        self._num_top = body.top_logprobs or 0
+        self._may_call = bool(body.tools) and body.tool_choice != "none"
+
+    async def submissions(self) -> list[Submission]:
+        """The checked request: a list of one."""
+        service, body = self._service, self._body
+        service.check_model(body.model)
+        service.check_count(1, body.n)
+        params = service.params(body, **self._changes())
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if self._may_call else None
+        token_ids = await service.chat_tokens(
+            body.messages,
+            tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        return [service.submission("messages", token_ids, params, self._salt)]
+
+    async def whole(self, submissions: Sequence[Submission]) -> dict[str, Any]:
+        """The response, once every answer is finished."""
+        outputs = await self._service.finished(submissions)
+        choices = []
+        for answer in outputs[0].outputs:
+            parsed = self._parse(answer.text)
+            message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+            if parsed.calls:
+                message |= {"content": parsed.content or None, "tool_calls": [call.as_json() for call in parsed.calls]}
+            logprobs = None if answer.logprobs is None else {"content": _logprobs(answer, 0, self._num_top)}
+            choices.append(
+                {"index": answer.index, "message": message, "logprobs": logprobs, **_ending(answer, bool(parsed.calls))}
+            )
+        return self._envelope("chat.completion", choices) | {"usage": usage_of(outputs).as_json()}
+
+    async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
+        """The response as server-sent events."""
+        writer, progress, newest = StreamWriter(), dict[int, Progress](), list[RequestOutput]()
+        async for grown in self._service.grow(submissions):
+            newest = [grown.output]
+            for answer in grown.output.outputs:
+                if answer.index not in progress:
+                    progress[answer.index] = Progress()
+                    yield writer.event(self._chunk(answer, {"role": "assistant", "content": ""}))
+                for chunk in self._chunks(answer, progress[answer.index]):
+                    yield writer.event(chunk)
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
+        yield writer.done()
+
+    def _chunks(self, answer: CompletionOutput, sent: Progress) -> list[dict[str, Any]]:
+        """What is new of an answer. A tool call is sent when it is complete."""
+        ended = answer.finish_reason is not None
+        parsed = self._parse(answer.text) if ended else ParsedAnswer(self._visible(answer.text))
+        text, first_token, _ = sent.advance(answer, parsed.content)
+        logprobs = _logprobs(answer, first_token, self._num_top)
+        chunks = []
+        if text or logprobs:
+            chunks.append(self._chunk(answer, {"content": text}, logprobs))
+        if sent.just_ended:
+            if parsed.calls:
+                calls = [{"index": number, **call.as_json()} for number, call in enumerate(parsed.calls)]
+                chunks.append(self._chunk(answer, {"tool_calls": calls}))
+            chunks.append(self._chunk(answer, {}, ending=_ending(answer, bool(parsed.calls))))
+        return chunks
+
+    def _changes(self) -> dict[str, Any]:
+        """Sampling parameters whose names or shapes differ from the body's."""
+        body, changes = self._body, dict[str, Any]()
+        if body.max_completion_tokens is not None or body.max_tokens is not None:
+            changes["max_tokens"] = body.max_completion_tokens or body.max_tokens
+        else:
+            changes["max_tokens"] = None
+        if body.top_logprobs is not None and not body.logprobs:
+            raise BadRequest("top_logprobs is given without logprobs: expected logprobs=true", "top_logprobs")
+        if body.logprobs:
+            if not 0 <= (body.top_logprobs or 0) <= _MOST_TOP_LOGPROBS:
+                message = f"top_logprobs={body.top_logprobs}: expected 0 to {_MOST_TOP_LOGPROBS}"
+                raise BadRequest(message, "top_logprobs")
+            changes["logprobs"] = body.top_logprobs or 0
+        structured = self._forced_calls() or _structured(body)
+        if structured is not None:
+            changes["structured_outputs"] = structured
+        return changes
+
+    def _forced_calls(self) -> StructuredOutputsParams | None:
+        """The grammar of a JSON list of calls, if the request forces one."""
+        choice, tools = self._body.tool_choice, self._body.tools or []
+        if not self._calls_are_forced:
+            if choice == "auto" and not tools:
+                raise BadRequest("tool_choice='auto': expected tools together with it", "tool_choice")
+            return None
+        if isinstance(choice, NamedToolChoice):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise BadRequest("tool_choice: expected the name of one of the tools, or 'none'", "tool_choice")
+        item = {"anyOf": [_call_schema(tool) for tool in tools]}
+        schema: dict[str, Any] = {"type": "array", "items": item, "minItems": 1}
+        if isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False:
+            schema["maxItems"] = 1
+        return StructuredOutputsParams(json=schema)
+
+    def _visible(self, text: str) -> str:
+        if self._calls_are_forced:
+            return ""
+        return self._parser.visible(text) if self._may_call else text
+
+    def _parse(self, text: str) -> ParsedAnswer:
+        if self._calls_are_forced:
+            return FORCED(text)
+        return self._parser.parse(text) if self._may_call else ParsedAnswer(text)
+
+    def _chunk(
+        self,
+        answer: CompletionOutput,
+        delta: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None = None,
+        ending: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        content = {"content": logprobs} if logprobs else None
+        choice = {"index": answer.index, "delta": delta, "logprobs": content, "finish_reason": None, **(ending or {})}
+        return self._envelope("chat.completion.chunk", [choice])
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self._service.options.served_model_name
+        return {"id": self._id, "object": kind, "created": self._created, "model": model, "choices": choices}
+
+
+def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:
+    reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+    return {"finish_reason": reason, "stop_reason": answer.stop_reason}
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    properties = {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
+    """The constraint of `response_format`."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if body.structured_outputs is not None:
+        raise BadRequest("response_format is given with structured_outputs: expected one of them", "response_format")
+    if wanted.type == "json_object":
+        return StructuredOutputsParams(json={"type": "object"})
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise BadRequest("response_format.json_schema.schema is missing: expected a JSON schema", "response_format")
+    return StructuredOutputsParams(json=wanted.json_schema.schema_)
+
+
+def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> list[dict[str, Any]]:
+    """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place."""
+    if answer.logprobs is None:
+        return []
+    return [
+        _logprob(entry[token_id])
+        | {"top_logprobs": [_logprob(top) for top in _by_rank(entry.values()) if top.rank <= num_top]}
+        for token_id, entry in zip(answer.token_ids[first_token:], answer.logprobs[first_token:], strict=True)
+    ]
+
+
+def _by_rank(logprobs: Iterable[Logprob]) -> list[Logprob]:
+    return sorted(logprobs, key=lambda logprob: logprob.rank)
+
+
+def _logprob(logprob: Logprob) -> dict[str, Any]:
+    text = logprob.decoded_token or ""
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode("utf-8", "replace"))}

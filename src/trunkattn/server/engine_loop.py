@@ -1,0 +1,215 @@
+"""The engine on a thread of its own, and asyncio in front of it.
+
+Only this thread touches the engine. It takes commands (a new request, one that is not wanted any more), computes a
+step, and hands each output to the event loop of whoever waits for it. An output holds the whole answer so far, so a
+slow reader gets the newest one and nothing queues up behind it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from trunkattn.engine.engine import Engine
+from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams
+
+_LOG: Final = logging.getLogger(__name__)
+_FIRST_TOKEN_WEIGHT: Final = 0.1  # of the newest time to a first token in the running mean
+_LONGEST_RETRY_S: Final = 60
+_WATCH_INTERVAL_S: Final = 0.5
+
+
+class QueueFull(Exception):
+    """Too many requests wait. retry_after_s: when it is worth another try."""
+
+    def __init__(self, max_waiting: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{max_waiting} requests are waiting, as many as this server allows; try again in {retry_after_s} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
+class EngineFailed(Exception):
+    """The engine could not compute a step, or it has stopped."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A request for the engine: a prompt's tokens and text, how to sample, and the salt of its cached prefixes."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    prompt: str | None = None
+    cache_salt: bytes = b""
+
+
+@dataclass(eq=False)
+class _Inbox:
+    """Where one request's newest output waits for its reader. `put` is called on the reader's event loop only."""
+
+    loop: asyncio.AbstractEventLoop
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    newest: RequestOutput | Exception | None = None
+    request_id: str | None = None  # set on the engine's thread
+
+    def put(self, newest: RequestOutput | Exception) -> None:
+        if not isinstance(self.newest, Exception):
+            self.newest = newest
+        self.arrived.set()
+
+    def send(self, newest: RequestOutput | Exception) -> None:
+        """Hands an output over from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.put, newest)
+
+    async def get(self) -> RequestOutput:
+        await self.arrived.wait()
+        self.arrived.clear()
+        if isinstance(self.newest, Exception):
+            raise self.newest
+        assert self.newest is not None
+        return self.newest
+
+
+class EngineLoop:
+    """Runs an engine on a thread. Its methods are for the thread of an event loop, except where they say otherwise.
+
+    Args:
+        engine: nobody else may use it from `start` to `stop`.
+        max_waiting: requests that may wait for their first token.
+        watch: called on the engine's thread with the engine, every half second while `watched` is True.
+
+    Example:
+        >>> loop = EngineLoop(LLM("path/to/model").engine, max_waiting=8)  # doctest: +SKIP
+        >>> async for output in loop.stream(Submission([1, 2, 3], SamplingParams())):  # doctest: +SKIP
+        ...     print(output.outputs[0].text)
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int, watch: Callable[[Engine], None] | None = None) -> None:
+        self.engine = engine
+        self.max_waiting = max_waiting
+        self.watched = False
+        self.num_waiting = 0  # requests without a first token
+        self._watch = watch
+        self._last_watch_s = 0.0
+        self._first_token_s = 1.0  # running mean
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inboxes: dict[str, _Inbox] = {}  # of unfinished requests; the engine's thread alone uses it
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="trunkattn-engine", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread takes requests."""
+        return self._thread.is_alive() and not self._stopping
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step in progress; requests that have not finished fail. From any thread."""
+        self._stopping = True
+        self._commands.put(None)
+        self._thread.join()
+
+    def call(self, function: Callable[[Engine], None]) -> None:
+        """Calls a function with the engine, between two steps, on the engine's thread. From any thread."""
+        self._commands.put(lambda: function(self.engine))
+
+    async def stream(self, submission: Submission) -> AsyncGenerator[RequestOutput, None]:
+        """The request's output so far, whenever it has grown; the last one is finished.
+
+        To close the generator, or to cancel its task, ends the request and frees its pages.
+
+        Raises:
+            QueueFull: too many requests wait.
+            EngineFailed: the engine failed or stopped.
+            TypeError, ValueError: see `Engine.check_request`.
+        """
+        if self.num_waiting >= self.max_waiting:
+            seconds = min(max(1, math.ceil(self._first_token_s)), _LONGEST_RETRY_S)
+            raise QueueFull(self.max_waiting, seconds)
+        if not self.is_running:
+            raise EngineFailed("the engine has stopped")
+        inbox = _Inbox(asyncio.get_running_loop())
+        waits, began = True, time.monotonic()
+        self.num_waiting += 1
+        self._commands.put(lambda: self._add(submission, inbox))
+        try:
+            while True:
+                output = await inbox.get()
+                if waits:
+                    waits = False
+                    self.num_waiting -= 1
+                    self._first_token_s += _FIRST_TOKEN_WEIGHT * (time.monotonic() - began - self._first_token_s)
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self.num_waiting -= waits
+            self._commands.put(lambda: self._abort(inbox))
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_commands()
+            if not self._stopping and self.engine.has_unfinished:
+                self._step()
+            self._let_watch()
+        self._fail_all(EngineFailed("the server is shutting down"))
+
+    def _take_commands(self) -> None:
+        """Runs the commands that wait. Without a request it waits for one."""
+        timeout = None
+        if self.engine.has_unfinished:
+            timeout = 0.0
+        elif self.watched:
+            timeout = _WATCH_INTERVAL_S
+        with contextlib.suppress(queue.Empty):
+            while (command := self._commands.get(timeout != 0.0, timeout)) is not None:
+                command()
+                timeout = 0.0
+
+    def _add(self, submission: Submission, inbox: _Inbox) -> None:
+        try:
+            inbox.request_id = self.engine.add_request(
+                submission.token_ids, submission.params, submission.prompt, cache_salt=submission.cache_salt
+            )
+        except (TypeError, ValueError) as error:
+            inbox.send(error)
+        else:
+            self._inboxes[inbox.request_id] = inbox
+
+    def _abort(self, inbox: _Inbox) -> None:
+        if inbox.request_id is not None and self._inboxes.pop(inbox.request_id, None) is not None:
+            self.engine.abort_request(inbox.request_id)
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # whatever a model's code raises: its requests end, the server goes on
+            _LOG.exception("A step failed; its requests end with an error.")
+            self._fail_all(EngineFailed(f"the engine could not compute a step: {type(error).__name__}: {error}"))
+            return
+        for output in outputs:
+            inbox = self._inboxes.pop(output.request_id) if output.finished else self._inboxes[output.request_id]
+            inbox.send(output)
+
+    def _fail_all(self, error: EngineFailed) -> None:
+        for request_id, inbox in self._inboxes.items():
+            self.engine.abort_request(request_id)
+            inbox.send(error)
+        self._inboxes.clear()
+
+    def _let_watch(self) -> None:
+        now = time.monotonic()
+        if self._watch is not None and self.watched and now - self._last_watch_s >= _WATCH_INTERVAL_S:
+            self._last_watch_s = now
+            self._watch(self.engine)

@@ -1,0 +1,61 @@
+"""The server's options. They check themselves."""
+
+from dataclasses import dataclass
+
+from trunkattn.engine.config import check_real
+from trunkattn.server.tool_calls import TOOL_CALL_PARSERS
+from trunkattn.validate import check_int
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the HTTP server.
+
+    Attributes:
+        served_model_name: what `/v1/models` calls the model, and what requests must ask for.
+        host, port: where it listens. The default host is this machine alone.
+        api_keys: with any, a request must carry one of them as a bearer token. Each key is a tenant of its own: no
+            tenant can find out, by time, which prefixes another one's requests have cached.
+        allowed_origins: web pages of these origins may call the server from a browser (CORS); "*": any.
+        max_waiting: requests that may wait for their first token. One more is answered with 429.
+        max_body_bytes: most bytes of a request's body.
+        max_answers: most answers (`n`, times the prompts) of one request.
+        max_prompt_tokens: most tokens of a prompt; None: the model's limit.
+        max_answer_tokens: most tokens of an answer (`max_tokens`); None: the model's limit.
+        shutdown_seconds: after SIGTERM, how long running answers may take to end.
+        tool_call_parser: how the model writes tool calls.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and what is expected.
+    """
+
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_waiting: int = 1024
+    max_body_bytes: int = 16 << 20
+    max_answers: int = 128
+    max_prompt_tokens: int | None = None
+    max_answer_tokens: int | None = None
+    shutdown_seconds: float = 30.0
+    tool_call_parser: str = "hermes"
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            raise ValueError(f"served_model_name={self.served_model_name!r}: expected a name that is not empty")
+        check_int("port", self.port, 0, 65535)
+        for name in ("max_waiting", "max_body_bytes", "max_answers"):
+            check_int(name, getattr(self, name), 1)
+        for name in ("max_prompt_tokens", "max_answer_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        if check_real("shutdown_seconds", self.shutdown_seconds, "a number of seconds >= 0") < 0:
+            raise ValueError(f"shutdown_seconds={self.shutdown_seconds!r}: expected a number of seconds >= 0")
+        for key in self.api_keys:
+            if not key or not key.isascii() or any(character.isspace() for character in key):
+                raise ValueError("api_key: expected ASCII text without spaces that is not empty")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            names = ", ".join(TOOL_CALL_PARSERS)
+            raise ValueError(f"tool_call_parser={self.tool_call_parser!r}: expected one of {names}")

@@ -1,0 +1,134 @@
+"""Prompts and conversations: what becomes of them, and what a bad one says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.prompts import ChatOptions, fill_template
+
+SHORT = SamplingParams(temperature=0, max_tokens=3)
+HALF_A_PAIR = "bad \ud83d"
+USER = {"role": "user", "content": "Name a river."}
+ASSISTANT = {"role": "assistant", "content": "The river"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_speaker: Path) -> LLM:
+    return LLM(tiny_speaker, num_pages=64)
+
+
+def rendered(llm: LLM, messages: Any, **options: Any) -> str:
+    return llm.tokenizer.decode(llm.render_chat(messages, **options))
+
+
+def test_a_conversation_begins_or_continues_an_answer(llm: LLM) -> None:
+    begun = rendered(llm, [USER])
+    assert begun.endswith("<|im_start|>user\nName a river.<|im_end|>\n<|im_start|>assistant\n")
+    assert begun == rendered(llm, [USER], add_generation_prompt=False) + "<|im_start|>assistant\n"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert rendered(llm, [USER, ASSISTANT], **options) == begun + "The river"
+    (output,) = llm.chat([USER, ASSISTANT], SHORT, **options)
+    assert output.prompt_token_ids == llm.render_chat([USER, ASSISTANT], **options)
+    with pytest.raises(ValueError, match="continue_final_message=True: expected False with add_generation_prompt"):
+        llm.chat([USER], continue_final_message=True)
+
+
+def test_parts_of_text_are_one_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Name"}, {"type": "text", "text": "a river."}]
+    assert llm.render_chat([{"role": "user", "content": parts}]) == llm.render_chat(
+        [{"role": "user", "content": "Name\na river."}]
+    )
+    assert parts[0] == {"type": "text", "text": "Name"}
+
+
+def test_tools_and_variables_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{{ mood }}{{ messages[0].content }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    assert rendered(llm, [USER], tools=[TOOL], chat_template_kwargs={"mood": "calm "}) == "weather;calm Name a river."
+    assert rendered(llm, [USER], tools=[]) == "Name a river."
+    (output,) = llm.chat([[USER]], SHORT, tools=[TOOL], chat_template_kwargs={"mood": "calm "})
+    assert llm.tokenizer.decode(output.prompt_token_ids) == "weather;calm Name a river."
+
+
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], r"messages\[0\].content\[0\].type="),
+    ([USER, {"role": "user", "content": ["x"]}], r"messages\[1\].content\[0\]='x': expected a part of the type"),
+    ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text=None: expected a string"),
+    ([{"role": "user", "content": HALF_A_PAIR}], r"messages\[0\].content='bad .*': expected Unicode text"),
+    ([{"role": HALF_A_PAIR, "content": "x"}], r"messages\[0\].role='bad .*': expected Unicode text"),
+    ([USER, {"role": "user"}], "the model's chat template refuses it"),
+    ([], r"messages=\[\]: expected at least one message"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), BAD_MESSAGES)
+def test_a_bad_message_is_named(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.chat(messages)
+    assert not llm.engine.has_unfinished
+
+
+BAD_CHAT_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": "weather"}, "tools='weather': expected a list of mappings"),
+    ({"tools": ["weather"]}, r"tools=\['weather'\]"),
+    ({"chat_template_kwargs": ["a"]}, r"chat_template_kwargs=\['a'\]: expected a mapping"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt=1: expected True or False"),
+    ({"continue_final_message": "no"}, "continue_final_message='no'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_CHAT_OPTIONS)
+def test_a_bad_option_of_a_chat_is_named(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.chat([USER], **options)
+
+
+def test_text_that_is_not_unicode_is_named_and_nothing_starts(llm: LLM) -> None:
+    for bad in (HALF_A_PAIR, {"prompt": HALF_A_PAIR}):
+        with pytest.raises(ValueError, match=r"prompts\[1\]='bad .ud83d': expected Unicode text, and character 4"):
+            llm.generate(["good", bad], SHORT)
+    for name in ("stop", "bad_words"):
+        with pytest.raises(ValueError, match=f"{name}=.*: expected Unicode text"):
+            SamplingParams(**{name: [HALF_A_PAIR]})
+    assert not llm.engine.has_unfinished
+
+
+def test_a_template_needs_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="the model has no chat template"):
+        fill_template(None, [USER], ChatOptions())
+
+
+def test_bad_words_never_appear(llm: LLM) -> None:
+    free = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0]
+    word = llm.tokenizer.decode(free.token_ids[3:4]).strip()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, bad_words=[word])
+    held = llm.generate("Hello", params)[0].outputs[0]
+    assert held.token_ids[:3] == free.token_ids[:3] and free.token_ids[3] not in held.token_ids
+
+
+def test_the_models_own_parameters_are_the_default(tiny_speaker: Path, tmp_path: Path) -> None:
+    for file in tiny_speaker.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    plain = LLM(tiny_speaker, num_pages=16)
+    assert plain.get_default_sampling_params() == SamplingParams()
+    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 5}
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, **own}))
+    assert GenerationConfig.from_pretrained(tmp_path).top_k == 20
+    llm = LLM(tmp_path, num_pages=16, seed=1)
+    expected = {name: value for name, value in own.items() if name != "max_new_tokens"}
+    assert llm.get_default_sampling_params() == SamplingParams(**expected, max_tokens=5)  # type: ignore[arg-type]
+    assert len(llm.generate("Hello")[0].outputs[0].token_ids) <= 5
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
+def test_an_emptied_prefix_cache(llm: LLM) -> None:
+    prompt = "A long prompt. " * 10
+    cached = [llm.generate(prompt, SHORT)[0].num_cached_tokens for _ in range(2)]
+    llm.reset_prefix_cache()
+    assert cached[1] > 0 == llm.generate(prompt, SHORT)[0].num_cached_tokens

@@ -1,0 +1,160 @@
+"""Answers of a given form, from a random model with SmolLM2's tokens, and once from SmolLM2."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
+from trunkattn.engine.structured_output import MAX_COMPILED, StructuredOutputs
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "pets"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+PROMPT = "Describe a person as JSON. " * 6
+
+
+def form(**forms: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**forms)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_speaker: Path) -> LLM:
+    return LLM(tiny_speaker, num_pages=200)
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert set(person) == {"name", "age", "pets"}
+    assert isinstance(person["name"], str) and len(person["name"]) <= 12 and 0 <= person["age"] <= 120
+    assert len(person["pets"]) <= 2 and set(person["pets"]) <= {"cat", "dog"}
+
+
+def test_json_of_a_schema_whatever_the_budget(llm: LLM, tiny_speaker: Path) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=80, structured_outputs=form(json=json.dumps(SCHEMA)))
+    prompts = [PROMPT + "Ann:", PROMPT + "A man called Bob, who has a dog:"]
+    outputs = llm.generate(prompts, params)
+    answers = [answer for output in outputs for answer in output.outputs]
+    for answer in answers:
+        assert answer.finish_reason == "stop" and answer.stop_reason is None
+        check_person(answer.text)
+    assert len({answer.text for answer in answers}) > 2
+    assert outputs[1].num_cached_tokens > 0, "the prompts share a prefix"
+    small = LLM(tiny_speaker, num_pages=9, max_num_seqs=4, max_num_batched_tokens=8)
+    again = [answer.token_ids for output in small.generate(prompts, params) for answer in output.outputs]
+    assert again == [answer.token_ids for answer in answers]
+    assert small.stats.preemptions > 0
+
+
+def test_choice_regex_and_grammar(llm: LLM) -> None:
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
+    forms = [
+        form(choice=["Rome", "Paris"]),
+        form(choice=["Århus"]),
+        form(regex=r"\d{3}-[a-f]{2,4}"),
+        form(grammar='start: "x" ("," NUMBER)~3 "."\nNUMBER: /[1-9]/'),
+        form(json_object=True),
+    ]
+    params = [SamplingParams(**greedy, structured_outputs=one) for one in forms]
+    free = llm.generate("Hello", SamplingParams(**greedy))[0].outputs[0].token_ids
+    *outputs, free_too = llm.generate(["Hello"] * 6, [*params, SamplingParams(**greedy)])
+    choice, danish, regex, grammar, an_object = (output.outputs[0] for output in outputs)
+    assert choice.text in ("Rome", "Paris") and danish.text == "Århus"
+    assert re.fullmatch(r"\d{3}-[a-f]{2,4}", regex.text)
+    assert re.fullmatch(r"x(,[1-9]){3}\.", grammar.text)
+    assert an_object.text.startswith("{")
+    assert free_too.outputs[0].token_ids == free, "other requests of the batch are free"
+    assert {answer.finish_reason for answer in (choice, danish, regex, grammar)} == {"stop"}
+
+
+def test_smollm2_chooses_well(smollm2: Any) -> None:
+    params = SamplingParams(temperature=0, structured_outputs=form(choice=["Rome", "Paris", "Oslo"]))
+    (output,) = LLM(smollm2.path, num_pages=20).generate("The capital of France is ", params)
+    assert output.outputs[0].text == "Paris"
+
+
+def test_an_end_that_is_held_back_is_an_error_of_this_request_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, min_tokens=9, max_tokens=12, structured_outputs=form(choice=["Paris"]))
+    free = SamplingParams(temperature=0, max_tokens=12)
+    answer, other = (output.outputs[0] for output in llm.generate(["France:", "Italy:"], [params, free]))
+    assert answer.finish_reason == "error" and answer.text == "Paris"
+    assert answer.error is not None and "structured_outputs" in answer.error
+    assert len(other.token_ids) == 12 and other.error is None
+
+
+BAD_FORMS: list[tuple[StructuredOutputsParams, str]] = [
+    (form(json={"type": "banana"}), "json={'type': 'banana'}: expected a valid json; .*banana"),
+    (form(json="{"), "json='{': expected a JSON schema"),
+    (form(json={"a": {1, 2}}), r"json=.*: expected a JSON schema"),
+    (form(regex="(a"), r"regex='\(a': expected a valid regex; .*unclosed group"),
+    (form(grammar="begin: 1"), "grammar='begin: 1': expected a valid grammar"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_FORMS)
+def test_a_bad_form_is_refused_by_name_before_anything_starts(
+    llm: LLM, bad: StructuredOutputsParams, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"structured_outputs: {message}"):
+        llm.generate("Hello", SamplingParams(structured_outputs=bad))
+    assert not llm.engine.has_unfinished
+
+
+def test_exactly_one_form() -> None:
+    with pytest.raises(ValueError, match="exactly one of json, regex, choice, grammar, json_object"):
+        form()
+    with pytest.raises(ValueError, match=r"structured_outputs=\['regex', 'choice'\]"):
+        form(regex="a", choice=["a"])
+    for bad in ({"regex": 5}, {"regex": ""}, {"choice": "abc"}, {"choice": [1]}, {"json": 5}, {"grammar": []}):
+        with pytest.raises(TypeError, match=f"{next(iter(bad))}=.*: expected"):
+            form(**bad)
+    with pytest.raises(ValueError, match=r"choice=\[\]: expected at least one string"):
+        form(choice=[])
+
+
+def test_a_model_without_a_tokenizer_has_no_forms() -> None:
+    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
+        StructuredOutputs(None, 10, [1]).check(form(regex="a"))
+
+
+def test_a_missing_library_is_named(smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"structured_outputs needs the package llguidance; pip install"):
+        StructuredOutputs(smollm2_tokenizer, 10, [1]).check(form(regex="a"))
+
+
+def test_a_form_is_compiled_once_and_the_oldest_goes(smollm2_tokenizer: Any) -> None:
+    forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2])
+    first = forms._matcher(form(regex="a+"))
+    assert forms._matcher(form(regex="a+")) is first
+    for number in range(MAX_COMPILED):
+        forms.check(form(choice=[str(number)]))
+    assert len(forms._compiled) == MAX_COMPILED and forms._matcher(form(regex="a+")) is not first
+
+
+def test_end_of_sequence_is_allowed_exactly_when_the_answer_is_complete(smollm2_tokenizer: Any) -> None:
+    vocab_size, eos = len(smollm2_tokenizer) + 5, 2  # logits of more tokens than the tokenizer has
+    forms = StructuredOutputs(smollm2_tokenizer, vocab_size, [eos])
+    state = forms.start(form(regex="ab?"))
+    tokens: list[int] = []
+    seen = []
+    for text in ("a", "b"):
+        mask = state.allowed(tokens)
+        assert mask.shape == (vocab_size,) and not mask[len(smollm2_tokenizer) :].any()
+        seen.append(bool(mask[eos]))
+        tokens += smollm2_tokenizer.encode(text, add_special_tokens=False)
+    mask = state.allowed(tokens)
+    assert seen == [False, True] and mask.nonzero()[0].tolist() == [eos]
+    with pytest.raises(ValueError, match="cannot go on"):
+        forms.start(form(regex="ab?")).allowed([eos, eos])

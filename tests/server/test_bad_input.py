@@ -1,0 +1,100 @@
+"""Whatever is wrong with a request: OpenAI's error shape, the field, the value and what is accepted."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import NAME, Server
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (COMPLETE, {}, "prompt", "prompt is missing"),
+    (COMPLETE, {"prompt": 5}, "prompt", "prompt=5"),
+    (COMPLETE, {"prompt": None}, "prompt", "prompt=None"),
+    (COMPLETE, {"prompt": ""}, "prompt", "prompt"),
+    (COMPLETE, {"prompt": []}, "prompt", "prompt=[]: expected at least one prompt"),
+    (COMPLETE, {"prompt": [[]]}, "prompt", "prompt has 0 tokens: expected 1 to 511"),
+    (COMPLETE, {"prompt": [1, 256]}, "prompt", "prompt: token id=256: expected an integer from 0 to 255"),
+    (COMPLETE, {"prompt": ["a", "b" * 600]}, "prompt[1]", "prompt[1] has 600 tokens: expected 1 to 511"),
+    (COMPLETE, {"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens=0: expected an integer of at least 1"),
+    (COMPLETE, {"prompt": "x", "max_tokens": "7"}, "max_tokens", "max_tokens='7': input should be a valid integer"),
+    (COMPLETE, {"prompt": "x", "max_tokens": True}, "max_tokens", "max_tokens=True"),
+    (COMPLETE, {"prompt": "x", "temperature": -1}, "temperature", "temperature=-1: expected a finite number >= 0"),
+    (COMPLETE, {"prompt": "x", "temperature": "hot"}, "temperature", "temperature='hot'"),
+    (COMPLETE, {"prompt": "x", "top_p": 2}, "top_p", "top_p=2: expected a number in (0, 1]"),
+    (COMPLETE, {"prompt": "x", "n": 0}, "n", "n=0: expected an integer of at least 1"),
+    (COMPLETE, {"prompt": "x", "n": 129}, "n", "n=129: expected at most 128 answers"),
+    (COMPLETE, {"prompt": ["x"] * 2, "n": 65}, "n", "n=65 for 2 prompts: expected at most 128 answers"),
+    (COMPLETE, {"prompt": "x", "stop": 3}, "stop", "stop=3"),
+    (COMPLETE, {"prompt": "x", "stop": ""}, "stop", "stop="),
+    (COMPLETE, {"prompt": "x", "logprobs": -1}, "logprobs", "logprobs=-1"),
+    (COMPLETE, {"prompt": "x", "logprobs": 1, "echo": True}, "echo", "echo=True: expected no logprobs"),
+    (COMPLETE, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias={'a': 1}: expected token ids"),
+    (COMPLETE, {"prompt": "x", "model": "other"}, "model", "model='other': expected 'tiny'"),
+    (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of", "best_of=2: there is no such field"),
+    (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix", "suffix='y': there is no such field"),
+    (COMPLETE, {"prompt": "x", "stream": "yes"}, "stream", "stream='yes'"),
+    (COMPLETE, {"prompt": "x", "stream_options": {"usage": 1}}, "stream_options.usage", "there is no such field"),
+    (COMPLETE, {"prompt": "x", "seed": -1}, "seed", "seed=-1"),
+    (COMPLETE, {"prompt": "\ud83d"}, "prompt", "expected Unicode text, and character 0"),
+    (CHAT, {}, "messages", "messages is missing"),
+    (CHAT, {"messages": []}, "messages", "messages=[]"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "messages[0].content=3"),
+    (CHAT, {"messages": MESSAGES, "tools": "x"}, "tools", "tools='x'"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice", "expected tools together with it"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "expected the name of one of the tools"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "expected logprobs=true"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+    (CHAT, {"messages": MESSAGES, "functions": []}, "functions", "there is no such field"),
+    ("/tokenize", {}, "prompt", "expected either prompt or messages"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1: expected 0 to 255"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), BAD)
+def test_a_bad_field(server: Server, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
+    # A lone surrogate cannot be sent as UTF-8; JSON can escape it.
+    content = json.dumps(body)
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400)
+    assert (error["param"], error["type"].endswith("_error")) == (param, True)
+    assert message in error["message"]
+    server.wait_idle()
+
+
+def test_an_image_is_refused_and_not_fetched(server: Server) -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+    response = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith("messages[0].content")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [(b"{", "not JSON"), (b"", "the body is missing"), (b"[1]", "the body=[1]"), (b"\xff", ""), (b"null", "the body")],
+)
+def test_a_body_that_is_no_object(server: Server, body: bytes, message: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{server.url}{COMPLETE}", content=body, headers=headers)
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", COMPLETE, 405)])
+def test_other_paths_and_methods(server: Server, method: str, path: str, status: int) -> None:
+    response = httpx.request(method, f"{server.url}{path}")
+    assert response.status_code == status and response.json()["error"]["message"].startswith(f"{method} {path}:")
+
+
+def test_a_bad_request_harms_nobody(server: Server) -> None:
+    good = {"model": NAME, "prompt": "The trunk", "max_tokens": 4, "temperature": 0}
+    before = server.post(COMPLETE, good).json()["choices"]
+    server.post(COMPLETE, good | {"temperature": -1})
+    assert server.post(COMPLETE, good).json()["choices"] == before

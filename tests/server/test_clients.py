@@ -1,0 +1,163 @@
+"""Clients that go away, that come too many, that have no key, or that send too much."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from trunkattn.engine.engine import Engine
+
+from .conftest import Server
+
+LONG = {"prompt": "The trunk is read once.", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+def send(server: Server, body: dict) -> socket.socket:
+    """A raw request, so that the test decides when and how the connection ends."""
+    where = urlsplit(server.url)
+    connection = socket.create_connection((where.hostname, where.port))
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    connection.sendall(f"{head}\r\n\r\n".encode() + content)
+    return connection
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_pages(server: Server, stream: bool) -> None:
+    connection = send(server, LONG | {"stream": stream, "n": 4})
+    wait_for(lambda: server.llm.engine.scheduler.cache.num_pages_in_use > 0)
+    connection.close()
+    server.wait_idle(seconds=5)
+
+
+def test_a_reset_connection_frees_its_pages(server: Server) -> None:
+    """As after kill -9 of the client's machine: no orderly end."""
+    connection = send(server, LONG | {"stream": True})
+    connection.recv(1000)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    server.wait_idle(seconds=5)
+
+
+def test_one_request_too_many_is_told_to_come_back(start_server: Callable[..., Server]) -> None:
+    server = start_server(max_waiting=1)
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(engine: Engine) -> None:
+        entered.set()
+        release.wait(10)
+
+    loop = server_loop(server)
+    loop.call(hold)
+    entered.wait(10)
+    waiting = send(server, LONG | {"max_tokens": 1})
+    wait_for(lambda: loop.num_waiting == 1)
+    refused = server.post("/v1/completions", LONG)
+    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    streamed = server.post("/v1/completions", LONG | {"stream": True})
+    assert streamed.status_code == 429  # before the stream begins, an error has a status of its own
+    release.set()
+    assert b"200 OK" in waiting.recv(100)
+    server.wait_idle()
+
+
+def server_loop(server: Server):  # type: ignore[no-untyped-def]
+    return server.app.state.service.loop
+
+
+def test_keys(start_server: Callable[..., Server]) -> None:
+    server = start_server(api_keys=("first-key", "second-key"))
+    body = {"prompt": "A prefix of more than sixteen tokens.", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}):
+        refused = server.post("/v1/completions", body, headers=headers)
+        assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        assert server.get("/live", headers=headers).status_code == 401
+    assert server.get("/health").status_code == server.get("/metrics").status_code == server.get("/").status_code == 200
+
+    def cached(key: str) -> int:
+        answer = server.client(key).completions.create(model="tiny", **body)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    # No tenant can tell, by time, what another one has asked.
+    assert [cached("first-key"), cached("first-key"), cached("second-key"), cached("second-key")] == [0, 32, 0, 32]
+
+
+def test_no_other_origin_unless_asked_for(server: Server, start_server: Callable[..., Server]) -> None:
+    origin = {"Origin": "https://example.org"}
+    assert "access-control-allow-origin" not in server.get("/health", headers=origin).headers
+    open_server = start_server(allowed_origins=("https://example.org",))
+    assert open_server.get("/health", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
+
+
+def test_a_body_that_is_too_large(start_server: Callable[..., Server]) -> None:
+    server = start_server(max_body_bytes=1000)
+    large = {"prompt": "x" * 2000}
+    assert server.post("/v1/completions", large).status_code == 413
+
+    def chunks():  # type: ignore[no-untyped-def]  # without a length in the head
+        yield b'{"prompt": "'
+        for _ in range(20):
+            yield b"x" * 100
+        yield b'"}'
+
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{server.url}/v1/completions", content=chunks(), headers=headers)
+    assert response.status_code == 413 and "at most 1000 bytes" in response.json()["error"]["message"]
+
+
+def test_limits_of_prompts_and_answers(start_server: Callable[..., Server]) -> None:
+    server = start_server(max_prompt_tokens=8, max_answer_tokens=5, max_answers=2)
+    for changes, message in (
+        ({"prompt": "123456789"}, "prompt has 9 tokens: expected at most 8"),
+        ({"max_tokens": 6}, "max_tokens=6: expected at most 5"),
+        ({"n": 3}, "n=3: expected at most 2 answers"),
+    ):
+        body = {"prompt": "1234", "max_tokens": 5} | changes
+        assert message in server.post("/v1/completions", body).json()["error"]["message"]
+    messages = [{"role": "user", "content": ""}]
+    assert server.post("/v1/chat/completions", {"messages": messages}).status_code == 400
+
+
+def test_many_clients_get_what_one_alone_would_get(server: Server) -> None:
+    bodies = [LONG | {"prompt": f"The trunk is read once, leaf {i % 8}", "max_tokens": 20} for i in range(32)]
+
+    async def ask_all() -> list[str]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            answers = await asyncio.gather(*(client.post(f"{server.url}/v1/completions", json=body) for body in bodies))
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    together = asyncio.run(ask_all())
+    alone = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies[:8]]
+    assert together == alone * 4
+
+
+def test_a_step_that_fails_ends_its_requests_alone(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    runner, execute = server.llm.engine.runner, server.llm.engine.runner.execute
+
+    def fail(*_: object) -> None:
+        runner.execute = execute
+        raise RuntimeError("out of luck")
+
+    runner.execute = fail
+    body = LONG | {"max_tokens": 3}
+    failed = server.post("/v1/completions", body)
+    assert failed.status_code == 503 and "out of luck" in failed.json()["error"]["message"]
+    assert server.post("/v1/completions", body).status_code == 200
+    server.wait_idle()

@@ -1,0 +1,88 @@
+"""/v1/completions through the official client: every answer is the library's."""
+
+import pytest
+
+from trunkattn import LLM, SamplingParams
+
+from .conftest import NAME, Server
+
+PROMPT = "The trunk is read once, "
+
+
+def greedy(llm: LLM, prompt: str, max_tokens: int = 12) -> str:
+    return llm.generate(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
+
+
+def test_an_answer(server: Server, reference: LLM) -> None:
+    answer = server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=12, temperature=0)
+    assert answer.choices[0].text == greedy(reference, PROMPT)
+    assert (answer.choices[0].finish_reason, answer.model, answer.object) == ("length", NAME, "text_completion")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 12)
+    server.wait_idle()
+
+
+def test_a_stream_adds_up_to_the_answer(server: Server, reference: LLM) -> None:
+    options = {"include_usage": True}
+    stream = server.client().completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, stream=True, stream_options=options
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == greedy(reference, PROMPT)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_and_answers(server: Server, reference: LLM, stream: bool) -> None:
+    prompts = [PROMPT + name for name in ("leaf", "branch", "root")]
+    created = server.client().completions.create(
+        model=NAME, prompt=prompts, n=2, max_tokens=8, temperature=1.0, seed=7, stream=stream
+    )
+    texts = [""] * 6
+    for chunk in created if stream else [created]:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    expected = reference.generate(prompts, SamplingParams(n=2, seed=7, max_tokens=8))
+    assert texts == [answer.text for output in expected for answer in output.outputs]
+
+
+def test_token_ids_and_echo(server: Server, reference: LLM) -> None:
+    token_ids = reference.tokenizer(PROMPT)["input_ids"]
+    for prompt in (token_ids, [token_ids]):
+        answer = server.client().completions.create(model=NAME, prompt=prompt, echo=True, max_tokens=4, temperature=0)
+        assert answer.choices[0].text == PROMPT + greedy(reference, PROMPT, 4)
+
+
+def test_log_probabilities(server: Server, reference: LLM) -> None:
+    arguments = {"model": NAME, "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    whole = server.client().completions.create(**arguments).choices[0]
+    expected = reference.generate(PROMPT, SamplingParams(temperature=0, max_tokens=5, logprobs=2))[0].outputs[0]
+    assert whole.logprobs is not None and whole.logprobs.token_logprobs == pytest.approx(
+        [entry[token_id].logprob for token_id, entry in zip(expected.token_ids, expected.logprobs, strict=True)]
+    )
+    assert "".join(whole.logprobs.tokens) == whole.text
+    streamed = [chunk.choices[0] for chunk in server.client().completions.create(**arguments, stream=True)]
+    values = [value for choice in streamed if choice.logprobs for value in choice.logprobs.token_logprobs]
+    assert values == pytest.approx(whole.logprobs.token_logprobs)
+
+
+def test_stop_strings_end_the_text(server: Server, reference: LLM) -> None:
+    whole = greedy(reference, PROMPT, 24)
+    stop = whole[5:7]
+    answer = server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=24, temperature=0, stop=stop)
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_cached_prefix_is_counted_and_salts_part(server: Server) -> None:
+    prompt = "A prefix of more than one page of sixteen tokens, asked for twice."
+
+    def cached(**extra: str) -> int:
+        answer = server.client().completions.create(model=NAME, prompt=prompt, max_tokens=1, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [
+        0, 64, 0, 64, 0
+    ]  # fmt: skip

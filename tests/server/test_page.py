@@ -1,0 +1,91 @@
+"""The live page in a real browser."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from .conftest import NAME, Server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+TRUNK = "Every request begins with these words, which fill several pages of the cache. "
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page; afterwards it must have had no error, and have asked no other host."""
+    page = browser.new_page()
+    problems: list[str] = []
+    hosts: set[str] = set()
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    yield page
+    page.close()
+    assert not problems and all(host.startswith("127.0.0.1") or host == "," for host in hosts), (problems, hosts)
+
+
+def test_the_forest_and_the_figures(server: Server, page: Page) -> None:
+    page.goto(server.url)
+    expect(page.locator("#state")).to_have_text("live")
+    expect(page.locator("#model")).to_have_text(NAME)
+    expect(page.locator("#no-forest")).to_be_visible()
+    body = {"prompt": [TRUNK + end for end in "abcd"], "max_tokens": 400, "ignore_eos": True}
+    asking = threading.Thread(target=server.post, args=("/v1/completions", body))
+    asking.start()
+    trunk = page.locator("#forest rect.trunk").first
+    expect(trunk).to_be_visible()
+    expect(page.locator("#no-forest")).to_be_hidden()
+    trunk.hover()
+    expect(page.locator("#tip")).to_contain_text("4 requests")
+    expect(page.locator("#tip")).to_contain_text(TRUNK[:40])
+    expect(page.locator("#running")).to_have_text("4")
+    asking.join()
+    page.mouse.move(0, 0)
+    expect(page.locator("#no-forest")).to_be_visible()
+    expect(page.locator("#saved")).to_contain_text("×")
+
+
+def test_a_chat(server: Server, page: Page) -> None:
+    page.goto(server.url)
+    page.fill("#question", "Which part is read once?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.user")).to_have_text("Which part is read once?")
+    expect(page.locator(".message.assistant")).not_to_be_empty()
+    expect(page.locator("#send")).to_be_visible(timeout=30_000)
+    assert page.locator(".message.error").count() == 0
+    server.wait_idle()
+
+
+def test_a_stopped_answer_frees_its_pages(server: Server, page: Page) -> None:
+    page.goto(server.url)
+    page.fill("#question", "x" * 20)
+    page.click("#send")
+    page.click("#stop")
+    expect(page.locator("#send")).to_be_visible()
+    server.wait_idle()
+
+
+def test_markup_in_an_answer_stays_text(server: Server, page: Page) -> None:
+    page.goto(server.url)
+    page.fill("#question", "<img src=x onerror=alert(1)>")
+    page.click("#send")
+    expect(page.locator(".message.user")).to_have_text("<img src=x onerror=alert(1)>")
+    assert page.locator(".message img").count() == 0
+
+
+def test_a_key_is_asked_for(start_server: Callable[..., Server], page: Page) -> None:
+    server = start_server(api_keys=("a-key",))
+    page.goto(server.url)
+    expect(page.locator("#state")).to_have_text("an API key is needed")
+    page.fill("#key", "a-key")
+    page.locator("#key-form button").click()
+    expect(page.locator("#state")).to_have_text("live")

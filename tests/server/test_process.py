@@ -1,0 +1,136 @@
+"""`trunkattn serve` as a process: signals, a full disk for its log, an address that is taken."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+LONG = {"prompt": "The trunk is read once.", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def command(folder: Path, *options: object) -> list[str]:
+    arguments = ["--model", folder, "--served-model-name", "tiny", *options]
+    return [sys.executable, "-m", "trunkattn", "serve", *map(str, arguments)]
+
+
+@contextmanager
+def serving(folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address, once it listens."""
+    process = subprocess.Popen(command(folder, "--port", 0, *options), stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if match := re.search(r"at (http://\S+),", line):
+                threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would fill up
+                wait_for(match[1])
+                yield process, match[1]
+                break
+        else:
+            pytest.fail("the server did not start")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(url: str) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with suppress(httpx.ConnectError):
+            assert httpx.get(f"{url}/health").status_code == 200
+            return
+        time.sleep(0.02)
+    pytest.fail("the server does not listen")
+
+
+def streamed(url: str, during: Callable[[], None]) -> str:
+    """The text of a streamed answer; `during` is called after its first words."""
+    text, called = "", False
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if not called:
+                    during()
+                    called = True
+    return text
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_answers_end(folder: Path, stop: signal.Signals) -> None:
+    with serving(folder) as (process, url):
+        whole = streamed(url, lambda: None)
+        assert streamed(url, lambda: process.send_signal(stop)) == whole
+        assert process.wait(10) in (0, -stop, 128 + stop)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+def test_what_takes_too_long_is_cut_off(folder: Path) -> None:
+    with serving(folder, "--shutdown-seconds", 1, "--max-num-batched-tokens", 256) as (process, url):
+
+        def keep_asking() -> None:
+            body: dict[str, Any] = LONG | {"n": 100, "max_tokens": 480}
+            with pytest.raises(httpx.HTTPError):
+                httpx.post(f"{url}/v1/completions", json=body | {"stream": False}, timeout=60).raise_for_status()
+
+        asking = threading.Thread(target=keep_asking)
+        asking.start()
+        time.sleep(0.5)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        assert time.monotonic() - began < 15
+        asking.join(20)
+
+
+def test_a_full_disk_for_the_log_stops_nobody(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command(folder, "--port", port), stdout=full, stderr=full)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert process.poll() is None and time.monotonic() < end
+            try:
+                answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+                break
+            except httpx.ConnectError:
+                time.sleep(0.1)
+        assert answer.status_code == 200
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_port_that_is_taken(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(command(folder, "--port", port), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"--port: {port}: another program uses it" in " ".join(done.stderr.split()).replace("│ ", "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--port", 70_000, "expected"), ("--tool-call-parser", "x", "expected one of"), ("--max-waiting", 0, "expected")],
+)
+def test_a_bad_option(folder: Path, option: str, value: object, message: str) -> None:
+    environment = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command(folder, option, value), capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2 and option in done.stderr and message in done.stderr

@@ -1,0 +1,93 @@
+"""Health, metrics, and the live page's data."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from .conftest import NAME, Server
+
+
+def test_health_and_models(server: Server) -> None:
+    assert server.get("/health").json() == {"status": "ok"}
+    (model,) = server.client().models.list().data
+    assert model.id == NAME and server.client().models.retrieve(NAME).id == NAME
+
+
+def samples(server: Server) -> dict[str, float]:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return {
+        sample.name + str(sorted(sample.labels.items())): sample.value for one in families for sample in one.samples
+    }
+
+
+def test_metrics_count_requests_and_tokens(server: Server) -> None:
+    before = samples(server)
+    server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6})
+    server.post("/v1/completions", {"prompt": 1})
+    server.get("/some/path/that/is/not/there")
+    after = samples(server)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown("trunkattn_generated_tokens_total[]") == 6
+    assert grown("trunkattn_time_to_first_token_seconds_count[]") == 1
+    path = "('path', '/v1/completions')"
+    assert grown(f"trunkattn_http_requests_total[{path}, ('status', '200')]") == 1
+    assert grown(f"trunkattn_http_requests_total[{path}, ('status', '400')]") == 1
+    assert grown("trunkattn_http_requests_total[('path', 'other'), ('status', '404')]") == 1
+    assert after["trunkattn_running_sequences[]"] == after["trunkattn_kv_pages_in_use[]"] == 0
+
+
+def snapshots(server: Server, seconds: float) -> list[dict[str, Any]]:
+    found = []
+    with httpx.stream("GET", f"{server.url}/live", timeout=10) as response:
+        end = time.monotonic() + seconds
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:]))
+            if time.monotonic() > end:
+                break
+    return found
+
+
+def test_the_forest_is_the_one_that_is_read(server: Server) -> None:
+    trunk = "Every request begins with these words, which fill several pages of the cache. "
+    body = {"prompt": [trunk + end for end in "abc"], "max_tokens": 300, "ignore_eos": True}
+    asking = threading.Thread(target=server.post, args=("/v1/completions", body))
+    asking.start()
+    shots = snapshots(server, 1.5)
+    asking.join()
+    forests = [shot["forest"] for shot in shots if shot["forest"]["requests"] == 3]
+    assert forests, [shot["forest"] for shot in shots]
+    root = forests[-1]["nodes"][0]
+    assert (root["parent"], root["requests"], root["start"]) == (-1, 3, 0)
+    assert root["tokens"] == len(trunk) // 16 * 16 and trunk.startswith(root["text"])
+    token_bytes = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, float32
+    assert root["bytes"] == root["tokens"] * token_bytes
+    assert [node["parent"] for node in forests[-1]["nodes"][1:]] == [0, 0, 0]
+    last = shots[-1]
+    assert 0 < last["total_bytes_read"] < last["total_bytes_unshared"]
+    server.wait_idle()
+
+
+def test_nobody_looks_and_nothing_is_made(server: Server) -> None:
+    snapshots(server, 0.0)
+    service = server.app.state.service
+    end = time.monotonic() + 5
+    while service.loop.watched:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_the_page_comes_from_this_host_alone(server: Server) -> None:
+    page = server.get("/")
+    assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
+    assert "//" not in page.text.replace("<!doctype html>", "")  # no address of another host
+    for name in ("live.js", "live.css", "uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"):
+        assert server.get(f"/static/{name}").status_code == 200
+    assert server.get("/static/../app.py").status_code == 404
