@@ -1,6 +1,7 @@
 """Options and sampling parameters: every bad one is named with its value and what was expected."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "error"), BAD_PARAMS, ids=str)
+@pytest.mark.parametrize(("bad", "error"), BAD_PARAMS, ids=lambda value: re.sub(r" at 0x\w+", "", str(value)))
 def test_a_bad_sampling_parameter_is_named_with_its_value(bad: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         SamplingParams(**bad)
