@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,17 @@ def test_a_form_is_compiled_once_and_the_oldest_goes(smollm2_tokenizer: Any) -> 
     for number in range(MAX_COMPILED):
         forms.check(form(choice=[str(number)]))
     assert len(forms._compiled) == MAX_COMPILED and forms._matcher(form(regex="a+")) is not first
+
+
+def test_threads_share_the_compiled_forms(smollm2_tokenizer: Any) -> None:
+    forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2])
+    words = [str(number) for number in range(2 * MAX_COMPILED)] * 2
+    with ThreadPoolExecutor(8) as threads:
+        states = list(threads.map(lambda word: forms.start(form(choice=[word])), words))
+    assert len(forms._compiled) == MAX_COMPILED
+    for word, state in zip(words[:9], states, strict=False):
+        first = smollm2_tokenizer.encode(word[0], add_special_tokens=False)[0]
+        assert state.allowed([])[first]
 
 
 def test_end_of_sequence_is_allowed_exactly_when_the_answer_is_complete(smollm2_tokenizer: Any) -> None:

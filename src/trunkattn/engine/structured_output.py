@@ -8,6 +8,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class GrammarState:
 
 
 class StructuredOutputs:
-    """Compiles forms for one tokenizer and keeps the newest ones.
+    """Compiles forms for one tokenizer and keeps the newest ones. Several threads may use it.
 
     Args:
         tokenizer: a transformers tokenizer, or None.
@@ -64,6 +65,7 @@ class StructuredOutputs:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # grammar -> matcher at its beginning
 
     def check(self, form: StructuredOutputsParams) -> None:
@@ -82,16 +84,15 @@ class StructuredOutputs:
     def _matcher(self, form: StructuredOutputsParams) -> Any:
         library = self._library
         name, value, grammar = _grammar(form, library.LLMatcher)
-        if grammar not in self._compiled:
-            matcher = library.LLMatcher(self._tokens, grammar, log_level=0)
+        with self._lock:  # requests are checked in their callers' threads
+            matcher = self._compiled.pop(grammar, None) or library.LLMatcher(self._tokens, grammar, log_level=0)
             if matcher.is_error():
                 reason = " ".join(matcher.get_error().split())
                 raise ValueError(f"structured_outputs: {name}={value!r}: expected a valid {name}; {reason}")
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = matcher  # the newest is last
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar]
+            return matcher
 
     @cached_property
     def _library(self) -> Any:
