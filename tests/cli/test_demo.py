@@ -66,6 +66,10 @@ def test_policies_differ_in_what_they_read_alone(shown: tuple[DemoResult, str]) 
         assert measured.decode_tokens_per_second > 0
 
 
+def test_it_ends_with_the_line_that_starts_a_server(shown: tuple[DemoResult, str], tiny_folder: Path) -> None:
+    assert shown[1].endswith(f"\nServe this model: trunkattn serve --model {tiny_folder}\n")
+
+
 def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "kv_bytes_per_token", lambda llm: 10)
     metrics = SimpleNamespace(time_to_first_token=4.0)

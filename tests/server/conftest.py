@@ -31,7 +31,7 @@ def save_model(folder: Path) -> None:
     """Random weights with logits that differ from token to token."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
+        vocab_size=257,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -39,7 +39,7 @@ def save_model(folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=512,
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=256,
         pad_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -52,8 +52,9 @@ def save_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -19,7 +19,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETE, {"prompt": ""}, "prompt", "prompt"),
     (COMPLETE, {"prompt": []}, "prompt", "prompt=[]: expected at least one prompt"),
     (COMPLETE, {"prompt": [[]]}, "prompt", "prompt has 0 tokens: expected 1 to 511"),
-    (COMPLETE, {"prompt": [1, 256]}, "prompt", "prompt: token id=256: expected an integer from 0 to 255"),
+    (COMPLETE, {"prompt": [1, 257]}, "prompt", "prompt: token id=257: expected an integer from 0 to 256"),
     (COMPLETE, {"prompt": ["a", "b" * 600]}, "prompt[1]", "prompt[1] has 600 tokens: expected 1 to 511"),
     (COMPLETE, {"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens=0: expected an integer of at least 1"),
     (COMPLETE, {"prompt": "x", "max_tokens": "7"}, "max_tokens", "max_tokens='7': input should be a valid integer"),
@@ -54,7 +54,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
     (CHAT, {"messages": MESSAGES, "functions": []}, "functions", "there is no such field"),
     ("/tokenize", {}, "prompt", "expected either prompt or messages"),
-    ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1: expected 0 to 255"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1: expected 0 to 256"),
 ]
 
 

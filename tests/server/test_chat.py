@@ -1,5 +1,6 @@
 """/v1/chat/completions through the official client."""
 
+import json
 from typing import Any
 
 import pytest
@@ -68,3 +69,63 @@ def test_tokenize_shows_what_the_model_gets(server: Server, reference: LLM, mess
     assert shown["tokens"] == prompt and shown["count"] == len(prompt)
     text = server.post("/detokenize", {"tokens": shown["tokens"]}).json()["prompt"]
     assert text.endswith("<assistant>")
+
+
+def test_an_answer_of_a_schema(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"read": {"type": "string", "enum": ["trunk", "leaf"]}},
+        "required": ["read"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "part", "schema": schema}}
+    answer = server.client().chat.completions.create(model=NAME, messages=MESSAGES, response_format=wanted, seed=1)
+    assert json.loads(answer.choices[0].message.content)["read"] in ("trunk", "leaf")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"part": {"type": "string", "enum": ["trunk", "leaf"]}},
+            "required": ["part"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call(server: Server, choice: Any, stream: bool) -> None:
+    made = server.client().chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        stream=stream,
+        seed=1,
+    )
+    if stream:
+        chunks = list(made)
+        (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    else:
+        (call,) = made.choices[0].message.tool_calls
+        assert made.choices[0].finish_reason == "tool_calls" and not made.choices[0].message.content
+    assert call.function.name == "look_up" and json.loads(call.function.arguments)["part"] in ("trunk", "leaf")
+
+
+def test_penalties_and_biases_are_the_librarys(server: Server, reference: LLM) -> None:
+    extra = {"repetition_penalty": 1.3, "min_tokens": 4, "logit_bias": {"65": 3.5, "66": -100}}
+    answer = server.client().chat.completions.create(
+        model=NAME, messages=MESSAGES, max_tokens=12, temperature=0, presence_penalty=0.5, extra_body=extra
+    )
+    changes: Any = extra | {"logit_bias": {65: 3.5, 66: -100}}
+    params = SamplingParams(temperature=0, max_tokens=12, presence_penalty=0.5, **changes)
+    assert answer.choices[0].message.content == reference.chat(MESSAGES, params)[0].outputs[0].text

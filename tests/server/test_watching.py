@@ -26,7 +26,7 @@ def samples(server: Server) -> dict[str, float]:
 
 def test_metrics_count_requests_and_tokens(server: Server) -> None:
     before = samples(server)
-    server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6})
+    server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
     server.post("/v1/completions", {"prompt": 1})
     server.get("/some/path/that/is/not/there")
     after = samples(server)

@@ -1,6 +1,7 @@
 """`trunkattn demo`: a shop's assistant answers 32 customers, with shared prefixes read once and read per request."""
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -74,7 +75,14 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
     result = summarise(engines["auto"], workload, runs, widest, picture)
     if not options.as_json:
         print_result(result, console)
+        console.print(f"\nServe this model: {serve_command(model)}", markup=False, highlight=False, soft_wrap=True)
     return result
+
+
+def serve_command(model: Path) -> str:
+    """The shell command that serves the model, by the program that runs now."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "trunkattn" else "trunkattn"
+    return shlex.join([program, "serve", "--model", str(model)])
 
 
 def make_folder(folder: Path) -> None:

@@ -129,6 +129,24 @@ class EngineOptions:
         bool,
         typer.Option("--enforce-eager", help="Capture no CUDA graphs on a GPU.", rich_help_panel=ENGINE),
     ] = False
+    max_model_len: Annotated[
+        int | None,
+        _integer(ENGINE, "Most tokens of a sequence. Default: the lower of the model's and the cache's limit."),
+    ] = None
+    kv_cache_bytes: Annotated[int | None, _integer(ENGINE, "Bytes of the KV cache. Default: 1 GiB on a CPU.")] = None
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="Type of the KV cache: auto, fp8, fp8_e5m2.", rich_help_panel=ENGINE)
+    ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant", help="An answer's bits do not depend on the other requests.", rich_help_panel=ENGINE
+        ),
+    ] = False
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run Python that the model's folder brings.", rich_help_panel=ENGINE),
+    ] = False
 
 
 @dataclass(frozen=True)

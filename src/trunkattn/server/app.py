@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable
 from importlib.resources import files
 from types import MappingProxyType
@@ -21,12 +22,19 @@ from trunkattn.server.live import Live
 from trunkattn.server.metrics import Metrics
 from trunkattn.server.middleware import CountRequests, LimitBody, RequireKey
 from trunkattn.server.options import ServerOptions
-from trunkattn.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from trunkattn.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 from trunkattn.server.service import Service, salt_of
 from trunkattn.server.streaming import respond
 
 Result = TypeVar("Result")
 
+_LOG: Final = logging.getLogger(__name__)
 _CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
 _STATIC: Final = files("trunkattn.server") / "static"
 # The page asks no other host for anything, and no other page may hold it in a frame.
@@ -87,11 +95,11 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(Completion(service, body, _salt(request, body.cache_salt)), body.stream, request)
+        return await _answer(Completion(service, body, _salt(request, body.cache_salt)), body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        return await _answer(Chat(service, body, _salt(request, body.cache_salt)), body.stream, request)
+        return await _answer(Chat(service, body, _salt(request, body.cache_salt)), body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -148,10 +156,12 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
     app.mount("/static", StaticFiles(directory=str(_STATIC)))
 
 
-async def _answer(endpoint: Completion | Chat, stream: bool, request: Request) -> Response:
+async def _answer(endpoint: Completion | Chat, body: Sampling, request: Request) -> Response:
     """The response of an endpoint that computes: streamed, or whole unless the client goes away before."""
     submissions = await endpoint.submissions()
-    if stream:
+    if body.user is not None:
+        _LOG.info("%s is for user %r", endpoint.id, body.user)
+    if body.stream:
         return await respond(endpoint.stream(submissions))
     done = await _unless_disconnected(request, endpoint.whole(submissions))
     return Response(status_code=_CLIENT_CLOSED) if done is None else JSONResponse(done)

@@ -28,7 +28,7 @@ class Chat:
 
     def __init__(self, service: Service, body: ChatCompletionRequest, salt: bytes) -> None:
         self._service, self._body, self._salt = service, body, salt
-        self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._parser = TOOL_CALL_PARSERS[service.options.tool_call_parser]
         self._calls_are_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)
         self._num_top = body.top_logprobs or 0
@@ -155,7 +155,7 @@ class Chat:
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         model = self._service.options.served_model_name
-        return {"id": self._id, "object": kind, "created": self._created, "model": model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self._created, "model": model, "choices": choices}
 
 
 def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:

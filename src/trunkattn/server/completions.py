@@ -24,7 +24,7 @@ class Completion:
 
     def __init__(self, service: Service, body: CompletionRequest, salt: bytes) -> None:
         self._service, self._body, self._salt = service, body, salt
-        self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        self.id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._echoed: list[str] = []
 
     async def submissions(self) -> list[Submission]:
@@ -89,7 +89,7 @@ class Completion:
     def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         model = self._service.options.served_model_name
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "text_completion",
             "created": self._created,
             "model": model,

@@ -52,7 +52,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """How to sample. None: the model's default.
 
-    user: a name for the log. cache_salt: only requests of equal salt share cached prefixes.
+    user: a name that goes into the log. cache_salt: only requests of equal salt share cached prefixes.
     """
 
     model: str | None = None
