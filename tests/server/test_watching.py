@@ -71,7 +71,7 @@ def test_the_forest_is_the_one_that_is_read(server: Server) -> None:
     assert root["bytes"] == root["tokens"] * token_bytes
     assert [node["parent"] for node in forests[-1]["nodes"][1:]] == [0, 0, 0]
     last = shots[-1]
-    assert 0 < last["total_bytes_read"] < last["total_bytes_unshared"]
+    assert 0 < last["total_bytes_read"] <= last["total_bytes_unshared"]
     server.wait_idle()
 
 
