@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from page import chunks, cpu, decode, engine, host, training, vllm
+from page import chunks, cpu, decode, engine, host, server, training, vllm
 from page.common import ROOT, load, percent, span, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -37,6 +37,7 @@ def page() -> str:
         chunks.prefill,
         chunks.hybrid,
         decode.device_planner,
+        server.server,
         host.host,
         training.training,
         engine.engine,

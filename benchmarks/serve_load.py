@@ -1,6 +1,6 @@
 """The HTTP server under load on this machine, and its speed with sharing, without it, and beside vLLM's CPU server.
 
-    python benchmarks/serve_load.py                                   # results/serve-load-cpu.json, serve-throughput-cpu.json
+    python benchmarks/serve_load.py    # results/serve-load-cpu.json and serve-throughput-cpu.json
     python benchmarks/serve_load.py --part throughput --vllm .venv-vllm-0.32.0/bin/python
 
 `load`: 64 clients for three minutes. Most stream an answer and compare it with `LLM.generate`'s; the others go away in

@@ -2,7 +2,7 @@
 
 from page.common import Section, load, sources, table
 
-HOST, COMPARED = "host-time-h100", ("compare-h100", "compare-prefill-h100")
+HOST, COMPARED = "host-time-h100", ("compare-h100", "compare-prefill-h100", "compare-cpu")
 
 
 def host() -> Section:
@@ -28,7 +28,7 @@ launches were bound once for all layers of a plan. 10 decodes of 5,120 tokens, a
 
 {sources("python benchmarks/host_time.py --source OLD --source .", HOST)}
 
-The kernels of both versions on the card: time after over time before.
+The kernels of both versions, on the card and on a CPU: time after over time before.
 
 {table(["benchmark", "cells", "geometric mean", "worst cell", "cells over 1.03"], parts)}
 

@@ -1,0 +1,41 @@
+"""The HTTP server: robust under load, and how fast with sharing, without it, and beside another server."""
+
+from page.common import Section, load, sources, table
+
+LOAD, SPEED = "serve-load-cpu", "serve-throughput-cpu"
+KINDS = {
+    "good: equal": "streamed to the end, equal to `LLM.generate`'s answer",
+    "good: differs": "streamed to the end, another answer",
+    "leaves: left": "the client went away in the middle",
+    "bad: 400": "bad body, answered with 400",
+    "huge: 400": "prompt too long, answered with 400",
+    "wrong_key: 401": "wrong key, answered with 401",
+}
+
+
+def server() -> Section:
+    found, speed = load(LOAD), load(SPEED)
+    seen = found["seen"]
+    rows = [[text, f"{seen[kind]:,}"] for kind, text in KINDS.items() if kind in seen]
+    rows += [[kind, f"{count:,}"] for kind, count in seen.items() if kind not in KINDS]
+    left, memory = found["left_over"], found["memory_mb"]
+    servers = {"sharing": "trunkattn serve", "without sharing": "the same, `--policy per_query`", "vllm": "vLLM"}
+    rates = [[text, f"{speed[name]['tokens_per_second']:,.0f}"] for name, text in servers.items() if name in speed]
+    text = f"""## The HTTP server on a CPU
+
+{found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. Afterwards
+{left["kv_pages_in_use"]:.0f} pages were held and {left["running_sequences"]:.0f} requests were left. Memory was
+{memory[1]:,.0f} MB after five seconds and {memory[-1]:,.0f} MB at the end.
+
+{table(["requests", "count"], rows, 1)}
+
+{sources("python benchmarks/serve_load.py --part load", LOAD)}
+
+{speed["prompts"]} prompts, four documents with questions on each, {speed["at_once"]} at once,
+{speed["answer_tokens"]} tokens each; the prompts are cached.
+
+{table(["server", "tokens/s"], rates, 1)}
+
+{sources("python benchmarks/serve_load.py --part throughput --vllm PYTHON", SPEED)}
+"""
+    return Section(text, [])
