@@ -32,6 +32,7 @@ def test_json() -> None:
     assert {way["name"]: way["runs"] for way in report["ways"]} == {
         "library on the CPU": True,
         "engine on the CPU": True,
+        "HTTP server": True,
         "demo": True,
         "library on a GPU": False,
         "vLLM plug-in": False,
@@ -50,6 +51,17 @@ def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: py
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 1
         assert result.stderr == 'trunkattn: the engine needs no-such-package: pip install "trunkattn[engine]"\n'
+
+
+def test_the_server_needs_packages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "SERVER_PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(doctor, "SERVER_PACKAGES", ("no-such-package",))
+    result = CliRunner().invoke(app, ["doctor"])
+    words = " ".join(result.stdout.split())
+    assert result.exit_code == 0 and "HTTP server no" in words and 'pip install "trunkattn[serve]"' in words
+    result = CliRunner().invoke(app, ["serve", "--model", "x"])
+    assert result.exit_code == 1
+    assert result.stderr == 'trunkattn: the server needs no-such-package: pip install "trunkattn[serve]"\n'
 
 
 @pytest.mark.parametrize(

