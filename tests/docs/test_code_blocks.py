@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from trunkattn.server.protocol import CompletionRequest
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FOLDERS = ("", "guide/", "how-it-works/")
@@ -95,6 +97,8 @@ def test_command(page: Path, command: list[str]) -> None:
             assert all(
                 re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE) for extra in extras
             )
+        case ["curl", "http://127.0.0.1:8000/v1/completions", *_, "-d", body]:
+            CompletionRequest.model_validate_json(body)
         case ["pytest", folder, *_] if folder != "tests/PART":
             assert (ROOT / folder).exists()
         case _:
