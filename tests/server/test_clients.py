@@ -134,6 +134,14 @@ def test_limits_of_prompts_and_answers(start_server: Callable[..., Server]) -> N
     assert server.post("/v1/chat/completions", {"messages": messages}).status_code == 400
 
 
+def test_a_text_that_is_far_too_long_never_reaches_the_tokenizer(server: Server) -> None:
+    text = "x" * 10_000_000
+    message = f"has {len(text)} characters: expected at most"
+    assert message in server.post("/v1/completions", {"prompt": text}).json()["error"]["message"]
+    body = {"messages": [{"role": "user", "content": text}]}
+    assert message in server.post("/v1/chat/completions", body).json()["error"]["message"]
+
+
 def test_many_clients_get_what_one_alone_would_get(server: Server) -> None:
     bodies = [LONG | {"prompt": f"The trunk is read once, leaf {i % 8}", "max_tokens": 20} for i in range(32)]
 

@@ -48,7 +48,7 @@ class Chat:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        return [service.submission("messages", token_ids, params, self._salt)]
+        return [await service.submission("messages", token_ids, params, self._salt)]
 
     async def whole(self, submissions: Sequence[Submission]) -> dict[str, Any]:
         """The response, once every answer is finished."""

@@ -40,7 +40,7 @@ class Completion:
         for position, prompt in enumerate(prompts):
             name = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
             token_ids = await service.tokens(prompt, name) if isinstance(prompt, str) else prompt
-            checked.append(service.submission(name, token_ids, params, self._salt))
+            checked.append(await service.submission(name, token_ids, params, self._salt))
             if body.echo:
                 self._echoed.append(prompt if isinstance(prompt, str) else service.text(token_ids))
         return checked

@@ -69,7 +69,10 @@ class Service:
 
     def __init__(self, llm: LLM, loop: EngineLoop, options: ServerOptions, metrics: Metrics) -> None:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
-        self._tokenizing = ThreadPoolExecutor(1, "trunkattn-tokenizer")  # a long prompt must not stall the others
+        self._tokenizing = ThreadPoolExecutor(1, "trunkattn-tokenizer")  # a long prompt must not stall the answers
+        vocabulary = {} if llm.tokenizer is None else llm.tokenizer.get_vocab()
+        most = options.max_prompt_tokens or llm.engine.limits.max_model_len
+        self._most_characters = most * max(map(len, vocabulary), default=1)
 
     def check_model(self, model: str | None) -> None:
         """Raises BadRequest unless a request asks for the served model, or for none."""
@@ -80,6 +83,7 @@ class Service:
     async def tokens(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         tokenizer = self._tokenizer()
+        self._check_length(name, len(text))
         check_text(name, text)
         encoded = await self._on_thread(lambda: tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         return list(encoded)
@@ -89,6 +93,7 @@ class Service:
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. options: see `LLM.chat`."""
         conversation = [_message(message) for message in messages]
+        self._check_length("messages", sum(len(str(message.get("content", ""))) for message in conversation))
         return list(await self._on_thread(lambda: self.llm.render_chat(conversation, tools=tools, **options)))
 
     def text(self, token_ids: list[int]) -> str:
@@ -121,12 +126,15 @@ class Service:
             what = f"n={n} for {num_prompts} prompts" if num_prompts > 1 else f"n={n}"
             raise BadRequest(f"{what}: expected at most {self.options.max_answers} answers in all", "n")
 
-    def submission(self, name: str, token_ids: list[int], params: SamplingParams, salt: bytes) -> Submission:
-        """A checked request for the engine. name: what messages call the prompt."""
+    async def submission(self, name: str, token_ids: list[int], params: SamplingParams, salt: bytes) -> Submission:
+        """A checked request for the engine. name: what messages call the prompt.
+
+        The checks run on the tokenizer's thread, because to compile the form of an answer takes time.
+        """
         most = self.options.max_prompt_tokens
         if most is not None and len(token_ids) > most and params.truncate_prompt_tokens is None:
             raise BadRequest(f"{name} has {len(token_ids)} tokens: expected at most {most}", name)
-        self.loop.engine.check_request(token_ids, params, name)
+        await self._on_thread(lambda: self.loop.engine.check_request(token_ids, params, name))
         return Submission(token_ids, params, cache_salt=salt)
 
     async def finished(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
@@ -179,6 +187,11 @@ class Service:
         if self.llm.tokenizer is None:
             raise BadRequest("prompt: expected token ids, because the model has no tokenizer", "prompt")
         return self.llm.tokenizer
+
+    def _check_length(self, name: str, characters: int) -> None:
+        """Refuses a text that has too many tokens whatever they are, before the tokenizer spends seconds on it."""
+        if characters > self._most_characters:
+            raise BadRequest(f"{name} has {characters} characters: expected at most {self._most_characters}", name)
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
         most = self.llm.info.vocab_size - 1
