@@ -4,6 +4,10 @@ import subprocess
 import sys
 from typing import Final
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 LIBRARY: Final = """
 import os, torch, trunkattn
 attention = trunkattn.BatchAttention(trunkattn.AttentionConfig(4, 2, 16, 4, torch.float32), "cpu")

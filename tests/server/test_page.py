@@ -10,7 +10,10 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from .conftest import NAME, Server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
 TRUNK = "Every request begins with these words, which fill several pages of the cache. "
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "The trunk is read once.", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
