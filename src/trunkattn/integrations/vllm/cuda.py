@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, count_arrivals
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
@@ -104,7 +104,6 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._plans: dict[LayerSpec, Plan] = {}
         self._runs: dict[LayerSpec, Callable[..., object]] = {}
         self._kv_token_bytes = self.kv_token_bytes()
-        self._reported_errors = 0
         self._last: CudaStep | None = None
         for spec, count in self.layers.items():
             impl = next(layer.impl for layer in self.modules.values() if layer.impl.layer_spec == spec)
@@ -192,19 +191,4 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
         else:
             self.stats.count_unshared("no_decode")
-        is_full = traffic.is_full
-        for num_requests, kv_tokens in traffic.take(wait=is_full):
-            read = unshared = 0
-            for (tokens_read, tokens_unshared), token_bytes in zip(kv_tokens, self._kv_token_bytes, strict=True):
-                read += tokens_read * token_bytes
-                unshared += tokens_unshared * token_bytes
-            self.stats.count_read(read, unshared, num_requests)
-        if traffic.errors != self._reported_errors:
-            # Imported here because it needs Triton, which tests without a GPU do not have.
-            from trunkattn.gpu.device_planner.planner import errors_of
-
-            self._reported_errors = traffic.errors
-            errors = "; ".join(errors_of(self._reported_errors))
-            logger.error("TrunkAttention got a batch with values out of bounds: %s", errors)
-        if self.stats.log() or is_full:
-            traffic.send()
+        count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
