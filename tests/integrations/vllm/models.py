@@ -1,4 +1,4 @@
-"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), GPT-OSS (sinks)."""
+"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3, GPT-OSS (sinks)."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -46,10 +47,12 @@ def _config(name: str) -> PretrainedConfig:
     if name == "gemma2":
         caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32}
         return Gemma2Config(**dense, **caps, **windowed, num_key_value_heads=4)
+    if name == "gemma3":
+        return Gemma3TextConfig(**dense, **windowed, query_pre_attn_scalar=32, num_key_value_heads=4)
     if name == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
         return GptOssConfig(**COMMON, **experts, **windowed, num_key_value_heads=2, tie_word_embeddings=False)
-    raise ValueError(f"{name}: expected llama, qwen3, gemma2 or gpt_oss")
+    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3 or gpt_oss")
 
 
 def _sharpen(name: str, parameter: torch.Tensor) -> None:
@@ -60,6 +63,8 @@ def _sharpen(name: str, parameter: torch.Tensor) -> None:
         parameter.mul_(2.0)
     elif "lm_head" in name:
         parameter.mul_(3.0)
+    elif "q_norm" in name and parameter.eq(0).all():
+        parameter.fill_(1.0)  # Gemma 3 scales by 1 + weight
     elif ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name) and parameter.eq(0).all():
         parameter.fill_(8.0)  # Gemma 2 scales by 1 + weight, and embeds and predicts with one matrix
 

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from trunkattn import AttentionConfig, BatchAttention, Plan
-from trunkattn.integrations.common import Traffic
+from trunkattn.integrations.common import Traffic, step_path
 from trunkattn.integrations.sglang import NAME, logger, versions
 from trunkattn.integrations.sglang.layers import (
     LayerKind,
@@ -120,9 +120,10 @@ class TrunkBackend(AttentionBackend):
                 f"a step of mode {batch.forward_mode.name}: TrunkAttention expects prompts or decoding; choose another "
                 "attention back end"
             )
-        ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
-        starts = torch.nn.functional.pad(ends, (1, 0))
-        return HostStep(rows, lens, starts, "mixed" if batch.forward_mode.is_mixed() else "prefill", longest)
+        on_host = getattr(batch, "extend_seq_lens_cpu", None)
+        queries = torch.as_tensor(batch.extend_seq_lens.cpu() if on_host is None else on_host, dtype=torch.int32)
+        starts = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
+        return HostStep(rows, lens, starts, step_path(queries, decode_query_len=1), longest)
 
     def _finish_step(self) -> None:
         """Counts the last step, which has run by now."""
