@@ -1,4 +1,4 @@
-"""SGLang's request table as a block table, without SGLang: on the host, and as a GPU makes it, under the interpreter."""
+"""SGLang's request table as a block table, without SGLang: on the host, and as a GPU makes it, interpreted."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_gpu_fills_the_same_table(page: int, windows: bool, monkeypatch: pytes
     monkeypatch.setattr(device_tables, "_COLUMNS", 8)  # so that a row takes several programs
     moved = torch.randint(0, PAGES, (PAGES * PAGE + PAGE,)) * page if windows else None
     tables, lens = None, [33, 16, 17, 1, 96]
-    for step in range(3):
+    for _ in range(3):
         requests = make_requests(lens, page, to_window=moved)
         tables = tables or device_tables.DeviceTables(requests, ROWS)
         tables._requests.req_to_token.copy_(requests.req_to_token)

@@ -278,7 +278,8 @@ class DeviceTraffic:
             traffics: per layer spec, int64 [2] on the device: KV tokens read, and KV tokens if each request read its
                 own.
             num_requests: requests with query tokens in the step.
-            padding: further rows, of one token in one page that no request has. They are not counted.
+            padding: further rows, of one token in one page that no request has. They are not counted, but for reads
+                of that page after the first.
         """
         for slot, traffic in zip(self._slots[len(self._noted)], traffics, strict=True):
             slot.copy_(traffic, non_blocking=True)

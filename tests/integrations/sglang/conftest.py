@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ def pytest_configure() -> None:
     start = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: start("fork", force=True)
     load_plugins()
-    import sglang.srt.managers.scheduler
-    import trunkattn.integrations.sglang.backend  # noqa: F401  # imported once for all engines
+    for module in ("sglang.srt.managers.scheduler", "trunkattn.integrations.sglang.backend"):
+        import_module(module)  # once for all engines
 
 
 @pytest.fixture(scope="session")

@@ -37,17 +37,13 @@ class Run:
     kv_bytes_saved: int
 
 
-def generate(
-    model: Path, backend: str, sampling: dict[str, Any] | None = None, rounds: int = 2, **options: Any
-) -> Run:
+def generate(model: Path, backend: str, sampling: dict[str, Any] | None = None, rounds: int = 2, **options: Any) -> Run:
     """Generates for all prompts, `rounds` times: the second finds the prompts in the radix cache."""
     with tempfile.TemporaryDirectory() as counted:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = counted
         engine = sglang.Engine(model_path=str(model), attention_backend=backend, **{**OPTIONS, **options})
         try:
-            answers = [
-                engine.generate(input_ids=prompts(), sampling_params=sampling or GREEDY) for _ in range(rounds)
-            ]
+            answers = [engine.generate(input_ids=prompts(), sampling_params=sampling or GREEDY) for _ in range(rounds)]
         finally:
             engine.shutdown()
         steps, saved = counters(counted)

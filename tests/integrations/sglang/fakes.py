@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from trunkattn.reference import paged_attention
 
-HEADS, KV_HEADS, DIM, PAGE, SLOTS, CONTEXT = 4, 2, 32, 16, 640, 160
+HEADS, KV_HEADS, DIM, PAGE, SLOTS, CONTEXT = 4, 2, 32, 16, 1600, 160
 SCALE = 0.2
 ROWS = 8
 PLAIN = {"num_heads": HEADS, "head_dim": DIM, "scaling": SCALE, "num_kv_heads": KV_HEADS}
@@ -71,7 +71,7 @@ class Step:
         usable = torch.arange(1, SLOTS // page)
         if mapping is not None:
             usable = usable[mapping[usable * page] > 0]
-        each, slots = -(-max(self.lens) // page), []
+        each, slots = -(-max(self.lens, default=0) // page), []
         for row, (queries, length) in enumerate(zip(self.queries, self.lens, strict=True)):
             own = usable[self.shared + row * (each - self.shared) :][: each - self.shared]
             pages = torch.cat([usable[: self.shared], own])

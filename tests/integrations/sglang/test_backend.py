@@ -9,7 +9,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from trunkattn.integrations.sglang.backend import TrunkBackend
 
-from .fakes import HEADS, KV_HEADS, DIM, PAGE, Step, error, make_runner
+from .fakes import DIM, HEADS, KV_HEADS, PAGE, Step, error, make_runner
 
 DECODES = Step([1, 1, 1], [40, 57, 33])
 PROMPTS = Step([9, 24, 1], [41, 24 + 32, 33])

@@ -1,4 +1,5 @@
-"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3, GPT-OSS (sinks)."""
+"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
+GPT-OSS (sinks)."""
 
 from pathlib import Path
 from types import MappingProxyType

@@ -46,6 +46,6 @@ def create(runner: Any) -> Any:
 def taken(holder: str) -> str:
     """The message for a user with another plug-in that registered the same name."""
     return (
-        f"the attention back end {NAME} is registered by another plug-in, in {holder}: name the plug-ins to load in the "
-        "environment variable SGLANG_PLUGINS, or uninstall one of the two"
+        f"the attention back end {NAME} is registered by another plug-in, in {holder}: name the plug-ins to load in "
+        "the environment variable SGLANG_PLUGINS, or uninstall one of the two"
     )

@@ -62,8 +62,11 @@ class TrunkCudaBackend(TrunkBackend):
         return versions.reads_end_before_replay() if mode.is_decode() else super().shared_read_ends(mode)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Makes room for the largest decode graph."""
+        """Makes room for the largest decode graph. What smaller steps were planned in before is made anew."""
         self._most_rows = max(self._most_rows, max_bs)
+        if self._tables is not None and self._tables.rows < max_bs:
+            self._tables, self._step = None, None
+            self._attentions, self._plans = {}, {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Begins a step outside of any graph."""
@@ -86,7 +89,7 @@ class TrunkCudaBackend(TrunkBackend):
             check_supported(["prompts in full CUDA graphs (cuda_graph_backend_prefill=full)"])
         self._finish_step()
         self._fill(forward_batch)
-        padding = getattr(forward_batch, "num_padding", 0)
+        padding = getattr(forward_batch, "num_padding", None) or 0
         self._step = DeviceStep(forward_batch.batch_size, padding, None if in_capture else "full_graph")
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -119,7 +122,7 @@ class TrunkCudaBackend(TrunkBackend):
         key = (kind.spec.config(self.page_size), kind.in_window_pool)
         if key not in self._attentions:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("a layer runs for the first time in a CUDA graph: expected a step before the capture")
+                raise RuntimeError("a layer first runs in a CUDA graph: expected a step before the capture")
             assert self._tables is not None
             layer_id = next(layer_id for layer_id, each in self._kinds.items() if each == kind)
             keys, _ = self.token_to_kv_pool.get_kv_buffer(layer_id)

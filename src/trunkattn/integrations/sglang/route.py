@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from trunkattn.integrations.sglang import logger, versions
+from trunkattn.integrations.sglang import NAME, logger, versions
 from trunkattn.integrations.sglang.layers import check_supported
 
 
@@ -26,6 +26,8 @@ def choose(runner: Any) -> AttentionBackend:
         return TrunkCudaBackend(runner)
     if runner.device != "cpu":
         check_supported([f"the device {runner.device}, only NVIDIA GPUs and CPUs"])
+    if versions.needs_triton(NAME):
+        check_supported([f"SGLang {version} on a CPU, because that version prepares steps with Triton"])
     if "numba" not in sys.modules:
         # Numba counts the cores that this thread may use, and would limit torch to them: they share OpenMP.
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))

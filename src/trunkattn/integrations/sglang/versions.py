@@ -50,6 +50,7 @@ REFUSED_OPTIONS: Final = MappingProxyType(
         "enable_two_batch_overlap": ((False,), "two-batch overlap"),
         "enable_pdmux": ((False,), "multiplexing prompts and decoding on one GPU"),
         "dcp_size": ((1,), "decode context parallelism"),
+        "attn_cp_size": ((1,), "context parallelism"),
         "enable_unified_memory": ((False,), "the unified memory pool"),
         "prefill_only_disable_kv_cache": ((False,), "prompts without a KV cache"),
     }
@@ -147,6 +148,14 @@ def data_rank(runner: Any) -> int:
         if found is not None:
             return int(found)
     return 0
+
+
+def needs_triton(name: str) -> bool:
+    """Whether SGLang prepares the steps of a back end of this name with Triton on any device. From 0.5.18 on it knows
+    that a CPU has none."""
+    from sglang.srt.utils import common
+
+    return bool(common.support_triton(name))
 
 
 def reads_end_before_replay() -> Any:
