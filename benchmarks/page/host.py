@@ -2,7 +2,7 @@
 
 from page.common import Section, load, sources, table
 
-HOST, COMPARED = "host-time-h100", ("compare-h100", "compare-prefill-h100", "compare-cpu")
+HOST, COMPARED = "host-time-h100", ("compare-h100", "compare-prefill-h100", "compare-hybrid-h100", "compare-cpu")
 
 
 def host() -> Section:
