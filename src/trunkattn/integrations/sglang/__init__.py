@@ -5,15 +5,12 @@ for prompts and decoding, or for decoding alone beside another back end for prom
 with one line when the engine starts. An engine that does not select it is not affected.
 """
 
-import logging
 from typing import Any
 
 from trunkattn.integrations.sglang import versions
+from trunkattn.integrations.sglang.name import NAME, logger
 
-NAME = "trunk"
 MAKER = "trunkattn.integrations.sglang"  # the module of the function that SGLang's registry holds for our name
-
-logger = logging.getLogger("sglang.trunkattn")
 
 
 def register() -> None:

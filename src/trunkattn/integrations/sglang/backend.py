@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from trunkattn import AttentionConfig, BatchAttention, Plan
 from trunkattn.integrations.common import Traffic, step_path
-from trunkattn.integrations.sglang import NAME, logger, versions
+from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.layers import (
     LayerKind,
     attention_layers,
@@ -24,6 +24,7 @@ from trunkattn.integrations.sglang.layers import (
     refusals,
 )
 from trunkattn.integrations.sglang.metrics import kv_read_stats
+from trunkattn.integrations.sglang.name import NAME, logger
 from trunkattn.integrations.sglang.tables import pages, requests_of
 
 

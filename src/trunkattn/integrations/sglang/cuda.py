@@ -16,10 +16,11 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan
 from trunkattn.integrations.common import DeviceTraffic, count_arrivals
-from trunkattn.integrations.sglang import logger, versions
+from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.backend import TrunkBackend
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.layers import LayerKind, check_supported
+from trunkattn.integrations.sglang.name import logger
 from trunkattn.integrations.sglang.tables import pages
 
 _ROWS: Final = 256  # requests of a decode step that are planned on the device, or more if SGLang captures more

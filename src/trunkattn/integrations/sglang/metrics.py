@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from trunkattn.integrations.common import KvReadStats, Labels, prometheus_counters
-from trunkattn.integrations.sglang import logger, versions
+from trunkattn.integrations.sglang import versions
+from trunkattn.integrations.sglang.name import logger
 
 
 def kv_read_stats(runner: Any, windows: Iterable[int | None], num_layers: int) -> KvReadStats:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from trunkattn.integrations.sglang import NAME, logger, versions
+from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.layers import check_supported
+from trunkattn.integrations.sglang.name import NAME, logger
 
 
 def choose(runner: Any) -> AttentionBackend:
