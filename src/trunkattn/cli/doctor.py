@@ -73,8 +73,8 @@ def run_doctor(options: DoctorOptions) -> None:
 def examine() -> Report:
     """Describes the machine and tries the library and the engine."""
     library, engine = try_library(), try_engine()
-    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels())
-    ways += (vllm_plugin(), sglang_plugin())
+    plugins = (vllm_plugin(), sglang_plugin())
+    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels(), *plugins)
     packages = {name: _version(name) for name in PACKAGES}
     return Report(describe_machine(), packages, ways, library.runs and engine.runs)
 
@@ -189,10 +189,8 @@ def sglang_plugin() -> Way:
     if reasons and not on_cpu:
         detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
         return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
-    detail = (
-        f'{installed} finds it; select it with attention_backend="trunk", or decode_attention_backend="trunk" alone'
-    )
-    return Way(name, True, detail)
+    how = 'attention_backend="trunk", or for decoding alone decode_attention_backend="trunk"'
+    return Way(name, True, f"{installed} finds it; select it with {how}")
 
 
 def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
