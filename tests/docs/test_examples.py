@@ -1,4 +1,4 @@
-"""Every example runs here, or compiles where it needs a GPU, vLLM or SGLang (tests/on_gpu runs those that need a GPU)."""
+"""Every example runs here, or compiles where it needs a GPU or an engine (tests/on_gpu runs those for a GPU)."""
 
 import re
 import runpy
