@@ -74,7 +74,7 @@ SGLANG_BIN := .venv-sglang-$(SGLANG)/bin
 test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang on this CPU
 	NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/sglang SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 		PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stand_ins \
-		$(SGLANG_BIN)/python -m pytest -q -n 2 --dist loadscope tests/integrations/sglang
+		$(SGLANG_BIN)/python -m pytest -q -n 2 --dist load tests/integrations/sglang
 
 # torch goes first and alone, as below.
 .venv-sglang-%/.stamp: pyproject.toml tests/integrations/sglang/requirements.txt

@@ -1,5 +1,9 @@
 """SGLang's request table as a block table, without SGLang: on the host, and as a GPU makes it, interpreted."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -80,6 +84,30 @@ def test_a_gpu_fills_the_same_table(page: int, windows: bool, monkeypatch: pytes
             assert tables.window_slots is not None
             assert tables.window_slots.tolist() == [*moved[out].tolist(), *[0] * (ROWS - 3)]
         lens = [each + 1 for each in lens]
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from trunkattn.integrations.sglang.device_tables import _fill_kernel
+
+POINTERS = dict.fromkeys(("req_to_token", "table", "window_table", "int32_lens"), "*i32")
+POINTERS |= dict.fromkeys(("rows", "lens", "to_window"), "*i64")
+KINDS = POINTERS | {"row_stride": "i32", "num_columns": "i32"}
+signature = {name: KINDS.get(name, "constexpr") for name in _fill_kernel.arg_names}
+for capability in (80, 90, 100):
+    for page, window in ((1, False), (16, True), (48, True)):
+        source = ASTSource(_fill_kernel, signature, {"PAGE_SIZE": page, "HAS_WINDOW": window, "COLUMNS": 1024})
+        compile(source, target=GPUTarget("cuda", capability, 32))
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles_for_cards() -> None:
+    """In a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True, timeout=300)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The tables of a decode step on a GPU: one launch fills buffers that stay where they are."""
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -59,19 +59,19 @@ class DeviceTables:
 
 @triton.jit
 def _fill_kernel(
-    req_to_token: Any,
-    row_stride: Any,
-    rows: Any,
-    lens: Any,
-    to_window: Any,
-    table: Any,
-    window_table: Any,
-    int32_lens: Any,
-    num_columns: Any,
+    req_to_token,
+    row_stride,
+    rows,
+    lens,
+    to_window,
+    table,
+    window_table,
+    int32_lens,
+    num_columns,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
+):
     """Program (request, block of columns); those after a request's last page have nothing to do."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lens + row).to(tl.int32)

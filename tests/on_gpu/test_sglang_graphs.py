@@ -1,0 +1,70 @@
+"""SGLang's decode graphs on a card, without SGLang: one launch fills tables, and a graph plans and attends."""
+
+import pytest
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.integrations.sglang.device_tables import DeviceTables
+from trunkattn.integrations.sglang.tables import Requests, pages
+from trunkattn.reference import paged_attention
+
+pytestmark = pytest.mark.gpu
+ROWS, CONTEXT, SLOTS, HEADS, KV_HEADS, DIM = 16, 700, 9600, 8, 2, 128
+
+
+def place(table: torch.Tensor, lens: list[int], page: int, shared: int) -> None:
+    """Writes the slots of requests, the first pages of which are the same."""
+    free = (torch.randperm(SLOTS // page - 1 - shared) + 1 + shared).tolist()
+    for row, length in enumerate(lens):
+        own = [free.pop() for _ in range(-(-length // page) - shared)]
+        first = torch.tensor([*range(1, shared + 1), *own]) * page
+        table[row + 1, :length] = (first[:, None] + torch.arange(page)).flatten()[:length].to(torch.int32).cuda()
+
+
+def padding(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of the request table, lengths) of all rows of a graph."""
+    spare = ROWS - len(lens)
+    rows, padded = [*range(1, len(lens) + 1), *[0] * spare], [*lens, *[1] * spare]
+    return torch.tensor(rows, device="cuda"), torch.tensor(padded, device="cuda")
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_graph_plans_and_attends(page: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    request_table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32, device="cuda")
+    requests = Requests(request_table, None, page)
+    tables = DeviceTables(requests, ROWS)
+    config = AttentionConfig(HEADS, KV_HEADS, DIM, page_size=page, dtype=torch.bfloat16)
+    k, v = torch.randn(2, SLOTS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    caches = pages(k, page), pages(v, page)
+    attention = BatchAttention(config, "cuda", Capacity(ROWS, ROWS, requests.max_pages, len(caches[0]), 1))
+    q = torch.randn(ROWS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    step = tables.tables[False], tables.seq_lens
+
+    tables.fill(*padding([]), None)
+    plan = attention.plan(*step, sliding_window=window)
+    for _ in range(2):
+        attention.plan(*step, sliding_window=window, into=plan)
+        attention.run(plan, q, *caches, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.plan(*step, sliding_window=window, into=plan)
+        attention.run(plan, q, *caches, out=out)
+    for lens, shared in (([640] * 16, 512), ([600 + i for i in range(9)], 592), ([5], 0), ([300, 17, 650], 0)):
+        place(request_table, lens, page, shared // page)
+        q.normal_()
+        rows, padded = padding(lens)
+        torch.cuda.set_sync_debug_mode("error")  # a step does not wait for the device
+        try:
+            tables.fill(rows, padded, None)
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        attention.check()
+        expected, _ = paged_attention(q.cpu(), *(cache.cpu() for cache in caches), step[0].cpu(), step[1].cpu(),
+                                      sliding_window=window)  # fmt: skip
+        assert float((out.cpu().double() - expected).abs().max()) < 0.03
+        assert out.isfinite().all(), "padded rows are harmless"
