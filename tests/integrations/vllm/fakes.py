@@ -30,6 +30,10 @@ class DeviceAttention(BatchAttention):
         super().__init__(config, "cpu")
         self.limits, self.planned, self.host_planned = capacity, [], 0
 
+    @property
+    def plans_on_device(self) -> bool:
+        return self.limits is not None and not self.config.batch_invariant
+
     def plan(self, *batch: Any, sliding_window: int | None = None, into: Any = None) -> Any:
         if self.limits is None:  # only attentions with a capacity plan on the device
             self.host_planned += 1

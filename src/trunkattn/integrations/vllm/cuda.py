@@ -8,6 +8,8 @@ vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels p
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
 FlashAttention. For layers that it does not support (8-bit caches, float32) our kernels run the prompts too. Their plan
 is made on the host, which waits for the device in steps with prompts.
+
+With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
@@ -188,17 +190,17 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         last, self._last = self._last, step
         if last is not None:
             self.stats.count_step(last.path)
-        if step.plans:
-            traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
-        else:
+        plans = [plan for _, plan in step.plans.values()]
+        if not plans:
             self.stats.count_unshared("no_decode")
+        elif all(attention.plans_on_device for attention in self.attentions.values()):
+            traffic.note([plan.traffic for plan in plans], step.requests)
+        else:
+            kv_tokens = [[plan.stats.kv_tokens_read, plan.stats.kv_tokens_per_query] for plan in plans]
+            self._count_read(StepTraffic(step.requests, kv_tokens))
         is_full = traffic.is_full
-        for num_requests, kv_tokens in traffic.take(wait=is_full):
-            read = unshared = 0
-            for (tokens_read, tokens_unshared), token_bytes in zip(kv_tokens, self._kv_token_bytes, strict=True):
-                read += tokens_read * token_bytes
-                unshared += tokens_unshared * token_bytes
-            self.stats.count_read(read, unshared, num_requests)
+        for arrived in traffic.take(wait=is_full):
+            self._count_read(arrived)
         if traffic.errors != self._reported_errors:
             # Imported here because it needs Triton, which tests without a GPU do not have.
             from trunkattn.gpu.device_planner.planner import errors_of
@@ -208,3 +210,10 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             logger.error("TrunkAttention got a batch with values out of bounds: %s", errors)
         if self.stats.log() or is_full:
             traffic.send()
+
+    def _count_read(self, step: StepTraffic) -> None:
+        read = unshared = 0
+        for (tokens_read, tokens_unshared), token_bytes in zip(step.kv_tokens, self._kv_token_bytes, strict=True):
+            read += tokens_read * token_bytes
+            unshared += tokens_unshared * token_bytes
+        self.stats.count_read(read, unshared, step.num_requests)

@@ -64,6 +64,10 @@ def find_flash(spec: LayerSpec) -> tuple[FlashPrefill | None, str]:
     Returns:
         (FlashAttention, its name), or (None, the reason why it cannot compute these layers).
     """
+    if spec.batch_invariant:
+        # Its own bits would not depend on the batch. But where a prompt is cut, what is cached and what is computed
+        # again decide which tokens count as decoding, and those have the bits of our kernels.
+        return None, "FlashAttention gives a token other bits than decoding does"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return None, f"FlashAttention does not support {spec.dtype}"
     if spec.kv_dtype not in (None, spec.dtype):

@@ -60,8 +60,8 @@ def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> 
         found.append("layers that read the KV cache of another layer")
     if layer.kv_cache_dtype not in versions.KV_DTYPES:
         found.append(f"kv_cache_dtype={layer.kv_cache_dtype}, only {', '.join(versions.KV_DTYPES)}")
-    if envs.VLLM_BATCH_INVARIANT:
-        found.append("VLLM_BATCH_INVARIANT=1")
+    if envs.VLLM_BATCH_INVARIANT and not versions.has_triton():
+        found.append("VLLM_BATCH_INVARIANT=1 without Triton, in which vLLM's own operators of that mode are written")
     found += [f"the layer option {name}={value}" for name, value in extra.items() if not versions.is_off(name, value)]
     return found
 
@@ -92,7 +92,8 @@ class TrunkAttentionImpl(AttentionImpl):
         self.sinks = self._model_sinks
         dtype, kv_dtype = torch.get_default_dtype(), versions.KV_DTYPES[layer.kv_cache_dtype]  # the model's, as set
         shape = (self.num_heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
-        self.layer_spec = LayerSpec(*shape, layer.logits_soft_cap or None, sinks is not None, layer.sliding_window)
+        soft_cap, invariant = layer.logits_soft_cap or None, bool(envs.VLLM_BATCH_INVARIANT)
+        self.layer_spec = LayerSpec(*shape, soft_cap, sinks is not None, layer.sliding_window, invariant)
         self.cache_dtype = kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
         self.layer_spec.config(page_size=1)  # raises for every error that does not depend on the page size

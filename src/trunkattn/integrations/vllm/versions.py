@@ -105,6 +105,13 @@ def caution(version: str) -> str | None:
     )
 
 
+def has_triton() -> bool:
+    """Whether vLLM finds Triton, which its packages for CPUs do not need."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
 def refused_options(vllm_config: Any, options: Iterable[tuple[str, Any, str]] = REFUSED_OPTIONS) -> list[str]:
     """Unsupported options of the engine that are on. An option that the version does not have is off."""
     found = []
