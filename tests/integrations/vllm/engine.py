@@ -65,10 +65,13 @@ def shut_down() -> None:
     cleanup_dist_env_and_memory()
 
 
-def generate(model: Path, sampling: SamplingParams = GREEDY, rounds: int = 2, **options: Any) -> Run:
-    """Generates for all prompts, `rounds` times: the second finds the prompts in the prefix cache."""
+def generate(
+    model: Path, sampling: SamplingParams = GREEDY, rounds: int = 2, asked: list[list[int]] | None = None, **options: Any
+) -> Run:
+    """Generates for all prompts, or those that are `asked`, `rounds` times: the second finds them in the prefix
+    cache."""
     try:
-        return _run(make_llm(model, **options), sampling, rounds)
+        return _run(make_llm(model, **options), sampling, rounds, prompts() if asked is None else asked)
     finally:
         shut_down()
 
@@ -83,10 +86,10 @@ def traffics(llm: LLM) -> list[Any]:
     return [getattr(group.get_metadata_builder(), "traffic", None) for group in groups]
 
 
-def _run(llm: LLM, sampling: SamplingParams, rounds: int) -> Run:
+def _run(llm: LLM, sampling: SamplingParams, rounds: int, asked: list[list[int]]) -> Run:
     tokens, cached = [], 0
     for _ in range(rounds):
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], sampling, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
         tokens.append([list(sample.token_ids) for output in outputs for sample in output.outputs])
         cached += sum(output.num_cached_tokens or 0 for output in outputs)
     runner = _runner(llm)
@@ -100,7 +103,7 @@ def _run(llm: LLM, sampling: SamplingParams, rounds: int) -> Run:
         drafts=_counter(llm, "spec_decode_num_draft_tokens"),
         accepted_drafts=_counter(llm, "spec_decode_num_accepted_tokens"),
         backends={group.backend.__name__ for group in groups},
-        impls={type(layers[name].impl).__name__ for group in groups for name in group.layer_names},
+        impls={type(getattr(layers[name], "impl", layers[name])).__name__ for group in groups for name in group.layer_names},
         specs={type(group.kv_cache_spec).__name__ for group in groups},
         block_sizes={group.kv_cache_spec.block_size for group in groups},
         steps=max(traffic.steps if traffic else 0 for traffic in found),
