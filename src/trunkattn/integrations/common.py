@@ -81,6 +81,9 @@ class PrefillRows:
         max_query_len: most query tokens of a row.
         max_seq_len: an upper bound of `seq_lens`.
         plans: for layers that only our own kernels can compute.
+        context_lens: where ranks share each request, the tokens before these rows that this rank holds; None: none of
+            the rows has any before it, on any rank.
+        max_context_len: an upper bound of `context_lens`, the same on every rank.
     """
 
     tokens: slice
@@ -90,6 +93,8 @@ class PrefillRows:
     max_query_len: int
     max_seq_len: int
     plans: dict[LayerSpec, tuple[BatchAttention, Plan]] = field(default_factory=dict)
+    context_lens: torch.Tensor | None = None
+    max_context_len: int = 0
 
 
 def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:

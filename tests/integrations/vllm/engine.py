@@ -66,7 +66,11 @@ def shut_down() -> None:
 
 
 def generate(
-    model: Path, sampling: SamplingParams = GREEDY, rounds: int = 2, asked: list[list[int]] | None = None, **options: Any
+    model: Path,
+    sampling: SamplingParams = GREEDY,
+    rounds: int = 2,
+    asked: list[list[int]] | None = None,
+    **options: Any,
 ) -> Run:
     """Generates for all prompts, or those that are `asked`, `rounds` times: the second finds them in the prefix
     cache."""
@@ -103,7 +107,9 @@ def _run(llm: LLM, sampling: SamplingParams, rounds: int, asked: list[list[int]]
         drafts=_counter(llm, "spec_decode_num_draft_tokens"),
         accepted_drafts=_counter(llm, "spec_decode_num_accepted_tokens"),
         backends={group.backend.__name__ for group in groups},
-        impls={type(getattr(layers[name], "impl", layers[name])).__name__ for group in groups for name in group.layer_names},
+        impls={
+            type(getattr(layers[name], "impl", layers[name])).__name__ for group in groups for name in group.layer_names
+        },
         specs={type(group.kv_cache_spec).__name__ for group in groups},
         block_sizes={group.kv_cache_spec.block_size for group in groups},
         steps=max(traffic.steps if traffic else 0 for traffic in found),
