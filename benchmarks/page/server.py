@@ -1,8 +1,10 @@
 """The HTTP server: robust under load, and how fast with sharing, without it, and beside another server."""
 
+from statistics import median
+
 from page.common import Section, load, sources, table
 
-LOAD, SPEED = "serve-load-cpu", "serve-throughput-cpu"
+LOAD, SPEED, START = "serve-load-cpu", "serve-throughput-cpu", "serve-start-cpu"
 KINDS = {
     "good: equal": "streamed to the end, equal to `LLM.generate`'s answer",
     "good: differs": "streamed to the end, another answer",
@@ -21,6 +23,8 @@ def server() -> Section:
     left, memory = found["left_over"], found["memory_mb"]
     servers = {"sharing": "trunkattn serve", "without sharing": "the same, `--policy per_query`", "vllm": "vLLM"}
     rates = [[text, f"{speed[name]['tokens_per_second']:,.0f}"] for name, text in servers.items() if name in speed]
+    start = load(START)
+    answered = median(each["answered"] for each in start["seconds"])
     text = f"""## The HTTP server on a CPU
 
 {found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. Afterwards
@@ -37,5 +41,10 @@ def server() -> Section:
 {table(["server", "tokens/s"], rates, 1)}
 
 {sources("python benchmarks/serve_load.py --part throughput --vllm PYTHON", SPEED)}
+
+From the command line to the first answer of eight tokens, with compiled kernels in the cache, the server takes
+{answered:.1f} seconds (`{start["model"]}`).
+
+{sources("python benchmarks/serve_load.py --part start", START)}
 """
     return Section(text, [])

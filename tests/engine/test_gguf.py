@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.gguf_reading import gguf_read_once
 from trunkattn.engine.model import inspect_model, load_tokenizer
 
 HIDDEN, INNER, VOCAB, HEAD_DIM, CONTEXT = 64, 128, 300, 16, 256
@@ -159,3 +160,37 @@ def test_a_gguf_file_is_read_without_its_neighbours(tmp_path: Path) -> None:
     assert 299 in llm.engine.limits.eos_token_ids and llm.engine.limits == other.engine.limits
     assert llm.model.generation_config.to_dict() == other.model.generation_config.to_dict()
     assert load_tokenizer(inspect_model(path)).decode([VOCAB - 44]) == "he"
+
+
+def test_the_header_is_read_once_and_the_library_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: Path, *options: str) -> None:
+            made.append(Path(path).resolve())
+            super().__init__(path, *options)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    table = gguf.get_tensor_name_map
+    one, other = write_gguf(tmp_path / "one.gguf"), write_gguf(tmp_path / "other.gguf")
+    LLM(one, num_pages=20)
+    assert made == [one]
+    with gguf_read_once():
+        LLM(other, num_pages=20)
+        LLM(other, num_pages=20)
+    assert made == [one, other]  # two models within one reading
+    assert gguf.GGUFReader is Counted and gguf.get_tensor_name_map is table
+
+
+def test_the_header_read_once_has_the_same_fields_and_tensors(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    expected = gguf.GGUFReader(path)
+    with gguf_read_once():
+        assert gguf.GGUFReader(path) is gguf.GGUFReader(path)
+        found = gguf.GGUFReader(path)
+    assert [*found.fields] == [*expected.fields]
+    for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
+        assert mine.name == theirs.name
+        assert np.array_equal(mine.data, theirs.data)

@@ -1,9 +1,10 @@
 """Model files on disk: what a local Hugging Face folder or a GGUF file must hold, checked before anything is loaded.
 
 The libraries that read the formats check them. `safetensors.safe_open` compares a file's length with its header. To
-read a GGUF file takes seconds, so `check_gguf` looks at its first bytes only, and transformers reads the file once, for
-the configuration (`engine.model.inspect_model`). For most architectures it uses `gguf.GGUFReader`, which finds every
-tensor; for the others a tensor that is cut off is found when the weights are loaded. Both errors name the file.
+read a GGUF file takes a second, so `check_gguf` looks at its first bytes only, and transformers reads its header once,
+for the configuration (`engine.model.inspect_model`, `engine.gguf_reading`). For most architectures it uses
+`gguf.GGUFReader`, which finds every tensor; for the others a tensor that is cut off is found when the weights are
+loaded. Both errors name the file.
 """
 
 import json

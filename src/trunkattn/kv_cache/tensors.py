@@ -1,7 +1,9 @@
 """The key and value tensors behind the pages."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from trunkattn.kv_cache.page_pool import PageCopy
@@ -39,7 +41,7 @@ class KVCache:
         self.num_pages = num_pages
         # Head-major: one head's keys of a page are contiguous, which a CPU decodes faster than token-major pages.
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self._storage = _zeros(shape, dtype, torch.device(device))
         self._layers = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self._storage]
 
     @staticmethod
@@ -74,6 +76,15 @@ class KVCache:
                 raise ValueError(f"copies[{index}]={copy}: expected two different pages")
         for src, dst in copies:
             self._storage[:, :, dst].copy_(self._storage[:, :, src])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU the system makes the memory of a page when the page is first written: gigabytes of cache then
+    cost no time at the start, and pages that are never used no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def _check_shape(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
