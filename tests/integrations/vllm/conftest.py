@@ -17,7 +17,7 @@ from trunkattn.integrations.vllm import versions
 
 from .engine import Run, generate
 from .fakes import SEQUENCES, DeviceAttention, FlashRecorder
-from .models import write_model
+from .models import write_eagle, write_model
 
 
 def pytest_configure() -> None:
@@ -30,12 +30,15 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model."""
+    """The folder of a tiny model; "eagle" drafts for "llama"."""
 
     @cache
     def folder(name: str) -> Path:
         path = tmp_path_factory.mktemp(name)
-        write_model(name, path)
+        if name == "eagle":
+            write_eagle(path)
+        else:
+            write_model(name, path)
         return path
 
     return folder

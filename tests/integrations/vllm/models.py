@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -73,6 +74,22 @@ def _sharpen(name: str, parameter: torch.Tensor) -> None:
         parameter.mul_(3.0)
     elif ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name) and parameter.eq(0).all():
         parameter.fill_(8.0)  # Gemma 2 scales by 1 + weight, and embeds and predicts with one matrix
+
+
+def write_eagle(folder: Path) -> None:
+    """Writes a draft model of one layer for the Llama: it continues from that one's hidden states (EAGLE)."""
+    torch.manual_seed(6)
+    config: Any = _config("llama")
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    weights = {name.removeprefix("model."): weight.clone() for name, weight in model.state_dict().items()}
+    unused = ("lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight")
+    weights = {name: weight for name, weight in weights.items() if name not in unused}
+    width = config.hidden_size
+    weights["fc.weight"] = torch.cat([torch.randn(width, width) * 0.02, torch.eye(width)], 1)
+    save_file(weights, folder / "model.safetensors")
 
 
 def write_model(name: str, folder: Path) -> None:

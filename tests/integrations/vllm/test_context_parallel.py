@@ -251,8 +251,10 @@ def test_what_vllm_asks(make_ranks: Callable[..., list[Any]], gpu_engine: VllmCo
     gpu_engine.speculative_config = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)  # type: ignore[assignment]
     (builder, _) = make_ranks()
     assert builder.reorder_batch_threshold == 1, "rows that verify drafts are prompts"
-    support = builder.get_cudagraph_support(gpu_engine, builder.kv_cache_spec)
-    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert not builder.supports_draft_decode_metadata_update
+    spec = builder.kv_cache_spec
+    assert builder.get_cudagraph_support(gpu_engine, spec) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert builder.get_varlen_cudagraph_max_query_len(gpu_engine, spec) == 1
 
 
 @pytest.mark.parametrize(

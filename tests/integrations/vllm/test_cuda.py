@@ -121,6 +121,45 @@ def test_drafts_are_verified_by_our_kernels(gpu_engine: VllmConfig, flash_kernel
     assert (limits.max_pages_per_request, limits.num_pages) == (WIDTH, PAGES)
 
 
+def test_drafting_goes_on_from_the_same_tensors(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """Between the tokens of a draft vLLM lengthens each request in place, and the plan follows, in its own place."""
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    assert builder.supports_draft_decode_metadata_update
+    batch = make_batch([1, 1], [20, 40])
+    step, _ = run_step(builder, batch)
+    (_, plan), attention = step.plans[layer.layer_spec], builder.attentions[layer.layer_spec]
+    batch.seq_lens += 3
+    builder.update_draft_decode_metadata(step)
+    _, lens, _, into = attention.planned[-1]
+    assert (lens.tolist(), into) == ([24, 44], plan)
+    assert len(attention.planned) == 2
+    assert plan.stats.kv_tokens_per_query == 68
+
+
+def test_a_plan_that_the_host_makes_is_not_updated_in_a_graph(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, set_batch_invariance: Callable[[bool], None]
+) -> None:
+    set_batch_invariance(True)
+    assert not make_builder(gpu_engine, make_layer()).supports_draft_decode_metadata_update
+
+
+@pytest.mark.parametrize(("drafts", "most"), [(None, 1), (3, 4)])
+def test_graphs_hold_rows_of_several_lengths(drafts: int | None, most: int, gpu_engine: VllmConfig) -> None:
+    if drafts:
+        gpu_engine.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)  # type: ignore[assignment]
+    builder = make_builder(gpu_engine, make_layer())
+    spec = builder.kv_cache_spec
+    assert builder.get_cudagraph_support(gpu_engine, spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_varlen_cudagraph_max_query_len(gpu_engine, spec) == most
+    lens = [most, 1, most]
+    batch = make_batch(lens, [20, 40, 60], padding=1)
+    batch.query_start_loc_cpu = torch.tensor([0, *torch.tensor([1, most, most]).cumsum(0).tolist(), sum(lens)])
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02, "the device's lengths count, of which the host knows the sum"
+    assert (step.decode_tokens, step.prefill) == (sum(lens) + 1, None)
+
+
 def test_plans_stay_where_they_are(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
     """A graph that was captured with a step reads the plan of any later one."""
     layer = make_layer()
@@ -288,4 +327,5 @@ def test_what_the_back_end_says_of_itself() -> None:
     assert backend.get_name() == "CUSTOM"
     assert backend.get_impl_cls() is cuda.TrunkAttentionCudaImpl
     assert backend.get_builder_cls() is cuda.TrunkAttentionCudaBuilder
+    assert backend.supports_device_cpu_query_lens_mismatch()
     assert not backend.forward_includes_kv_cache_update

@@ -18,6 +18,7 @@ from trunkattn.integrations.vllm.flash import FlashPrefill
 from .engine import Run, equal, generate
 from .fakes import DeviceAttention, FlashRecorder
 
+EAGLE = {"method": "eagle", "num_speculative_tokens": 3, "attention_backend": "CUSTOM"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
@@ -48,9 +49,10 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("gemma2", {}),
         ("gemma2", {"disable_hybrid_kv_cache_manager": True}),
         ("llama", {"speculative_config": DRAFTS}),
+        ("llama", {"speculative_config": EAGLE}),
         ("qwen3", {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}),
     ],
-    ids=["plain", "windows", "one-group", "drafts", "chunks"],
+    ids=["plain", "windows", "one-group", "drafts", "eagle", "chunks"],
 )
 def test_tokens(
     name: str,
@@ -59,6 +61,8 @@ def test_tokens(
     stock: Callable[..., Run],
     flash_calls: list[dict[str, Any]],
 ) -> None:
+    if (drafts := options.get("speculative_config")) is EAGLE:
+        options = {"speculative_config": {**drafts, "model": str(model("eagle"))}}
     run = generate(model(name), block_size=16, attention_backend="CUSTOM", rounds=1, **options)
     assert run.backends == {"TrunkAttentionCudaBackend"}
     assert run.impls == {"TrunkAttentionCudaImpl"}

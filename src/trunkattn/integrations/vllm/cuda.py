@@ -14,7 +14,7 @@ With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every s
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -53,10 +53,23 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
         return versions.kv_cache_stride_order(include_num_layers_dimension)
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Plans are made from the query lengths on the device."""
+        return True
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
         """The reasons why not, for vLLM's error, and what to do."""
         reasons: list[str] = super().validate_configuration(*args, **options)
         return [*reasons, "turn this off or leave attention_backend out"] if reasons else []
+
+
+class DecodeRows(NamedTuple):
+    """The rows that decode; see `BatchAttention.plan`."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
 
 
 @dataclass
@@ -65,6 +78,7 @@ class CudaStep(AttentionMetadata):
 
     Attributes:
         plans: plans of the rows that decode, each with the function that runs it, called as `BatchAttention.run`.
+        planned: what they were planned from.
         decodes: rows that decode, padding included.
         requests: rows that decode, without padding.
         decode_tokens: their query tokens.
@@ -74,7 +88,8 @@ class CudaStep(AttentionMetadata):
         launched: whether a layer has run the step from the host. A full CUDA graph does not.
     """
 
-    plans: dict[LayerSpec, tuple[Callable[..., object], Plan]]
+    plans: dict[LayerSpec, tuple[Callable[..., Any], Plan]]
+    planned: DecodeRows
     decodes: int
     requests: int
     decode_tokens: int
@@ -103,6 +118,11 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._decode_query_len = int(self.reorder_batch_threshold or 1)
         self._ranks = context_ranks(self.modules.values(), vllm_config)
         self._nothing_local: torch.Tensor | None = None
+        self._local_lens: torch.Tensor | None = None
+        # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device.
+        self.supports_draft_decode_metadata_update = self._ranks is None and not any(
+            spec.batch_invariant for spec in self.layers
+        )
         # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
         # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
         # discards.
@@ -110,7 +130,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._prefill_attentions: dict[LayerSpec, BatchAttention] = {}
         self._device_traffic: DeviceTraffic | None = None
         self._plans: dict[LayerSpec, Plan] = {}
-        self._runs: dict[LayerSpec, Callable[..., object]] = {}
+        self._runs: dict[LayerSpec, Callable[..., Any]] = {}
         self._kv_token_bytes = self.kv_token_bytes()
         self._reported_errors = 0
         self._last: CudaStep | None = None
@@ -130,6 +150,14 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Up to as many query tokens as a request has in a full graph, rows may have any number: plans tell kernels how
+        many there are. vLLM from 0.33 on asks."""
+        if cls.get_cudagraph_support(vllm_config, kv_cache_spec) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
+            return 1
+        return versions.decode_query_len(vllm_config)
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CudaStep:
         """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
         without query tokens, which the graph does not compute."""
@@ -142,6 +170,11 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         """Plans a step of arbitrary rows into the plans that every graph reads. The step is not counted."""
         return self._step(common_attn_metadata)
 
+    def update_draft_decode_metadata(self, metadata: CudaStep) -> None:
+        """Plans a step again from its tensors, which hold the next token of each request. vLLM from 0.33 on calls it
+        between the tokens of a draft, and records it in the CUDA graph that drafts all of them."""
+        self._plan(metadata.planned)
+
     def _step(self, batch: Any) -> CudaStep:
         check_causal(batch)
         decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(
@@ -149,12 +182,13 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         if not self.attentions:
             self._allocate(batch.block_table_tensor.shape[1])
-        plans = self._plan(batch, decodes) if decodes else {}
+        planned = self._decode_rows(batch, decodes)
+        plans = self._plan(planned) if decodes else {}
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
         requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
-        return CudaStep(plans, decodes, requests, decode_tokens, prefill, self._nothing_local)
+        return CudaStep(plans, planned, decodes, requests, decode_tokens, prefill, self._nothing_local)
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
@@ -174,6 +208,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         runs = {config: each.run if direct else CapturedRun(each) for config, each in shared.items()}
         if self._ranks is not None:
             self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
+            self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._runs = {spec: runs[config] for spec, config in self.configs.items()}
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
@@ -181,15 +216,18 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
-    def _plan(self, batch: Any, decodes: int) -> dict[LayerSpec, tuple[Callable[..., object], Plan]]:
+    def _decode_rows(self, batch: Any, decodes: int) -> DecodeRows:
         lens = batch.seq_lens[:decodes]
-        if self._ranks is not None and self._nothing_local is not None:
+        if self._ranks is not None and self._nothing_local is not None and self._local_lens is not None:
             # This step's token is among the keys already, on one of the ranks. A row without any on this rank reads one
-            # that is not its own; its log-sum-exp becomes -inf, so that the merge leaves it out.
-            lens = self._ranks.local_lens(lens)
-            self._nothing_local[:decodes, 0] = lens == 0
-            lens = lens.clamp(min=1)
-        rows = (batch.block_table_tensor[:decodes], lens, batch.query_start_loc[: decodes + 1])
+            # that is not its own; its log-sum-exp becomes -inf, so that the merge leaves it out. The lengths have a
+            # place of their own, since the planner's graph is bound to it.
+            local, lens = self._ranks.local_lens(lens), self._local_lens[:decodes]
+            self._nothing_local[:decodes, 0] = local == 0
+            lens.copy_(local.clamp(min=1))
+        return DecodeRows(batch.block_table_tensor[:decodes], lens, batch.query_start_loc[: decodes + 1])
+
+    def _plan(self, rows: DecodeRows) -> dict[LayerSpec, tuple[Callable[..., Any], Plan]]:
         for spec, attention in self.attentions.items():
             self._plans[spec] = attention.plan(*rows, sliding_window=spec.sliding_window, into=self._plans.get(spec))
         return {spec: (self._runs[spec], plan) for spec, plan in self._plans.items()}
