@@ -74,8 +74,7 @@ def set_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     """Sets VLLM_BATCH_INVARIANT for this test, which vLLM may have read before and kept. vLLM would then replace
     operators of torch, in this process for good, by Triton kernels, which need a GPU."""
     forget = getattr(envs, "disable_envs_cache", lambda: None)
-    parts = ("determinism", "layers")  # from about 0.30 on, and before
-    (home,) = [name for name in parts if find_spec(f"vllm.model_executor.{name}.batch_invariant")]
+    home = "determinism" if find_spec("vllm.model_executor.determinism") else "layers"  # newer and older versions
     monkeypatch.setattr(f"vllm.model_executor.{home}.batch_invariant.init_batch_invariance", lambda: None)
     monkeypatch.setattr(versions, "has_triton", lambda: True)
 

@@ -14,7 +14,7 @@ from .models import VOCABULARY
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's linear attention on a CPU needs AVX-512 for bfloat16"
 )
-OPTIONS = {"dtype": "bfloat16", "max_model_len": 1024, "rounds": 2}
+OPTIONS = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_model_len": 1024, "rounds": 2}
 
 
 def documents() -> list[list[int]]:
@@ -29,19 +29,25 @@ def documents() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [{"attention_backend": "CUSTOM"}, {"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}}],
+    ("choice", "block_size", "expected_size", "caching"),
+    [
+        ({"attention_backend": "CUSTOM"}, 32, 544, True),
+        ({"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}}, 16, 528, False),
+    ],
     ids=["all", "by-kind"],
 )
-def test_tokens(choice: dict[str, Any], model: Callable[[str], Path]) -> None:
-    """In bfloat16, where rounding may turn a token over."""
-    folder = model("qwen3_next")
-    expected = generate(folder, block_size=32, asked=documents(), **OPTIONS)
-    run = generate(folder, block_size=16, asked=documents(), **OPTIONS, **choice)
+def test_tokens(
+    choice: dict[str, Any], block_size: int, expected_size: int, caching: bool, model: Callable[[str], Path]
+) -> None:
+    """In bfloat16: the prefix cache decides where a prompt is cut, and so how linear attention rounds. vLLM's own answers
+    part by it from themselves, so that one may part here too; without it all are equal."""
+    folder, options = model("qwen3_next"), {**OPTIONS, "enable_prefix_caching": caching, "asked": documents()}
+    expected = generate(folder, block_size=32, **options)
+    run = generate(folder, block_size=block_size, **options, **choice)
     assert run.backends - expected.backends == {"TrunkAttentionBackend"}
     assert run.impls == {"TrunkAttentionImpl", "QwenGatedDeltaNetAttention"}
     assert run.specs == expected.specs == {"FullAttentionSpec", "MambaSpec"}
-    assert run.block_sizes == {528}
-    assert run.kv_bytes_saved > 0
+    assert expected_size in run.block_sizes
+    assert (run.kv_bytes_saved > 0) == caching
     for ours, theirs in zip(run.tokens, expected.tokens, strict=True):
-        assert equal(ours, theirs) >= len(theirs) - 1
+        assert equal(ours, theirs) >= len(theirs) - caching
