@@ -247,6 +247,15 @@ def test_a_new_version_is_used_with_a_warning(fake: FakeVllm) -> None:
     assert "0.34.0" in warning
 
 
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.34.0"}], indirect=True)
+def test_a_new_version_that_lacks_something_is_refused(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["trunkattn.integrations.vllm.backend"], "TrunkAttentionBackend")
+    register()
+    with pytest.raises(ValueError) as error:
+        select(fake, "CPU_ATTN")
+    one_line(error, "0.34.0", "0.26 and 0.33", "lacks something", "TrunkAttentionBackend", "newer trunkattn")
+
+
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "overrides": {"CUSTOM": OTHER}}], indirect=True)
 def test_a_plugin_that_registered_custom_before_us(fake: FakeVllm) -> None:
     register()

@@ -39,8 +39,8 @@ def documents() -> list[list[int]]:
 def test_tokens(
     choice: dict[str, Any], block_size: int, expected_size: int, caching: bool, model: Callable[[str], Path]
 ) -> None:
-    """In bfloat16: the prefix cache decides where a prompt is cut, and so how linear attention rounds. vLLM's own answers
-    part by it from themselves, so that one may part here too; without it all are equal."""
+    """In bfloat16: the prefix cache decides where a prompt is cut, and so how linear attention rounds. By it vLLM's own
+    answers part from themselves, so that one may part here too; without it all are equal."""
     folder, options = model("qwen3_next"), {**OPTIONS, "enable_prefix_caching": caching, "asked": documents()}
     expected = generate(folder, block_size=32, **options)
     run = generate(folder, block_size=block_size, **options, **choice)

@@ -42,6 +42,15 @@ def _ours() -> Any:
     caution = versions.caution(version)
     if caution:
         logger.warning_once(caution)
+    try:
+        return _class_for_this_platform()
+    except (ImportError, AttributeError) as error:
+        if not caution:
+            raise
+        raise ValueError(versions.broken_contract(version, error)) from error
+
+
+def _class_for_this_platform() -> Any:
     if current_platform.is_cuda():
         from trunkattn.integrations.vllm.cuda import TrunkAttentionCudaBackend
 

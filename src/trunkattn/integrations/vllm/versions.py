@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
-# of 0.32. On GPUs only 0.26 is tested.
+# of 0.32. On GPUs the oldest and the newest are tested.
 OLDEST: Final = (0, 26)
 NEWEST: Final = (0, 33)
 
@@ -106,6 +106,14 @@ def caution(version: str) -> str | None:
     return (
         f"vLLM {version} is not a version that TrunkAttention is tested with ({_range()}): "
         "compare outputs with another attention back end, or look for a newer trunkattn"
+    )
+
+
+def broken_contract(version: str, error: Exception) -> str:
+    """The message for a version that lacks something that the plug-in needs."""
+    return (
+        f"vLLM {version} is not a version that TrunkAttention is tested with ({_range()}), and it lacks something that "
+        f"TrunkAttention needs ({' '.join(str(error).split())}): install a vLLM of these versions, or a newer trunkattn"
     )
 
 
