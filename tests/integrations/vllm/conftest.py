@@ -12,8 +12,11 @@ from llvmlite.binding import ffi
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
 
-from trunkattn.integrations.vllm import versions
+from trunkattn import write_kv
+from trunkattn.integrations.vllm import backend, cuda, cuda_impl, versions
+from trunkattn.integrations.vllm.flash import FlashPrefill
 
 from .engine import Run, generate
 from .fakes import SEQUENCES, DeviceAttention, FlashRecorder
@@ -93,3 +96,23 @@ def flash_kernel(monkeypatch: pytest.MonkeyPatch) -> FlashRecorder:
     monkeypatch.setattr(f"{module}.flash_attn_varlen_func", kernel, raising=False)
     monkeypatch.setattr(f"{module}.get_flash_attn_version", lambda head_size: 3)
     return kernel
+
+
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each call of FlashAttention by an engine that selects CUSTOM."""
+
+    def write(key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+        k_cache, v_cache, slots = rest[:3]
+        write_kv(key[: len(slots)], value[: len(slots)], k_cache, v_cache, slots)
+
+    kernel = FlashRecorder()
+    # vLLM remembers the class that a process got for a kind of layer: not here, and not for the tests that follow.
+    monkeypatch.setattr(selector, "_cached_get_attn_backend", selector._cached_get_attn_backend.__wrapped__)
+    monkeypatch.setattr(backend, "TrunkAttentionBackend", cuda.TrunkAttentionCudaBackend)
+    monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
+    monkeypatch.setattr(cuda_impl, "gpu_refusals", lambda *arguments: [])
+    monkeypatch.setattr(cuda_impl, "find_flash", lambda spec: (FlashPrefill(spec, 3, kernel), "FlashAttention 3"))
+    monkeypatch.setattr(cuda_impl._custom_ops, "reshape_and_cache_flash", write)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return kernel.calls

@@ -51,3 +51,14 @@ def test_tokens(
     assert (run.kv_bytes_saved > 0) == caching
     for ours, theirs in zip(run.tokens, expected.tokens, strict=True):
         assert equal(ours, theirs) >= len(theirs) - caching
+
+
+def test_the_back_end_for_gpus(model: Callable[[str], Path], flash_calls: list[dict[str, Any]]) -> None:
+    """With the kernels of the CPU behind it."""
+    options = {**OPTIONS, "asked": documents(), "enable_prefix_caching": False}
+    run = generate(model("qwen3_next"), block_size=16, attention_backend="CUSTOM", **options)
+    assert run.impls == {"TrunkAttentionCudaImpl", "QwenGatedDeltaNetAttention"}
+    assert 528 in run.block_sizes
+    assert {call["k"].shape[1] for call in flash_calls} == {528}
+    expected = generate(model("qwen3_next"), block_size=32, **options)
+    assert sum(equal(*rounds) for rounds in zip(run.tokens, expected.tokens, strict=True)) >= 2 * 10 - 2
