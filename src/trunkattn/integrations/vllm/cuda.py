@@ -260,7 +260,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         elif all(attention.plans_on_device for attention in self.attentions.values()):
             traffic.note([plan.traffic for plan in plans], step.requests)
         else:
-            kv_tokens = [[plan.stats.kv_tokens_read, plan.stats.kv_tokens_per_query] for plan in plans]
+            stats = [plan.stats for plan in plans]
+            kv_tokens = [[each.kv_tokens_read, each.kv_tokens_per_query] for each in stats]
             self._count_read(StepTraffic(step.requests, kv_tokens))
         is_full = traffic.is_full
         for arrived in traffic.take(wait=is_full):
