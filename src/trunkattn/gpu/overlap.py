@@ -21,6 +21,8 @@ from trunkattn.planner.row_tiles.overlap import (
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.work_list import TileList
 
+# Time of prompt chunks from which decodes gain more beside them than by tiles of their own choice
+_CHUNKS_WORTH_NS: Final = 20_000
 # Percent of the serial time that overlapping may take at most. Predictions are a few percent off.
 _WORTH_PERCENT: Final = 96
 
@@ -71,6 +73,10 @@ class Overlap:
     def is_worth(self, overlapped_ns: int, serial_ns: int) -> bool:
         """Whether to overlap, by predicted time."""
         return self.forced or overlapped_ns * 100 < serial_ns * _WORTH_PERCENT
+
+    def is_worth_for(self, chunks: StepTables) -> bool:
+        """Whether to overlap decodes of which the host knows nothing with these chunks."""
+        return self.forced or self.chunk_times(self.work_of(chunks)).alone_ns >= _CHUNKS_WORTH_NS
 
     @cached_property
     def costs(self) -> OverlapCosts:
