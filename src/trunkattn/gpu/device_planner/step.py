@@ -23,8 +23,8 @@ Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_len
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step planned on the device. tables: the caller's, without prompt chunks; `stats` and `check` read them when they
-    are asked."""
+    """A step planned on the device. tables: the caller's without prompt chunks; `stats` and `check` read them when
+    they are asked."""
 
     tables: Tables
     window: int
