@@ -196,6 +196,11 @@ class BatchAttention:
         into.step, into.last_page = step, last_page
         return into
 
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether `plan` plans tables that all lie on a GPU there, without a wait."""
+        return self._backend.plans_on_device
+
     def check(self) -> None:
         """Waits for the device, and reports what plans made there met since the last check.
 

@@ -34,6 +34,7 @@ class LayerSpec:
         logits_soft_cap: c of c * tanh(logits / c); None: no cap.
         sinks: whether each query head has a sink logit.
         sliding_window: keys that a query sees, its own included; None: all.
+        batch_invariant: whether a request's bits do not depend on what it is batched with.
     """
 
     num_qo_heads: int
@@ -45,6 +46,7 @@ class LayerSpec:
     logits_soft_cap: float | None
     sinks: bool
     sliding_window: int | None
+    batch_invariant: bool = False
 
     def config(self, page_size: int) -> AttentionConfig:
         """The attention of these layers with any window."""
@@ -64,6 +66,7 @@ class LayerSpec:
         found += [f"window {self.sliding_window}"] if self.sliding_window else []
         found += [f"soft cap {self.logits_soft_cap}"] if self.logits_soft_cap else []
         found += ["sinks"] if self.sinks else []
+        found += ["batch invariant"] if self.batch_invariant else []
         return ", ".join(found)
 
 
@@ -78,6 +81,9 @@ class PrefillRows:
         max_query_len: most query tokens of a row.
         max_seq_len: an upper bound of `seq_lens`.
         plans: for layers that only our own kernels can compute.
+        context_lens: where ranks share each request, the tokens before these rows that this rank holds; None: none of
+            the rows has any before it, on any rank.
+        max_context_len: an upper bound of `context_lens`, the same on every rank.
     """
 
     tokens: slice
@@ -87,6 +93,8 @@ class PrefillRows:
     max_query_len: int
     max_seq_len: int
     plans: dict[LayerSpec, tuple[BatchAttention, Plan]] = field(default_factory=dict)
+    context_lens: torch.Tensor | None = None
+    max_context_len: int = 0
 
 
 def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from llvmlite.binding import ffi
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.plugins import load_general_plugins
+
+from trunkattn.integrations.vllm import versions
 
 from .engine import Run, generate
 from .fakes import SEQUENCES, DeviceAttention, FlashRecorder
@@ -60,6 +64,24 @@ def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with set_current_vllm_config(config):
         yield config
+
+
+@pytest.fixture
+def set_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Sets VLLM_BATCH_INVARIANT for this test, which vLLM may have read before and kept. vLLM would then replace
+    operators of torch, in this process for good, by Triton kernels, which need a GPU."""
+    forget = getattr(envs, "disable_envs_cache", lambda: None)
+    parts = ("determinism", "layers")  # from about 0.30 on, and before
+    (home,) = [name for name in parts if find_spec(f"vllm.model_executor.{name}.batch_invariant")]
+    monkeypatch.setattr(f"vllm.model_executor.{home}.batch_invariant.init_batch_invariance", lambda: None)
+    monkeypatch.setattr(versions, "has_triton", lambda: True)
+
+    def set_it(on: bool) -> None:
+        forget()
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(on)))
+
+    yield set_it
+    forget()
 
 
 @pytest.fixture

@@ -30,6 +30,10 @@ class DeviceAttention(BatchAttention):
         super().__init__(config, "cpu")
         self.limits, self.planned, self.host_planned = capacity, [], 0
 
+    @property
+    def plans_on_device(self) -> bool:
+        return self.limits is not None and not self.config.batch_invariant
+
     def plan(self, *batch: Any, sliding_window: int | None = None, into: Any = None) -> Any:
         if self.limits is None:  # only attentions with a capacity plan on the device
             self.host_planned += 1
@@ -46,7 +50,11 @@ class DeviceAttention(BatchAttention):
         rows = plan.num_query_tokens
         if self.limits is not None:
             assert len(q) <= self.limits.max_query_tokens
-        return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
+        if out is not None:
+            return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
+        result, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        _, lse[:rows] = super().run(plan, q[:rows], *caches, out=result[:rows], **options)
+        return result, lse
 
 
 class FlashRecorder:
@@ -71,13 +79,14 @@ class FlashRecorder:
 
 
 def make_layer(dtype: torch.dtype = torch.bfloat16, window: int | None = None, **changes: Any) -> Any:
-    options = {"cache": "auto", "soft_cap": None, "extra": {}} | changes
+    options = {"cache": "auto", "soft_cap": None, "kv_heads": KV_HEADS, "extra": {}} | changes
     torch.set_default_dtype(dtype)
     try:
         return cuda.TrunkAttentionCudaImpl(
-            HEADS, DIM, SCALE, KV_HEADS, None, window, options["cache"], options["soft_cap"], "decoder", None,
+            *(HEADS, DIM, SCALE, options["kv_heads"], None, window, options["cache"]),
+            *(options["soft_cap"], "decoder", None),
             **options["extra"],
-        )  # fmt: skip
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -87,7 +96,7 @@ def make_builder(engine: VllmConfig, *layers: Any) -> Any:
     for name, impl in zip(names, layers, strict=True):
         module = torch.nn.Module()
         module.impl, module.head_size_v = impl, impl.head_size
-        stored = torch.randn(PAGES, KV_HEADS, PAGE, 2 * DIM).to(impl.cache_dtype)
+        stored = torch.randn(PAGES, impl.num_kv_heads, PAGE, 2 * DIM).to(impl.cache_dtype)
         module.kv_cache = stored.view(torch.uint8) if impl.scaled else stored
         engine.compilation_config.static_forward_context[name] = module
     spec = type("FullAttentionSpec", (), {"block_size": PAGE})()

@@ -1,4 +1,5 @@
-"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), GPT-OSS (sinks)."""
+"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), GPT-OSS (sinks),
+Qwen3-Next (every other layer is linear attention; heads of 256)."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 512
@@ -49,7 +51,16 @@ def _config(name: str) -> PretrainedConfig:
     if name == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
         return GptOssConfig(**COMMON, **experts, **windowed, num_key_value_heads=2, tie_word_embeddings=False)
-    raise ValueError(f"{name}: expected llama, qwen3, gemma2 or gpt_oss")
+    if name == "qwen3_next":
+        # A state of 32 heads has the bytes of the keys and values of over 512 tokens, which are a block then.
+        sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 32, "linear_key_head_dim": 64}
+        sizes |= {"linear_value_head_dim": 64, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        experts |= {"shared_expert_intermediate_size": 64}
+        types = ["linear_attention", "full_attention"] * 2
+        options = {**dense, **sizes, **experts, "layer_types": types, "mlp_only_layers": [0, 1, 2]}
+        return Qwen3NextConfig(**options, tie_word_embeddings=False)
+    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gpt_oss or qwen3_next")
 
 
 def _sharpen(name: str, parameter: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """The back end for GPUs without one: what is planned where, what the kernels are given, what is refused."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,22 @@ def test_what_flash_attention_cannot_do(
     assert flash_kernel.calls == []
 
 
+def test_a_batch_invariant_engine_runs_prompts_on_our_kernels_too(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, set_batch_invariance: Callable[[bool], None]
+) -> None:
+    set_batch_invariance(True)
+    layer = make_layer()
+    assert layer.layer_spec.config(PAGE).batch_invariant
+    assert (layer.flash, "than decoding does" in layer.flash_note) == (None, True)
+    builder = make_builder(gpu_engine, layer)
+    for _ in range(2):
+        step, errors = run_step(builder, make_batch([1, 1, 5, 30], [40, 40, 60, 0], shared=2))
+        assert max(errors) < 0.02
+    assert (step.decodes, step.prefill.tokens) == (2, slice(2, 37))
+    assert flash_kernel.calls == []
+    assert builder.traffic.read > 0, "the host counts what it plans"
+
+
 @pytest.mark.parametrize(
     ("version", "extra", "found"),
     [
@@ -259,8 +276,10 @@ def test_a_refusal_of_vllm_says_what_to_do() -> None:
     }  # fmt: skip
     validate = cuda.TrunkAttentionCudaBackend.validate_configuration
     assert validate(**options) == []
-    assert validate(**options, use_batch_invariant=True) == [
-        "batch invariance not supported", "turn this off or leave attention_backend out"
+    assert validate(**options, use_batch_invariant=True) == []
+    options["use_per_head_quant_scales"] = True
+    assert validate(**options) == [
+        "per-head quant scales not supported", "turn this off or leave attention_backend out"
     ]  # fmt: skip
 
 

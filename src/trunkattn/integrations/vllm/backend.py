@@ -55,6 +55,12 @@ class TrunkAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """With VLLM_BATCH_INVARIANT=1 our kernels compute every token, so that neither what it is batched with, nor
+        where its prompt is cut, nor what is in the prefix cache changes a bit."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Plans need the query lengths that the host knows."""
         return False

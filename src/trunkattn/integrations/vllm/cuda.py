@@ -8,6 +8,8 @@ vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels p
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
 FlashAttention. For layers that it does not support (8-bit caches, float32) our kernels run the prompts too. Their plan
 is made on the host, which waits for the device in steps with prompts.
+
+With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
 
 from collections.abc import Callable
@@ -21,9 +23,10 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
+from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 
@@ -66,6 +69,8 @@ class CudaStep(AttentionMetadata):
         requests: rows that decode, without padding.
         decode_tokens: their query tokens.
         prefill: the other rows; None: there are none.
+        nothing_local: [rows, 1] bool, of each row that decodes, whether this rank holds none of its keys; None: each
+            request is on one rank.
         launched: whether a layer has run the step from the host. A full CUDA graph does not.
     """
 
@@ -74,6 +79,7 @@ class CudaStep(AttentionMetadata):
     requests: int
     decode_tokens: int
     prefill: PrefillRows | None
+    nothing_local: torch.Tensor | None = None
     launched: bool = False
 
     @property
@@ -95,6 +101,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._decode_query_len = int(self.reorder_batch_threshold or 1)
+        self._ranks = context_ranks(self.modules.values(), vllm_config)
+        self._nothing_local: torch.Tensor | None = None
         # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
         # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
         # discards.
@@ -114,6 +122,13 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
                 "request); prompts run in %s.",
                 *(count, spec, kv_cache_spec.block_size, self._decode_query_len, prefill),
             )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Rows that verify drafts are in full graphs too, unless ranks share each request: then they are prompts."""
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CudaStep:
         """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
@@ -139,7 +154,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
         requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
-        return CudaStep(plans, decodes, requests, decode_tokens, prefill)
+        return CudaStep(plans, decodes, requests, decode_tokens, prefill, self._nothing_local)
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
@@ -155,7 +170,10 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
         self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
         eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
-        runs = {config: each.run if eager else CapturedRun(each) for config, each in shared.items()}
+        direct = eager or self._ranks is not None  # a graph of a layer's own would not return the log-sum-exps
+        runs = {config: each.run if direct else CapturedRun(each) for config, each in shared.items()}
+        if self._ranks is not None:
+            self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
         self._runs = {spec: runs[config] for spec, config in self.configs.items()}
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
@@ -164,9 +182,14 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
     def _plan(self, batch: Any, decodes: int) -> dict[LayerSpec, tuple[Callable[..., object], Plan]]:
-        rows = (
-            batch.block_table_tensor[:decodes], batch.seq_lens[:decodes], batch.query_start_loc[: decodes + 1],
-        )  # fmt: skip
+        lens = batch.seq_lens[:decodes]
+        if self._ranks is not None and self._nothing_local is not None:
+            # This step's token is among the keys already, on one of the ranks. A row without any on this rank reads one
+            # that is not its own; its log-sum-exp becomes -inf, so that the merge leaves it out.
+            lens = self._ranks.local_lens(lens)
+            self._nothing_local[:decodes, 0] = lens == 0
+            lens = lens.clamp(min=1)
+        rows = (batch.block_table_tensor[:decodes], lens, batch.query_start_loc[: decodes + 1])
         for spec, attention in self.attentions.items():
             self._plans[spec] = attention.plan(*rows, sliding_window=spec.sliding_window, into=self._plans.get(spec))
         return {spec: (self._runs[spec], plan) for spec, plan in self._plans.items()}
@@ -181,24 +204,29 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             spec: (attention, attention.plan(table, lens, starts, sliding_window=spec.sliding_window))
             for spec, attention in self._prefill_attentions.items()
         }
-        return PrefillRows(tokens, starts, lens, table, batch.max_query_len, batch.max_seq_len, plans)
+        context_lens, most = None, 0
+        if self._ranks is not None and _any_context(batch, rows):
+            context_lens = self._ranks.local_lens(lens - starts.diff())
+            most = self._ranks.most_local(batch.max_seq_len)
+        longest = (batch.max_query_len, batch.max_seq_len)
+        return PrefillRows(tokens, starts, lens, table, *longest, plans, context_lens, most)
 
     def _count(self, step: CudaStep, traffic: DeviceTraffic) -> None:
         """Counts the path of the last step, which has run by now, and the traffic of earlier steps that has arrived."""
         last, self._last = self._last, step
         if last is not None:
             self.stats.count_step(last.path)
-        if step.plans:
-            traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
-        else:
+        plans = [plan for _, plan in step.plans.values()]
+        if not plans:
             self.stats.count_unshared("no_decode")
+        elif all(attention.plans_on_device for attention in self.attentions.values()):
+            traffic.note([plan.traffic for plan in plans], step.requests)
+        else:
+            kv_tokens = [[plan.stats.kv_tokens_read, plan.stats.kv_tokens_per_query] for plan in plans]
+            self._count_read(StepTraffic(step.requests, kv_tokens))
         is_full = traffic.is_full
-        for num_requests, kv_tokens in traffic.take(wait=is_full):
-            read = unshared = 0
-            for (tokens_read, tokens_unshared), token_bytes in zip(kv_tokens, self._kv_token_bytes, strict=True):
-                read += tokens_read * token_bytes
-                unshared += tokens_unshared * token_bytes
-            self.stats.count_read(read, unshared, num_requests)
+        for arrived in traffic.take(wait=is_full):
+            self._count_read(arrived)
         if traffic.errors != self._reported_errors:
             # Imported here because it needs Triton, which tests without a GPU do not have.
             from trunkattn.gpu.device_planner.planner import errors_of
@@ -208,3 +236,19 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             logger.error("TrunkAttention got a batch with values out of bounds: %s", errors)
         if self.stats.log() or is_full:
             traffic.send()
+
+    def _count_read(self, step: StepTraffic) -> None:
+        read = unshared = 0
+        for (tokens_read, tokens_unshared), token_bytes in zip(step.kv_tokens, self._kv_token_bytes, strict=True):
+            read += tokens_read * token_bytes
+            unshared += tokens_unshared * token_bytes
+        self.stats.count_read(read, unshared, step.num_requests)
+
+
+def _any_context(batch: Any, rows: slice) -> bool:
+    """Whether a row has tokens before this step's, as far as the host knows; the same on every rank."""
+    bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)
+    if bounds is None:
+        return True
+    query_lens = batch.query_start_loc_cpu[rows.start : rows.stop + 1].diff()
+    return bool((bounds[rows] > query_lens).any())
