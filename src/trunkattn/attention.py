@@ -173,33 +173,38 @@ class BatchAttention:
             window = min(sliding_window, UNLIMITED)
         if into is not None:
             self._check_into(into, window)
-        earlier = into.step if into else None
-        if self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs):
-            check_on_device(inputs)
-            if chunks is not None:
-                check_chunks(chunks, inputs, self.config.page_size, self.capacity)
-            step, last_page = (
-                self._backend.plan_on_device(inputs[:3], window, earlier, chunks),
-                self.capacity.num_pages - 1,
-            )
-        elif chunks is not None:
-            raise ValueError(
-                "chunks is given: expected tables on a GPU, policy='auto' without batch_invariant, and a capacity with "
-                "max_chunk_tokens; leave it out, and the host finds prompt chunks itself"
-            )
-        else:
-            checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
-            (table, lens, starts), last_page = checked
-            step = self._backend.plan(StepTables(table, lens, starts, window), earlier)
+        step, last_page = self._plan_step(inputs, window, into.step if into else None, chunks)
         if into is None:
             return Plan(step, self, last_page, window)
         into.step, into.last_page = step, last_page
         return into
 
+    def _plan_step(
+        self, inputs: StepInputs, window: int, earlier: PlannedStep | None, chunks: PromptChunks | None
+    ) -> tuple[PlannedStep, int]:
+        """The step, and the highest page that it may read."""
+        if self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs):
+            check_on_device(inputs)
+            if chunks is not None:
+                check_chunks(chunks, inputs, self.config.page_size, self.capacity)
+            return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
+        if chunks is not None:
+            raise ValueError(
+                "chunks is given: expected tables on a GPU, policy='auto' without batch_invariant, and a capacity with "
+                "max_chunk_tokens; leave it out, and the host finds prompt chunks itself"
+            )
+        (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
+        return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
+
     @property
     def plans_on_device(self) -> bool:
         """Whether `plan` plans tables that all lie on a GPU there, without a wait."""
         return self._backend.plans_on_device
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether `plan` with these chunks lets one kernel compute them and what decodes beside them, which is faster
+        than one after the other by a card's measured times (POD-Attention §4). Always False but on an H100 or H200."""
+        return self._backend.overlaps(chunks)
 
     def check(self) -> None:
         """Waits for the device, and reports what plans made there met since the last check.

@@ -58,6 +58,9 @@ class Backend(Protocol):
         """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device. chunks: what the
         host knows of the last requests."""
 
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether one kernel is to compute these chunks and what decodes beside them."""
+
     def check(self) -> None:
         """Raises ValueError if a plan made on the device met values that are out of bounds. Waits for the device."""
 

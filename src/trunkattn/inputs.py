@@ -29,12 +29,14 @@ class PromptChunks(NamedTuple):
     """The last requests of a step whose tables lie on a GPU: prompt chunks, whose lengths the host knows as well.
 
     first_token: their first query token in the step. query_lens, seq_lens: [chunks] int32 on the CPU, what
-    `BatchAttention.plan` is told of these requests on the device.
+    `BatchAttention.plan` is told of these requests on the device. other_kv_tokens: tokens of all other requests, or an
+    upper bound, to judge whether it pays to compute them together; None: it is not known.
     """
 
     first_token: int
     query_lens: torch.Tensor
     seq_lens: torch.Tensor
+    other_kv_tokens: int | None = None
 
 
 def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.device) -> Int32Array:

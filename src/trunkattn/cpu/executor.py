@@ -95,6 +95,10 @@ class CpuExecutor:
     def errors(self) -> None:
         """Bad values are refused when a step is planned."""
 
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """A CPU computes all rows by the same code."""
+        return False
+
     def plan_on_device(
         self, tables: tuple, window: int, into: CpuStep | None = None, chunks: PromptChunks | None = None
     ) -> CpuStep:

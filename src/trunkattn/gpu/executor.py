@@ -159,11 +159,17 @@ class GpuExecutor:
             step.gpu_plan.forget_prefill()  # whatever the host put there, before or between replays of a captured plan
         return step
 
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether one kernel is to compute these chunks and what decodes beside them."""
+        if self._overlap is None or self._capacity is None or not self._capacity.max_chunk_tokens:
+            return False
+        tables = tables_of(chunks, self.config.page_size, UNLIMITED)
+        return self._overlap.is_worth_for(tables, chunks.other_kv_tokens)
+
     def _list_chunks(self, chunks: PromptChunks, window: int) -> ListedChunks:
         assert self._chunks is not None
         tables = tables_of(chunks, self.config.page_size, window)
-        overlaps = self._overlap is not None and self._overlap.is_worth_for(tables)
-        return ListedChunks(self._chunks.list_whole(tables), int(chunks.first_token), overlaps)
+        return ListedChunks(self._chunks.list_whole(tables), int(chunks.first_token), self.overlaps(chunks))
 
     @property
     def errors(self) -> torch.Tensor | None:
