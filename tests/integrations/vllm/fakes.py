@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from trunkattn import AttentionConfig, BatchAttention, Plan
+from trunkattn import AttentionConfig, BatchAttention, Plan, PromptChunks
 from trunkattn.integrations.vllm import cuda, versions
 from trunkattn.reference import paged_attention
 
@@ -29,12 +29,23 @@ class DeviceAttention(BatchAttention):
     def __init__(self, config: AttentionConfig, device: Any, capacity: Any = None) -> None:
         super().__init__(config, "cpu")
         self.limits, self.planned, self.host_planned = capacity, [], 0
+        self.asked: list[PromptChunks] = []
+        self.chunks: PromptChunks | None = None
 
     @property
     def plans_on_device(self) -> bool:
         return self.limits is not None and not self.config.batch_invariant
 
-    def plan(self, *batch: Any, sliding_window: int | None = None, into: Any = None) -> Any:
+    may_overlap = False  # set by a test
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        self.asked.append(chunks)
+        return self.may_overlap
+
+    def plan(
+        self, *batch: Any, sliding_window: int | None = None, into: Any = None, chunks: PromptChunks | None = None
+    ) -> Any:
+        self.chunks = chunks
         if self.limits is None:  # only attentions with a capacity plan on the device
             self.host_planned += 1
             return super().plan(*batch, sliding_window=sliding_window, into=into)
@@ -49,7 +60,7 @@ class DeviceAttention(BatchAttention):
     def run(self, plan: Any, q: torch.Tensor, *caches: torch.Tensor, out: Any = None, **options: Any) -> Any:
         rows = plan.num_query_tokens
         if self.limits is not None:
-            assert len(q) <= self.limits.max_query_tokens
+            assert len(q) <= self.limits.max_query_tokens + (self.limits.max_chunk_tokens if self.chunks else 0)
         if out is not None:
             return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
         result, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)

@@ -25,6 +25,7 @@ from .fakes import (
     SCALE,
     SEQUENCES,
     WIDTH,
+    DeviceAttention,
     FlashRecorder,
     make_batch,
     make_builder,
@@ -76,6 +77,65 @@ def test_layers_run_in_graphs_of_their_own_unless_eager(
     assert plan is not other_plan
     assert run == other == builder.attentions[full.layer_spec].run if eager else run is other
     assert isinstance(run, CapturedRun) is not eager
+
+
+@pytest.fixture
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card on which one kernel computes prompts and decodes sooner."""
+    monkeypatch.setattr(DeviceAttention, "may_overlap", True)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_prompts_and_decodes_in_one_kernel(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    layer, windowed = make_layer(), make_layer(window=16)
+    builder = make_builder(gpu_engine, layer, windowed)
+    batch = make_batch([1, 1, 5, 30], [20, 40, 60, 0])
+    batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02
+    assert flash_kernel.calls == []
+    assert (step.decodes, step.requests, step.decode_tokens, step.prefill, step.path) == (2, 2, 37, None, "mixed")
+    chunks = builder.attentions[layer.layer_spec].chunks
+    assert (chunks.first_token, chunks.query_lens.tolist(), chunks.seq_lens.tolist()) == (2, [5, 30], [65, 30])
+    assert chunks.other_kv_tokens == 21 + 41
+    assert chunks.seq_lens.dtype == chunks.query_lens.dtype == torch.int32
+    step, errors = run_step(builder, make_batch([1, 1, 1], [20, 40, 60]))  # the next step only decodes
+    assert max(errors) < 0.02
+    assert (step.decode_tokens, step.path, builder.attentions[layer.layer_spec].chunks) == (3, "decode", None)
+    assert isinstance(step.plans[layer.layer_spec][0], CapturedRun)
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("why", ["no lengths", "not worth it", "no decode", "padding"])
+def test_prompts_go_to_flash_attention_otherwise(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    builder = make_builder(gpu_engine, make_layer())
+    run_step(builder, make_batch([1, 1], [20, 40]))
+    batch = make_batch([7, 5, 30] if why == "no decode" else [1, 5, 30], [20, 40, 0], padding=int(why == "padding"))
+    if why != "no lengths":
+        batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
+    if why == "not worth it":
+        monkeypatch.setattr(DeviceAttention, "may_overlap", False)
+    if why == "padding":  # of a full graph, which holds no prompts
+        assert builder.build(0, batch).chunks is False
+        return
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02
+    assert (len(flash_kernel.calls), step.chunks) == (1, False)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_the_kernel_for_both_is_compiled_at_the_first_step(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    monkeypatch.setattr(DeviceAttention, "run", lambda self, plan, q, *caches, **options: runs.append(len(q)))
+    builder = make_builder(gpu_engine, make_layer(), make_layer(window=16))
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    assert runs == [2, 2]
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    assert runs == [2, 2]
 
 
 def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:

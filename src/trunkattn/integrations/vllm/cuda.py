@@ -6,8 +6,9 @@ fetch arrives.)
 
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
-FlashAttention. For layers that it does not support (8-bit caches, float32) our kernels run the prompts too. Their plan
-is made on the host, which waits for the device in steps with prompts.
+FlashAttention, unless one kernel of ours computes them together with the decodes sooner (H100 and H200, 16-bit caches,
+head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
+Their plan is made on the host, which waits for the device in steps with prompts.
 
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
@@ -21,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from trunkattn import BatchAttention, Capacity, Plan
+from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic
 from trunkattn.integrations.vllm import versions
@@ -81,10 +82,11 @@ class CudaStep(AttentionMetadata):
         planned: what they were planned from.
         decodes: rows that decode, padding included.
         requests: rows that decode, without padding.
-        decode_tokens: their query tokens.
-        prefill: the other rows; None: there are none.
+        decode_tokens: their query tokens; with `chunks` those of all rows.
+        prefill: the other rows; None: there are none, or `chunks`.
         nothing_local: [rows, 1] bool, of each row that decodes, whether this rank holds none of its keys; None: each
             request is on one rank.
+        chunks: whether the plans hold the other rows too, as prompt chunks.
         launched: whether a layer has run the step from the host. A full CUDA graph does not.
     """
 
@@ -95,6 +97,7 @@ class CudaStep(AttentionMetadata):
     decode_tokens: int
     prefill: PrefillRows | None
     nothing_local: torch.Tensor | None = None
+    chunks: bool = False
     launched: bool = False
 
     @property
@@ -102,7 +105,7 @@ class CudaStep(AttentionMetadata):
         """The path for the counters, valid after the step."""
         if not self.launched:
             return "full_graph"
-        if self.prefill is None:
+        if self.prefill is None and not self.chunks:
             return "decode"
         return "mixed" if self.decodes else "prefill"
 
@@ -130,6 +133,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._prefill_attentions: dict[LayerSpec, BatchAttention] = {}
         self._device_traffic: DeviceTraffic | None = None
         self._plans: dict[LayerSpec, Plan] = {}
+        self._decode_plans: dict[LayerSpec, Plan] = {}  # the same without the launch for prompt chunks
+        self._may_overlap = False
         self._runs: dict[LayerSpec, Callable[..., Any]] = {}
         self._kv_token_bytes = self.kv_token_bytes()
         self._reported_errors = 0
@@ -182,13 +187,28 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         if not self.attentions:
             self._allocate(batch.block_table_tensor.shape[1])
+        requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
+        chunks = self._chunks(batch, decodes, decode_tokens) if decodes and prefills and self._may_overlap else None
+        if chunks is not None:
+            planned = self._decode_rows(batch, decodes + prefills)
+            plans = self._plan(planned, chunks)
+            return CudaStep(plans, planned, decodes, requests, decode_tokens + prefill_tokens, None, chunks=True)
         planned = self._decode_rows(batch, decodes)
         plans = self._plan(planned) if decodes else {}
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
-        requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
         return CudaStep(plans, planned, decodes, requests, decode_tokens, prefill, self._nothing_local)
+
+    def _chunks(self, batch: Any, decodes: int, first_token: int) -> PromptChunks | None:
+        """What the host knows of the prompts, if the decodes are to be computed together with them."""
+        lens = getattr(batch, "seq_lens_cpu_upper_bound", None)  # of prompts, the lengths themselves
+        query_lens = batch.query_start_loc_cpu[decodes : batch.num_reqs + 1].diff().to(torch.int32)
+        if lens is None or int(query_lens.min()) < 1:
+            return None
+        rows = lens[decodes : batch.num_reqs].to(torch.int32)
+        chunks = PromptChunks(first_token, query_lens, rows, int(lens[:decodes].sum()))
+        return chunks if all(attention.overlaps(chunks) for attention in self.attentions.values()) else None
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
@@ -199,6 +219,9 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             max_pages_per_request=max_pages_per_request,
             num_pages=versions.num_blocks(self.modules.values()),
             max_query_len=self._decode_query_len,
+            max_chunk_tokens=0
+            if self._ranks is not None
+            else int(self.vllm_config.scheduler_config.max_num_batched_tokens),
         )
         # One attention serves all windows of a configuration, so that they share the workspace.
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
@@ -213,8 +236,31 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
         self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
+        self._may_overlap = self._warm_up_chunks(capacity)
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
+
+    def _warm_up_chunks(self, capacity: Capacity) -> bool:
+        """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
+        whether it may ever be used."""
+        longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
+        whole = torch.tensor([longest], dtype=torch.int32)
+        attentions = {*self.attentions.values()}
+        if not longest or not all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions):
+            return False
+        one = torch.ones(1, dtype=torch.int32)
+        rows = torch.zeros(2, capacity.max_pages_per_request, dtype=torch.int32, device=self.device)
+        lens, starts = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (2, 3))
+        for module in {layer.impl.layer_spec: layer for layer in self.modules.values()}.values():
+            spec = module.impl.layer_spec
+            attention = self.attentions[spec]
+            plan = attention.plan(
+                *(rows, lens.fill_(1), starts), sliding_window=spec.sliding_window, chunks=PromptChunks(1, one, one)
+            )
+            q = torch.zeros(2, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
+            keys, values = module.impl.caches_of(module.kv_cache)
+            attention.run(plan, q, keys, values, out=torch.empty_like(q))
+        return True
 
     def _decode_rows(self, batch: Any, decodes: int) -> DecodeRows:
         lens = batch.seq_lens[:decodes]
@@ -227,10 +273,19 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             lens.copy_(local.clamp(min=1))
         return DecodeRows(batch.block_table_tensor[:decodes], lens, batch.query_start_loc[: decodes + 1])
 
-    def _plan(self, rows: DecodeRows) -> dict[LayerSpec, tuple[Callable[..., Any], Plan]]:
+    def _plan(
+        self, rows: DecodeRows, chunks: PromptChunks | None = None
+    ) -> dict[LayerSpec, tuple[Callable[..., Any], Plan]]:
+        """Plans of rows that decode, and behind them of prompt chunks."""
         for spec, attention in self.attentions.items():
-            self._plans[spec] = attention.plan(*rows, sliding_window=spec.sliding_window, into=self._plans.get(spec))
-        return {spec: (self._runs[spec], plan) for spec, plan in self._plans.items()}
+            options: dict[str, Any] = {"sliding_window": spec.sliding_window, "into": self._plans.get(spec)}
+            options |= {"chunks": chunks} if chunks is not None else {}
+            plan = self._plans[spec] = attention.plan(*rows, **options)
+            if chunks is None and spec not in self._decode_plans:
+                self._decode_plans[spec] = plan.without_chunks()
+        if chunks is not None:
+            return {spec: (self.attentions[spec].run, plan) for spec, plan in self._plans.items()}
+        return {spec: (self._runs[spec], plan) for spec, plan in self._decode_plans.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)

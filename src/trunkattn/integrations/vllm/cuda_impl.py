@@ -73,6 +73,8 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         Raises:
             ValueError: a step with prompts is captured.
         """
+        if step.chunks or step.prefill is not None:
+            check_not_captured()
         step.launched = True
         if step.decode_tokens:
             run, plan = step.plans[self.layer_spec]
@@ -90,11 +92,6 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
     def _prefill(
         self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], rows: PrefillRows
     ) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "attention_backend=CUSTOM: a full CUDA graph captures a step with prompts, which TrunkAttention runs "
-                "outside of graphs; choose cudagraph_mode=FULL_AND_PIECEWISE"
-            )
         prompts = StepTensors(*(each[rows.tokens] for each in tensors))
         if self.flash is None:
             attention, plan = rows.plans[self.layer_spec]
@@ -103,3 +100,12 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
             self.flash.run(rows, prompts.query, caches, prompts.output, self._model_sinks)
         else:
             self.flash.run_on_ranks(rows, prompts, caches, self.group)
+
+
+def check_not_captured() -> None:
+    """Raises ValueError while a CUDA graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "attention_backend=CUSTOM: a full CUDA graph captures a step with prompts, which TrunkAttention runs "
+            "outside of graphs; choose cudagraph_mode=FULL_AND_PIECEWISE"
+        )

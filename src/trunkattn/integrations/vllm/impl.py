@@ -140,13 +140,14 @@ class TrunkAttentionImpl(AttentionImpl):
         key, value = key[:rows], value[:rows]
         if self.scaled:
             key, value = self._quantized(key, layer._k_scale_float), self._quantized(value, layer._v_scale_float)
-        write_kv(key, value, *self._caches(kv_cache), slot_mapping)
+        write_kv(key, value, *self.caches_of(kv_cache), slot_mapping)
 
     def _quantized(self, values: torch.Tensor, scale: float) -> torch.Tensor:
         largest = torch.finfo(self.cache_dtype).max  # a larger value would become NaN
         return (values.to(torch.float32) / scale).clamp(-largest, largest)
 
-    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def caches_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [num_blocks, block_size, num_kv_heads, head_size] of the layer's cache."""
         return versions.split_cache(kv_cache, self.head_size, self.cache_dtype)
 
     def forward(
@@ -170,7 +171,7 @@ class TrunkAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         check_unquantized(output_quantization)
-        self._attend(layer, StepTensors(query, key, value, output), self._caches(kv_cache), attn_metadata)
+        self._attend(layer, StepTensors(query, key, value, output), self.caches_of(kv_cache), attn_metadata)
         return output
 
     def _attend(self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], step: Any) -> None:
