@@ -6,7 +6,9 @@
 
 table: six batches. sweep: random batches in which prefill and decode are each 20 % or more of FlashAttention-3's serial
 time (POD's Figure 11). chunks: a prompt of 16k in 32 chunks beside decodes that fill two waves of programs, and one
-decode more (its Figure 6). splits: prefill cut less and more than by default (its Table 8).
+decode more (its Figure 6). splits: prefill cut less and more than by default (its Table 8). device: batches of the
+sweep, planned on the device without a wait (`PromptChunks`), beside the way of engines that do not overlap: decodes by
+our kernels and prompts by FlashAttention-3.
 
 bf16, head_dim 128, pages of 16, shuffled, none shared. Times are of CUDA graphs (of FlashInfer's POD, whose launches a
 graph does not capture, of the calls), a run on each of several copies of the cache, together several times the L2
@@ -26,8 +28,20 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
-from hybrid_batches import EXECUTIONS, MODELS, SPLITS, TABLE, HybridBatch, chunk_batches, limits, summary, sweep_batches
+from hybrid_batches import (
+    EXECUTIONS,
+    MODELS,
+    MOST_DECODES,
+    SPLITS,
+    TABLE,
+    HybridBatch,
+    chunk_batches,
+    limits,
+    summary,
+    sweep_batches,
+)
 from inside import backend_of, step_of
 from kernels import HEAD_DIM, PAGE_SIZE
 from report import RESULTS, environment, short_name, write_result
@@ -100,6 +114,28 @@ class Ours:
         def once(copy: int) -> tuple[torch.Tensor, ...]:
             attention.run(plan, case.q, *case.kv[copy], out=out)
             return (out,)
+
+        return once
+
+    def on_device(self, case: Case) -> HybridRun:
+        """Plans a case on the device, decodes first; the host knows the chunk's lengths alone."""
+        batch, chunk = case.batch, int(case.batch.query_lens[0])
+        config = trunkattn.AttentionConfig(*case.heads[:2], HEAD_DIM, PAGE_SIZE, torch.bfloat16)
+        capacity = trunkattn.Capacity(MOST_DECODES, MOST_DECODES, 2048, len(case.kv[0][0]), 1, max_chunk_tokens=chunk)
+        attention = trunkattn.BatchAttention(config, "cuda", capacity)
+        rows = [*range(1, len(batch.seq_lens)), 0]
+        table, lens, query_lens = (each[rows] for each in (batch.block_table, batch.seq_lens, batch.query_lens))
+        starts = np.append(0, np.cumsum(query_lens)).astype(np.int32)
+        its_queries, its_tokens = (torch.from_numpy(each[-1:].copy()) for each in (query_lens, lens))
+        chunks = trunkattn.PromptChunks(len(rows) - 1, its_queries, its_tokens, int(lens[:-1].sum()))
+        on_card = (torch.from_numpy(each).cuda() for each in (table, lens, starts))
+        plan = self.plans["device"] = attention.plan(*on_card, chunks=chunks)
+        q = torch.cat([case.q[chunk:], case.q[:chunk]])
+        out = torch.full_like(q, math.nan)
+
+        def once(copy: int) -> tuple[torch.Tensor, ...]:
+            attention.run(plan, q, *case.kv[copy], out=out)
+            return out[len(rows) - 1 :], out[: len(rows) - 1]
 
         return once
 
@@ -305,6 +341,15 @@ def sweep(session: Session) -> None:
     session.run("sweep", sweep_batches(count), chosen, 60_000, seconds=session.arguments.seconds)
 
 
+def device(session: Session) -> None:
+    """Planned on the device; `fa3_prefill` and `trunkattn_decode` one after the other are the way without overlap."""
+    makers = session.peers("fa3_serial", "fa3_prefill", "fa3_decode") | session.ours.makers()
+    makers["trunkattn_on_device"] = session.ours.on_device
+    for name in ("trunkattn_streams", "trunkattn_overlapped", "trunkattn_serial"):
+        del makers[name]
+    session.run("device", sweep_batches(session.arguments.batches), lambda _: makers, 60_000, show=print_row)
+
+
 def chunks(session: Session) -> None:
     """The 32 chunks of a prompt beside two numbers of decodes."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -331,7 +376,7 @@ def splits(session: Session) -> None:
     session.run("splits", list(SPLITS), lambda _: makers, 300_000, show=show)
 
 
-PARTS = {"table": table, "sweep": sweep, "chunks": chunks, "splits": splits}
+PARTS = {"table": table, "sweep": sweep, "chunks": chunks, "splits": splits, "device": device}
 
 
 def main() -> None:

@@ -8,9 +8,11 @@ prefix; each is generated twice, the second time from the prefix cache. Compared
 differs; there, how far apart the first back end saw the two candidates, against how much the log-probabilities of equal
 tokens differ between the back ends: a gap no wider than that is rounding.
 
-Cases: bf16; fp8 (KV cache); drafts (n-gram speculation, several query tokens); window (a sliding window, Mistral);
+Cases: context-parallel (two cards share each request; the model has one KV head, and so has one-kv-head, on one card);
+invariant (VLLM_BATCH_INVARIANT=1: also whether each request's tokens and log-probabilities alone have the same bits);
+bf16; fp8 (KV cache); drafts (n-gram speculation, several query tokens); window (a sliding window, Mistral);
 soft-cap (Gemma2, windows in every other layer); tensor-parallel (two cards, if there are two).
-Each case of the same model is also compared with bf16 on one card, by the same back end: `alone`.
+Each case of the same model as bf16 or one-kv-head is also compared with that, by the same back end: `alone`.
 
 The case `steady` traces 20 decode steps of 32 requests (calls that wait for the device, by name) and compares memory
 after the first steps with memory after --steps of them.
@@ -35,6 +37,7 @@ DENSE = {
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+ONE_KV_HEAD = LLAMA | {"num_key_value_heads": 1}
 MISTRAL = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "sliding_window": 512,
@@ -52,10 +55,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window": (MISTRAL, {}),
     "soft-cap": (GEMMA, {}),
     "tensor-parallel": (LLAMA, {"tensor_parallel_size": 2}),
+    "one-kv-head": (ONE_KV_HEAD, {}),
+    "context-parallel": (ONE_KV_HEAD, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
+    "invariant": (LLAMA, {}),
     "steady": (LLAMA, {}),
 }
-TOKENS, SHARED, STEADY_REQUESTS = 48, 1040, 32
+PLAIN = {"llama": "bf16", "llama-one-kv-head": "one-kv-head"}  # by the model's folder: what `alone` compares with
+TOKENS, SHARED, NUM_PROMPTS, STEADY_REQUESTS = 48, 1040, 24, 32
 CACHE_BYTES, GRAPHS = 3 << 30, [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]
+
+
+def folder_name(case: str) -> str:
+    """Of the case's model."""
+    shape = CASES[case][0]
+    return shape["model_type"] + ("-one-kv-head" if shape.get("num_key_value_heads") == 1 else "")
 
 
 def save_model(folder: Path, shape: dict[str, Any]) -> None:
@@ -103,12 +116,17 @@ def prompts(changed: bool) -> list[list[int]]:
     return found
 
 
-def answers(llm: Any, changed: bool) -> list[dict[str, Any]]:
-    """Each request's tokens, and its steps' two best log-probabilities by token."""
+def answers(llm: Any, changed: bool, only: int | None = None) -> list[dict[str, Any]]:
+    """Each request's tokens, and its steps' two best log-probabilities by token. only: of this prompt, with an empty
+    prefix cache."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts(changed)], sampling, use_tqdm=False)
+    asked = prompts(changed)
+    if only is not None:
+        asked = asked[only : only + 1]
+        llm.reset_prefix_cache()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
@@ -162,7 +180,7 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     """One case with one back end, in a process of its own."""
     from prometheus_client import REGISTRY
 
-    llm = start(answer.parent / CASES[case][0]["model_type"], case, backend)
+    llm = start(answer.parent / folder_name(case), case, backend)
     import torch
 
     found: dict[str, Any] = {"card": torch.cuda.get_device_name()}
@@ -171,6 +189,8 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     else:
         found["rounds"] = [answers(llm, changed=False) for _ in range(2)]
         found["control"] = answers(llm, changed=True)
+        if case == "invariant":
+            found["alone"] = [answers(llm, changed=False, only=number)[0] for number in range(NUM_PROMPTS)]
     found["counters"] = {
         f"{sample.name} {' '.join(sample.labels.get(key, '') for key in ('path', 'reason'))}".strip(): sample.value
         for metric in REGISTRY.collect() for sample in metric.samples
@@ -212,16 +232,16 @@ def run_cases(cases: list[str], steps: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {case: {} for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         started = {}
-        for shape in {case: CASES[case][0] for case in cases}.values():
-            if not Path(folder, shape["model_type"]).exists():
-                save_model(Path(folder, shape["model_type"]), shape)
+        for name, shape in {folder_name(case): CASES[case][0] for case in cases}.items():
+            save_model(Path(folder, name), shape)
         for case in cases:
             for backend in BACKENDS:
                 answer = Path(folder, f"{case}-{backend}.json")
                 command = [sys.executable, __file__, "--work", case, backend, str(answer), "--steps", str(steps)]
                 log = answer.with_suffix(".log")
+                mode = {"VLLM_BATCH_INVARIANT": "1"} if case == "invariant" else {}
                 with log.open("w") as lines:
-                    process = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment)
+                    process = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment | mode)
                 started[case, backend] = process, log, answer
         for (case, backend), (process, log, answer) in started.items():
             process.wait()
@@ -246,6 +266,10 @@ def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) ->
         row[name] = compare(other["rounds"][number], first["rounds"][number])
     if alone is not None and not any("failed" in run for run in alone.values()):
         row["alone"] = {name: compare(run["rounds"][0], alone[name]["rounds"][0]) for name, run in found.items()}
+    if case == "invariant":
+        for name, run in found.items():
+            same = [[a == b for a, b in zip(run["alone"], batched, strict=True)] for batched in run["rounds"]]
+            row[f"same_bits_{name}"] = {"cold": sum(same[0]), "cached": sum(same[1]), "of": NUM_PROMPTS}
     row["control"] = compare(first["control"], first["rounds"][0])
     row["same_backend_cold_and_cached"] = compare(first["rounds"][1], first["rounds"][0])
     return row
@@ -253,7 +277,7 @@ def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    alone = [case for case in CASES if case != "tensor-parallel"]
+    alone = [case for case in CASES if case not in ("tensor-parallel", "context-parallel")]
     parser.add_argument("--cases", nargs="+", default=alone, choices=list(CASES))
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--steps", type=int, default=10_000, help="decode steps of the case steady")
@@ -269,8 +293,8 @@ def main() -> None:
     found = run_cases(arguments.cases, arguments.steps)
     rows = []
     for case in arguments.cases:
-        same_model = case != "bf16" and CASES[case][0] is LLAMA
-        rows.append(summarize(case, found[case], found.get("bf16") if same_model else None))
+        plain = PLAIN.get(folder_name(case), case)
+        rows.append(summarize(case, found[case], found.get(plain) if plain != case else None))
     for row in rows:
         print(json.dumps(row)[:1500], flush=True)
     cards = [run["card"] for case in found.values() for run in case.values() if "card" in run]

@@ -1,6 +1,7 @@
 """Time per output token of a whole engine, vLLM on a GPU, with its own attention and with ours.
 
     python benchmarks/vllm_tpot.py --model FOLDER                     # results/vllm-tpot-CARD.json
+    python benchmarks/vllm_tpot.py --model FOLDER --dcp 2             # results/vllm-tpot-CARD-dcp2.json
 
 FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One after the
 other, each back end is started in a process of its own, with full CUDA graphs and prefix caching, and generates for six
@@ -11,6 +12,9 @@ The first 16 tokens of each request, greedy, are compared with those of the firs
 before the first that differs, and in which steps sequences part. With random weights logits lie close together, so that
 rounding parts some: this shows gross errors, and is no test of accuracy. For CUSTOM what was read and saved is in the
 result, from the counters that vLLM would serve under /metrics.
+
+With --dcp so many cards share each request (decode context parallelism): the model then has one KV head, and the batch
+is 64 questions about one text of 64k tokens.
 """
 
 import argparse
@@ -32,6 +36,9 @@ SHORT, LONG, COMPARED = 8, 136, 16
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
     "hf_overrides": {"max_position_embeddings": 16384}, "max_model_len": 12288, "max_num_seqs": 256, "seed": 0,
+}  # fmt: skip
+SHARED_OPTIONS = {
+    "hf_overrides": {"num_key_value_heads": 1, "num_attention_heads": 16}, "max_model_len": 66560, "max_num_seqs": 64,
 }  # fmt: skip
 BACKENDS = ("FLASH_ATTN", "CUSTOM")
 
@@ -63,6 +70,25 @@ WORKLOADS = (
     Workload(8, ((1, 4096), (8, 128))),
     Workload(32, ((32, 2048),)),
 )
+SHARED_WORKLOADS = (Workload(64, ((1, 65536), (64, 128))),)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """cards: that a model is spread over. dcp: that share each request, 1 or all of them."""
+
+    model: Path
+    cards: int
+    dcp: int
+    repeats: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return OPTIONS | SHARED_OPTIONS if self.dcp > 1 else OPTIONS
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        return SHARED_WORKLOADS if self.dcp > 1 else WORKLOADS
 
 
 def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
@@ -109,7 +135,7 @@ def hide_benchmarks(path: list[str]) -> None:
     path[:] = [folder for folder in path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
 
-def serve(backend: str, model: Path, cards: int, repeats: int, answers: Connection) -> None:
+def serve(backend: str, setup: Setup, answers: Connection) -> None:
     """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
     hide_benchmarks(sys.path)
     with tempfile.TemporaryDirectory() as shared:
@@ -119,17 +145,18 @@ def serve(backend: str, model: Path, cards: int, repeats: int, answers: Connecti
         from vllm import LLM
 
         start = perf_counter()
-        llm: Any = LLM(str(model), attention_backend=backend, tensor_parallel_size=cards, **OPTIONS)
+        parallel = {"tensor_parallel_size": setup.cards, "decode_context_parallel_size": setup.dcp}
+        llm: Any = LLM(str(setup.model), attention_backend=backend, **parallel, **setup.options)
         ready = perf_counter() - start
         print(f"{backend}: ready after {ready:.0f} s", flush=True)
-        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        for workload in WORKLOADS:
-            answers.send((str(workload), measure(llm, workload, vocabulary, repeats)))
+        vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
+        for workload in setup.workloads:
+            answers.send((str(workload), measure(llm, workload, vocabulary, setup.repeats)))
         answers.send(("", {"card": torch.cuda.get_device_name(), "ready_s": round(ready, 1), "counters": counters()}))
         llm.llm_engine.engine_core.shutdown()
 
 
-def run_backend(backend: str, model: Path, cards: int, repeats: int) -> dict[str, Any]:
+def run_backend(backend: str, setup: Setup) -> dict[str, Any]:
     """Figures of each workload, and "" for facts of the run.
 
     Raises:
@@ -137,7 +164,7 @@ def run_backend(backend: str, model: Path, cards: int, repeats: int) -> dict[str
     """
     context = multiprocessing.get_context("spawn")
     answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(backend, model, cards, repeats, sender))
+    process = context.Process(target=serve, args=(backend, setup, sender))
     process.start()
     sender.close()
     found: dict[str, Any] = {}
@@ -148,7 +175,9 @@ def run_backend(backend: str, model: Path, cards: int, repeats: int) -> dict[str
             if name:
                 print(f"{backend} {name}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
     except EOFError as error:
-        raise RuntimeError(f"{backend}: the process ended after {len(found)} of {len(WORKLOADS)} workloads") from error
+        raise RuntimeError(
+            f"{backend}: the process ended after {len(found)} of {len(setup.workloads)} workloads"
+        ) from error
     finally:
         process.join()
     return found
@@ -184,7 +213,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
     parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
+    spread = parser.add_mutually_exclusive_group()
+    spread.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
+    spread.add_argument("--dcp", type=int, default=1, help="cards that share each request")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
@@ -193,16 +224,18 @@ def main() -> None:
     # not by the processes that vLLM starts, which import this file: see `serve`
     from report import short_name, write_result
 
-    cards = arguments.tensor_parallel
-    results = {name: run_backend(name, arguments.model, cards, arguments.repeats) for name in arguments.backends}
-    rows = table(results)
+    dcp, cards = arguments.dcp, max(arguments.dcp, arguments.tensor_parallel)
+    setup = Setup(arguments.model, cards, dcp, arguments.repeats)
+    results = {name: run_backend(name, setup) for name in arguments.backends}
+    rows = table(results, setup.workloads)
     for row in rows:
         print(row, flush=True)
     facts = {backend: found[""] for backend, found in results.items()}
     card = next(iter(facts.values()))["card"]
-    figures = {"card": card, "cards": cards, "model": arguments.model.name, "options": OPTIONS}
+    figures = {"card": card, "cards": cards, "dcp": dcp, "model": arguments.model.name, "options": setup.options}
     figures["repeats"] = arguments.repeats
-    name = f"vllm-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
+    spread_name = f"-dcp{dcp}" if dcp > 1 else f"-tp{cards}"
+    name = f"vllm-tpot-{short_name(card)}" + (spread_name if cards > 1 else "")
     print(write_result(name, figures | {"rows": rows, "runs": facts}, "vllm", "triton"))
 
 

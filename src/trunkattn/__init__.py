@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trunkattn.attention import BatchAttention, Plan
     from trunkattn.config import AttentionConfig, Capacity
     from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
+    from trunkattn.inputs import PromptChunks
     from trunkattn.ops.merge_states import merge_states
     from trunkattn.ops.write_kv import write_kv
     from trunkattn.planner.work_list import PlanStats
@@ -22,6 +23,7 @@ __all__ = [
     "Capacity",
     "Plan",
     "PlanStats",
+    "PromptChunks",
     "SamplingParams",
     "StructuredOutputsParams",
     "flash_attention",
@@ -39,6 +41,7 @@ _HOMES: Final = MappingProxyType(
         "Capacity": "trunkattn.config",
         "Plan": "trunkattn.attention",
         "PlanStats": "trunkattn.planner.work_list",
+        "PromptChunks": "trunkattn.inputs",
         "SamplingParams": "trunkattn.engine",
         "StructuredOutputsParams": "trunkattn.engine",
         "flash_attention": "trunkattn.training.flash_attention",

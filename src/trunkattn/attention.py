@@ -6,7 +6,17 @@ import torch
 
 from trunkattn.backend import Backend, PlannedStep
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.inputs import LayerInputs, Scale, StepInputs, all_on_gpu, check_layer, check_on_device, check_step
+from trunkattn.inputs import (
+    LayerInputs,
+    PromptChunks,
+    Scale,
+    StepInputs,
+    all_on_gpu,
+    check_chunks,
+    check_layer,
+    check_on_device,
+    check_step,
+)
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import PlanStats
@@ -129,6 +139,7 @@ class BatchAttention:
         *,
         num_pages: int | None = None,
         into: Plan | None = None,
+        chunks: PromptChunks | None = None,
     ) -> Plan:
         """The work list of one step.
 
@@ -147,6 +158,10 @@ class BatchAttention:
                 checks. None for tables that are planned on the device.
             into: a plan of this object, with the same window, that is to become the plan of this batch, and is
                 returned; only with a capacity. A CUDA graph that ran it runs the new batch.
+            chunks: the last requests, which are prompt chunks whose lengths the host knows too; only for tables that
+                are planned on the device, with a max_chunk_tokens. A kernel of their own computes them then, on H100
+                and H200 together with the decodes (POD-Attention §4), and each reads its own KV. Without it they are
+                rows of tiles. Pages outside the cache are clamped.
 
         Raises:
             ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.
@@ -158,18 +173,38 @@ class BatchAttention:
             window = min(sliding_window, UNLIMITED)
         if into is not None:
             self._check_into(into, window)
-        earlier = into.step if into else None
-        if self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs):
-            check_on_device(inputs)
-            step, last_page = self._backend.plan_on_device(inputs[:3], window, earlier), self.capacity.num_pages - 1
-        else:
-            checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
-            (table, lens, starts), last_page = checked
-            step = self._backend.plan(StepTables(table, lens, starts, window), earlier)
+        step, last_page = self._plan_step(inputs, window, into.step if into else None, chunks)
         if into is None:
             return Plan(step, self, last_page, window)
         into.step, into.last_page = step, last_page
         return into
+
+    def _plan_step(
+        self, inputs: StepInputs, window: int, earlier: PlannedStep | None, chunks: PromptChunks | None
+    ) -> tuple[PlannedStep, int]:
+        """The step, and the highest page that it may read."""
+        if self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs):
+            check_on_device(inputs)
+            if chunks is not None:
+                check_chunks(chunks, inputs, self.config.page_size, self.capacity)
+            return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
+        if chunks is not None:
+            raise ValueError(
+                "chunks is given: expected tables on a GPU, policy='auto' without batch_invariant, and a capacity with "
+                "max_chunk_tokens; leave it out, and the host finds prompt chunks itself"
+            )
+        (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
+        return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
+
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether `plan` plans tables that all lie on a GPU there, without a wait."""
+        return self._backend.plans_on_device
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether `plan` with these chunks lets one kernel compute them and what decodes beside them, which is faster
+        than one after the other by a card's measured times (POD-Attention §4). Always False but on an H100 or H200."""
+        return self._backend.overlaps(chunks)
 
     def check(self) -> None:
         """Waits for the device, and reports what plans made there met since the last check.
@@ -238,7 +273,7 @@ class BatchAttention:
         inputs = LayerInputs(q, k_cache, v_cache, out, q_scale, k_scale, v_scale, sinks, return_lse)
         rows = plan.num_query_tokens
         if self.capacity is not None and isinstance(q, torch.Tensor) and q.dim():
-            rows = min(max(rows, q.shape[0]), self.capacity.max_query_tokens)
+            rows = min(max(rows, q.shape[0]), self.capacity.max_query_tokens + self.capacity.max_chunk_tokens)
         check_layer(config, self.device, rows, inputs)
         if plan.last_page >= k_cache.shape[0]:
             raise ValueError(

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trunkattn.inputs import LayerInputs
+from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import PlanStats
 
@@ -52,8 +52,14 @@ class Backend(Protocol):
     def plan(self, batch: StepTables, into: Any = None) -> PlannedStep:
         """Plans a checked batch. into: a step of this backend, whose arrays the new one takes over."""
 
-    def plan_on_device(self, tables: Any, window: int, into: Any = None) -> PlannedStep:
-        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device."""
+    def plan_on_device(
+        self, tables: Any, window: int, into: Any = None, chunks: PromptChunks | None = None
+    ) -> PlannedStep:
+        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device. chunks: what the
+        host knows of the last requests."""
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether one kernel is to compute these chunks and what decodes beside them."""
 
     def check(self) -> None:
         """Raises ValueError if a plan made on the device met values that are out of bounds. Waits for the device."""

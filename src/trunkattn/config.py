@@ -46,13 +46,16 @@ class Capacity:
         num_pages: pages of the caches, at least 1.
         max_query_len: query tokens of one request; None for max_query_tokens. With 1, for decoding alone, a GPU uses
             no causal mask; with few tokens it launches no kernel for prompt chunks.
+        max_chunk_tokens: query tokens of the prompt chunks that a plan made on the device may have besides
+            (`PromptChunks`), which no other bound counts. They are of max_requests requests at most.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is accepted.
 
     Example:
-        >>> Capacity(max_requests=64, max_query_tokens=64, max_pages_per_request=128, num_pages=4096, max_query_len=1)
-        Capacity(max_requests=64, max_query_tokens=64, max_pages_per_request=128, num_pages=4096, max_query_len=1)
+        >>> decoding = Capacity(64, 64, max_pages_per_request=128, num_pages=4096, max_query_len=1)
+        >>> decoding.max_query_tokens, decoding.max_chunk_tokens
+        (64, 0)
     """
 
     max_requests: int
@@ -60,13 +63,14 @@ class Capacity:
     max_pages_per_request: int
     num_pages: int
     max_query_len: int | None = None
+    max_chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.name == "max_query_len":
                 continue
-            check_int(field.name, value, at_least=1)
+            check_int(field.name, value, at_least=0 if field.name == "max_chunk_tokens" else 1)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,20 @@ class StepInputs(NamedTuple):
     num_pages: int | None
 
 
+class PromptChunks(NamedTuple):
+    """The last requests of a step whose tables lie on a GPU: prompt chunks, whose lengths the host knows as well.
+
+    first_token: their first query token in the step. query_lens, seq_lens: [chunks] int32 on the CPU, what
+    `BatchAttention.plan` is told of these requests on the device. other_kv_tokens: tokens of all other requests, or an
+    upper bound, to judge whether it pays to compute them together; None: it is not known.
+    """
+
+    first_token: int
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    other_kv_tokens: int | None = None
+
+
 def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.device) -> Int32Array:
     """The tensor as a NumPy array, or an error that names it. None in `shape`: any size."""
     if not isinstance(tensor, torch.Tensor):
@@ -54,6 +68,31 @@ def check_on_device(inputs: StepInputs) -> None:
     if inputs.num_pages is not None:
         raise ValueError(
             "num_pages is given: expected None, for these tables are planned on the GPU; use Capacity.num_pages"
+        )
+
+
+def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capacity: Capacity) -> None:
+    """Checks what the host is told of a step's prompt chunks, whose tables lie on the device."""
+    if not isinstance(chunks, PromptChunks):
+        raise TypeError(f"chunks is a {type(chunks).__name__}: expected PromptChunks or None")
+    number = len(chunks.query_lens) if isinstance(chunks.query_lens, torch.Tensor) and chunks.query_lens.dim() else 0
+    cpu = torch.device("cpu")
+    query_lens = _int32("chunks.query_lens", chunks.query_lens, (number,), cpu)
+    seq_lens = _int32("chunks.seq_lens", chunks.seq_lens, (number,), cpu)
+    rows, columns = inputs.block_table.shape
+    if not 1 <= number <= rows:
+        raise ValueError(f"chunks.query_lens has {number} requests: expected 1 to {rows}, the last ones of block_table")
+    check_int("chunks.first_token", chunks.first_token, 0, capacity.max_query_tokens)
+    longest = min(columns, capacity.max_pages_per_request) * page_size
+    for chunk, (queries, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        if not 1 <= queries <= length:
+            raise ValueError(f"chunks.query_lens[{chunk}]={queries}: expected 1 to its chunks.seq_lens, {length}")
+        if length > longest:
+            raise ValueError(f"chunks.seq_lens[{chunk}]={length}: expected at most {longest}, the pages of block_table")
+    if (total := int(query_lens.sum())) > capacity.max_chunk_tokens:
+        raise ValueError(
+            f"chunks.query_lens: {total} query tokens are over the capacity, "
+            f"max_chunk_tokens={capacity.max_chunk_tokens}; use a larger Capacity or a smaller batch"
         )
 
 

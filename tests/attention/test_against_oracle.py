@@ -55,7 +55,7 @@ class Variant:
 
 VARIANTS = st.builds(
     Variant,
-    page_size=st.integers(1, 128),
+    page_size=st.one_of(st.integers(1, 128), st.sampled_from([528, 544, 784])),
     num_kv_heads=st.integers(1, 3),
     group_size=st.integers(1, 16),
     head_dim=st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, 128)),

@@ -12,7 +12,7 @@ from trunkattn.workloads import PagedBatch, random_forest
 
 from .cases import Result, Step, fraction, random_step
 
-PAGE_SIZES = (1, 16, 64, 100, 128, 300)
+PAGE_SIZES = (1, 16, 64, 100, 128, 300, 528)
 
 
 def make_config(policy: str, page_size: int, **options: object) -> AttentionConfig:

@@ -183,6 +183,16 @@ def test_tiles_of_a_card_that_was_not_timed(way: int | str, cache: tuple[int, in
     case.step.assert_accurate(*case.run())
 
 
+@pytest.mark.parametrize(("page_size", "head_dim"), [(528, 256), (544, 128), (784, 256)])
+def test_pages_of_hybrid_models(page_size: int, head_dim: int) -> None:
+    """As large as a layer's recurrent state: whole 16 tokens, and no power of two."""
+    config = AttentionConfig(8, 1, head_dim, page_size, torch.float32)
+    batch = tree_batch(parse_tree(f"1,2,6_{page_size},{page_size},37"), page_size, row_seed=0, page_seed=1)
+    case = Interpreted(random_step(0, config, batch), 8, 0, (4, head_dim))
+    assert case.rule.segment_size in (16, 32)
+    case.step.assert_accurate(*case.run())
+
+
 @pytest.mark.parametrize(("several", "window"), [(False, None), (True, None), (True, 21)])
 @pytest.mark.parametrize("cache", CACHES)
 def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: int | None) -> None:

@@ -101,6 +101,15 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         planned.assert_equals_host(batch)
 
 
+@pytest.mark.parametrize("page_size", [528, 784])
+def test_pages_of_hybrid_models(page_size: int) -> None:
+    batch = as_batch(tree_batch(parse_tree(f"1,2,6_{page_size},{page_size},37"), page_size, row_seed=0, page_seed=1))
+    planned = prepare(make_rule(8, page_size, 16), capacity_for(batch))
+    planned.fill(batch)
+    assert planned.errors == []
+    planned.assert_equals_host(batch)
+
+
 @pytest.mark.parametrize("way", range(len(EVERY_WAY)), ids=EVERY_WAY)
 @pytest.mark.parametrize("num_sms", [1, 16])
 def test_every_tiling_of_a_small_tree(way: int, num_sms: int) -> None:

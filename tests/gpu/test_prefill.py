@@ -67,7 +67,7 @@ def test_groups_in_the_tiles_of_the_table(group: int, cache: tuple[int, int]) ->
     step.assert_accurate(*Interpreted(step, 1, 0, prefill=replace(prefill_tile(*cache), above_rows=0)).run())
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 48, 128])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 48, 128, 528])
 @pytest.mark.parametrize("window", [None, 5, 40])
 def test_pages_and_windows(page_size: int, window: int | None) -> None:
     """A page of several blocks, a block of several pages, and pages of no power of two; ranges begin inside pages."""

@@ -25,6 +25,7 @@ class FakeVllm:
     platform: str = "cpu"
     backend: str | None = None
     backend_per_kind: dict[str, str] = field(default_factory=dict)
+    sliding_window: int | None = None
     overrides: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     infos: list[str] = field(default_factory=list)
@@ -51,7 +52,10 @@ class FakeVllm:
             members = AttentionBackendEnum.__members__
             per_kind = {kind: members[name] for kind, name in fake.backend_per_kind.items()}
             backend = members[fake.backend] if fake.backend else None
-            return SimpleNamespace(attention_config=SimpleNamespace(backend=backend, backend_per_kind=per_kind))
+            return SimpleNamespace(
+                attention_config=SimpleNamespace(backend=backend, backend_per_kind=per_kind),
+                model_config=SimpleNamespace(get_sliding_window=lambda: fake.sliding_window),
+            )
 
         def log(lines: list[str]) -> Any:
             return lambda message, *values: lines.append(message % values if values else message)
@@ -158,12 +162,41 @@ def test_latent_attention_is_refused(fake: FakeVllm) -> None:
     one_line(error, "MLA", "leave attention_backend out")
 
 
-@pytest.mark.parametrize("fake", [{"backend_per_kind": {"full_attention": "CUSTOM"}}], indirect=True)
-def test_a_choice_by_kind_of_layer_is_refused(fake: FakeVllm) -> None:
+FULL, WINDOWED, LATENT = "full_attention", "sliding_window", "mla_attention"
+
+
+@pytest.mark.parametrize(
+    ("fake", "expected"),
+    [
+        ({"backend_per_kind": {FULL: "CUSTOM"}}, "TrunkAttentionBackend"),
+        ({"backend_per_kind": {FULL: "CPU_ATTN"}, "backend": "CUSTOM"}, "Fraction"),
+        ({"backend_per_kind": {WINDOWED: "CUSTOM"}}, "Fraction"),
+        ({"backend_per_kind": {FULL: "CUSTOM", WINDOWED: "CUSTOM"}, "sliding_window": 64}, "TrunkAttentionBackend"),
+        (
+            {"backend_per_kind": {WINDOWED: "CUSTOM"}, "backend": "CUSTOM", "sliding_window": 64},
+            "TrunkAttentionBackend",
+        ),
+    ],
+    indirect=["fake"],
+)
+def test_a_choice_by_kind_of_layer(fake: FakeVllm, expected: str) -> None:
+    """Layers of a hybrid model that have no KV cache never ask."""
+    register()
+    assert select(fake, "CPU_ATTN").__name__ == expected
+
+
+@pytest.mark.parametrize("fake", [{"backend_per_kind": {FULL: "CUSTOM"}, "sliding_window": 64}], indirect=True)
+def test_a_choice_among_kinds_that_cannot_be_told_apart_is_refused(fake: FakeVllm) -> None:
     register()
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_ATTN")
-    one_line(error, "backend_per_kind", "attention_backend=CUSTOM")
+    one_line(error, "backend_per_kind", "for both or for neither")
+
+
+@pytest.mark.parametrize("fake", [{"backend_per_kind": {LATENT: "CPU_MLA"}, "backend": "CUSTOM"}], indirect=True)
+def test_latent_layers_may_have_another_back_end(fake: FakeVllm) -> None:
+    register()
+    assert select(fake, "CPU_MLA").__name__ == "Decimal"
 
 
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "platform": "cuda", "version": "0.26.0"}], indirect=True)
@@ -212,6 +245,15 @@ def test_a_new_version_is_used_with_a_warning(fake: FakeVllm) -> None:
     assert select(fake, "CPU_ATTN").__name__ == "TrunkAttentionBackend"
     (warning,) = fake.warnings
     assert "0.34.0" in warning
+
+
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.34.0"}], indirect=True)
+def test_a_new_version_that_lacks_something_is_refused(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["trunkattn.integrations.vllm.backend"], "TrunkAttentionBackend")
+    register()
+    with pytest.raises(ValueError) as error:
+        select(fake, "CPU_ATTN")
+    one_line(error, "0.34.0", "0.26 and 0.33", "lacks something", "TrunkAttentionBackend", "newer trunkattn")
 
 
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "overrides": {"CUSTOM": OTHER}}], indirect=True)

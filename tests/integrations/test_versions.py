@@ -78,7 +78,6 @@ def test_an_option_that_a_version_lacks_is_off() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
-        ("parallel_config.decode_context_parallel_size", 2, "decode context parallelism"),
         ("parallel_config.prefill_context_parallel_size", 2, "prefill context parallelism"),
         ("attention_config.use_non_causal", True, "non-causal"),
         ("model_config.is_mm_prefix_lm", True, "both directions"),
@@ -105,6 +104,13 @@ def test_an_option_that_is_on_is_refused(path: str, value: object, word: str) ->
 )
 def test_is_off(name: str, value: object, off: bool) -> None:
     assert versions.is_off(name, value) is off
+
+
+def test_options_that_only_a_cpu_refuses() -> None:
+    options = engine_options(**{"parallel_config.decode_context_parallel_size": 2})
+    assert versions.refused_options(options) == []
+    (reason,) = versions.refused_options(options, versions.REFUSED_CPU_OPTIONS)
+    assert "decode context parallelism (parallel_config.decode_context_parallel_size=2)" in reason
 
 
 def test_options_that_only_a_gpu_refuses() -> None:

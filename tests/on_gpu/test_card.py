@@ -113,6 +113,13 @@ def test_shapes(head_dim: int, page_size: int) -> None:
     check(replace(GOOD, head_dim=head_dim, page_size=page_size), tree_batch(parse_tree(tree), page_size), 0.02)
 
 
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 528), (128, 784), (256, 528)])
+def test_pages_of_hybrid_models(head_dim: int, page_size: int) -> None:
+    """As large as a layer's recurrent state: whole 16 tokens, and no power of two."""
+    tree = f"1,4,40_{page_size},{page_size},90"
+    check(replace(GOOD, head_dim=head_dim, page_size=page_size), tree_batch(parse_tree(tree), page_size), 0.02)
+
+
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (10, 2), (14, 2), (24, 2), (16, 1)])
 def test_groups(heads: tuple[int, int]) -> None:
     check(replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1]), ragged("1,4,40_320,160,90", 16), 0.02)

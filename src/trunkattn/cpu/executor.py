@@ -10,7 +10,7 @@ from trunkattn.cpu import parallel
 from trunkattn.cpu.block import Shape
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.dtypes import KV_KINDS
-from trunkattn.inputs import LayerInputs, Scale, scale_array
+from trunkattn.inputs import LayerInputs, PromptChunks, Scale, scale_array
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.planner import Planned, StepTables
@@ -95,7 +95,13 @@ class CpuExecutor:
     def errors(self) -> None:
         """Bad values are refused when a step is planned."""
 
-    def plan_on_device(self, tables: tuple, window: int, into: CpuStep | None = None) -> CpuStep:
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """A CPU computes all rows by the same code."""
+        return False
+
+    def plan_on_device(
+        self, tables: tuple, window: int, into: CpuStep | None = None, chunks: PromptChunks | None = None
+    ) -> CpuStep:
         """Not for this backend, see `plans_on_device`."""
         raise AssertionError("a CPU has no device to plan on")
 

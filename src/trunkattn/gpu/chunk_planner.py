@@ -56,7 +56,7 @@ class ChunkPlanner:
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
         self.limits: PrefillLimits | None = None
-        if capacity and (capacity.max_query_len or capacity.max_query_tokens) > self._above:
+        if capacity:
             self.limits = prefill_limits(spec.rule, spec.model.queries_per_tile, self._above, capacity)
 
     def divide(self, batch: StepTables) -> Division | None:
@@ -88,6 +88,13 @@ class ChunkPlanner:
                 reason = f"the cheapest makes {', '.join(broken)} that a plan of this capacity holds"
                 planned = self._planner.plan_unshared(chunks, self._whole, reason)
         return PlannedChunks(planned, division)
+
+    def list_whole(self, chunks: StepTables) -> Planned:
+        """The work list of chunks that share nothing and are not cut."""
+        self._planner.forget()
+        self._planner.forest(chunks)
+        reason = "whole items, listed by the host, which does not know the pages"
+        return self._planner.plan_unshared(chunks, self._whole, reason)
 
     def _keep_whole(self, chunks: StepTables) -> Planned:
         reason = "whole items, as decodes fill what their last round leaves of the device"

@@ -12,6 +12,7 @@ import torch
 
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.chunk_planner import ChunkPlanner, PlannedChunks, no_room
+from trunkattn.gpu.device_planner.chunks import ListedChunks, tables_of
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice, tile_stats
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.overlap import Overlap, make_overlap
@@ -22,7 +23,7 @@ from trunkattn.gpu.tuning.cards import Card, card_of
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.gpu.workspace import Scales, Workspace
-from trunkattn.inputs import LayerInputs
+from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.packing.cost import CostModel
@@ -139,14 +140,36 @@ class GpuExecutor:
         """Whether tables that lie on the device are planned there."""
         return self._on_device is not None
 
-    def plan_on_device(self, tables: tuple, window: int, into: GpuStep | DeviceStep | None = None) -> DeviceStep:
-        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device; all requests become
-        rows of tiles, prompt chunks too."""
-        assert self._on_device is not None
+    def plan_on_device(
+        self,
+        tables: tuple,
+        window: int,
+        into: GpuStep | DeviceStep | None = None,
+        chunks: PromptChunks | None = None,
+    ) -> DeviceStep:
+        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device. All requests become
+        rows of tiles, but for those of which the host says that they are prompt chunks."""
+        assert self._on_device is not None and self._capacity is not None
         self._planner.forget()  # the host has not seen this batch: its next one may not be patched
-        step = self._on_device.plan(tables, window, into.gpu_plan if into else self._reserved(window, None))
-        step.gpu_plan.forget_prefill()  # whatever the host put there, before or between replays of a captured plan
+        with_room = self._chunks if self._capacity.max_chunk_tokens else None
+        gpu_plan = into.gpu_plan if into else self._reserved(window, with_room)
+        listed = self._list_chunks(chunks, window) if chunks else None
+        step = self._on_device.plan(tables, window, gpu_plan, listed)
+        if listed is None:
+            step.gpu_plan.forget_prefill()  # whatever the host put there, before or between replays of a captured plan
         return step
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether one kernel is to compute these chunks and what decodes beside them."""
+        if self._overlap is None or self._capacity is None or not self._capacity.max_chunk_tokens:
+            return False
+        tables = tables_of(chunks, self.config.page_size, UNLIMITED)
+        return self._overlap.is_worth_for(tables, chunks.other_kv_tokens)
+
+    def _list_chunks(self, chunks: PromptChunks, window: int) -> ListedChunks:
+        assert self._chunks is not None
+        tables = tables_of(chunks, self.config.page_size, window)
+        return ListedChunks(self._chunks.list_whole(tables), int(chunks.first_token), self.overlaps(chunks))
 
     @property
     def errors(self) -> torch.Tensor | None:

@@ -21,6 +21,10 @@ from trunkattn.planner.row_tiles.overlap import (
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.work_list import TileList
 
+# Time of prompt chunks from which decodes gain more beside them than by tiles of their own choice
+_CHUNKS_WORTH_NS: Final = 20_000
+# Percent of the chunks' time that decodes must take if they share nothing: chunks are slower in the common kernel
+_DECODES_WORTH_PERCENT: Final = 25
 # Percent of the serial time that overlapping may take at most. Predictions are a few percent off.
 _WORTH_PERCENT: Final = 96
 
@@ -71,6 +75,14 @@ class Overlap:
     def is_worth(self, overlapped_ns: int, serial_ns: int) -> bool:
         """Whether to overlap, by predicted time."""
         return self.forced or overlapped_ns * 100 < serial_ns * _WORTH_PERCENT
+
+    def is_worth_for(self, chunks: StepTables, other_kv_tokens: int | None) -> bool:
+        """Whether to overlap decodes, of which the host knows at most how many tokens they have, with these chunks."""
+        chunks_ns = self.chunk_times(self.work_of(chunks)).alone_ns
+        if self.forced or other_kv_tokens is None:
+            return self.forced or chunks_ns >= _CHUNKS_WORTH_NS
+        decodes_ns = other_kv_tokens * self._token_bytes * 1000 // self.rule.bytes_per_us
+        return chunks_ns >= _CHUNKS_WORTH_NS and 100 * decodes_ns >= _DECODES_WORTH_PERCENT * chunks_ns
 
     @cached_property
     def costs(self) -> OverlapCosts:

@@ -38,9 +38,9 @@ class Packed:
         return np.cumsum([0, *self.sizes.values()])
 
     def send(self, host: dict[str, NDArray[np.int32]]) -> None:
-        """Fills the arrays, in one copy up to the end of what the last one gets; host: in their order."""
+        """Fills the first arrays, in one copy up to the end of what the last of them gets; host: in their order."""
         last = list(host)[-1]
-        used = int(self._begins[-2]) + host[last].size
+        used = int(self._begins[len(host) - 1]) + host[last].size
         staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda)
         _scatter(staging.numpy(), self._begins, tuple([array.ravel() for array in host.values()]))
         self.flat[:used].copy_(staging, non_blocking=True)
@@ -90,10 +90,10 @@ def upload(chunks: Chunks, num_kv_heads: int, num_sms: int, overlapped: bool, de
 def reserve(
     limits: PrefillLimits, tile: PrefillTile, num_kv_heads: int, num_sms: int, device: torch.device
 ) -> PrefillPlan:
-    """Room for any prompt chunks within the limits."""
+    """Room for any prompt chunks within the limits. positions: of their query tokens, on their way to the plan's."""
     sizes = {
         "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
-        "block_table": limits.rows * limits.columns,
+        "positions": limits.queries, "block_table": limits.rows * limits.columns,
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
@@ -107,7 +107,10 @@ def host_arrays(
     table = np.zeros((len(listed.block_table), columns), np.int32)
     table[:, : listed.block_table.shape[1]] = listed.block_table
     items = even_rounds(listed.items, num_kv_heads, num_programs)
-    return {"items": items, "queries": listed.queries, "slots": listed.slots, "block_table": table}
+    on_the_way = np.zeros(0, np.int32)  # the plan's own positions are sent with it
+    return {
+        "items": items, "queries": listed.queries, "slots": listed.slots, "positions": on_the_way, "block_table": table,
+    }  # fmt: skip
 
 
 def even_rounds(items: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> NDArray[np.int32]:

@@ -35,6 +35,7 @@ class LayerSpec:
         logits_soft_cap: c of c * tanh(logits / c); None: no cap.
         sinks: whether each query head has a sink logit.
         sliding_window: keys that a query sees, its own included; None: all.
+        batch_invariant: whether a request's bits do not depend on what it is batched with.
     """
 
     num_qo_heads: int
@@ -46,6 +47,7 @@ class LayerSpec:
     logits_soft_cap: float | None
     sinks: bool
     sliding_window: int | None
+    batch_invariant: bool = False
 
     def config(self, page_size: int) -> AttentionConfig:
         """The attention of these layers with any window."""
@@ -65,6 +67,7 @@ class LayerSpec:
         found += [f"window {self.sliding_window}"] if self.sliding_window else []
         found += [f"soft cap {self.logits_soft_cap}"] if self.logits_soft_cap else []
         found += ["sinks"] if self.sinks else []
+        found += ["batch invariant"] if self.batch_invariant else []
         return ", ".join(found)
 
 
@@ -79,6 +82,9 @@ class PrefillRows:
         max_query_len: most query tokens of a row.
         max_seq_len: an upper bound of `seq_lens`.
         plans: for layers that only our own kernels can compute.
+        context_lens: where ranks share each request, the tokens before these rows that this rank holds; None: none of
+            the rows has any before it, on any rank.
+        max_context_len: an upper bound of `context_lens`, the same on every rank.
     """
 
     tokens: slice
@@ -88,6 +94,8 @@ class PrefillRows:
     max_query_len: int
     max_seq_len: int
     plans: dict[LayerSpec, tuple[BatchAttention, Plan]] = field(default_factory=dict)
+    context_lens: torch.Tensor | None = None
+    max_context_len: int = 0
 
 
 def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:
@@ -339,6 +347,13 @@ class DeviceTraffic:
         ]
 
 
+def count_step(stats: KvReadStats, step: StepTraffic, token_bytes: list[int]) -> None:
+    """Counts the KV bytes of one step. token_bytes: as of `count_arrivals`."""
+    read = sum(tokens * size for (tokens, _), size in zip(step.kv_tokens, token_bytes, strict=True))
+    unshared = sum(tokens * size for (_, tokens), size in zip(step.kv_tokens, token_bytes, strict=True))
+    stats.count_read(read, unshared, step.num_requests)
+
+
 def count_arrivals(
     stats: KvReadStats, traffic: DeviceTraffic, token_bytes: list[int], write_error: Callable[..., object]
 ) -> None:
@@ -351,10 +366,8 @@ def count_arrivals(
         write_error: a logger's `error`: says if a batch was out of bounds.
     """
     is_full = traffic.is_full
-    for num_requests, kv_tokens in traffic.take(wait=is_full):
-        read = sum(tokens * size for (tokens, _), size in zip(kv_tokens, token_bytes, strict=True))
-        unshared = sum(tokens * size for (_, tokens), size in zip(kv_tokens, token_bytes, strict=True))
-        stats.count_read(read, unshared, num_requests)
+    for arrived in traffic.take(wait=is_full):
+        count_step(stats, arrived, token_bytes)
     bits = traffic.new_errors()
     if bits:
         # Imported here because it needs Triton, which tests without a GPU do not have.

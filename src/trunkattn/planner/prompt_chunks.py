@@ -136,12 +136,19 @@ def _join(tiles, work, tokens):
     return _Joined(rest_tokens[queries], both_queries, both_ranges, chunk_tokens[chunk_queries], slots)
 
 
-def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> PrefillLimits:
-    """What every batch of a capacity keeps in chunks that share nothing and are not cut, and room for more."""
-    rows = min(capacity.max_requests, capacity.max_query_tokens // (above + 1))
-    uncut = rows + capacity.max_query_tokens // queries_per_tile
-    items = 2 * uncut + MAX_ITEMS_PER_WORKER * rule.num_workers // rule.num_kv_heads + 1
-    return PrefillLimits(items, items * queries_per_tile, rows, capacity.max_pages_per_request)
+def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> PrefillLimits | None:
+    """What every batch of a capacity keeps in chunks that share nothing and are not cut, and room for more; None: no
+    batch has any."""
+    longest = capacity.max_query_len or capacity.max_query_tokens
+    rows = min(capacity.max_requests, capacity.max_query_tokens // (above + 1)) if longest > above else 0
+    items = 0
+    if rows:
+        uncut = rows + capacity.max_query_tokens // queries_per_tile
+        items = 2 * uncut + MAX_ITEMS_PER_WORKER * rule.num_workers // rule.num_kv_heads + 1
+    if capacity.max_chunk_tokens:  # chunks that the host lists for the device may be short, and are never cut
+        rows = capacity.max_requests
+        items = max(items, rows + capacity.max_chunk_tokens // queries_per_tile)
+    return PrefillLimits(items, items * queries_per_tile, rows, capacity.max_pages_per_request) if rows else None
 
 
 def limits_broken(work: WorkList, limits: PrefillLimits, free_slots: int) -> list[str]:

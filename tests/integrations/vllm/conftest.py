@@ -2,18 +2,26 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from llvmlite.binding import ffi
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
 
+from trunkattn import write_kv
+from trunkattn.integrations.vllm import backend, cuda, cuda_impl, versions
+from trunkattn.integrations.vllm.flash import FlashPrefill
+
+from .device_attention import DeviceAttention
 from .engine import Run, generate
-from .fakes import SEQUENCES, DeviceAttention, FlashRecorder
-from .models import write_model
+from .fakes import SEQUENCES, FlashRecorder
+from .models import write_eagle, write_model
 
 
 def pytest_configure() -> None:
@@ -26,12 +34,15 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model."""
+    """The folder of a tiny model; "eagle" drafts for "llama"."""
 
     @cache
     def folder(name: str) -> Path:
         path = tmp_path_factory.mktemp(name)
-        write_model(name, path)
+        if name == "eagle":
+            write_eagle(path)
+        else:
+            write_model(name, path)
         return path
 
     return folder
@@ -63,9 +74,46 @@ def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
 
 
 @pytest.fixture
+def set_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Sets VLLM_BATCH_INVARIANT for this test, which vLLM may have read before and kept. vLLM would then replace
+    operators of torch, in this process for good, by Triton kernels, which need a GPU."""
+    forget = getattr(envs, "disable_envs_cache", lambda: None)
+    home = "determinism" if find_spec("vllm.model_executor.determinism") else "layers"  # newer and older versions
+    monkeypatch.setattr(f"vllm.model_executor.{home}.batch_invariant.init_batch_invariance", lambda: None)
+    monkeypatch.setattr(versions, "has_triton", lambda: True)
+
+    def set_it(on: bool) -> None:
+        forget()
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(on)))
+
+    yield set_it
+    forget()
+
+
+@pytest.fixture
 def flash_kernel(monkeypatch: pytest.MonkeyPatch) -> FlashRecorder:
     """vLLM's FlashAttention 3; its packages for CPUs have none."""
     kernel, module = FlashRecorder(), "vllm.v1.attention.backends.fa_utils"
     monkeypatch.setattr(f"{module}.flash_attn_varlen_func", kernel, raising=False)
     monkeypatch.setattr(f"{module}.get_flash_attn_version", lambda head_size: 3)
     return kernel
+
+
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each call of FlashAttention by an engine that selects CUSTOM."""
+
+    def write(key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+        k_cache, v_cache, slots = rest[:3]
+        write_kv(key[: len(slots)], value[: len(slots)], k_cache, v_cache, slots)
+
+    kernel = FlashRecorder()
+    # vLLM remembers the class that a process got for a kind of layer: not here, and not for the tests that follow.
+    monkeypatch.setattr(selector, "_cached_get_attn_backend", selector._cached_get_attn_backend.__wrapped__)
+    monkeypatch.setattr(backend, "TrunkAttentionBackend", cuda.TrunkAttentionCudaBackend)
+    monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
+    monkeypatch.setattr(cuda_impl, "gpu_refusals", lambda *arguments: [])
+    monkeypatch.setattr(cuda_impl, "find_flash", lambda spec: (FlashPrefill(spec, 3, kernel), "FlashAttention 3"))
+    monkeypatch.setattr(cuda_impl._custom_ops, "reshape_and_cache_flash", write)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return kernel.calls

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Plan
+from trunkattn import AttentionConfig, BatchAttention, Plan, PromptChunks
 
 
 class DevicePlan(Plan):
@@ -20,8 +20,21 @@ class DeviceAttention(BatchAttention):
     def __init__(self, config: AttentionConfig, device: Any, capacity: Any = None) -> None:
         super().__init__(config, "cpu")
         self.limits, self.planned, self.host_planned = capacity, [], 0
+        self.chunks: PromptChunks | None = None  # of the last plan
 
-    def plan(self, *batch: Any, sliding_window: int | None = None, into: Any = None) -> Any:
+    may_overlap = False  # set by a test
+
+    @property
+    def plans_on_device(self) -> bool:
+        return self.limits is not None and not self.config.batch_invariant
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        return self.may_overlap
+
+    def plan(
+        self, *batch: Any, sliding_window: int | None = None, into: Any = None, chunks: PromptChunks | None = None
+    ) -> Any:
+        self.chunks = chunks
         if self.limits is None:  # only attentions with a capacity plan on the device
             self.host_planned += 1
             return super().plan(*batch, sliding_window=sliding_window, into=into)
@@ -36,5 +49,9 @@ class DeviceAttention(BatchAttention):
     def run(self, plan: Any, q: torch.Tensor, *caches: torch.Tensor, out: Any = None, **options: Any) -> Any:
         rows = plan.num_query_tokens
         if self.limits is not None:
-            assert len(q) <= self.limits.max_query_tokens
-        return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
+            assert len(q) <= self.limits.max_query_tokens + (self.limits.max_chunk_tokens if self.chunks else 0)
+        if out is not None:
+            return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
+        result, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        _, lse[:rows] = super().run(plan, q[:rows], *caches, out=result[:rows], **options)
+        return result, lse

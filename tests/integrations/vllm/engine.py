@@ -34,28 +34,54 @@ def _counter(llm: LLM, name: str) -> int:
     return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
 
 
-def generate(model: Path, sampling: SamplingParams = GREEDY, rounds: int = 2, **options: Any) -> Run:
-    """Generates for all prompts, `rounds` times: the second finds the prompts in the prefix cache."""
-    defaults = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 16, "enforce_eager": True}
+def make_llm(model: Path, **options: Any) -> LLM:
+    """To be followed by `shut_down`."""
+    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 16, "enforce_eager": True}
     # Without it vLLM wants 92 % of the machine's memory to be free, even where the number of blocks is given.
     defaults |= {"kv_cache_memory_bytes": 64 << 20}
     defaults |= {"enable_prefix_caching": True, "skip_tokenizer_init": True, "disable_log_stats": False}
+    return LLM(str(model), **{**defaults, **options})
+
+
+def shut_down() -> None:
+    cleanup_dist_env_and_memory()
+
+
+def generate(
+    model: Path,
+    sampling: SamplingParams = GREEDY,
+    rounds: int = 2,
+    asked: list[list[int]] | None = None,
+    **options: Any,
+) -> Run:
+    """Generates for all prompts, or those that are `asked`, `rounds` times: the second finds them in the prefix
+    cache."""
     try:
-        return _run(LLM(str(model), **{**defaults, **options}), sampling, rounds)
+        return _run(make_llm(model, **options), sampling, rounds, prompts() if asked is None else asked)
     finally:
-        cleanup_dist_env_and_memory()
+        shut_down()
 
 
-def _run(llm: LLM, sampling: SamplingParams, rounds: int) -> Run:
+def _runner(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def traffics(llm: LLM) -> list[Any]:
+    """Of each attention group that is ours."""
+    groups = [group for groups in _runner(llm).attn_groups for group in groups]
+    return [getattr(group.get_metadata_builder(), "traffic", None) for group in groups]
+
+
+def _run(llm: LLM, sampling: SamplingParams, rounds: int, asked: list[list[int]]) -> Run:
     tokens, cached = [], 0
     for _ in range(rounds):
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], sampling, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
         tokens.append([list(sample.token_ids) for output in outputs for sample in output.outputs])
         cached += sum(output.num_cached_tokens or 0 for output in outputs)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = _runner(llm)
     groups = [group for groups in runner.attn_groups for group in groups]
     layers = runner.vllm_config.compilation_config.static_forward_context
-    traffics = [getattr(group.get_metadata_builder(), "traffic", None) for group in groups]
+    found = traffics(llm)
     return Run(
         tokens=tokens,
         cached_tokens=cached,
@@ -63,9 +89,11 @@ def _run(llm: LLM, sampling: SamplingParams, rounds: int) -> Run:
         drafts=_counter(llm, "spec_decode_num_draft_tokens"),
         accepted_drafts=_counter(llm, "spec_decode_num_accepted_tokens"),
         backends={group.backend.__name__ for group in groups},
-        impls={type(layers[name].impl).__name__ for group in groups for name in group.layer_names},
+        impls={
+            type(getattr(layers[name], "impl", layers[name])).__name__ for group in groups for name in group.layer_names
+        },
         specs={type(group.kv_cache_spec).__name__ for group in groups},
         block_sizes={group.kv_cache_spec.block_size for group in groups},
-        steps=max(traffic.steps if traffic else 0 for traffic in traffics),
-        kv_bytes_saved=sum(traffic.saved for traffic in traffics if traffic),
+        steps=max(traffic.steps if traffic else 0 for traffic in found),
+        kv_bytes_saved=sum(traffic.saved for traffic in found if traffic),
     )

@@ -11,8 +11,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from trunkattn.integrations.vllm import cuda, versions
 from trunkattn.reference import paged_attention
 
-from .device_attention import DeviceAttention  # noqa: F401
-
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 40
 SCALE, SEQUENCES, WIDTH = 0.2, 6, 8
 ONE = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, _k_scale=torch.ones(()), _v_scale=torch.ones(()))
@@ -40,13 +38,14 @@ class FlashRecorder:
 
 
 def make_layer(dtype: torch.dtype = torch.bfloat16, window: int | None = None, **changes: Any) -> Any:
-    options = {"cache": "auto", "soft_cap": None, "extra": {}} | changes
+    options = {"cache": "auto", "soft_cap": None, "kv_heads": KV_HEADS, "extra": {}} | changes
     torch.set_default_dtype(dtype)
     try:
         return cuda.TrunkAttentionCudaImpl(
-            HEADS, DIM, SCALE, KV_HEADS, None, window, options["cache"], options["soft_cap"], "decoder", None,
+            *(HEADS, DIM, SCALE, options["kv_heads"], None, window, options["cache"]),
+            *(options["soft_cap"], "decoder", None),
             **options["extra"],
-        )  # fmt: skip
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -56,7 +55,7 @@ def make_builder(engine: VllmConfig, *layers: Any) -> Any:
     for name, impl in zip(names, layers, strict=True):
         module = torch.nn.Module()
         module.impl, module.head_size_v = impl, impl.head_size
-        stored = torch.randn(PAGES, KV_HEADS, PAGE, 2 * DIM).to(impl.cache_dtype)
+        stored = torch.randn(PAGES, impl.num_kv_heads, PAGE, 2 * DIM).to(impl.cache_dtype)
         module.kv_cache = stored.view(torch.uint8) if impl.scaled else stored
         engine.compilation_config.static_forward_context[name] = module
     spec = type("FullAttentionSpec", (), {"block_size": PAGE})()

@@ -1,11 +1,12 @@
 """Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
-GPT-OSS (sinks)."""
+GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256)."""
 
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -17,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 512
@@ -53,7 +55,16 @@ def _config(name: str) -> PretrainedConfig:
     if name == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
         return GptOssConfig(**COMMON, **experts, **windowed, num_key_value_heads=2, tie_word_embeddings=False)
-    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3 or gpt_oss")
+    if name == "qwen3_next":
+        # A state of 32 heads has the bytes of the keys and values of over 512 tokens, which are a block then.
+        sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 32, "linear_key_head_dim": 64}
+        sizes |= {"linear_value_head_dim": 64, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        experts |= {"shared_expert_intermediate_size": 64}
+        types = ["linear_attention", "full_attention"] * 2
+        options = {**dense, **sizes, **experts, "layer_types": types, "mlp_only_layers": [0, 1, 2]}
+        return Qwen3NextConfig(**options, tie_word_embeddings=False)
+    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss or qwen3_next")
 
 
 def _sharpen(name: str, parameter: torch.Tensor) -> None:
@@ -68,6 +79,22 @@ def _sharpen(name: str, parameter: torch.Tensor) -> None:
         parameter.fill_(1.0)  # Gemma 3 scales by 1 + weight
     elif ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name) and parameter.eq(0).all():
         parameter.fill_(8.0)  # Gemma 2 scales by 1 + weight, and embeds and predicts with one matrix
+
+
+def write_eagle(folder: Path) -> None:
+    """Writes a draft model of one layer for the Llama: it continues from that one's hidden states (EAGLE)."""
+    torch.manual_seed(6)
+    config: Any = _config("llama")
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    weights = {name.removeprefix("model."): weight.clone() for name, weight in model.state_dict().items()}
+    unused = ("lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight")
+    weights = {name: weight for name, weight in weights.items() if name not in unused}
+    width = config.hidden_size
+    weights["fc.weight"] = torch.cat([torch.randn(width, width) * 0.02, torch.eye(width)], 1)
+    save_file(weights, folder / "model.safetensors")
 
 
 def write_model(name: str, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The back end for GPUs without one: what is planned where, what the kernels are given, what is refused."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import with_regular_strides
 from trunkattn.integrations.vllm import cuda, cuda_impl
 
+from .device_attention import DeviceAttention
 from .fakes import (
     DIM,
     HEADS,
@@ -77,6 +79,65 @@ def test_layers_run_in_graphs_of_their_own_unless_eager(
     assert isinstance(run, CapturedRun) is not eager
 
 
+@pytest.fixture
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card on which one kernel computes prompts and decodes sooner."""
+    monkeypatch.setattr(DeviceAttention, "may_overlap", True)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_prompts_and_decodes_in_one_kernel(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    layer, windowed = make_layer(), make_layer(window=16)
+    builder = make_builder(gpu_engine, layer, windowed)
+    batch = make_batch([1, 1, 5, 30], [20, 40, 60, 0])
+    batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02
+    assert flash_kernel.calls == []
+    assert (step.decodes, step.requests, step.decode_tokens, step.prefill, step.path) == (2, 2, 37, None, "mixed")
+    chunks = builder.attentions[layer.layer_spec].chunks
+    assert (chunks.first_token, chunks.query_lens.tolist(), chunks.seq_lens.tolist()) == (2, [5, 30], [65, 30])
+    assert chunks.other_kv_tokens == 21 + 41
+    assert chunks.seq_lens.dtype == chunks.query_lens.dtype == torch.int32
+    step, errors = run_step(builder, make_batch([1, 1, 1], [20, 40, 60]))  # the next step only decodes
+    assert max(errors) < 0.02
+    assert (step.decode_tokens, step.path, builder.attentions[layer.layer_spec].chunks) == (3, "decode", None)
+    assert isinstance(step.plans[layer.layer_spec][0], CapturedRun)
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("why", ["no lengths", "not worth it", "no decode", "padding"])
+def test_prompts_go_to_flash_attention_otherwise(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    builder = make_builder(gpu_engine, make_layer())
+    run_step(builder, make_batch([1, 1], [20, 40]))
+    batch = make_batch([7, 5, 30] if why == "no decode" else [1, 5, 30], [20, 40, 0], padding=int(why == "padding"))
+    if why != "no lengths":
+        batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
+    if why == "not worth it":
+        monkeypatch.setattr(DeviceAttention, "may_overlap", False)
+    if why == "padding":  # of a full graph, which holds no prompts
+        assert builder.build(0, batch).chunks is False
+        return
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02
+    assert (len(flash_kernel.calls), step.chunks) == (1, False)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_the_kernel_for_both_is_compiled_at_the_first_step(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    monkeypatch.setattr(DeviceAttention, "run", lambda self, plan, q, *caches, **options: runs.append(len(q)))
+    builder = make_builder(gpu_engine, make_layer(), make_layer(window=16))
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    assert runs == [2, 2]
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    assert runs == [2, 2]
+
+
 def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
     layer = make_layer()
     builder = make_builder(gpu_engine, layer)
@@ -118,6 +179,45 @@ def test_drafts_are_verified_by_our_kernels(gpu_engine: VllmConfig, flash_kernel
     limits = builder.attentions[layer.layer_spec].limits
     assert (limits.max_requests, limits.max_query_tokens, limits.max_query_len) == (SEQUENCES, 4 * SEQUENCES, 4)
     assert (limits.max_pages_per_request, limits.num_pages) == (WIDTH, PAGES)
+
+
+def test_drafting_goes_on_from_the_same_tensors(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """Between the tokens of a draft vLLM lengthens each request in place, and the plan follows, in its own place."""
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    assert builder.supports_draft_decode_metadata_update
+    batch = make_batch([1, 1], [20, 40])
+    step, _ = run_step(builder, batch)
+    (_, plan), attention = step.plans[layer.layer_spec], builder.attentions[layer.layer_spec]
+    batch.seq_lens += 3
+    builder.update_draft_decode_metadata(step)
+    _, lens, _, into = attention.planned[-1]
+    assert (lens.tolist(), into) == ([24, 44], plan)
+    assert len(attention.planned) == 2
+    assert plan.stats.kv_tokens_per_query == 68
+
+
+def test_a_plan_that_the_host_makes_is_not_updated_in_a_graph(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, set_batch_invariance: Callable[[bool], None]
+) -> None:
+    set_batch_invariance(True)
+    assert not make_builder(gpu_engine, make_layer()).supports_draft_decode_metadata_update
+
+
+@pytest.mark.parametrize(("drafts", "most"), [(None, 1), (3, 4)])
+def test_graphs_hold_rows_of_several_lengths(drafts: int | None, most: int, gpu_engine: VllmConfig) -> None:
+    if drafts:
+        gpu_engine.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)  # type: ignore[assignment]
+    builder = make_builder(gpu_engine, make_layer())
+    spec = builder.kv_cache_spec
+    assert builder.get_cudagraph_support(gpu_engine, spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_varlen_cudagraph_max_query_len(gpu_engine, spec) == most
+    lens = [most, 1, most]
+    batch = make_batch(lens, [20, 40, 60], padding=1)
+    batch.query_start_loc_cpu = torch.tensor([0, *torch.tensor([1, most, most]).cumsum(0).tolist(), sum(lens)])
+    step, errors = run_step(builder, batch)
+    assert max(errors) < 0.02, "the device's lengths count, of which the host knows the sum"
+    assert (step.decode_tokens, step.prefill) == (sum(lens) + 1, None)
 
 
 def test_plans_stay_where_they_are(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
@@ -165,6 +265,22 @@ def test_what_flash_attention_cannot_do(
     attention, _ = step.prefill.plans[layer.layer_spec]
     assert (attention.host_planned, attention.limits) == (1, None)
     assert flash_kernel.calls == []
+
+
+def test_a_batch_invariant_engine_runs_prompts_on_our_kernels_too(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, set_batch_invariance: Callable[[bool], None]
+) -> None:
+    set_batch_invariance(True)
+    layer = make_layer()
+    assert layer.layer_spec.config(PAGE).batch_invariant
+    assert (layer.flash, "than decoding does" in layer.flash_note) == (None, True)
+    builder = make_builder(gpu_engine, layer)
+    for _ in range(2):
+        step, errors = run_step(builder, make_batch([1, 1, 5, 30], [40, 40, 60, 0], shared=2))
+        assert max(errors) < 0.02
+    assert (step.decodes, step.prefill.tokens) == (2, slice(2, 37))
+    assert flash_kernel.calls == []
+    assert builder.traffic.read > 0, "the host counts what it plans"
 
 
 @pytest.mark.parametrize(
@@ -259,8 +375,10 @@ def test_a_refusal_of_vllm_says_what_to_do() -> None:
     }  # fmt: skip
     validate = cuda.TrunkAttentionCudaBackend.validate_configuration
     assert validate(**options) == []
-    assert validate(**options, use_batch_invariant=True) == [
-        "batch invariance not supported", "turn this off or leave attention_backend out"
+    assert validate(**options, use_batch_invariant=True) == []
+    options["use_per_head_quant_scales"] = True
+    assert validate(**options) == [
+        "per-head quant scales not supported", "turn this off or leave attention_backend out"
     ]  # fmt: skip
 
 
@@ -269,4 +387,5 @@ def test_what_the_back_end_says_of_itself() -> None:
     assert backend.get_name() == "CUSTOM"
     assert backend.get_impl_cls() is cuda.TrunkAttentionCudaImpl
     assert backend.get_builder_cls() is cuda.TrunkAttentionCudaBuilder
+    assert backend.supports_device_cpu_query_lens_mismatch()
     assert not backend.forward_includes_kv_cache_update

@@ -1,6 +1,6 @@
 """One layer without an engine: fp8 caches, padding, and what is refused when the layer is made."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +162,16 @@ def test_options_of_the_engine_are_refused(engine: VllmConfig) -> None:
         make_layer()
 
 
+def test_a_mode_whose_operators_are_missing_is_refused(
+    set_batch_invariance: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_batch_invariance(True)
+    assert make_layer().layer_spec.batch_invariant
+    monkeypatch.setattr(versions, "has_triton", lambda: False)
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1 without Triton"):
+        make_layer()
+
+
 def test_options_that_are_off_pass() -> None:
     make_layer(extra={"chunk_lookback": -1, "use_alibi_sqrt": False, "something_new": None, "sinks": None})
 
@@ -183,6 +193,7 @@ def test_what_the_back_end_says_of_itself() -> None:
     assert TrunkAttentionBackend.get_name() == "CUSTOM"
     assert TrunkAttentionBackend.supports_sink()
     assert TrunkAttentionBackend.supports_sliding_window()
+    assert TrunkAttentionBackend.supports_batch_invariance()
     assert not TrunkAttentionBackend.is_mla()
     assert not TrunkAttentionImpl.supports_dcp
     assert [TrunkAttentionBackend.supports_block_size(size) for size in (8, 16, 24, 32, 128)] == [

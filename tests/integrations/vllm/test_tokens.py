@@ -109,6 +109,14 @@ def test_drafts_that_are_accepted(model: Callable[[str], Path], stock: Callable[
     assert_equal(run, stock("llama"))
 
 
+def test_drafts_of_an_eagle(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    """Several tokens a draft, each from the hidden state before it; the layer that drafts is ours too."""
+    drafts = {"method": "eagle", "model": str(model("eagle")), "num_speculative_tokens": 3}
+    run = ours(model("llama"), 16, speculative_config={**drafts, "attention_backend": "CUSTOM"})
+    assert run.drafts > 500
+    assert_equal(run, stock("llama"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_broken_merge_changes_tokens(
     name: str, model: Callable[[str], Path], stock: Callable[..., Run], monkeypatch: pytest.MonkeyPatch

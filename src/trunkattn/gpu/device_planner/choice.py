@@ -29,6 +29,7 @@ class Candidates:
     Attributes:
         stages: [stages, fields of Stage] int64.
         passes: [candidates, 2, fields of Pass] int64; a candidate's tall tiles come first.
+        lowest: [candidates] int32, 1 for those of the lowest tile alone, whose items can overlap prompt chunks.
         costs: of the rule.
         page_size: tokens.
         segment_size: tokens.
@@ -37,6 +38,7 @@ class Candidates:
 
     stages: NDArray[np.int64]
     passes: NDArray[np.int64]
+    lowest: NDArray[np.int32]
     costs: Costs
     page_size: int
     segment_size: int
@@ -52,7 +54,8 @@ def candidates_of(rule: TilingRule) -> Candidates:
     """The candidates of a rule."""
     priced = rule.priced
     passes = np.array([[_pass_of(rule, *use) for use in uses.tolist()] for uses in priced.uses], np.int64)
-    return Candidates(priced.stages, passes, priced.costs, rule.page_size, rule.segment_size, rule.fuse_up_to)
+    lowest = np.array([tiling.tall is None and tiling.low == 0 for tiling in priced.tilings], np.int32)
+    return Candidates(priced.stages, passes, lowest, priced.costs, rule.page_size, rule.segment_size, rule.fuse_up_to)
 
 
 def _pass_of(rule: TilingRule, stage: int, kind: int, num_parts: int) -> Pass:

@@ -39,6 +39,7 @@ class ChoiceArrays(NamedTuple):
     """The candidates, and what each of their passes comes to.
 
     passes: [candidates, 2, fields of Pass].
+    allowed: [candidates] whether a candidate may be chosen.
     times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, segments or partial states
         than its share of the limits.
     num_items, share: [candidates, 2] items, and segments of each.
@@ -46,6 +47,7 @@ class ChoiceArrays(NamedTuple):
     """
 
     passes: Any
+    allowed: Any
     times: Any
     num_items: Any
     share: Any
@@ -160,6 +162,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
     a_pass = load_pass(choice.passes, number)
     times = _load_tile(costs.tiles, a_pass.kind)
     is_alone = tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0  # the second pass has no stage
+    is_allowed = tl.load(choice.allowed + tl.program_id(0)) != 0
     trigger_and_wait(PDL)  # the tables were there before
     num_entries = tl.load(counts_of(status).num_entries)
     is_used = a_pass.stage >= 0
@@ -200,7 +203,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
     part = tl.where(is_alone, 1, 2)  # of the limits
     fits = (num_items <= limits.items // part) & (sums.slots <= limits.slots // part)
     fits = fits & (listed_segments(total.segments, num_items, a_pass) <= limits.segments // part)
-    tl.store(choice.times + number, tl.where(fits, time, NEVER))
+    tl.store(choice.times + number, tl.where(fits & is_allowed, time, NEVER))
 
 
 @triton.jit

@@ -78,6 +78,8 @@ class DevicePlanner:
         self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
         self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
         self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)
+        self._lowest = torch.from_numpy(candidates.lowest).to(device)
+        self._every = torch.ones_like(self._lowest)
         tiles = torch.from_numpy(candidates.costs.tiles.astype("int32")).to(device)
         self._costs = candidates.costs._replace(tiles=tiles)  # type: ignore[arg-type]  # as kernels take it
         self._buffers = self._allocate()
@@ -116,6 +118,11 @@ class DevicePlanner:
         }
 
     @property
+    def num_pages(self) -> int:
+        """Of the cache."""
+        return self._capacity.num_pages
+
+    @property
     def times(self) -> torch.Tensor:
         """[candidates] int64: predicted ns of each in the last batch; at least 2**61 where it may not fit."""
         return self._buffers["times"].sum(1)
@@ -127,12 +134,14 @@ class DevicePlanner:
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         window: int,
+        lowest_tile: bool = False,
     ) -> None:
         """Plans a step into a plan reserved with the same limits, on the current stream of the device.
 
         block_table [rows, columns], seq_lens [rows], query_start_loc [rows + 1], all int32 and contiguous in their last
         dimension, rows at most the capacity's; rows without query tokens are padding. Columns beyond the capacity's are
-        not looked at. Values are clamped to the capacity and flagged in `errors`.
+        not looked at. Values are clamped to the capacity and flagged in `errors`. lowest_tile: of the tilings only
+        those of the lowest tile alone.
 
         Raises:
             TypeError: if a tensor is not int32.
@@ -141,7 +150,7 @@ class DevicePlanner:
         self.check(block_table, seq_lens, query_start_loc)
         tables = Tables(block_table, seq_lens, query_start_loc)
         self._order(plan, tables, window)
-        self._tile(window)
+        self._tile(window, self._lowest if lowest_tile else self._every)
         self._list(plan, tables, window)
 
     def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
@@ -171,7 +180,7 @@ class DevicePlanner:
             Links(b["links"], b["subtree_queries"]),
             EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields)),
             row_tiles.Layout(b["nodes"], b["tiles"], b["totals"]),
-            cost.ChoiceArrays(self._passes, b["times"], b["num_items"], b["share"], b["item_starts"]),
+            cost.ChoiceArrays(self._passes, self._every, b["times"], b["num_items"], b["share"], b["item_starts"]),
         )
 
     def _order(self, plan: GpuPlan, tables: Tables, window: int) -> None:
@@ -199,9 +208,10 @@ class DevicePlanner:
             **self._pdl(),
         )
 
-    def _tile(self, window: int) -> None:
-        """The tiles of every stage, and the time of every candidate."""
+    def _tile(self, window: int, allowed: torch.Tensor) -> None:
+        """The tiles of every stage, and the time of every candidate. allowed: those that may be chosen."""
         arrays, sizes = self._arrays, self._sizes
+        choice = arrays.choice._replace(allowed=allowed)
         row_tiles.tiles_kernel[(self._num_tiles,)](
             *(arrays.entries, arrays.status, self._stages, arrays.layout, window),
             SIZES=sizes,
@@ -209,7 +219,7 @@ class DevicePlanner:
             **self._pdl(),
         )
         cost.candidates_kernel[(sizes.candidates, 2)](
-            *(self._costs, arrays.layout, arrays.status, arrays.choice, self._limits),
+            *(self._costs, arrays.layout, arrays.status, choice, self._limits),
             SIZES=sizes,
             num_warps=8,
             **self._pdl(),

@@ -9,10 +9,11 @@ import torch
 
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.choice import candidates_of
+from trunkattn.gpu.device_planner.chunks import ListedChunks, place_chunks
 from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, errors_of
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
-from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.invariants import check_plan, check_tiles
 from trunkattn.planner.planner import StepTables, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.work_list import PlanStats, TileLimits, TileList
@@ -22,13 +23,15 @@ Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_len
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step planned on the device. tables: the caller's, which `stats` and `check` read when they are asked."""
+    """A step planned on the device. tables: the caller's without prompt chunks; `stats` and `check` read them when
+    they are asked."""
 
     tables: Tables
     window: int
     rule: TilingRule
     gpu_plan: GpuPlan
     num_query_tokens: int = 0  # at least; the number is on the device
+    chunks: ListedChunks | None = None  # the last requests
 
     @property
     def traffic(self) -> torch.Tensor:
@@ -38,8 +41,8 @@ class DeviceStep:
 
     @property
     def has_chunks(self) -> bool:
-        """All requests are rows of tiles."""
-        return False
+        """Whether the host listed prompt chunks. All other requests are rows of tiles."""
+        return self.chunks is not None
 
     @property
     def launches_chunks(self) -> bool:
@@ -55,6 +58,8 @@ class DeviceStep:
         host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}
         heights = len(self.rule.kinds)
         *counts, merged = host["counts"][: 2 * heights + 2].tolist()
+        if self.chunks:
+            counts[0] = int(host["overlapped"][0])  # items that overlap chunks are in no bucket
         items = host["items"][: 5 * counts[-1]].reshape(-1, 5)
         queries, segments = (int(items[:, column].max(initial=0)) for column in (4, 2))
         slots = host["slots"][:queries]
@@ -81,11 +86,25 @@ class DeviceStep:
         assert self.gpu_plan.summary is not None
         tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
         described = tiling.name(self.rule), "least predicted time, found on the device"
-        return tile_stats(self.tile_list(), self.batch(), self.rule, *described)
+        stats = tile_stats(self.tile_list(), self.batch(), self.rule, *described)
+        if self.chunks is None:
+            return stats
+        own = self.chunks.planned.stats()
+        return PlanStats(
+            kv_tokens_read=stats.kv_tokens_read + own.kv_tokens_read,
+            kv_tokens_per_query=stats.kv_tokens_per_query + own.kv_tokens_per_query,
+            num_packs=stats.num_packs + own.num_packs,
+            num_work_items=stats.num_work_items + own.num_work_items,
+            tiles=stats.tiles | own.tiles,
+            policy=f"{stats.policy}, {self.chunks.stat_name}",
+            reason=f"{stats.reason}; prefill: {own.reason}",
+        )
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
         check_tiles(self.tile_list(), self.batch(), self.rule)
+        if self.chunks:
+            check_plan(self.chunks.planned)
 
 
 def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, policy: str, reason: str) -> PlanStats:
@@ -124,25 +143,36 @@ class OnDevice:
             self._graphs = GraphCache(device, 256 + 2 * capacity.max_requests)
 
     def plan(
-        self, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], window: int, plan: GpuPlan
+        self,
+        tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        window: int,
+        plan: GpuPlan,
+        chunks: ListedChunks | None = None,
     ) -> DeviceStep:
-        """Fills a reserved plan; query_start_loc None: one query token each."""
+        """Fills a reserved plan; query_start_loc None: one query token each. chunks: the last requests."""
         table, lens, starts = tables
-        known = 0 if starts is not None else table.shape[0]
-        kept = (table, lens, self._starts[: table.shape[0] + 1] if starts is None else starts)
+        if starts is None:
+            starts = self._starts[: table.shape[0] + 1]
+            known = table.shape[0]
+        else:
+            known = chunks.end_token if chunks else 0
+        rows = len(table) - (chunks.num_requests if chunks else 0)
+        kept = (table[:rows], lens[:rows], starts[: rows + 1])
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._fill(plan, kept, window)
-        return DeviceStep(kept, window, self._rule, plan, known)
+            self._fill(plan, kept, window, chunks is not None and chunks.overlaps)
+            if chunks:
+                place_chunks(plan, chunks, table, self._planner.num_pages)
+        return DeviceStep(kept, window, self._rule, plan, known, chunks)
 
-    def _fill(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+    def _fill(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
         """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches
         from Python take five times as long as what they launch."""
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return self._planner.fill(plan, *tables, window)
+            return self._planner.fill(plan, *tables, window, lowest_tile)
         assert plan.summary is not None
         places = [value for table in tables for value in (table.dtype, table.data_ptr(), *table.shape, *table.stride())]
-        key = (plan.flat.data_ptr(), plan.summary.data_ptr(), window, *places)
-        self._graphs.run(key, partial(self._planner.fill, plan, *tables, window))
+        key = (plan.flat.data_ptr(), plan.summary.data_ptr(), window, lowest_tile, *places)
+        self._graphs.run(key, partial(self._planner.fill, plan, *tables, window, lowest_tile))
 
     @property
     def errors(self) -> torch.Tensor:

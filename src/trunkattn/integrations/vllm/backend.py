@@ -11,7 +11,11 @@ from trunkattn.integrations.vllm.metadata import TrunkAttentionBuilder
 
 
 class TrunkAttentionBackend(AttentionBackend):
-    """Decoder self-attention over vLLM's paged KV cache. Each step reads shared prefixes once."""
+    """Decoder self-attention over vLLM's paged KV cache. Each step reads shared prefixes once.
+
+    `customize_spec` is vLLM's own, because our kernels read a cache as vLLM lays it out. `supports_dcp` and
+    `supports_pcp` are what the layer's class says.
+    """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(versions.KV_DTYPES)
@@ -55,6 +59,17 @@ class TrunkAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """With VLLM_BATCH_INVARIANT=1 our kernels compute every token, so that neither what it is batched with, nor
+        where its prompt is cut, nor what is in the prefix cache changes a bit."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Tokens of an image that see each other in both directions: plans are causal."""
+        return False
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Plans need the query lengths that the host knows."""
+        """On a CPU nothing trims drafts behind the host's back."""
         return False

@@ -6,24 +6,28 @@ fetch arrives.)
 
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
-FlashAttention. For layers that it does not support (8-bit caches, float32) our kernels run the prompts too. Their plan
-is made on the host, which waits for the device in steps with prompts.
+FlashAttention, unless one kernel of ours computes them together with the decodes sooner (H100 and H200, 16-bit caches,
+head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
+Their plan is made on the host, which waits for the device in steps with prompts.
+
+With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from trunkattn import BatchAttention, Capacity, Plan
+from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, count_arrivals
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic, count_arrivals, count_step
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
+from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 
@@ -50,10 +54,23 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
         return versions.kv_cache_stride_order(include_num_layers_dimension)
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Plans are made from the query lengths on the device."""
+        return True
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
         """The reasons why not, for vLLM's error, and what to do."""
         reasons: list[str] = super().validate_configuration(*args, **options)
         return [*reasons, "turn this off or leave attention_backend out"] if reasons else []
+
+
+class DecodeRows(NamedTuple):
+    """The rows that decode; see `BatchAttention.plan`."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
 
 
 @dataclass
@@ -62,18 +79,25 @@ class CudaStep(AttentionMetadata):
 
     Attributes:
         plans: plans of the rows that decode, each with the function that runs it, called as `BatchAttention.run`.
+        planned: what they were planned from.
         decodes: rows that decode, padding included.
         requests: rows that decode, without padding.
-        decode_tokens: their query tokens.
-        prefill: the other rows; None: there are none.
+        decode_tokens: their query tokens; with `chunks` those of all rows.
+        prefill: the other rows; None: there are none, or `chunks`.
+        nothing_local: [rows, 1] bool, of each row that decodes, whether this rank holds none of its keys; None: each
+            request is on one rank.
+        chunks: whether the plans hold the other rows too, as prompt chunks.
         launched: whether a layer has run the step from the host. A full CUDA graph does not.
     """
 
-    plans: dict[LayerSpec, tuple[Callable[..., object], Plan]]
+    plans: dict[LayerSpec, tuple[Callable[..., Any], Plan]]
+    planned: DecodeRows
     decodes: int
     requests: int
     decode_tokens: int
     prefill: PrefillRows | None
+    nothing_local: torch.Tensor | None = None
+    chunks: bool = False
     launched: bool = False
 
     @property
@@ -81,7 +105,7 @@ class CudaStep(AttentionMetadata):
         """The path for the counters, valid after the step."""
         if not self.launched:
             return "full_graph"
-        if self.prefill is None:
+        if self.prefill is None and not self.chunks:
             return "decode"
         return "mixed" if self.decodes else "prefill"
 
@@ -95,6 +119,13 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._decode_query_len = int(self.reorder_batch_threshold or 1)
+        self._ranks = context_ranks(self.modules.values(), vllm_config)
+        self._nothing_local: torch.Tensor | None = None
+        self._local_lens: torch.Tensor | None = None
+        # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device.
+        self.supports_draft_decode_metadata_update = self._ranks is None and not any(
+            spec.batch_invariant for spec in self.layers
+        )
         # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
         # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
         # discards.
@@ -102,7 +133,9 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._prefill_attentions: dict[LayerSpec, BatchAttention] = {}
         self._device_traffic: DeviceTraffic | None = None
         self._plans: dict[LayerSpec, Plan] = {}
-        self._runs: dict[LayerSpec, Callable[..., object]] = {}
+        self._decode_plans: dict[LayerSpec, Plan] = {}  # the same without the launch for prompt chunks
+        self._may_overlap = False
+        self._runs: dict[LayerSpec, Callable[..., Any]] = {}
         self._kv_token_bytes = self.kv_token_bytes()
         self._last: CudaStep | None = None
         for spec, count in self.layers.items():
@@ -113,6 +146,21 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
                 "request); prompts run in %s.",
                 *(count, spec, kv_cache_spec.block_size, self._decode_query_len, prefill),
             )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Rows that verify drafts are in full graphs too, unless ranks share each request: then they are prompts."""
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Up to as many query tokens as a request has in a full graph, rows may have any number: plans tell kernels how
+        many there are. vLLM from 0.33 on asks."""
+        if cls.get_cudagraph_support(vllm_config, kv_cache_spec) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
+            return 1
+        return versions.decode_query_len(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CudaStep:
         """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
@@ -126,6 +174,11 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         """Plans a step of arbitrary rows into the plans that every graph reads. The step is not counted."""
         return self._step(common_attn_metadata)
 
+    def update_draft_decode_metadata(self, metadata: CudaStep) -> None:
+        """Plans a step again from its tensors, which hold the next token of each request. vLLM from 0.33 on calls it
+        between the tokens of a draft, and records it in the CUDA graph that drafts all of them."""
+        self._plan(metadata.planned)
+
     def _step(self, batch: Any) -> CudaStep:
         check_causal(batch)
         decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(
@@ -133,12 +186,28 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         if not self.attentions:
             self._allocate(batch.block_table_tensor.shape[1])
-        plans = self._plan(batch, decodes) if decodes else {}
+        requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
+        chunks = self._chunks(batch, decodes, decode_tokens) if decodes and prefills and self._may_overlap else None
+        if chunks is not None:
+            planned = self._decode_rows(batch, decodes + prefills)
+            plans = self._plan(planned, chunks)
+            return CudaStep(plans, planned, decodes, requests, decode_tokens + prefill_tokens, None, chunks=True)
+        planned = self._decode_rows(batch, decodes)
+        plans = self._plan(planned) if decodes else {}
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
-        requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
-        return CudaStep(plans, decodes, requests, decode_tokens, prefill)
+        return CudaStep(plans, planned, decodes, requests, decode_tokens, prefill, self._nothing_local)
+
+    def _chunks(self, batch: Any, decodes: int, first_token: int) -> PromptChunks | None:
+        """What the host knows of the prompts, if the decodes are to be computed together with them."""
+        lens = getattr(batch, "seq_lens_cpu_upper_bound", None)  # of prompts, the lengths themselves
+        query_lens = batch.query_start_loc_cpu[decodes : batch.num_reqs + 1].diff().to(torch.int32)
+        if lens is None or int(query_lens.min()) < 1:
+            return None
+        rows = lens[decodes : batch.num_reqs].to(torch.int32)
+        chunks = PromptChunks(first_token, query_lens, rows, int(lens[:decodes].sum()))
+        return chunks if all(attention.overlaps(chunks) for attention in self.attentions.values()) else None
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
@@ -149,26 +218,73 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             max_pages_per_request=max_pages_per_request,
             num_pages=versions.num_blocks(self.modules.values()),
             max_query_len=self._decode_query_len,
+            max_chunk_tokens=0
+            if self._ranks is not None
+            else int(self.vllm_config.scheduler_config.max_num_batched_tokens),
         )
         # One attention serves all windows of a configuration, so that they share the workspace.
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
         self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
         eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
-        runs = {config: each.run if eager else CapturedRun(each) for config, each in shared.items()}
+        direct = eager or self._ranks is not None  # a graph of a layer's own would not return the log-sum-exps
+        runs = {config: each.run if direct else CapturedRun(each) for config, each in shared.items()}
+        if self._ranks is not None:
+            self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
+            self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._runs = {spec: runs[config] for spec, config in self.configs.items()}
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
         self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
+        self._may_overlap = self._warm_up_chunks(capacity)
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
-    def _plan(self, batch: Any, decodes: int) -> dict[LayerSpec, tuple[Callable[..., object], Plan]]:
-        rows = (
-            batch.block_table_tensor[:decodes], batch.seq_lens[:decodes], batch.query_start_loc[: decodes + 1],
-        )  # fmt: skip
+    def _warm_up_chunks(self, capacity: Capacity) -> bool:
+        """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
+        whether it may ever be used."""
+        longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
+        whole = torch.tensor([longest], dtype=torch.int32)
+        attentions = {*self.attentions.values()}
+        if not longest or not all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions):
+            return False
+        one = torch.ones(1, dtype=torch.int32)
+        rows = torch.zeros(2, capacity.max_pages_per_request, dtype=torch.int32, device=self.device)
+        lens, starts = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (2, 3))
+        for module in {layer.impl.layer_spec: layer for layer in self.modules.values()}.values():
+            spec = module.impl.layer_spec
+            attention = self.attentions[spec]
+            plan = attention.plan(
+                *(rows, lens.fill_(1), starts), sliding_window=spec.sliding_window, chunks=PromptChunks(1, one, one)
+            )
+            q = torch.zeros(2, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
+            keys, values = module.impl.caches_of(module.kv_cache)
+            attention.run(plan, q, keys, values, out=torch.empty_like(q))
+        return True
+
+    def _decode_rows(self, batch: Any, decodes: int) -> DecodeRows:
+        lens = batch.seq_lens[:decodes]
+        if self._ranks is not None and self._nothing_local is not None and self._local_lens is not None:
+            # This step's token is among the keys already, on one of the ranks. A row without any on this rank reads one
+            # that is not its own; its log-sum-exp becomes -inf, so that the merge leaves it out. The lengths have a
+            # place of their own, since the planner's graph is bound to it.
+            local, lens = self._ranks.local_lens(lens), self._local_lens[:decodes]
+            self._nothing_local[:decodes, 0] = local == 0
+            lens.copy_(local.clamp(min=1))
+        return DecodeRows(batch.block_table_tensor[:decodes], lens, batch.query_start_loc[: decodes + 1])
+
+    def _plan(
+        self, rows: DecodeRows, chunks: PromptChunks | None = None
+    ) -> dict[LayerSpec, tuple[Callable[..., Any], Plan]]:
+        """Plans of rows that decode, and behind them of prompt chunks."""
         for spec, attention in self.attentions.items():
-            self._plans[spec] = attention.plan(*rows, sliding_window=spec.sliding_window, into=self._plans.get(spec))
-        return {spec: (self._runs[spec], plan) for spec, plan in self._plans.items()}
+            options: dict[str, Any] = {"sliding_window": spec.sliding_window, "into": self._plans.get(spec)}
+            options |= {"chunks": chunks} if chunks is not None else {}
+            plan = self._plans[spec] = attention.plan(*rows, **options)
+            if chunks is None and spec not in self._decode_plans:
+                self._decode_plans[spec] = plan.without_chunks()
+        if chunks is not None:
+            return {spec: (self.attentions[spec].run, plan) for spec, plan in self._plans.items()}
+        return {spec: (self._runs[spec], plan) for spec, plan in self._decode_plans.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)
@@ -180,15 +296,34 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             spec: (attention, attention.plan(table, lens, starts, sliding_window=spec.sliding_window))
             for spec, attention in self._prefill_attentions.items()
         }
-        return PrefillRows(tokens, starts, lens, table, batch.max_query_len, batch.max_seq_len, plans)
+        context_lens, most = None, 0
+        if self._ranks is not None and _any_context(batch, rows):
+            context_lens = self._ranks.local_lens(lens - starts.diff())
+            most = self._ranks.most_local(batch.max_seq_len)
+        longest = (batch.max_query_len, batch.max_seq_len)
+        return PrefillRows(tokens, starts, lens, table, *longest, plans, context_lens, most)
 
     def _count(self, step: CudaStep, traffic: DeviceTraffic) -> None:
         """Counts the path of the last step, which has run by now, and the traffic of earlier steps that has arrived."""
         last, self._last = self._last, step
         if last is not None:
             self.stats.count_step(last.path)
-        if step.plans:
-            traffic.note([plan.traffic for _, plan in step.plans.values()], step.requests)
-        else:
+        plans = [plan for _, plan in step.plans.values()]
+        if not plans:
             self.stats.count_unshared("no_decode")
+        elif all(attention.plans_on_device for attention in self.attentions.values()):
+            traffic.note([plan.traffic for plan in plans], step.requests)
+        else:
+            stats = [plan.stats for plan in plans]
+            kv_tokens = [[each.kv_tokens_read, each.kv_tokens_per_query] for each in stats]
+            count_step(self.stats, StepTraffic(step.requests, kv_tokens), self._kv_token_bytes)
         count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
+
+
+def _any_context(batch: Any, rows: slice) -> bool:
+    """Whether a row has tokens before this step's, as far as the host knows; the same on every rank."""
+    bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)
+    if bounds is None:
+        return True
+    query_lens = batch.query_start_loc_cpu[rows.start : rows.stop + 1].diff()
+    return bool((bounds[rows] > query_lens).any())

@@ -1,5 +1,6 @@
 """One attention layer on an NVIDIA GPU: decodes run on our kernels, prompts on vLLM's FlashAttention."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from vllm.platforms import current_platform
 
 from trunkattn.integrations.common import LayerSpec, PrefillRows
 from trunkattn.integrations.vllm import versions
+from trunkattn.integrations.vllm.context_parallel import ContextGroup, context_refusals, find_group
 from trunkattn.integrations.vllm.flash import find_flash
-from trunkattn.integrations.vllm.impl import TrunkAttentionImpl, check_supported
+from trunkattn.integrations.vllm.impl import StepTensors, TrunkAttentionImpl, check_supported
 
 
 def gpu_refusals(spec: LayerSpec, scaled: bool, vllm_config: Any) -> list[str]:
@@ -34,10 +36,21 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         ValueError: with one line, if the model, an option of the engine or this GPU is not supported.
     """
 
+    supports_dcp = True
+    can_return_lse_for_decode = True  # what vLLM asks of decode context parallelism; natural logarithms
+
     def __init__(self, *args: Any, **extra: Any) -> None:
         super().__init__(*args, **extra)
-        check_supported(gpu_refusals(self.layer_spec, self.scaled, get_current_vllm_config()))
+        vllm_config = get_current_vllm_config()
+        check_supported(gpu_refusals(self.layer_spec, self.scaled, vllm_config))
         self.flash, self.flash_note = find_flash(self.layer_spec)
+        self.group: ContextGroup | None = None
+        if self.dcp_world_size > 1:
+            check_supported(context_refusals(self.layer_spec, self.flash, self.flash_note))
+            self.group = find_group(vllm_config)
+
+    def _device_refusals(self) -> list[str]:
+        return []
 
     def do_kv_cache_update(
         self,
@@ -54,43 +67,45 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
             *(key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale)
         )
 
-    def _attend(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        step: Any,
-        output: torch.Tensor,
-    ) -> None:
+    def _attend(self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], step: Any) -> None:
         """As on a CPU, with the builder's `CudaStep`. A CUDA graph can capture a step that only decodes.
 
         Raises:
             ValueError: a step with prompts is captured.
         """
+        if step.chunks or step.prefill is not None:
+            check_not_captured()
         step.launched = True
         if step.decode_tokens:
             run, plan = step.plans[self.layer_spec]
             rows, scales = slice(0, step.decode_tokens), self._scales(layer)
-            run(plan, query[rows], *caches, out=output[rows], sinks=self.sinks, **scales)
+            query, out = tensors.query[rows], tensors.output[rows]
+            if self.group is None:
+                run(plan, query, *caches, out=out, sinks=self.sinks, **scales)
+            else:
+                part, lse = run(plan, self.group.gather_heads(query), *caches, return_lse=True, **scales)
+                lse.masked_fill_(step.nothing_local[rows], -math.inf)
+                out.copy_(self.group.merge(part, lse)[0])
         if step.prefill is not None:
-            self._prefill(layer, query, caches, step.prefill, output)
+            self._prefill(layer, tensors, caches, step.prefill)
 
     def _prefill(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        rows: PrefillRows,
-        output: torch.Tensor,
+        self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], rows: PrefillRows
     ) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "attention_backend=CUSTOM: a full CUDA graph captures a step with prompts, which TrunkAttention runs "
-                "outside of graphs; choose cudagraph_mode=FULL_AND_PIECEWISE"
-            )
-        q, out = query[rows.tokens], output[rows.tokens]
-        if self.flash is not None:
-            self.flash.run(rows, q, caches, out, self._model_sinks)
-        else:
+        prompts = StepTensors(*(each[rows.tokens] for each in tensors))
+        if self.flash is None:
             attention, plan = rows.plans[self.layer_spec]
-            attention.run(plan, q, *caches, out=out, sinks=self.sinks, **self._scales(layer))
+            attention.run(plan, prompts.query, *caches, out=prompts.output, sinks=self.sinks, **self._scales(layer))
+        elif self.group is None:
+            self.flash.run(rows, prompts.query, caches, prompts.output, self._model_sinks)
+        else:
+            self.flash.run_on_ranks(rows, prompts, caches, self.group)
+
+
+def check_not_captured() -> None:
+    """Raises ValueError while a CUDA graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "attention_backend=CUSTOM: a full CUDA graph captures a step with prompts, which TrunkAttention runs "
+            "outside of graphs; choose cudagraph_mode=FULL_AND_PIECEWISE"
+        )

@@ -8,6 +8,8 @@ import torch
 
 from trunkattn.integrations.common import LayerSpec, PrefillRows, with_regular_strides
 from trunkattn.integrations.vllm import versions
+from trunkattn.integrations.vllm.context_parallel import ContextGroup
+from trunkattn.integrations.vllm.impl import StepTensors
 
 WITH_SINKS: Final = (3, 4)  # versions of FlashAttention that support sinks
 
@@ -55,6 +57,48 @@ class FlashPrefill:
             s_aux=sinks,
         )
 
+    def run_on_ranks(
+        self, rows: PrefillRows, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], group: ContextGroup
+    ) -> None:
+        """The same where each rank holds a part of every request: the keys of these rows are at hand, and of those
+        before them each rank reads its own for the heads of all."""
+        common = {
+            "cu_seqlens_q": rows.query_start_loc,
+            "max_seqlen_q": rows.max_query_len,
+            "softmax_scale": self.spec.sm_scale,
+            "softcap": self.spec.logits_soft_cap or 0.0,
+            "fa_version": self.version,
+            "return_softmax_lse": True,
+        }
+        _, lse = self.varlen(
+            q=tensors.query.contiguous(),
+            k=tensors.key,
+            v=tensors.value,
+            out=tensors.output,
+            cu_seqlens_k=rows.query_start_loc,
+            max_seqlen_k=rows.max_query_len,
+            causal=True,
+            **common,
+        )
+        if rows.context_lens is None:
+            return
+        query = group.gather_heads(tensors.query)
+        keys, values = map(with_regular_strides, caches)
+        part, part_lse = self.varlen(
+            q=query,
+            k=keys,
+            v=values,
+            out=torch.empty_like(query),
+            seqused_k=rows.context_lens,
+            max_seqlen_k=rows.max_context_len,
+            causal=False,
+            block_table=rows.block_table,
+            **common,
+        )
+        context, context_lse = group.merge(part, part_lse.transpose(0, 1))
+        merge = versions.merge_attention_states()
+        merge(tensors.output, context, context_lse.transpose(0, 1).contiguous(), tensors.output, lse)
+
 
 def find_flash(spec: LayerSpec) -> tuple[FlashPrefill | None, str]:
     """Finds vLLM's FlashAttention for layers of this spec.
@@ -64,6 +108,10 @@ def find_flash(spec: LayerSpec) -> tuple[FlashPrefill | None, str]:
     Returns:
         (FlashAttention, its name), or (None, the reason why it cannot compute these layers).
     """
+    if spec.batch_invariant:
+        # Its own bits would not depend on the batch. But where a prompt is cut, what is cached and what is computed
+        # again decide which tokens count as decoding, and those have the bits of our kernels.
+        return None, "FlashAttention gives a token other bits than decoding does"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return None, f"FlashAttention does not support {spec.dtype}"
     if spec.kv_dtype not in (None, spec.dtype):

@@ -2,7 +2,7 @@
 plan."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import envs
@@ -49,8 +49,17 @@ def check_unquantized(output_quantization: dict[str, Any]) -> None:
         )
 
 
+class StepTensors(NamedTuple):
+    """A layer's tensors of a step: [tokens, heads, head_size]. Rows after the step's tokens are padding."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+
 def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> list[str]:
-    """Unsupported options of a layer or the engine; empty if all are supported."""
+    """Options of a layer or the engine that no device supports; empty if all are supported."""
     found = versions.refused_options(vllm_config)
     if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
         found.append(f"{layer.attn_type} attention, only decoder self-attention")
@@ -60,8 +69,8 @@ def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> 
         found.append("layers that read the KV cache of another layer")
     if layer.kv_cache_dtype not in versions.KV_DTYPES:
         found.append(f"kv_cache_dtype={layer.kv_cache_dtype}, only {', '.join(versions.KV_DTYPES)}")
-    if envs.VLLM_BATCH_INVARIANT:
-        found.append("VLLM_BATCH_INVARIANT=1")
+    if envs.VLLM_BATCH_INVARIANT and not versions.has_triton():
+        found.append("VLLM_BATCH_INVARIANT=1 without Triton, in which vLLM's own operators of that mode are written")
     found += [f"the layer option {name}={value}" for name, value in extra.items() if not versions.is_off(name, value)]
     return found
 
@@ -73,14 +82,14 @@ class TrunkAttentionImpl(AttentionImpl):
         ValueError: with one line, if the model or an option of the engine is not supported.
     """
 
-    supports_dcp = False  # the default was True before 0.30
-    supports_pcp = False
+    supports_dcp = False  # the default was True before 0.30; not on a CPU, where vLLM has no merge of the ranks
+    supports_pcp = False  # a rank would see its own chunk of a prompt alone, and our prompts are not merged
 
     def __init__(self, *args: Any, **extra: Any) -> None:
         named = {name: extra.pop(name) for name in LayerArguments.__dataclass_fields__ if name in extra}
         layer = LayerArguments(*args, **named)
         sinks = extra.pop("sinks", None)
-        check_supported(refusals(layer, extra, get_current_vllm_config()))
+        check_supported(refusals(layer, extra, get_current_vllm_config()) + self._device_refusals())
         # vLLM reads these attributes.
         self.num_heads, self.head_size, self.scale = layer.num_heads, layer.head_size, float(layer.scale)
         self.num_kv_heads = layer.num_kv_heads or layer.num_heads
@@ -91,11 +100,17 @@ class TrunkAttentionImpl(AttentionImpl):
         self._model_sinks: torch.Tensor | None = sinks
         self.sinks = self._model_sinks
         dtype, kv_dtype = torch.get_default_dtype(), versions.KV_DTYPES[layer.kv_cache_dtype]  # the model's, as set
-        shape = (self.num_heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
-        self.layer_spec = LayerSpec(*shape, layer.logits_soft_cap or None, sinks is not None, layer.sliding_window)
+        heads = self.num_heads * self.dcp_world_size  # of all ranks that hold a part of each request
+        shape = (heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
+        soft_cap, invariant = layer.logits_soft_cap or None, bool(envs.VLLM_BATCH_INVARIANT)
+        self.layer_spec = LayerSpec(*shape, soft_cap, sinks is not None, layer.sliding_window, invariant)
         self.cache_dtype = kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
         self.layer_spec.config(page_size=1)  # raises for every error that does not depend on the page size
+
+    def _device_refusals(self) -> list[str]:
+        """Options of the engine that this device does not support."""
+        return versions.refused_options(get_current_vllm_config(), versions.REFUSED_CPU_OPTIONS)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Converts the loaded sinks. If they are loaded again, they keep the place where CUDA graphs read them."""
@@ -125,13 +140,14 @@ class TrunkAttentionImpl(AttentionImpl):
         key, value = key[:rows], value[:rows]
         if self.scaled:
             key, value = self._quantized(key, layer._k_scale_float), self._quantized(value, layer._v_scale_float)
-        write_kv(key, value, *self._caches(kv_cache), slot_mapping)
+        write_kv(key, value, *self.caches_of(kv_cache), slot_mapping)
 
     def _quantized(self, values: torch.Tensor, scale: float) -> torch.Tensor:
         largest = torch.finfo(self.cache_dtype).max  # a larger value would become NaN
         return (values.to(torch.float32) / scale).clamp(-largest, largest)
 
-    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def caches_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [num_blocks, block_size, num_kv_heads, head_size] of the layer's cache."""
         return versions.split_cache(kv_cache, self.head_size, self.cache_dtype)
 
     def forward(
@@ -155,18 +171,12 @@ class TrunkAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         check_unquantized(output_quantization)
-        self._attend(layer, query, self._caches(kv_cache), attn_metadata, output)
+        self._attend(layer, StepTensors(query, key, value, output), self.caches_of(kv_cache), attn_metadata)
         return output
 
-    def _attend(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        step: Any,
-        output: torch.Tensor,
-    ) -> None:
+    def _attend(self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], step: Any) -> None:
         """`forward` with the builder's `step`."""
+        query, output = tensors.query, tensors.output
         attention, plan = step.plans[self.layer_spec]
         rows = plan.num_query_tokens
         attention.run(plan, query[:rows], *caches, out=output[:rows], sinks=self.sinks, **self._scales(layer))

@@ -63,6 +63,11 @@ class TrunkAttentionBuilder(GroupBuilder):
                 "tokens).",
                 *(count, spec, kv_cache_spec.block_size),
             )
+        if any(spec.batch_invariant for spec in self.layers):
+            logger.warning_once(
+                "VLLM_BATCH_INVARIANT=1: attention on this CPU is batch invariant, but vLLM's linear layers for CPUs "
+                "need not be, so a request's bits may still depend on its batch."
+            )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepPlans:
         """Plans a step of prefill chunks, decodes, drafts to verify, or any mixture of them.

@@ -42,6 +42,15 @@ def _ours() -> Any:
     caution = versions.caution(version)
     if caution:
         logger.warning_once(caution)
+    try:
+        return _class_for_this_platform()
+    except (ImportError, AttributeError) as error:
+        if not caution:
+            raise
+        raise ValueError(versions.broken_contract(version, error)) from error
+
+
+def _class_for_this_platform() -> Any:
     if current_platform.is_cuda():
         from trunkattn.integrations.vllm.cuda import TrunkAttentionCudaBackend
 
@@ -57,14 +66,8 @@ def _ours() -> Any:
 
 def _ours_or_stock(name: str) -> Any:
     """The back end that the engine's configuration selects, on a CPU."""
-    options = get_current_vllm_config().attention_config
     custom = AttentionBackendEnum.CUSTOM
-    if custom in options.backend_per_kind.values():
-        raise ValueError(
-            "attention_config.backend_per_kind names CUSTOM: on a CPU TrunkAttention serves all layers or none; "
-            "select attention_backend=CUSTOM instead"
-        )
-    if options.backend is not custom:
+    if not _is_chosen(custom, name, get_current_vllm_config()):
         module, _, attribute = AttentionBackendEnum[name].value.rpartition(".")
         return getattr(import_module(module), attribute)
     if custom.get_path() != OUR_PATH:
@@ -76,3 +79,19 @@ def _ours_or_stock(name: str) -> Any:
         )
     logger.info_once("CUSTOM is used on this CPU: TrunkAttention replaces vLLM's own CPU_ATTN.")
     return _ours()
+
+
+def _is_chosen(custom: Any, name: str, vllm_config: Any) -> bool:
+    """Whether the user chose CUSTOM for the layers that ask for a back end, which on a CPU do not say of what kind they
+    are. Linear-attention and Mamba layers do not ask here."""
+    options, model = vllm_config.attention_config, vllm_config.model_config
+    kinds = ["full_attention"] if name == "CPU_ATTN" else ["mla_attention"]
+    if name == "CPU_ATTN" and model is not None and model.get_sliding_window() is not None:
+        kinds.append("sliding_window")
+    chosen = {kind: options.backend_per_kind.get(kind, options.backend) is custom for kind in kinds}
+    if len({*chosen.values()}) > 1:
+        raise ValueError(
+            "attention_config.backend_per_kind names CUSTOM for some of full_attention and sliding_window: on a CPU "
+            "layers of this model cannot be told apart by these; name CUSTOM for both or for neither"
+        )
+    return chosen[kinds[0]]

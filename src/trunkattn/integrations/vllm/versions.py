@@ -8,6 +8,8 @@ starts reads its configuration before it knows that name, so ours is CUSTOM.
 
 import re
 from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,7 +17,7 @@ from typing import Any, Final
 import torch
 
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
-# of 0.32. On GPUs only 0.26 is tested.
+# of 0.32. On GPUs the oldest and the newest are tested.
 OLDEST: Final = (0, 26)
 NEWEST: Final = (0, 33)
 
@@ -42,12 +44,14 @@ KV_DTYPES: Final = MappingProxyType(
 # Options of the engine that change the attention: their path, the value that means off, their name. On GPUs vLLM asks
 # the back end about them, with more arguments in each version up to 0.33; on a CPU it does not ask.
 REFUSED_OPTIONS: Final = (
-    ("parallel_config.decode_context_parallel_size", 1, "decode context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 1, "prefill context parallelism"),
     ("attention_config.use_non_causal", False, "non-causal attention"),
     ("model_config.is_mm_prefix_lm", False, "attention in both directions over image tokens"),
     ("model_config.rswa_window", None, "reference sliding-window attention"),
 )
+
+# Further options that are refused on a CPU.
+REFUSED_CPU_OPTIONS: Final = (("parallel_config.decode_context_parallel_size", 1, "decode context parallelism"),)
 
 # Further options that are refused on a GPU. CUDA graphs would be captured before the first step measures the scales.
 REFUSED_GPU_OPTIONS: Final = (("cache_config.calculate_kv_scales", False, "fp8 scales measured while running"),)
@@ -105,6 +109,21 @@ def caution(version: str) -> str | None:
     )
 
 
+def broken_contract(version: str, error: Exception) -> str:
+    """The message for a version that lacks something that the plug-in needs."""
+    return (
+        f"vLLM {version} is not a version that TrunkAttention is tested with ({_range()}), and it lacks something that "
+        f"TrunkAttention needs ({' '.join(str(error).split())}): install a vLLM of these versions, or a newer trunkattn"
+    )
+
+
+def has_triton() -> bool:
+    """Whether vLLM finds Triton, which its packages for CPUs do not need."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
 def refused_options(vllm_config: Any, options: Iterable[tuple[str, Any, str]] = REFUSED_OPTIONS) -> list[str]:
     """Unsupported options of the engine that are on. An option that the version does not have is off."""
     found = []
@@ -158,6 +177,23 @@ def decode_query_len(vllm_config: Any) -> int:
     """Query tokens of a request that verifies all its drafts."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
+
+
+def context_combine(vllm_config: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """vLLM's function that merges the outputs of the ranks of decode context parallelism. It gives each rank its own
+    heads. One that sends all to all is an option. Both moved to a common module between 0.27 and 0.32."""
+    all_to_all = getattr(vllm_config.parallel_config, "dcp_comm_backend", "ag_rs") == "a2a"
+    name = "dcp_a2a_lse_reduce" if all_to_all else "cp_lse_ag_out_rs"
+    before = "dcp_alltoall" if all_to_all else "common"
+    home = "dcp" if find_spec("vllm.v1.attention.ops.dcp") else before
+    combine: Callable[..., Any] = getattr(import_module(f"vllm.v1.attention.ops.{home}"), name)
+    return combine
+
+
+def merge_attention_states() -> Callable[..., None]:
+    """vLLM's function that merges two outputs by their log-sum-exps into the first argument."""
+    merge: Callable[..., None] = import_module("vllm.v1.attention.ops.merge_attn_states").merge_attn_states
+    return merge
 
 
 def call_with_known(function: Callable[..., Any], **arguments: Any) -> Any:

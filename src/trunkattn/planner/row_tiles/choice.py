@@ -249,7 +249,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
         queries=entries,
         merged=tokens,
         slots=2 * tokens + 3 * slots * max(heights),
-        query_tokens=tokens,
+        query_tokens=tokens + capacity.max_chunk_tokens,
     )
 
 
