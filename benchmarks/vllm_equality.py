@@ -10,8 +10,9 @@ tokens differ between the back ends: a gap no wider than that is rounding.
 
 Cases: context-parallel (two cards share each request; the model has one KV head, and so has one-kv-head, on one card);
 invariant (VLLM_BATCH_INVARIANT=1: also whether each request's tokens and log-probabilities alone have the same bits);
-bf16; mixed (long prompts that arrive in chunks while others decode, as Llama-3-8B's heads); fp8 (KV cache); drafts (n-gram speculation, several query tokens); window (a sliding window, Mistral);
-soft-cap (Gemma2, windows in every other layer); tensor-parallel (two cards, if there are two).
+bf16; mixed (long prompts that arrive in chunks while others decode, heads as of Llama-3-8B); fp8 (KV cache); drafts
+(n-gram speculation, several query tokens); window (a sliding window, Mistral); soft-cap (Gemma2, windows in every other
+layer); tensor-parallel (two cards, if there are two).
 Each case of the same model as bf16 or one-kv-head is also compared with that, by the same back end: `alone`.
 
 The case `steady` traces 20 decode steps of 32 requests (calls that wait for the device, by name) and compares memory
