@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
     for page in PAGES:
         lines = [line[2:] for text, _ in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
         inline = re.findall(r"`((?:make|trunkattn|python|pytest) [^`]+)`", page.read_text())
-        yield from ((page, shlex.split(line, comments=True)) for line in (*lines, *inline))
+        for words in (shlex.split(line, comments=True) for line in (*lines, *inline)):
+            yield page, list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))  # settings come first
 
 
 @pytest.mark.parametrize(("page", "command"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])

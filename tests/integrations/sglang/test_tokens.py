@@ -44,8 +44,7 @@ def test_radix_hits(name: str, page_size: int, model: Callable[[str], Path], sto
     assert run.kv_bytes_saved > 0
 
 
-@pytest.mark.parametrize("page_size", PAGES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "page_size"), [("llama", 1), ("qwen3", 16), ("gemma3", 16)])
 def test_chunked_prompts(name: str, page_size: int, model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
     run = ours(model(name), page_size, chunked_prefill_size=64)
     assert_equal(run, stock(name))
@@ -95,7 +94,7 @@ def test_several_samples_of_a_prompt(model: Callable[[str], Path]) -> None:
     assert_equal(ours(model("llama"), 16, sampling=sampling), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_broken_merge_changes_tokens(
     name: str, model: Callable[[str], Path], stock: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
