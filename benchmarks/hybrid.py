@@ -6,8 +6,8 @@
 
 table: six batches. sweep: random batches in which prefill and decode are each 20 % or more of FlashAttention-3's serial
 time (POD's Figure 11). chunks: a prompt of 16k in 32 chunks beside decodes that fill two waves of programs, and one
-decode more (its Figure 6). splits: prefill cut less and more than by default (its Table 8). device: batches of the
-sweep, planned on the device without a wait (`PromptChunks`), beside the way of engines that do not overlap: decodes by
+decode more (its Figure 6). splits: prefill cut less and more than by default (its Table 8). on_device: batches of
+the sweep, planned on the device without a wait (`PromptChunks`), beside the way of engines that do not overlap: decodes by
 our kernels and prompts by FlashAttention-3.
 
 bf16, head_dim 128, pages of 16, shuffled, none shared. Times are of CUDA graphs (of FlashInfer's POD, whose launches a
@@ -341,13 +341,13 @@ def sweep(session: Session) -> None:
     session.run("sweep", sweep_batches(count), chosen, 60_000, seconds=session.arguments.seconds)
 
 
-def device(session: Session) -> None:
+def on_device(session: Session) -> None:
     """Planned on the device; `fa3_prefill` and `trunkattn_decode` one after the other are the way without overlap."""
     makers = session.peers("fa3_serial", "fa3_prefill", "fa3_decode") | session.ours.makers()
     makers["trunkattn_on_device"] = session.ours.on_device
     for name in ("trunkattn_streams", "trunkattn_overlapped", "trunkattn_serial"):
         del makers[name]
-    session.run("device", sweep_batches(session.arguments.batches), lambda _: makers, 60_000, show=print_row)
+    session.run("on_device", sweep_batches(session.arguments.batches), lambda _: makers, 60_000, show=print_row)
 
 
 def chunks(session: Session) -> None:
@@ -376,7 +376,7 @@ def splits(session: Session) -> None:
     session.run("splits", list(SPLITS), lambda _: makers, 300_000, show=show)
 
 
-PARTS = {"table": table, "sweep": sweep, "chunks": chunks, "splits": splits, "device": device}
+PARTS = {"table": table, "sweep": sweep, "chunks": chunks, "splits": splits, "on_device": on_device}
 
 
 def main() -> None:

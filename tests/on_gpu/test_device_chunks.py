@@ -56,13 +56,14 @@ def run(attention: BatchAttention, plan: Any, layer: Layer) -> tuple[torch.Tenso
 @pytest.mark.parametrize("window", [None, 100])
 def test_decodes_and_chunks(heads: tuple[int, int], several: bool, window: int | None) -> None:
     batch, number = chunks_last(mixed(several=several))
-    config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1])
+    execution = "overlapped" if hopper() else "auto"
+    config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], execution=execution)
     layer = poisoned(config, batch)
     attention = made(config, layer)
-    chunks = told(batch, number)
-    assert attention.overlaps(chunks) == (hopper() and attention._backend._overlap is not None)
+    assert attention.overlaps(told(batch, number)) == hopper()
     plan = planned(attention, layer, number, window=window)
     plan.check()
+    assert (int(plan.step.gpu_plan.arrays["overlapped"][1]) > 0) == hopper()
     assert_right(layer, *run(attention, plan, layer), window=window)
 
 

@@ -6,13 +6,14 @@ fetch arrives.)
 
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
-FlashAttention, unless one kernel of ours computes them together with the decodes sooner (H100 and H200, 16-bit caches,
-head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
+FlashAttention. With TRUNKATTN_OVERLAP=1 one kernel of ours computes them together with the decodes where that is sooner
+(H100 and H200, 16-bit caches, head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
 Their plan is made on the host, which waits for the device in steps with prompts.
 
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -242,6 +243,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
     def _warm_up_chunks(self, capacity: Capacity) -> bool:
         """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
         whether it may ever be used."""
+        if os.environ.get("TRUNKATTN_OVERLAP") != "1":
+            return False
         longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
         whole = torch.tensor([longest], dtype=torch.int32)
         attentions = {*self.attentions.values()}
