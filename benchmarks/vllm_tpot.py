@@ -193,7 +193,7 @@ def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> d
     return {"equal_tokens": round(sum(parted) / (COMPARED * len(parted)), 4), "parted_in_steps": steps}
 
 
-def table(results: dict[str, dict[str, Any]], workloads: tuple[Workload, ...]) -> list[dict[str, Any]]:
+def table(results: dict[str, dict[str, Any]], workloads: Sequence[Workload] = WORKLOADS) -> list[dict[str, Any]]:
     """A row per workload: each back end, and how the others compare with the first."""
     first, *others = results
     rows = []

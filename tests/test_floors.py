@@ -53,6 +53,10 @@ NEVER_IMPORTS = (
     ("engine/scheduler", "torch"),
     ("integrations/common", "vllm"),
     ("integrations/captured_run", "vllm"),
+    ("integrations/common", "sglang"),
+    ("integrations/captured_run", "sglang"),
+    ("integrations/sglang", "vllm"),
+    ("integrations/vllm", "sglang"),
     ("engine/request", "torch"),
 )
 # A core install has these only (llvmlite is part of Numba): the engine and the top floor may use what the extras bring.

@@ -21,9 +21,16 @@ def test_the_report_says_what_runs_and_what_is_not_there() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
-    for expected in ("library on the CPU yes", "engine on the CPU yes", "library on a GPU no", "vLLM plug-in no"):
+    for expected in (
+        "library on the CPU yes",
+        "engine on the CPU yes",
+        "library on a GPU no",
+        "vLLM plug-in no",
+        "SGLang plug-in no",
+    ):
         assert expected in words
-    assert "vLLM is not installed" in words and "float32 per vector" in words
+    assert "vLLM is not installed" in words and "SGLang is not installed" in words
+    assert "float32 per vector" in words
 
 
 def test_json() -> None:
@@ -36,6 +43,7 @@ def test_json() -> None:
         "demo": True,
         "library on a GPU": False,
         "vLLM plug-in": False,
+        "SGLang plug-in": False,
     }
     assert report["packages"]["torch"].startswith("2.")
 
@@ -113,9 +121,43 @@ def test_what_vllm_would_do(
     assert (way.get is None) is runs
 
 
-def test_the_plugin_is_an_entry_point_of_this_package() -> None:
-    (point,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "trunkattn"]
-    assert point.value == doctor.PLUGIN
+@pytest.mark.parametrize(
+    ("number", "points", "settings", "runs", "detail"),
+    [
+        (None, 1, {}, False, "SGLang is not installed"),
+        ("0.5.23", 0, {}, False, "sglang 0.5.23 does not find it, because trunkattn is imported from a folder"),
+        ("0.5.23", 1, {"SGLANG_PLUGINS": "other"}, False, "SGLANG_PLUGINS=other keeps sglang 0.5.23 from loading it"),
+        ("0.5.23", 1, {}, False, "sglang 0.5.23 finds it and would run it on a GPU: "),
+        ("0.5.23", 1, {"SGLANG_USE_CPU_ENGINE": "1"}, True, 'finds it; select it with attention_backend="trunk"'),
+        ("0.5.17", 1, {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "a,trunkattn"}, True, "sglang 0.5.17 finds it"),
+    ],
+)
+def test_what_sglang_would_do(
+    number: str | None,
+    points: int,
+    settings: dict[str, str],
+    runs: bool,
+    detail: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = EntryPoint("trunkattn", doctor.SGLANG_PLUGIN, "sglang.srt.plugins")
+    monkeypatch.setattr(doctor, "_version", {"sglang": number}.get)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [entry] * points)
+    for name in ("SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    way = doctor.sglang_plugin()
+    assert way.runs is runs and detail in way.detail
+    assert (way.get is None) is runs
+
+
+@pytest.mark.parametrize(
+    ("group", "plugin"), [("vllm.general_plugins", doctor.PLUGIN), ("sglang.srt.plugins", doctor.SGLANG_PLUGIN)]
+)
+def test_the_plugin_is_an_entry_point_of_this_package(group: str, plugin: str) -> None:
+    (point,) = [point for point in entry_points(group=group) if point.name == "trunkattn"]
+    assert point.value == plugin
 
 
 def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,9 @@ def test_command(page: Path, command: list[str]) -> None:
         case ["pytest", folder, *_] if folder != "tests/PART":
             assert (ROOT / folder).exists()
         case _:
-            assert command[0] in ("pip", "export", "vllm", "pytest"), f"{page.name} shows {command}: who checks that?"
+            assert command[0] in ("pip", "export", "vllm", "sglang", "pytest"), (
+                f"{page.name} shows {command}: who checks that?"
+            )
 
 
 def check_trunkattn(name: str, arguments: list[str]) -> None:

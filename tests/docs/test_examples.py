@@ -1,4 +1,4 @@
-"""Every example runs here, or compiles where it needs a GPU or vLLM (tests/on_gpu runs those that need a GPU)."""
+"""Every example runs here, or compiles where it needs a GPU or an engine (tests/on_gpu runs those for a GPU)."""
 
 import re
 import runpy
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = ("cuda_graph.py", "vllm_offline.py")  # a GPU, vLLM
+ELSEWHERE = ("cuda_graph.py", "vllm_offline.py", "sglang_offline.py")  # a GPU, engines
 
 
 @pytest.fixture

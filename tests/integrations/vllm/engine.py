@@ -1,7 +1,5 @@
 """Runs a tiny model in vLLM, in this process, and tells what it generated and which classes did it."""
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,8 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from .models import VOCABULARY
+from .prompts import NUM_PROMPTS, equal, prompts  # noqa: F401
 
-NUM_PROMPTS = 20
 MAX_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
 
@@ -31,21 +28,6 @@ class Run:
     block_sizes: set[int]
     steps: int
     kv_bytes_saved: int
-
-
-def prompts() -> list[list[int]]:
-    """A trunk of 300 tokens, three branches, leaves of all lengths; two equal up to the last tokens; some alone."""
-    rng = random.Random(0)
-
-    def text(length: int) -> list[int]:
-        return [rng.randrange(3, VOCABULARY) for _ in range(length)]
-
-    trunk, branches = text(300), [text(60) for _ in range(3)]
-    shared = [trunk + branches[i % 3] + text(5 + 7 * i) for i in range(10)]
-    phrase = text(12)
-    return [*shared, trunk + text(3), trunk + text(3), phrase * 6, trunk[:40] + phrase * 5] + [
-        text(20 + 30 * i) for i in range(NUM_PROMPTS - 14)
-    ]
 
 
 def _counter(llm: LLM, name: str) -> int:
@@ -115,8 +97,3 @@ def _run(llm: LLM, sampling: SamplingParams, rounds: int, asked: list[list[int]]
         steps=max(traffic.steps if traffic else 0 for traffic in found),
         kv_bytes_saved=sum(traffic.saved for traffic in found if traffic),
     )
-
-
-def equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
-    """How many sequences have the same tokens."""
-    return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True))

@@ -1,5 +1,5 @@
-"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), GPT-OSS (sinks),
-Qwen3-Next (every other layer is linear attention; heads of 256)."""
+"""Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
+GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256)."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -49,6 +50,8 @@ def _config(name: str) -> PretrainedConfig:
     if name == "gemma2":
         caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32}
         return Gemma2Config(**dense, **caps, **windowed, num_key_value_heads=4)
+    if name == "gemma3":
+        return Gemma3TextConfig(**dense, **windowed, query_pre_attn_scalar=32, num_key_value_heads=4)
     if name == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
         return GptOssConfig(**COMMON, **experts, **windowed, num_key_value_heads=2, tie_word_embeddings=False)
@@ -61,7 +64,7 @@ def _config(name: str) -> PretrainedConfig:
         types = ["linear_attention", "full_attention"] * 2
         options = {**dense, **sizes, **experts, "layer_types": types, "mlp_only_layers": [0, 1, 2]}
         return Qwen3NextConfig(**options, tie_word_embeddings=False)
-    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gpt_oss or qwen3_next")
+    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss or qwen3_next")
 
 
 def _sharpen(name: str, parameter: torch.Tensor) -> None:
@@ -72,6 +75,8 @@ def _sharpen(name: str, parameter: torch.Tensor) -> None:
         parameter.mul_(2.0)
     elif "lm_head" in name:
         parameter.mul_(3.0)
+    elif "q_norm" in name and parameter.eq(0).all():
+        parameter.fill_(1.0)  # Gemma 3 scales by 1 + weight
     elif ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name) and parameter.eq(0).all():
         parameter.fill_(8.0)  # Gemma 2 scales by 1 + weight, and embeds and predicts with one matrix
 

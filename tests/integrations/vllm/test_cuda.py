@@ -15,6 +15,7 @@ from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import with_regular_strides
 from trunkattn.integrations.vllm import cuda, cuda_impl
 
+from .device_attention import DeviceAttention
 from .fakes import (
     DIM,
     HEADS,
@@ -25,7 +26,6 @@ from .fakes import (
     SCALE,
     SEQUENCES,
     WIDTH,
-    DeviceAttention,
     FlashRecorder,
     make_batch,
     make_builder,

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic, count_arrivals, count_step
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
@@ -137,7 +137,6 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._may_overlap = False
         self._runs: dict[LayerSpec, Callable[..., Any]] = {}
         self._kv_token_bytes = self.kv_token_bytes()
-        self._reported_errors = 0
         self._last: CudaStep | None = None
         for spec, count in self.layers.items():
             impl = next(layer.impl for layer in self.modules.values() if layer.impl.layer_spec == spec)
@@ -317,26 +316,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         else:
             stats = [plan.stats for plan in plans]
             kv_tokens = [[each.kv_tokens_read, each.kv_tokens_per_query] for each in stats]
-            self._count_read(StepTraffic(step.requests, kv_tokens))
-        is_full = traffic.is_full
-        for arrived in traffic.take(wait=is_full):
-            self._count_read(arrived)
-        if traffic.errors != self._reported_errors:
-            # Imported here because it needs Triton, which tests without a GPU do not have.
-            from trunkattn.gpu.device_planner.planner import errors_of
-
-            self._reported_errors = traffic.errors
-            errors = "; ".join(errors_of(self._reported_errors))
-            logger.error("TrunkAttention got a batch with values out of bounds: %s", errors)
-        if self.stats.log() or is_full:
-            traffic.send()
-
-    def _count_read(self, step: StepTraffic) -> None:
-        read = unshared = 0
-        for (tokens_read, tokens_unshared), token_bytes in zip(step.kv_tokens, self._kv_token_bytes, strict=True):
-            read += tokens_read * token_bytes
-            unshared += tokens_unshared * token_bytes
-        self.stats.count_read(read, unshared, step.num_requests)
+            count_step(self.stats, StepTraffic(step.requests, kv_tokens), self._kv_token_bytes)
+        count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
 
 
 def _any_context(batch: Any, rows: slice) -> bool:

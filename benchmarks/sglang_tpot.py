@@ -1,0 +1,179 @@
+"""Time per output token of a whole engine, SGLang, with its own attention and with ours.
+
+    python benchmarks/sglang_tpot.py --model FOLDER                     # results/sglang-tpot-CARD.json
+    python benchmarks/sglang_tpot.py --model FOLDER --backends flashinfer trunk@16 fa3@16 fa3+trunk@16
+
+A back end is NAME[@PAGE_SIZE], or PROMPTS+DECODING[@PAGE_SIZE] for one of each; without a page size it is SGLang's own,
+one token. FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One
+after the other, each back end is started in a process of its own, with decode graphs and the radix cache, and generates
+for the batches of vllm_tpot.py: each is generated once to fill the cache, then for 8 and for 136 tokens in turn; TPOT
+is the median over repeats of (time of 136 - time of 8) / 128. Tokens are compared as there, and what our back end read
+and saved is in the result, from the counters that SGLang would serve under /metrics.
+
+On a CPU, `--device cpu --quick` runs two small batches, to see that it works: FOLDER is a tiny model then.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+# vllm_tpot is imported by functions alone: the processes that SGLang starts import this file, and must not find the
+# folder that it is in (see `vllm_tpot.hide_benchmarks`).
+if TYPE_CHECKING:
+    from vllm_tpot import Workload
+
+COMMON = {"load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0, "log_level": "warning",
+          "sampling_backend": "pytorch", "grammar_backend": "none"}  # fmt: skip
+# Graphs of prompts take longer to capture than they save here, where only decoding is measured.
+ON_GPU = {"dtype": "bfloat16", "context_length": 12288, "max_running_requests": 256, "mem_fraction_static": 0.85,
+          "json_model_override_args": '{"max_position_embeddings": 16384}', "cuda_graph_max_bs_decode": 256,
+          "cuda_graph_backend_prefill": "disabled"}  # fmt: skip
+ON_CPU = {"device": "cpu", "dtype": "float32", "context_length": 640, "max_running_requests": 16,
+          "max_total_tokens": 8192, "mem_fraction_static": 0.3, "disable_cuda_graph": True}  # fmt: skip
+BACKENDS = ("fa3", "fa3+trunk@16", "fa3+trunk")
+QUICK = ((8, ((1, 256), (8, 32))), (4, ((4, 64),)))  # arguments of Workload
+
+
+class Task(NamedTuple):
+    """What one process does."""
+
+    backend: str
+    model: Path
+    device: str
+    cards: int
+    workloads: "tuple[Workload, ...]"
+    repeats: int
+
+    def options(self) -> dict[str, Any]:
+        """The engine's."""
+        names, _, page = self.backend.partition("@")
+        prompts, _, decoding = names.partition("+")
+        chosen: dict[str, Any] = {"attention_backend": prompts}
+        if decoding:
+            chosen |= {"prefill_attention_backend": prompts, "decode_attention_backend": decoding}
+        if page:
+            chosen["page_size"] = int(page)
+        return {**COMMON, **(ON_CPU if self.device == "cpu" else ON_GPU), "tp_size": self.cards, **chosen}
+
+
+def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """(seconds, the tokens of each request)."""
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    start = perf_counter()
+    answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+    return perf_counter() - start, [list(answer["output_ids"]) for answer in answers]
+
+
+def measure(engine: Any, workload: "Workload", vocabulary: int, repeats: int) -> dict[str, Any]:
+    """One back end on one batch."""
+    from vllm_tpot import COMPARED, LONG, SHORT
+
+    prompts = workload.prompts(vocabulary)
+    generate(engine, prompts, SHORT)
+    times, tokens = [], []
+    for _ in range(repeats):
+        short, _ = generate(engine, prompts, SHORT)
+        long, tokens = generate(engine, prompts, LONG)
+        times.append((long - short) / (LONG - SHORT) * 1e3)
+    figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
+    return figures | {"tokens": [sequence[:COMPARED] for sequence in tokens]}
+
+
+def serve(task: Task, answers: Connection) -> None:
+    """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
+    from vllm_tpot import counters, hide_benchmarks
+
+    hide_benchmarks(sys.path)
+    with tempfile.TemporaryDirectory() as shared:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before SGLang is imported
+        import sglang
+        import torch
+
+        start = perf_counter()
+        engine = sglang.Engine(model_path=str(task.model), **task.options())
+        ready = perf_counter() - start
+        print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
+        vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
+        for workload in task.workloads:
+            answers.send((str(workload), measure(engine, workload, vocabulary, task.repeats)))
+        card = "cpu" if task.device == "cpu" else torch.cuda.get_device_name()
+        facts = {"card": card, "ready_s": round(ready, 1), "options": task.options(), "counters": counters()}
+        answers.send(("", facts))
+        engine.shutdown()
+
+
+def run_backend(task: Task) -> dict[str, Any]:
+    """Figures of each workload, and "" for facts of the run.
+
+    Raises:
+        RuntimeError: if the process ends before it has answered.
+    """
+    context = multiprocessing.get_context("spawn")
+    answers, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(task, sender))
+    process.start()
+    sender.close()
+    found: dict[str, Any] = {}
+    try:
+        while "" not in found:
+            name, figures = answers.recv()
+            found[name] = figures
+            if name:
+                print(f"{task.backend} {name}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
+    except EOFError as error:
+        done = f"{len(found)} of {len(task.workloads)} workloads"
+        raise RuntimeError(f"{task.backend}: the process ended after {done}") from error
+    finally:
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="two small batches instead of all")
+    parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
+    parser.add_argument("--output", type=Path, help="write here instead of into results/")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
+    if not (arguments.model / "config.json").is_file():
+        parser.error(f"argument --model: {arguments.model} has no config.json")
+    from report import environment, short_name, write_result
+    from vllm_tpot import WORKLOADS, Workload, table
+
+    cards = arguments.tensor_parallel
+    workloads = tuple(Workload(*each) for each in QUICK) if arguments.quick else WORKLOADS
+    results = {
+        name: run_backend(Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats))
+        for name in arguments.backends
+    }
+    rows = table(results, workloads)
+    for row in rows:
+        print(row, flush=True)
+    facts = {backend: found[""] for backend, found in results.items()}
+    card = next(iter(facts.values()))["card"]
+    figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
+    figures |= {"rows": rows, "runs": facts}
+    name = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
+    if arguments.output:
+        arguments.output.write_text(json.dumps({**environment("sglang", "triton"), **figures}, indent=1) + "\n")
+        print(arguments.output)
+    else:
+        print(write_result(name, figures, "sglang", "triton"))
+
+
+if __name__ == "__main__":
+    main()

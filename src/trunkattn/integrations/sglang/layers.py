@@ -1,0 +1,140 @@
+"""The attention layers of a model: what their attention is, where their keys and values lie, what is not supported."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.sglang import versions
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind share a step's plan.
+
+    Attributes:
+        spec: their attention.
+        in_window_pool: whether their keys and values are in the pool for layers with a window, which has slots of its
+            own.
+    """
+
+    spec: LayerSpec
+    in_window_pool: bool
+
+
+def attention_layers(model: Any) -> dict[int, Any]:
+    """The layers that SGLang asks a back end for, by layer_id."""
+    layers = (module for module in model.modules() if type(module).__name__ == "RadixAttention")
+    return {layer.layer_id: layer for layer in layers}
+
+
+def layer_spec(layer: Any, sinks: bool, dtype: torch.dtype, kv_dtype: torch.dtype) -> LayerSpec:
+    """The attention of a layer. SGLang counts the tokens of a window without the query's own.
+
+    Args:
+        layer: SGLang's layer.
+        sinks: whether each query head has a sink logit. SGLang passes them to the layer's call.
+        dtype: of queries.
+        kv_dtype: of the KV cache.
+    """
+    before = layer.sliding_window_size
+    return LayerSpec(
+        num_qo_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        dtype=dtype,
+        kv_dtype=None if kv_dtype == dtype else kv_dtype,
+        sm_scale=float(layer.scaling),
+        logits_soft_cap=float(layer.logit_cap) if layer.logit_cap else None,
+        sinks=sinks,
+        sliding_window=None if before is None or before < 0 else before + 1,
+    )
+
+
+def in_window_pool(pool: Any, layer_id: int) -> bool:
+    """Whether a layer's keys and values are in the window part of a hybrid pool."""
+    return type(pool).__name__ == versions.WINDOW_POOL and bool(pool.layers_mapping[layer_id][1])
+
+
+def layer_refusals(layer: Any) -> list[str]:
+    """Unsupported attention of a layer; empty if it is supported."""
+    found = []
+    kind = str(getattr(layer.attn_type, "value", layer.attn_type))
+    if kind != "decoder":
+        found.append(f"{kind} attention, only decoder self-attention")
+    if layer.is_cross_attention:
+        found.append("cross attention")
+    if layer.v_head_dim != layer.qk_head_dim:
+        found.append(f"values of another width than keys ({layer.v_head_dim} and {layer.qk_head_dim})")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        found.append(f"a soft cap by {layer.logit_capping_method}, only by tanh")
+    if layer.pos_encoding_mode != "NONE":
+        found.append(f"positions encoded in the attention (pos_encoding_mode={layer.pos_encoding_mode})")
+    if layer.xai_temperature_len > 0:
+        found.append("temperatures by position")
+    if getattr(layer, "use_irope", False) and layer.sliding_window_size in (None, -1):
+        found.append("attention within chunks")
+    return found
+
+
+def pool_refusals(pool: Any, page_size: int) -> list[str]:
+    """Unsupported storage of keys and values; empty if it is supported."""
+    name = type(pool).__name__
+    if name not in (versions.PLAIN_POOL, versions.WINDOW_POOL):
+        return [f"a KV pool of type {name}, only {versions.PLAIN_POOL} and {versions.WINDOW_POOL}"]
+    parts = (pool,) if name == versions.PLAIN_POOL else (pool.full_kv_pool, pool.swa_kv_pool)
+    found = []
+    for part in parts:
+        if type(part).__name__ != versions.PLAIN_POOL:
+            found.append(f"a part of the KV pool of type {type(part).__name__}, only {versions.PLAIN_POOL}")
+        elif getattr(part, "kv_cache_layout", "nhd") != "nhd":
+            found.append(f"the KV layout {part.kv_cache_layout}, only nhd")
+        elif getattr(part, "is_quantized_kv_cache", False):
+            found.append(f"a KV cache quantized as {part.quant_method.name}")
+        elif part.page_size != page_size:
+            found.append(f"pages of {part.page_size} tokens in a part of the KV pool, beside {page_size}")
+    if getattr(pool, "swa_req_ring_size", None) is not None or getattr(pool, "request_window", None) is not None:
+        found.append("windows that are stored by request")
+    return found
+
+
+def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[str]:
+    """What of a model, its options or its KV cache is not supported; empty if all is.
+
+    Args:
+        runner: SGLang's model runner.
+        layers: the model's attention layers.
+        serves_prompts: whether prompts run here too.
+    """
+    found = versions.refused_options(runner.server_args)
+    if not runner.spec_algorithm.is_none() and not found:
+        found.append("speculative decoding")
+    if runner.use_mla_backend:
+        found.append("multi-head latent attention (MLA)")
+    if getattr(runner.model_config, "is_encoder_decoder", False):
+        found.append("encoder-decoder models")
+    if runner.device == "cpu" and getattr(runner.server_args, "enable_torch_compile", False):
+        found.append("torch.compile on a CPU (enable_torch_compile=True)")
+    if serves_prompts and runner.device != "cpu" and versions.prompt_graphs(runner.server_args) == "full":
+        found.append("prompts in full CUDA graphs (cuda_graph_backend_prefill=full)")
+    if found:  # the rest would only repeat it
+        return found
+    if runner.kv_cache_dtype not in versions.KV_DTYPES:
+        found.append(f"a KV cache of {runner.kv_cache_dtype}")
+    found += pool_refusals(runner.token_to_kv_pool, runner.page_size)
+    for layer in layers:
+        found += [each for each in layer_refusals(layer) if each not in found]
+    if found:
+        return found
+    for spec in {layer_spec(layer, False, runner.dtype, runner.kv_cache_dtype) for layer in layers}:
+        found += spec.config(runner.page_size).supports(str(runner.device))
+    return found
+
+
+def check_supported(unsupported: list[str]) -> None:
+    """Raises ValueError, with one line, if there is anything."""
+    if unsupported:
+        raise ValueError(
+            f"attention_backend=trunk: TrunkAttention does not support {'; nor '.join(unsupported)}; "
+            "turn it off or choose another attention back end"
+        )

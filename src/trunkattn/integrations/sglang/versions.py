@@ -1,0 +1,169 @@
+"""The differences between SGLang 0.5.17 and 0.5.23 that the plug-in meets. This module does not import SGLang by
+itself.
+
+Differences that need no code here: `set_kv_buffer` takes a `KVWriteLoc` in both; prompt graphs that are compiled in
+pieces are gone in 0.5.23, and ours runs between the pieces anyway; the padded rows of a decode graph are row 0 of the
+request table in both.
+"""
+
+import re
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+# 0.5.17 is the newest that pins torch 2.11. `make test-sglang` runs 0.5.23 on a CPU.
+OLDEST: Final = (0, 5, 17)
+NEWEST: Final = (0, 5, 23)
+
+# What the plug-in needs of SGLang's base class. A version outside of the tested ones is used if it has them.
+CONTRACT: Final = (
+    "init_forward_metadata",
+    "init_forward_metadata_out_graph",
+    "init_forward_metadata_in_graph",
+    "init_cuda_graph_state",
+    "get_cuda_graph_seq_len_fill_value",
+    "forward_decode",
+    "forward_extend",
+)
+# What it needs of a model runner.
+RUNNER: Final = (
+    "model", "model_config", "server_args", "device", "dtype", "kv_cache_dtype", "page_size", "req_to_token_pool",
+    "token_to_kv_pool", "spec_algorithm", "use_mla_backend",
+)  # fmt: skip
+
+# Types of KV cache, by SGLang's names for them; the runner has the dtype.
+KV_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+# Pools of keys and values, by the exact class name, because subclasses change what is stored.
+PLAIN_POOL: Final = "MHATokenToKVPool"
+WINDOW_POOL: Final = "SWAKVPool"  # one pool for the layers with a window, one for the others
+
+# Options that change the attention: their name, and the values that mean off. None always does. An option that the
+# version does not have is off.
+REFUSED_OPTIONS: Final = MappingProxyType(
+    {
+        "speculative_algorithm": ((), "speculative decoding"),
+        "dllm_algorithm": ((), "diffusion language models"),
+        "enable_deterministic_inference": ((False,), "deterministic inference"),
+        "enable_two_batch_overlap": ((False,), "two-batch overlap"),
+        "enable_pdmux": ((False,), "multiplexing prompts and decoding on one GPU"),
+        "dcp_size": ((1,), "decode context parallelism"),
+        "attn_cp_size": ((1,), "context parallelism"),
+        "enable_unified_memory": ((False,), "the unified memory pool"),
+        "prefill_only_disable_kv_cache": ((False,), "prompts without a KV cache"),
+    }
+)
+
+
+def installed() -> str:
+    """SGLang's version."""
+    import sglang
+
+    return str(sglang.__version__)
+
+
+def parse(version: str) -> tuple[int, int, int] | None:
+    """(major, minor, patch) of a release; None for any other build ("0.0.0.dev0", "main")."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?!\d|\.?dev)", version)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def _range() -> str:
+    return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+
+
+def caution(version: str) -> str | None:
+    """A warning about this version; None if it is one of the tested."""
+    release = parse(version)
+    if release is not None and OLDEST <= release <= NEWEST:
+        return None
+    return (
+        f"SGLang {version} is not a version that TrunkAttention is tested with ({_range()}): compare outputs with "
+        "another attention back end, or look for a newer trunkattn"
+    )
+
+
+def missing(base: type, runner: Any) -> list[str]:
+    """What this version lacks of what the plug-in needs; empty if nothing."""
+    found = [f"{base.__name__}.{name}" for name in CONTRACT if not hasattr(base, name)]
+    return found + [f"{type(runner).__name__}.{name}" for name in RUNNER if not hasattr(runner, name)]
+
+
+def refusal(version: str, lacks: Iterable[str]) -> str:
+    """The reason why this version cannot be used, and what to do."""
+    return (
+        f"attention_backend=trunk: SGLang {version} has no {', '.join(lacks)}, which TrunkAttention needs: install one "
+        f"of {_range()}, or choose another attention back end"
+    )
+
+
+def no_registry(error: ImportError) -> str:
+    """The reason why the plug-in cannot even register."""
+    return f"SGLang {installed()} takes no attention back end from a plug-in ({error}): install one of {_range()}"
+
+
+def refused_options(server_args: Any) -> list[str]:
+    """Unsupported options of the engine that are on."""
+    found = []
+    for name, (off, words) in REFUSED_OPTIONS.items():
+        value = getattr(server_args, name, None)
+        if value is not None and value not in off:
+            found.append(f"{words} ({name}={value})")
+    return found
+
+
+def backends(runner: Any) -> tuple[str, str]:
+    """The names of the back ends (of prompts, of decoding). From 0.5.18 on the runner keeps them."""
+    names = (getattr(runner, f"{phase}_attention_backend_str", None) for phase in ("prefill", "decode"))
+    prefill, decode = names
+    if prefill is None or decode is None:
+        prefill, decode = runner.server_args.get_attention_backends()
+    return str(prefill), str(decode)
+
+
+def prompt_graphs(server_args: Any) -> str | None:
+    """How prompts are captured in CUDA graphs: "breakable", "tc_piecewise", "full" or "disabled"."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    return getattr(getattr(config, "prefill", None), "backend", None)
+
+
+def rank(runner: Any) -> int:
+    """The number of the runner's worker. Up to 0.5.17 the runner has it by itself, or in its parallel state."""
+    state = getattr(runner, "ps", None)
+    for holder in (runner, state):
+        found = getattr(holder, "tp_rank", None)
+        if found is not None:
+            return int(found)
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def data_rank(runner: Any) -> int:
+    """The number of the data-parallel engine."""
+    for holder in (runner, getattr(runner, "ps", None)):
+        found = getattr(holder, "dp_rank", None)
+        if found is not None:
+            return int(found)
+    return 0
+
+
+def needs_triton(name: str) -> bool:
+    """Whether SGLang prepares the steps of a back end of this name with Triton on any device. From 0.5.18 on it knows
+    that a CPU has none."""
+    from sglang.srt.utils import common
+
+    return bool(common.support_triton(name))
+
+
+def reads_end_before_replay() -> Any:
+    """What to answer when SGLang asks where reads of the request table end; None: this version does not ask.
+
+    The block table is made before a decode graph is replayed. Up to 0.5.17 SGLang assumes that of every back end.
+    """
+    from sglang.srt.layers.attention import base_attn_backend
+
+    ends = getattr(base_attn_backend, "SharedReadEnds", None)
+    return None if ends is None else ends.PRE_REPLAY

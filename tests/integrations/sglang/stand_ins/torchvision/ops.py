@@ -1,0 +1,1 @@
+from ._absent import absent as __getattr__  # noqa: F401

@@ -1,0 +1,92 @@
+"""The back end's classes over SGLang's own pools and layers, against the float64 reference; the one for GPUs too, with
+plans and kernels of the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from trunkattn.integrations.sglang.backend import TrunkBackend
+
+from .fakes import DIM, HEADS, KV_HEADS, PAGE, Step, error, make_runner
+
+DECODES = Step([1, 1, 1], [40, 57, 33])
+PROMPTS = Step([9, 24, 1], [41, 24 + 32, 33])
+LAYERS = ({}, {"sliding_window_size": 19}, {"logit_cap": 5.0}, {"logit_cap": 5.0, "sliding_window_size": 7})
+
+
+def layers_of(runner: Any) -> list[RadixAttention]:
+    return list(runner.model)
+
+
+@pytest.mark.parametrize("page", [1, PAGE])
+@pytest.mark.parametrize("step", [DECODES, PROMPTS], ids=["decodes", "prompts"])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_windows_and_caps(page: int, step: Step, hybrid: bool) -> None:
+    runner = make_runner(*LAYERS, page=page, hybrid=hybrid)
+    backend, batch = TrunkBackend(runner), step.batch(runner)
+    backend.init_forward_metadata(batch)
+    for layer in layers_of(runner):
+        assert error(backend, runner, layer, batch) < 1e-5
+
+
+@pytest.mark.parametrize("step", [DECODES, PROMPTS], ids=["decodes", "prompts"])
+def test_sinks(step: Step) -> None:
+    runner = make_runner({}, {"sliding_window_size": 19})
+    backend, batch = TrunkBackend(runner), step.batch(runner)
+    backend.init_forward_metadata(batch)
+    for layer in layers_of(runner):
+        assert error(backend, runner, layer, batch, torch.randn(HEADS).to(torch.bfloat16)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_narrow_caches(dtype: torch.dtype, scaled: bool) -> None:
+    runner = make_runner(kv_dtype=dtype)
+    (layer,) = layers_of(runner)
+    if scaled and dtype.itemsize == 1:
+        layer.k_scale, layer.v_scale = torch.tensor(0.5), torch.tensor(2.0)
+        layer.k_scale_float, layer.v_scale_float = 0.5, 2.0
+    backend, batch = TrunkBackend(runner), DECODES.batch(runner)
+    backend.init_forward_metadata(batch)
+    assert error(backend, runner, layer, batch) < 1e-5
+
+
+def test_a_layer_that_reads_what_another_has_stored() -> None:
+    runner = make_runner()
+    (layer,) = layers_of(runner)
+    backend, batch = TrunkBackend(runner), DECODES.batch(runner)
+    backend.init_forward_metadata(batch)
+    q, k, v = torch.randn(3, HEADS * DIM), torch.randn(3, KV_HEADS, DIM), torch.randn(3, KV_HEADS, DIM)
+    stored = backend.forward_decode(q, k, v, layer, batch)
+    assert torch.equal(backend.forward_decode(q, None, None, layer, batch), stored)
+    assert torch.equal(backend.forward_decode(q, 7 * k, v, layer, batch, save_kv_cache=False), stored)
+
+
+def test_rows_after_the_tokens_of_a_step_are_zeros() -> None:
+    """A prompt graph pads a step, and gives the output."""
+    runner = make_runner()
+    (layer,) = layers_of(runner)
+    backend, batch = TrunkBackend(runner), PROMPTS.batch(runner)
+    backend.init_forward_metadata(batch)
+    batch._attn_output = torch.full((40, HEADS * DIM), 7.0)
+    out = backend.forward_extend(torch.randn(40, HEADS * DIM), None, None, layer, batch)
+    assert out.data_ptr() == batch._attn_output.data_ptr()
+    assert (out[34:] == 0).all() and (out[:34] != 7).all()
+
+
+def test_counts() -> None:
+    runner = make_runner({}, {}, {"sliding_window_size": 15})
+    backend = TrunkBackend(runner)
+    lens = list(range(130, 136))
+    for step in (Step([1] * 6, lens, shared=8), Step([1] * 5 + [7], lens, shared=8), Step([1], [40], shared=0)):
+        batch = step.batch(runner)
+        backend.init_forward_metadata(batch)
+        for layer in layers_of(runner):
+            error(backend, runner, layer, batch)
+    backend.init_forward_metadata(batch)
+    assert dict(backend.stats.paths) == {"decode": 2, "mixed": 1}
+    assert dict(backend.stats.unshared) == {"one_request": 1}
+    width = 2 * KV_HEADS * DIM * 4
+    assert backend.traffic.saved >= 2 * 5 * 8 * PAGE * 2 * width, "two layers, two steps, five rows of eight pages"

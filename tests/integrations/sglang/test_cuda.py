@@ -1,0 +1,209 @@
+"""The back end for GPUs without one: plans and kernels are the CPU's, and steps come as SGLang's decode graphs send
+them. The launch that fills the tables is tested under Triton's interpreter, in tests/integrations."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from trunkattn.integrations import common
+from trunkattn.integrations.sglang import cuda
+
+from ..vllm.device_attention import DeviceAttention
+from .fakes import DIM, HEADS, KV_HEADS, PAGE, ROWS, Step, error, make_runner
+
+CPU = torch.device("cpu")
+LAYERS = ({}, {"sliding_window_size": 19}, {}, {"logit_cap": 5.0})
+FIVE = Step([1] * 5, [130, 131, 132, 133, 134], shared=8, padding=3)
+
+
+class HostTables(cuda.DeviceTables):
+    """Fills the same buffers from the host."""
+
+    def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, out_slots: torch.Tensor | None) -> None:
+        self.seq_lens[: len(rows)] = seq_lens
+        for pool, table in self.tables.items():
+            found = self._requests.block_table(rows, int(seq_lens.max()), pool)
+            table[: len(rows), : found.shape[1]] = found
+        if self.window_slots is not None and self._requests.to_window is not None and out_slots is not None:
+            self.window_slots.zero_()
+            self.window_slots[: len(out_slots)] = self._requests.to_window[out_slots]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
+    monkeypatch.setattr("trunkattn.integrations.sglang.backend.BatchAttention", DeviceAttention)
+    monkeypatch.setattr(cuda, "DeviceTables", HostTables)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def make_backend(runner: Any, graphs_of: int = ROWS) -> Any:
+    backend = cuda.TrunkCudaBackend(runner)
+    backend.device = CPU
+    backend.init_cuda_graph_state(graphs_of, graphs_of)
+    return backend
+
+
+def replay(backend: Any, batch: Any) -> None:
+    """What a decode graph does, and what SGLang calls before."""
+    backend.init_forward_metadata_out_graph(batch)
+    backend.init_forward_metadata_in_graph(batch)
+
+
+def capture(backend: Any, runner: Any, rows: int) -> None:
+    """Two runs, then the capture, of rows that are all padding."""
+    batch = Step([], [], padding=rows).batch(runner)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    for _ in range(3):
+        backend.init_forward_metadata_in_graph(batch)
+        for layer in runner.model:
+            backend.forward_decode(torch.randn(rows, HEADS * DIM), *torch.randn(2, rows, KV_HEADS, DIM), layer, batch)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("page", [1, PAGE])
+def test_graphs_with_padding(card: None, page: int, hybrid: bool) -> None:
+    runner = make_runner(*LAYERS, page=page, hybrid=hybrid)
+    backend = make_backend(runner)
+    for rows in (8, 4, 1):
+        capture(backend, runner, rows)
+    plans = dict(backend._plans)
+    assert len(plans) == 3 and len(backend._attentions) == (3 if hybrid else 2)
+    for step in (FIVE, Step([1], [40]), Step([1] * 3, [60, 61, 62], padding=1)):
+        batch = step.batch(runner)
+        replay(backend, batch)
+        for layer in runner.model:
+            assert error(backend, runner, layer, batch) < 1e-5
+    assert backend._plans == plans, "the graphs' plans"
+    attention = next(iter(backend._attentions.values()))
+    assert attention.host_planned == 0
+    assert (attention.limits.max_requests, attention.limits.max_query_len) == (ROWS, 1)
+    assert attention.limits.num_pages == len(runner.token_to_kv_pool.get_key_buffer(0)) // page
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_prompts_between_graphs(card: None, hybrid: bool) -> None:
+    runner = make_runner(*LAYERS, hybrid=hybrid)
+    backend = make_backend(runner)
+    capture(backend, runner, 8)
+    for step in (Step([9, 24, 1], [41, 56, 33]), FIVE, Step([9, 24, 1], [41, 56, 33])):
+        batch = step.batch(runner)
+        if batch.forward_mode.is_decode():
+            replay(backend, batch)
+        else:
+            backend.init_forward_metadata(batch)
+        for layer in runner.model:
+            assert error(backend, runner, layer, batch) < 1e-5
+
+
+def test_decodes_without_graphs(card: None) -> None:
+    """Planned on the device up to the largest graph, and on the host beyond."""
+    runner = make_runner(*LAYERS)
+    backend = make_backend(runner)
+    backend._most_rows = 4
+    for step, device in ((Step([1] * 3, [60, 61, 62]), True), (Step([1] * 5, [60, 61, 62, 63, 64]), False)):
+        batch = step.batch(runner)
+        backend.init_forward_metadata(batch)
+        assert isinstance(backend._step, cuda.DeviceStep) is device
+        for layer in runner.model:
+            assert error(backend, runner, layer, batch) < 1e-5
+
+
+def test_sinks_make_a_kind_of_their_own(card: None) -> None:
+    runner = make_runner({}, {"sliding_window_size": 19})
+    backend = make_backend(runner)
+    batch = FIVE.batch(runner)
+    backend.init_forward_metadata(batch)
+    for layer in runner.model:
+        assert error(backend, runner, layer, batch, torch.randn(HEADS)) < 1e-5
+    assert all(kind.spec.sinks for kind in backend._plans)
+
+
+def test_a_first_call_in_a_capture_is_refused(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner()
+    backend, batch = make_backend(runner), FIVE.batch(runner)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="expected a step before the capture"):
+        backend.forward_decode(torch.randn(8, HEADS * DIM), None, None, runner.model[0], batch)
+
+
+def test_a_full_graph_of_prompts_is_refused(card: None) -> None:
+    backend = make_backend(make_runner())
+    with pytest.raises(ValueError, match="prompts in full CUDA graphs"):
+        backend.init_forward_metadata_out_graph(SimpleNamespace(forward_mode=ForwardMode.EXTEND))
+
+
+def test_more_rows_than_earlier_steps_had(card: None) -> None:
+    """SGLang may run steps before it says how large its graphs are."""
+    runner = make_runner()
+    backend, batch = make_backend(runner, 4), FIVE.batch(runner)
+    backend._most_rows = 4
+    small = Step([1] * 3, [60, 61, 62]).batch(runner)
+    backend.init_forward_metadata(small)
+    assert error(backend, runner, runner.model[0], small) < 1e-5
+    backend.init_cuda_graph_state(8, 8)
+    capture(backend, runner, 8)
+    batch = FIVE.batch(runner)
+    replay(backend, batch)
+    assert error(backend, runner, runner.model[0], batch) < 1e-5
+
+
+def test_an_old_gpu_is_refused(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(ValueError, match=r"compute capability 7\.5, only 8\.0 and newer"):
+        make_backend(make_runner())
+
+
+def test_the_request_table_is_read_before_a_replay(card: None) -> None:
+    backend = make_backend(make_runner())
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.PRE_REPLAY
+    assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
+    assert backend.needs_cpu_seq_lens is False and backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_counters(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step counts once the next one begins; captures do not, nor does padding."""
+    lines: list[str] = []
+    monkeypatch.setattr(cuda.logger, "info", lambda message, *values: lines.append(message % values))
+    runner = make_runner({}, {"sliding_window_size": 15}, {}, tp_rank=23)
+    backend = make_backend(runner)
+    assert "prompts and decoding in 2 layers (4/2 heads of 32, torch.float32; pages of 16 tokens)" in lines[0]
+    capture(backend, runner, 8)
+    one = Step([1], [40], padding=3).batch(runner)
+    for batch in (FIVE.batch(runner), one):
+        replay(backend, batch)
+        for layer in runner.model:
+            error(backend, runner, layer, batch)
+    batch = Step([9], [41]).batch(runner)
+    backend.init_forward_metadata(batch)
+    error(backend, runner, runner.model[0], batch)
+    assert backend.traffic.read == 0, "nothing has arrived"
+    backend._traffic.send()
+    replay(backend, one)
+    replay(backend, one)
+    width = 2 * KV_HEADS * DIM * 4
+    assert dict(backend.stats.paths) == {"full_graph": 3, "prefill": 1}
+    decoded = 2 * sum(FIVE.lens) + 5 * 16 + 2 * 40 + 16
+    assert backend.traffic.unshared == (decoded + 2 * 41) * width, "a prompt of the two full layers"
+    assert backend.traffic.saved >= (2 * 4 * 8 * PAGE - 12) * width, "the CPU's plan reads padding row by row"
+    assert dict(backend.stats.unshared) == {"one_request": 2}
+    labels = {"model_name": "tiny", "engine": "0", "rank": "23", "attention": "window 16+full", "path": "full_graph"}
+    assert REGISTRY.get_sample_value("trunkattn_steps_total", labels) == 3
+
+
+def test_a_full_ring_is_fetched(card: None) -> None:
+    runner = make_runner()
+    backend, batch = make_backend(runner), Step([1], [40]).batch(runner)
+    capture(backend, runner, 1)
+    for _ in range(2 * common.RING_STEPS + 2):
+        replay(backend, batch)
+    assert backend.traffic.steps == 2 * common.RING_STEPS + 1
+    assert backend.traffic.unshared == 2 * common.RING_STEPS * 40 * 2 * KV_HEADS * DIM * 4

@@ -1,0 +1,147 @@
+"""What is refused, when the engine starts, with one line; in a real engine where that is quick to make."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+from trunkattn.integrations import sglang as plugin
+from trunkattn.integrations.sglang import layers, versions
+from trunkattn.integrations.sglang.route import choose
+
+from .engine import OPTIONS
+from .fakes import make_runner
+
+
+def refused(*given: Any, **changes: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        choose(make_runner(*given, **changes))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(plugin.logger, "error", lambda message, *values: said.append(message % values))
+    plugin.register()
+    plugin.register()
+    assert ATTENTION_BACKEND_CHOICES.count("trunk") == 1
+    assert ATTENTION_BACKENDS["trunk"] is plugin.create
+    assert said == []
+
+
+def test_a_plugin_that_took_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(plugin.logger, "error", lambda message, *values: said.append(message % values))
+    monkeypatch.setitem(ATTENTION_BACKENDS, "trunk", pytest.approx)
+    plugin.register()
+    assert ATTENTION_BACKENDS["trunk"] is pytest.approx
+    (line,) = said
+    assert "SGLANG_PLUGINS" in line and pytest.approx.__module__ in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("speculative_algorithm", "NGRAM", "speculative decoding (speculative_algorithm=NGRAM)"),
+        ("dllm_algorithm", "LowConfidence", "diffusion"),
+        ("enable_deterministic_inference", True, "deterministic inference"),
+        ("enable_two_batch_overlap", True, "two-batch overlap"),
+        ("enable_pdmux", True, "on one GPU"),
+        ("dcp_size", 2, "decode context parallelism"),
+        ("enable_torch_compile", True, "torch.compile on a CPU"),
+    ],
+)
+def test_options(option: str, value: Any, words: str) -> None:
+    assert words in refused(options={option: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only attention, only decoder"),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "decoder_bidirectional"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"v_head_dim": 16}, "another width than keys (16 and 32)"),
+        ({"logit_cap": 30.0, "logit_capping_method": "relu"}, "a soft cap by relu"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode=ALIBI"),
+    ],
+)
+def test_layers(change: dict[str, Any], words: str) -> None:
+    assert words in refused(change)
+
+
+def test_models_and_devices() -> None:
+    assert "(MLA)" in refused(use_mla_backend=True)
+    assert "encoder-decoder" in refused(model_config=SimpleNamespace(is_encoder_decoder=True))
+    assert "the device xpu, only NVIDIA GPUs and CPUs" in refused(device="xpu")
+    assert "speculative decoding" in refused(spec_algorithm=SimpleNamespace(is_none=lambda: False))
+
+
+def test_kv_caches() -> None:
+    runner = make_runner()
+    pool = runner.token_to_kv_pool
+    assert layers.pool_refusals(pool, 16) == []
+    pool.kv_cache_layout = "hnd"
+    assert layers.pool_refusals(pool, 16) == ["the KV layout hnd, only nhd"]
+    other = type("MHATokenToKVPoolFP4", (), {})()
+    assert "MHATokenToKVPoolFP4, only MHATokenToKVPool and SWAKVPool" in layers.pool_refusals(other, 16)[0]
+    assert "KV cache of torch.int8" in refused(kv_cache_dtype=torch.int8)
+
+
+def test_a_version_without_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "CONTRACT", (*versions.CONTRACT, "some_new_hook"))
+    message = refused()
+    assert "has no AttentionBackend.some_new_hook" in message and "0.5.17 to 0.5.23" in message
+
+
+def test_another_version_warns_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(versions, "installed", lambda: "0.6.0")
+    monkeypatch.setattr("trunkattn.integrations.sglang.route.logger.warning", said.append)
+    choose(make_runner())
+    (line,) = said
+    assert "SGLang 0.6.0" in line and "0.5.17 to 0.5.23" in line
+
+
+def test_an_unknown_option_of_a_layer() -> None:
+    backend = choose(make_runner())
+    q, layer = torch.zeros(1, 128), RadixAttention(4, 32, 0.2, 2, 0)
+    with pytest.raises(ValueError, match="the layer option score_mod"):
+        backend.forward_decode(q, None, None, layer, SimpleNamespace(), score_mod=abs)
+
+
+def test_a_step_of_another_mode() -> None:
+    backend = choose(make_runner())
+    no = {f"is_{name}": lambda: False for name in ("idle", "decode", "extend")}
+    step = SimpleNamespace(
+        forward_mode=SimpleNamespace(name="TARGET_VERIFY", **no), seq_lens=torch.tensor([3]), out_cache_loc=None,
+        req_pool_indices=torch.tensor([1]),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="a step of mode TARGET_VERIFY"):
+        backend.init_forward_metadata(step)
+
+
+def test_a_real_engine_says_why_and_ends(model: Callable[[str], Path]) -> None:
+    """SGLang ends the process of a failed engine, so this one is in a process of its own."""
+    import subprocess
+    import sys
+
+    code = f"""
+import sglang
+if __name__ == "__main__":
+    sglang.Engine(model_path={str(model("llama"))!r}, attention_backend="trunk", enable_torch_compile=True,
+                  **{OPTIONS!r})
+"""
+    script = model("llama") / "refused.py"
+    script.write_text(code)
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0
+    assert "TrunkAttention does not support torch.compile on a CPU (enable_torch_compile=True)" in result.stderr

@@ -1,0 +1,114 @@
+"""Greedy tokens with TrunkAttention equal those of SGLang's own back end, in engines with the same options."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sglang.srt.managers.scheduler as scheduler
+
+from trunkattn.cpu import parallel as cpu
+
+from ..vllm.prompts import NUM_PROMPTS, equal
+from .engine import MAX_TOKENS, Run, equal_rounds, generate
+
+MODELS = ("llama", "qwen3", "gemma3")
+PAGES = (1, 16)
+
+
+def ours(folder: Path, page_size: int, **options: Any) -> Run:
+    run = generate(folder, "trunk", page_size=page_size, **options)
+    assert run.steps["decode"] > 0 and run.steps["prefill"] > 0, "our back end computed the step"
+    return run
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    assert equal_rounds(run, expected) == [len(each) for each in expected.tokens]
+
+
+def assert_has_power(run: Run) -> None:
+    """The tokens depend on the context: few are repeated."""
+    distinct = [len(set(sequence)) for sequence in run.tokens[0]]
+    assert sum(distinct) > NUM_PROMPTS * MAX_TOKENS // 2, distinct
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_radix_hits(name: str, page_size: int, model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    expected, run = stock(name), ours(model(name), page_size)
+    assert len(expected.tokens[0]) == NUM_PROMPTS
+    assert_has_power(expected)
+    assert_equal(run, expected)
+    assert run.cached_tokens > 4000
+    assert run.kv_bytes_saved > 0
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_chunked_prompts(name: str, page_size: int, model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    run = ours(model(name), page_size, chunked_prefill_size=64)
+    assert_equal(run, stock(name))
+    assert run.steps["prefill"] > 20  # so many chunks
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_prompts_and_decodes_in_one_step(
+    page_size: int, model: Callable[[str], Path], stock: Callable[..., Run]
+) -> None:
+    run = ours(model("llama"), page_size, chunked_prefill_size=64, enable_mixed_chunk=True)
+    assert_equal(run, stock("llama"))
+    assert run.steps["mixed"] > 10
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("llama", 1), ("llama", 16), ("gemma3", 16)])
+def test_retraction(
+    name: str, page_size: int, model: Callable[[str], Path], stock: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 8)
+    run = ours(model(name), page_size, rounds=1)
+    assert equal(run.tokens[0], stock(name).tokens[0]) == NUM_PROMPTS
+    assert run.retractions > 0
+
+
+def test_without_overlap_and_radix_cache(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    run = ours(model("llama"), 16, disable_overlap_schedule=True, disable_radix_cache=True)
+    assert_equal(run, stock("llama"))
+    assert run.cached_tokens == 0
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_decoding_alone(page_size: int, model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    split = {"prefill_attention_backend": "torch_native", "decode_attention_backend": "trunk"}
+    run = generate(model("llama"), "torch_native", page_size=page_size, **split)
+    assert_equal(run, stock("llama"))
+    assert set(run.steps) == {"decode"}
+    assert run.kv_bytes_saved > 0
+
+
+def test_several_samples_of_a_prompt(model: Callable[[str], Path]) -> None:
+    sampling = {"n": 3, "temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
+    expected = generate(model("llama"), "torch_native", sampling)
+    assert len(expected.tokens[0]) == 3 * NUM_PROMPTS
+    assert len({tuple(sequence) for sequence in expected.tokens[0]}) > NUM_PROMPTS
+    assert_equal(ours(model("llama"), 16, sampling=sampling), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_broken_merge_changes_tokens(
+    name: str, model: Callable[[str], Path], stock: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: partial results averaged without their log-sum-exp."""
+    execute = cpu.execute
+
+    def without_weights(plan: Any, layer: Any, options: Any, workspace: Any) -> None:
+        execute(plan, layer, options, workspace)
+        out = layer.out.numpy()
+        partial, indptr = workspace._arrays[2].reshape(-1, *out.shape[1:]), plan.work.merge_indptr
+        for i, query in enumerate(plan.work.merge_queries):
+            out[query] = np.mean(partial[indptr[i] : indptr[i + 1]], axis=0)
+
+    monkeypatch.setattr(cpu, "execute", without_weights)
+    run = ours(model(name), 16)
+    assert equal_rounds(run, stock(name))[0] < NUM_PROMPTS // 2

@@ -1,0 +1,57 @@
+"""A GPU's plans and kernels for machines without one: plans and attention are the CPU's, behind the interface that GPUs
+have."""
+
+from typing import Any
+
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention, Plan, PromptChunks
+
+
+class DevicePlan(Plan):
+    """A plan whose traffic is what a test says."""
+
+    traffic = torch.zeros(2, dtype=torch.int64)
+
+
+class DeviceAttention(BatchAttention):
+    """A BatchAttention that plans into the same plan, as on a GPU, and runs more rows than the plan has."""
+
+    def __init__(self, config: AttentionConfig, device: Any, capacity: Any = None) -> None:
+        super().__init__(config, "cpu")
+        self.limits, self.planned, self.host_planned = capacity, [], 0
+        self.chunks: PromptChunks | None = None  # of the last plan
+
+    may_overlap = False  # set by a test
+
+    @property
+    def plans_on_device(self) -> bool:
+        return self.limits is not None and not self.config.batch_invariant
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        return self.may_overlap
+
+    def plan(
+        self, *batch: Any, sliding_window: int | None = None, into: Any = None, chunks: PromptChunks | None = None
+    ) -> Any:
+        self.chunks = chunks
+        if self.limits is None:  # only attentions with a capacity plan on the device
+            self.host_planned += 1
+            return super().plan(*batch, sliding_window=sliding_window, into=into)
+        self.planned.append((*batch, into))
+        fresh = super().plan(*batch, sliding_window=sliding_window)
+        plan = into or fresh
+        plan.__dict__.update(fresh.__dict__)
+        stats, plan.__class__ = plan.stats, DevicePlan
+        plan.traffic = torch.tensor([stats.kv_tokens_read, stats.kv_tokens_per_query])
+        return plan
+
+    def run(self, plan: Any, q: torch.Tensor, *caches: torch.Tensor, out: Any = None, **options: Any) -> Any:
+        rows = plan.num_query_tokens
+        if self.limits is not None:
+            assert len(q) <= self.limits.max_query_tokens + (self.limits.max_chunk_tokens if self.chunks else 0)
+        if out is not None:
+            return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
+        result, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        _, lse[:rows] = super().run(plan, q[:rows], *caches, out=result[:rows], **options)
+        return result, lse
