@@ -4,7 +4,7 @@
     python benchmarks/vllm_tpot.py --model FOLDER --dcp 2             # results/vllm-tpot-CARD-dcp2.json
 
 FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One after the
-other, each back end is started in a process of its own, with full CUDA graphs and prefix caching, and generates for six
+other, each back end is started in a process of its own, with full CUDA graphs and prefix caching, and generates for
 batches of prompts: REQUESTS × (levels of shared and private tokens). Each batch is generated once to fill the prefix
 cache, then for 8 and for 136 tokens in turn; TPOT is the median over repeats of (time of 136 - time of 8) / 128.
 
@@ -12,6 +12,8 @@ The first 16 tokens of each request, greedy, are compared with those of the firs
 before the first that differs, and in which steps sequences part. With random weights logits lie close together, so that
 rounding parts some: this shows gross errors, and is no test of accuracy. For CUSTOM what was read and saved is in the
 result, from the counters that vLLM would serve under /metrics.
+
+With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`).
 
 With --dcp so many cards share each request (decode context parallelism): the model then has one KV head, and the batch
 is 64 questions about one text of 64k tokens.
@@ -33,9 +35,10 @@ from time import perf_counter
 from typing import Any
 
 SHORT, LONG, COMPARED = 8, 136, 16
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR")
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
-    "hf_overrides": {"max_position_embeddings": 16384}, "max_model_len": 12288, "max_num_seqs": 256, "seed": 0,
+    "hf_overrides": {"max_position_embeddings": 16384}, "max_model_len": 12544, "max_num_seqs": 256, "seed": 0,
 }  # fmt: skip
 SHARED_OPTIONS = {
     "hf_overrides": {"num_key_value_heads": 1, "num_attention_heads": 16}, "max_model_len": 66560, "max_num_seqs": 64,
@@ -69,18 +72,25 @@ WORKLOADS = (
     Workload(64, ((1, 2048), (64, 256))),
     Workload(8, ((1, 4096), (8, 128))),
     Workload(32, ((32, 2048),)),
+    Workload(64, ((4, 12000), (64, 64))),
+    Workload(128, ((8, 512), (128, 128))),
+    Workload(128, ((1, 640), (128, 64))),
+    Workload(128, ((128, 704),)),
+    Workload(8, ((8, 8192),)),
+    Workload(1, ((1, 2048),)),
 )
 SHARED_WORKLOADS = (Workload(64, ((1, 65536), (64, 128))),)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """cards: that a model is spread over. dcp: that share each request, 1 or all of them."""
+    """cards: that a model is spread over. dcp: that share each request, 1 or all of them. cold: with empty caches."""
 
     model: Path
     cards: int
     dcp: int
     repeats: int
+    cold: bool
 
     @property
     def options(self) -> dict[str, Any]:
@@ -138,8 +148,10 @@ def hide_benchmarks(path: list[str]) -> None:
 def serve(backend: str, setup: Setup, answers: Connection) -> None:
     """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
     hide_benchmarks(sys.path)
-    with tempfile.TemporaryDirectory() as shared:
+    with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as caches:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
+        for name in CACHES if setup.cold else ():
+            os.environ[name] = str(Path(caches, name))
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         import torch
         from vllm import LLM
@@ -213,6 +225,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
     parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    parser.add_argument("--cold", action="store_true", help="with empty caches of compiled code")
     spread = parser.add_mutually_exclusive_group()
     spread.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
     spread.add_argument("--dcp", type=int, default=1, help="cards that share each request")
@@ -225,7 +238,7 @@ def main() -> None:
     from report import short_name, write_result
 
     dcp, cards = arguments.dcp, max(arguments.dcp, arguments.tensor_parallel)
-    setup = Setup(arguments.model, cards, dcp, arguments.repeats)
+    setup = Setup(arguments.model, cards, dcp, arguments.repeats, arguments.cold)
     results = {name: run_backend(name, setup) for name in arguments.backends}
     rows = table(results, setup.workloads)
     for row in rows:
@@ -233,7 +246,7 @@ def main() -> None:
     facts = {backend: found[""] for backend, found in results.items()}
     card = next(iter(facts.values()))["card"]
     figures = {"card": card, "cards": cards, "dcp": dcp, "model": arguments.model.name, "options": setup.options}
-    figures["repeats"] = arguments.repeats
+    figures |= {"repeats": arguments.repeats, "cold": arguments.cold}
     spread_name = f"-dcp{dcp}" if dcp > 1 else f"-tp{cards}"
     name = f"vllm-tpot-{short_name(card)}" + (spread_name if cards > 1 else "")
     print(write_result(name, figures | {"rows": rows, "runs": facts}, "vllm", "triton"))

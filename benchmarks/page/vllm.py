@@ -12,12 +12,19 @@ USES = {
     "64 x (2048 + 256)": "64 samples of one prompt (rollouts)",
     "8 x (4096 + 128)": "8 samples of one prompt",
     "32 x (2048)": "nothing shared",
+    "64 x (4 groups x 12000 + 64)": "16 questions on each of 4 documents",
+    "128 x (8 groups x 512 + 128)": "16 samples of each of 8 prompts (rollouts)",
+    "128 x (640 + 64)": "128 requests with the same few-shot prompt",
+    "128 x (704)": "nothing shared, many requests",
+    "8 x (8192)": "nothing shared, long texts",
+    "1 x (2048)": "one request",
 }
 
 
 def tpot_rows(*names: str) -> list[list[dict[str, Any]]]:
-    """Rows of the same batch in several results."""
-    return [list(rows) for rows in zip(*(load(name)["rows"] for name in names), strict=True)]
+    """Rows of the same batch in several results: of those that all of them have."""
+    first, *others = ({row["workload"]: row for row in load(name)["rows"]} for name in names)
+    return [[row, *(rows[name] for rows in others)] for name, row in first.items() if all(name in it for it in others)]
 
 
 def tpot() -> Section:

@@ -7,8 +7,8 @@ fetch arrives.)
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
 FlashAttention. With TRUNKATTN_OVERLAP=1 one kernel of ours computes them together with the decodes where that is sooner
-(H100 and H200, 16-bit caches, head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
-Their plan is made on the host, which waits for the device in steps with prompts.
+(H100 and H200, 16-bit caches, head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32)
+our kernels run the prompts too. Their plan is made on the host, which waits for the device in steps with prompts.
 
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
