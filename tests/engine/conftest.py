@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from trunkattn.engine import RequestOutput
+from trunkattn.engine.gguf_reading import gguf_read_once
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_VOCAB = 256
@@ -115,7 +116,8 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
-    return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, local_files_only=True)
+    with gguf_read_once():
+        return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, local_files_only=True)
 
 
 @pytest.fixture(scope="session")
@@ -142,9 +144,10 @@ def tiny_speaker(smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """SmolLM2-135M, read from GGUF by transformers alone and saved as safetensors, which load faster."""
-    gguf = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32, local_files_only=True
-    )
+    with gguf_read_once():  # of the table of tensor names too, which transformers makes for each module
+        gguf = AutoModelForCausalLM.from_pretrained(
+            smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32, local_files_only=True
+        )
     config = LlamaConfig(**{**gguf.config.to_dict(), "quantization_config": None})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.load_state_dict(gguf.state_dict())
