@@ -8,6 +8,8 @@ when the last one is answered, and the prefix cache is emptied before the next:
 conversation: Poisson arrivals behind PAT's three-level system instruction; private parts as long as the trace's inputs,
 4096 tokens at most, outputs as long as its outputs, 512 at most; without a trace, drawn like them.
 toolagent: Poisson arrivals of turns of agents' sessions; a turn's prompt begins with its session's earlier turns.
+documents: Poisson arrivals of documents of 4k to 10k tokens, each with a burst of 16 short questions within half a
+second; answers of 64 to 256 tokens.
 trace: a stretch from the middle of the trace, its gaps divided by one factor so that the mean rate is the one asked
 for; inputs cut to 16 blocks of 512 tokens, outputs to 512.
 
@@ -45,9 +47,11 @@ from trunkattn.workloads.serving import CONVERSATION_LEVELS
 
 # vllm_tpot is imported where it is used: vLLM's processes import this file too, without this folder on their path
 
-RATES = {"conversation": (3.0, 5.0), "toolagent": (2.5, 4.0), "trace": (2.5,)}  # requests a second
+RATES = {"conversation": (3.0, 5.0), "toolagent": (2.5, 4.0), "documents": (6.0, 12.0), "trace": (2.5,)}  # a second
 LONGEST_PRIVATE, LONGEST_BLOCKS, LONGEST_OUTPUT, LONGEST_PROMPT = 4096, 16, 512, 11_000
 LANGUAGES, COUNTRIES = 4, 8
+QUESTIONS, BURST_SECONDS = 16, 0.5  # of a document
+DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = (4096, 10_000), (16, 96), (64, 256)
 SEED = 0
 BUDGET = 2048  # tokens of a step
 Parts = Sequence[tuple[Hashable, int]]
@@ -120,6 +124,17 @@ def toolagent(rate: float, seconds: float) -> list[Arrival]:
         )
         for at, turn in zip(times, fitting, strict=False)
     ]
+
+
+def documents(rate: float, seconds: float) -> list[Arrival]:
+    """See above."""
+    rng, found = np.random.default_rng(SEED), list[Arrival]()
+    for number, at in enumerate(poisson(rate / QUESTIONS, seconds)):
+        document = (("document", number), int(rng.integers(*DOCUMENT_TOKENS)))
+        for later in np.sort(rng.uniform(0, BURST_SECONDS, QUESTIONS)).tolist():
+            question = (("question", number, len(found)), int(rng.integers(*QUESTION_TOKENS)))
+            found.append(Arrival(float(at) + later, (document, question), int(rng.integers(*ANSWER_TOKENS))))
+    return sorted(found, key=lambda arrival: arrival.at)
 
 
 def stretch(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> list[Arrival]:
@@ -290,6 +305,8 @@ def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
                 runs[f"{workload} {rate:g}/s"] = conversation(rate, arguments.seconds, trace)
             elif workload == "toolagent":
                 runs[f"{workload} {rate:g}/s"] = toolagent(rate, arguments.seconds)
+            elif workload == "documents":
+                runs[f"{workload} {rate:g}/s"] = documents(rate, arguments.seconds)
             elif trace:
                 runs[f"{workload} {rate:g}/s"] = stretch(rate, arguments.seconds, trace)
     return runs
