@@ -45,6 +45,11 @@ VLLM_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm VLLM_ENABLE_V1_MULTIPROCES
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q -n 2 --dist worksteal
 test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-in in real vLLM on this CPU, newest and oldest
 
+# What CI runs of both: all of the newest; of the oldest what starts no engine, and one architecture's tokens.
+.PHONY: test-vllm-brief
+test-vllm-brief: test-vllm-$(VLLM_NEWEST) .venv-vllm-$(VLLM_OLDEST)/.stamp
+	$(call VLLM_PYTEST,$(VLLM_OLDEST)) tests/integrations -k "not gemma and not gpt_oss and not qwen3 and not process and not invariance and not hybrid"
+
 test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after another
 
 .PHONY: test-vllm-$(VLLM_OVERLAID)
