@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from given import integer
+
+# What lies beside this file is imported by functions alone: see sglang_tpot.py
 
 REQUESTS, SHARED, TRACED = 32, 1040, 20
 CPU_SHARED = 256
@@ -93,6 +94,8 @@ def summarize(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
+    from given import integer
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
     parser.add_argument("--backend", default="trunk@16", help="as in sglang_tpot.py")
