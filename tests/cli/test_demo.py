@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from trunkattn.cli import measure
 from trunkattn.cli.app import app
-from trunkattn.cli.demo import run_demo
+from trunkattn.cli.demo import run_demo, serve_command
 from trunkattn.cli.demo_report import DemoResult
 from trunkattn.cli.demo_workload import DemoWorkload
 from trunkattn.cli.options import DemoOptions
@@ -67,7 +67,17 @@ def test_policies_differ_in_what_they_read_alone(shown: tuple[DemoResult, str]) 
 
 
 def test_it_ends_with_the_line_that_starts_a_server(shown: tuple[DemoResult, str], tiny_folder: Path) -> None:
-    assert shown[1].endswith(f"\nServe this model: trunkattn serve --model {tiny_folder}\n")
+    last = shown[1].splitlines()[-1]
+    assert last.startswith("Serve this model: ")
+    assert last.endswith(f"trunkattn serve --model {tiny_folder}")
+
+
+def test_the_server_finds_the_kernels_that_the_demo_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/venv/bin/trunkattn", "demo"])
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/kept here")
+    assert serve_command(Path("m")) == "NUMBA_CACHE_DIR='/kept here' /venv/bin/trunkattn serve --model m"
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    assert serve_command(Path("m")) == "/venv/bin/trunkattn serve --model m"
 
 
 def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

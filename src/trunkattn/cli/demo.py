@@ -1,6 +1,7 @@
 """`trunkattn demo`: a shop's assistant answers 32 customers, with shared prefixes read once and read per request."""
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -80,9 +81,11 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
 
 
 def serve_command(model: Path) -> str:
-    """The shell command that serves the model, by the program that runs now."""
+    """The shell command that serves the model, by the program that runs now and with its compiled kernels."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "trunkattn" else "trunkattn"
-    return shlex.join([program, "serve", "--model", str(model)])
+    kept = os.environ.get("NUMBA_CACHE_DIR")
+    where = f"NUMBA_CACHE_DIR={shlex.quote(kept)} " if kept else ""
+    return where + shlex.join([program, "serve", "--model", str(model)])
 
 
 def make_folder(folder: Path) -> None:
