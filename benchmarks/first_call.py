@@ -123,7 +123,7 @@ class Measured:
         }
         torch_ms = round(median(each["torch_ms"] for rounds in self.imports.values() for each in rounds), 1)
         return {
-            "source": str(self.source),
+            "source": self.source.name,
             "commit": commit(self.source),
             "torch_ms": torch_ms,
             "imports": imports,

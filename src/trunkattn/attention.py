@@ -217,7 +217,7 @@ class BatchAttention:
     @property
     def errors(self) -> torch.Tensor | None:
         """[1] int32 on the device, not 0 if `check` would raise, to be copied without waiting; None: nothing is planned
-        on the device. `kernels.device_plan.errors_of` says what it means."""
+        on the device. `gpu.device_planner.planner.errors_of` says what it means."""
         return self._backend.errors
 
     def _check_into(self, into: Any, window: int) -> None:

@@ -79,9 +79,14 @@ def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capac
     cpu = torch.device("cpu")
     query_lens = _int32("chunks.query_lens", chunks.query_lens, (number,), cpu)
     seq_lens = _int32("chunks.seq_lens", chunks.seq_lens, (number,), cpu)
+    if inputs.block_table.dim() != 2:
+        raise ValueError(f"block_table has shape {tuple(inputs.block_table.shape)}: expected (requests, pages)")
     rows, columns = inputs.block_table.shape
-    if not 1 <= number <= rows:
-        raise ValueError(f"chunks.query_lens has {number} requests: expected 1 to {rows}, the last ones of block_table")
+    if not 1 <= number <= (most := min(rows, capacity.max_requests)):
+        raise ValueError(
+            f"chunks.query_lens has {number} requests: expected 1 to {most}, which block_table and the capacity's "
+            "max_requests allow"
+        )
     check_int("chunks.first_token", chunks.first_token, 0, capacity.max_query_tokens)
     longest = min(columns, capacity.max_pages_per_request) * page_size
     for chunk, (queries, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):

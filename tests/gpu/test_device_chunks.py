@@ -148,6 +148,7 @@ def test_pages_of_chunks_are_clamped() -> None:
 INTS = {
     "no chunk": (PromptChunks(0, torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)),
                  "chunks.query_lens has 0 requests: expected 1 to 9"),
+    "more than rows": (PromptChunks(0, *[torch.ones(10, dtype=torch.int32)] * 2), "10 requests: expected 1 to 9"),
     "float": (PromptChunks(0, torch.ones(1), torch.ones(1, dtype=torch.int32)), "query_lens has dtype torch.float32"),
     "lengths": (PromptChunks(0, torch.ones(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)),
                 r"chunks.seq_lens has shape \(1,\): expected \(2\)"),
@@ -187,3 +188,9 @@ def test_the_result_holds_no_row_of_another_token(executor: GpuExecutor) -> None
     out = torch.full((60, 4, 32), math.nan)
     run(executor, step, q, kv, out=out)
     assert out[:38].isfinite().all() and out[38:].isnan().all()
+
+
+def test_a_block_table_that_is_none_is_refused() -> None:
+    one = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table has shape \(1,\): expected \(requests, pages\)"):
+        check_chunks(PromptChunks(0, one, one), StepInputs(one, one, None, None, None), 16, CAPACITY)

@@ -99,3 +99,10 @@ def test_dtype_is_checked() -> None:
         make(dtype=torch.int8)
     with pytest.raises(TypeError, match=r"dtype='float16': expected a floating-point torch\.dtype"):
         make(dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_cpu_reads_every_vector_from_one_cache_line(dtype: torch.dtype) -> None:
+    cache = KVCache(2, 400, 16, 3, 64, dtype, "cpu")
+    assert all(tensor.data_ptr() % 64 == 0 for layer in range(2) for tensor in cache.layer(layer))
+    assert not any(tensor.float().any() for layer in range(2) for tensor in cache.layer(layer))

@@ -19,7 +19,7 @@ _loading = RLock()  # one model at a time: the names belong to the whole process
 
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Within it every GGUF file's header is read once, also by readings within it. Other threads that enter wait."""
+    """While it lasts, the header of a GGUF file is read once. It may be entered again within; other threads wait."""
     try:
         import gguf
     except ImportError:  # then no GGUF file can be read, which transformers says

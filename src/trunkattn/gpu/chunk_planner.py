@@ -11,7 +11,7 @@ from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.prompt_chunks import Division, divide, limits_broken, prefill_limits
 from trunkattn.planner.split_schedule import work_time
-from trunkattn.planner.work_list import PlanStats, PrefillLimits
+from trunkattn.planner.work_list import PrefillLimits
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,6 @@ class PlannedChunks:
         check_plan(self.planned)
         tokens = np.sort(np.concatenate([self.division.rest_tokens, self.division.chunk_tokens]))
         assert np.array_equal(tokens, np.arange(len(tokens))), "a query token is in both halves of the step, or in none"
-
-    def added_to(self, rest: PlanStats) -> PlanStats:
-        """Statistics of the whole step."""
-        own = self.planned.stats()
-        both = rest.num_work_items > 0
-        return PlanStats(
-            kv_tokens_read=rest.kv_tokens_read + own.kv_tokens_read,
-            kv_tokens_per_query=rest.kv_tokens_per_query + own.kv_tokens_per_query,
-            num_packs=rest.num_packs + own.num_packs,
-            num_work_items=rest.num_work_items + own.num_work_items,
-            tiles=rest.tiles | own.tiles,
-            policy=f"{rest.policy}, prefill {own.policy}" if both else f"prefill {own.policy}",
-            reason=f"{rest.reason}; prefill: {own.reason}" if both else own.reason,
-        )
 
 
 class ChunkPlanner:

@@ -91,7 +91,7 @@ class GpuStep:
     def stats(self) -> PlanStats:
         """See PlanStats."""
         stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, self.choice.reason)
-        return self.chunks.added_to(stats) if self.chunks else stats
+        return stats.with_chunks(self.chunks.planned.stats()) if self.chunks else stats
 
     def check(self) -> None:
         """Raises AssertionError if the lists break an invariant."""

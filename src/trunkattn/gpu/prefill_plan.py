@@ -1,4 +1,4 @@
-"""Work items of prompt chunks on a GPU: their arrays, for `kernels.prefill`, and the order in which programs take them.
+"""Work items of prompt chunks on a GPU: their arrays, and the order in which programs take them.
 
 Programs take the tasks of an item, one for each KV head, then those of the next; P programs compute P tasks at a time,
 a round, forwards and backwards in turn.

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from trunkattn.kv_cache.page_pool import PageCopy
 from trunkattn.validate import check_int
+
+_ALIGNMENT: Final = 64  # bytes, as of torch: a vector of a CPU then lies in one cache line
 
 
 class KVCache:
@@ -84,7 +87,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
+    begin = -memory.data_ptr() % _ALIGNMENT
+    return memory[begin : begin + num_bytes].view(dtype).view(shape)
 
 
 def _check_shape(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

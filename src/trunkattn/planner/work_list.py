@@ -190,3 +190,16 @@ class PlanStats:
     tiles: dict[str, int]
     policy: str
     reason: str
+
+    def with_chunks(self, chunks: "PlanStats") -> "PlanStats":
+        """Of a whole step, whose prompt chunks `chunks` describes."""
+        both = self.num_work_items > 0
+        return PlanStats(
+            kv_tokens_read=self.kv_tokens_read + chunks.kv_tokens_read,
+            kv_tokens_per_query=self.kv_tokens_per_query + chunks.kv_tokens_per_query,
+            num_packs=self.num_packs + chunks.num_packs,
+            num_work_items=self.num_work_items + chunks.num_work_items,
+            tiles=self.tiles | chunks.tiles,
+            policy=f"{self.policy}, prefill {chunks.policy}" if both else f"prefill {chunks.policy}",
+            reason=f"{self.reason}; prefill: {chunks.reason}" if both else chunks.reason,
+        )

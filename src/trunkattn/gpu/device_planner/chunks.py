@@ -4,6 +4,7 @@ the decodes' tiles never leave the device.
 A chunk's item reads the KV of its own request. Sharing would need the pages on the host, and a wait for them.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from trunkattn.gpu.prefill_plan import even_rounds
 from trunkattn.inputs import PromptChunks
 from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.row_tiles.choice import query_positions
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, PlanStats
 
 _ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
@@ -41,10 +42,10 @@ class ListedChunks(NamedTuple):
         """One past their last query token in the step."""
         return self.first_token + int(self.planned.batch.query_start_loc[-1])
 
-    @property
-    def stat_name(self) -> str:
-        """What `stats.policy` says."""
-        return "prefill per_query" + (" overlapped with decodes" if self.overlaps else "")
+    def stats(self) -> PlanStats:
+        """See PlanStats."""
+        own = self.planned.stats()
+        return replace(own, policy=f"{own.policy} overlapped with decodes") if self.overlaps else own
 
 
 def tables_of(chunks: PromptChunks, page_size: int, window: int) -> StepTables:

@@ -87,18 +87,7 @@ class DeviceStep:
         tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
         described = tiling.name(self.rule), "least predicted time, found on the device"
         stats = tile_stats(self.tile_list(), self.batch(), self.rule, *described)
-        if self.chunks is None:
-            return stats
-        own = self.chunks.planned.stats()
-        return PlanStats(
-            kv_tokens_read=stats.kv_tokens_read + own.kv_tokens_read,
-            kv_tokens_per_query=stats.kv_tokens_per_query + own.kv_tokens_per_query,
-            num_packs=stats.num_packs + own.num_packs,
-            num_work_items=stats.num_work_items + own.num_work_items,
-            tiles=stats.tiles | own.tiles,
-            policy=f"{stats.policy}, {self.chunks.stat_name}",
-            reason=f"{stats.reason}; prefill: {own.reason}",
-        )
+        return stats.with_chunks(self.chunks.stats()) if self.chunks else stats
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
@@ -156,8 +145,10 @@ class OnDevice:
             known = table.shape[0]
         else:
             known = chunks.end_token if chunks else 0
-        rows = len(table) - (chunks.num_requests if chunks else 0)
-        kept = (table[:rows], lens[:rows], starts[: rows + 1])
+        kept = (table, lens, starts)
+        if chunks:
+            rows = len(table) - chunks.num_requests
+            kept = (table[:rows], lens[:rows], starts[: rows + 1])
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             self._fill(plan, kept, window, chunks is not None and chunks.overlaps)
             if chunks:

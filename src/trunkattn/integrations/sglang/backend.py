@@ -141,19 +141,6 @@ class TrunkBackend(AttentionBackend):
         self.stats.count_read(read, unshared, len(step.seq_lens))
         self.stats.log()
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
-    ) -> torch.Tensor:
-        """See `forward_extend`."""
-        return self._attend(q, (k, v), layer, forward_batch, save_kv_cache, options)
-
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -178,6 +165,8 @@ class TrunkBackend(AttentionBackend):
             [tokens, heads * head_dim]; rows after the step's tokens are zeros.
         """
         return self._attend(q, (k, v), layer, forward_batch, save_kv_cache, options)
+
+    forward_decode = forward_extend  # the plan knows which rows decode
 
     @torch.compiler.disable
     def _attend(

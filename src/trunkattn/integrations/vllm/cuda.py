@@ -219,9 +219,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             max_pages_per_request=max_pages_per_request,
             num_pages=versions.num_blocks(self.modules.values()),
             max_query_len=self._decode_query_len,
-            max_chunk_tokens=0
-            if self._ranks is not None
-            else int(self.vllm_config.scheduler_config.max_num_batched_tokens),
+            max_chunk_tokens=self._most_chunk_tokens(),
         )
         # One attention serves all windows of a configuration, so that they share the workspace.
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
@@ -240,11 +238,15 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
+    def _most_chunk_tokens(self) -> int:
+        """Of the prompts that our kernels may compute with the decodes; 0: they never do."""
+        if self._ranks is not None or os.environ.get("TRUNKATTN_OVERLAP") != "1":
+            return 0
+        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+
     def _warm_up_chunks(self, capacity: Capacity) -> bool:
         """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
         whether it may ever be used."""
-        if os.environ.get("TRUNKATTN_OVERLAP") != "1":
-            return False
         longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
         whole = torch.tensor([longest], dtype=torch.int32)
         attentions = {*self.attentions.values()}

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
-# of 0.32. On GPUs the oldest and the newest are tested.
+# of 0.32. On GPUs the oldest and the newest have run.
 OLDEST: Final = (0, 26)
 NEWEST: Final = (0, 33)
 
