@@ -82,7 +82,8 @@ def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capac
     if inputs.block_table.dim() != 2:
         raise ValueError(f"block_table has shape {tuple(inputs.block_table.shape)}: expected (requests, pages)")
     rows, columns = inputs.block_table.shape
-    if not 1 <= number <= (most := min(rows, capacity.max_requests)):
+    most = min(rows, capacity.max_requests)
+    if not 1 <= number <= most:
         raise ValueError(
             f"chunks.query_lens has {number} requests: expected 1 to {most}, which block_table and the capacity's "
             "max_requests allow"
