@@ -15,7 +15,6 @@ On a CPU, `--device cpu --quick` runs two small batches, to see that it works: F
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -111,32 +110,6 @@ def serve(task: Task, answers: Connection) -> None:
         engine.shutdown()
 
 
-def run_backend(task: Task) -> dict[str, Any]:
-    """Figures of each workload, and "" for facts of the run.
-
-    Raises:
-        RuntimeError: if the process ends before it has answered.
-    """
-    context = multiprocessing.get_context("spawn")
-    answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(task, sender))
-    process.start()
-    sender.close()
-    found: dict[str, Any] = {}
-    try:
-        while "" not in found:
-            name, figures = answers.recv()
-            found[name] = figures
-            if name:
-                print(f"{task.backend} {name}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
-    except EOFError as error:
-        done = f"{len(found)} of {len(task.workloads)} workloads"
-        raise RuntimeError(f"{task.backend}: the process ended after {done}") from error
-    finally:
-        process.join()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
@@ -152,14 +125,14 @@ def main() -> None:
     if not (arguments.model / "config.json").is_file():
         parser.error(f"argument --model: {arguments.model} has no config.json")
     from report import environment, short_name, write_result
-    from vllm_tpot import WORKLOADS, Workload, table
+    from vllm_tpot import WORKLOADS, Workload, run_backend, table
 
     cards = arguments.tensor_parallel
     workloads = tuple(Workload(*each) for each in QUICK) if arguments.quick else WORKLOADS
-    results = {
-        name: run_backend(Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats))
-        for name in arguments.backends
-    }
+    results = {}
+    for name in arguments.backends:
+        task = Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats)
+        results[name] = run_backend(name, len(workloads), serve, task)
     rows = table(results, workloads)
     for row in rows:
         print(row, flush=True)

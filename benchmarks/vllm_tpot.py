@@ -26,7 +26,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -168,15 +168,16 @@ def serve(backend: str, setup: Setup, answers: Connection) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def run_backend(backend: str, setup: Setup) -> dict[str, Any]:
-    """Figures of each workload, and "" for facts of the run.
+def run_backend(backend: str, num_workloads: int, target: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+    """Figures of each workload, and "" for facts of the run. target: the function of its process, which gets the
+    arguments and a connection for its answers.
 
     Raises:
         RuntimeError: if the process ends before it has answered.
     """
     context = multiprocessing.get_context("spawn")
     answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(backend, setup, sender))
+    process = context.Process(target=target, args=(*arguments, sender))
     process.start()
     sender.close()
     found: dict[str, Any] = {}
@@ -187,9 +188,7 @@ def run_backend(backend: str, setup: Setup) -> dict[str, Any]:
             if name:
                 print(f"{backend} {name}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
     except EOFError as error:
-        raise RuntimeError(
-            f"{backend}: the process ended after {len(found)} of {len(setup.workloads)} workloads"
-        ) from error
+        raise RuntimeError(f"{backend}: the process ended after {len(found)} of {num_workloads} workloads") from error
     finally:
         process.join()
     return found
@@ -239,7 +238,8 @@ def main() -> None:
 
     dcp, cards = arguments.dcp, max(arguments.dcp, arguments.tensor_parallel)
     setup = Setup(arguments.model, cards, dcp, arguments.repeats, arguments.cold)
-    results = {name: run_backend(name, setup) for name in arguments.backends}
+    count = len(setup.workloads)
+    results = {name: run_backend(name, count, serve, name, setup) for name in arguments.backends}
     rows = table(results, setup.workloads)
     for row in rows:
         print(row, flush=True)

@@ -4,12 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sglang.srt.managers.scheduler as scheduler
 
-from trunkattn.cpu import parallel as cpu
-
+from ..broken_merge import break_merge
 from ..vllm.prompts import NUM_PROMPTS, equal
 from .engine import MAX_TOKENS, Run, equal_rounds, generate
 
@@ -98,16 +96,6 @@ def test_several_samples_of_a_prompt(model: Callable[[str], Path]) -> None:
 def test_a_broken_merge_changes_tokens(
     name: str, model: Callable[[str], Path], stock: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: partial results averaged without their log-sum-exp."""
-    execute = cpu.execute
-
-    def without_weights(plan: Any, layer: Any, options: Any, workspace: Any) -> None:
-        execute(plan, layer, options, workspace)
-        out = layer.out.numpy()
-        partial, indptr = workspace._arrays[2].reshape(-1, *out.shape[1:]), plan.work.merge_indptr
-        for i, query in enumerate(plan.work.merge_queries):
-            out[query] = np.mean(partial[indptr[i] : indptr[i + 1]], axis=0)
-
-    monkeypatch.setattr(cpu, "execute", without_weights)
+    break_merge(monkeypatch)
     run = ours(model(name), 16)
     assert equal_rounds(run, stock(name))[0] < NUM_PROMPTS // 2

@@ -5,13 +5,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from trunkattn.cpu import parallel as cpu
 from trunkattn.integrations.vllm import versions
 
+from ..broken_merge import break_merge
 from .engine import MAX_TOKENS, NUM_PROMPTS, Run, equal, generate
 
 RELEASE = versions.parse(versions.installed()) or versions.NEWEST
@@ -121,16 +120,6 @@ def test_drafts_of_an_eagle(model: Callable[[str], Path], stock: Callable[..., R
 def test_a_broken_merge_changes_tokens(
     name: str, model: Callable[[str], Path], stock: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: partial results averaged without their log-sum-exp."""
-    execute = cpu.execute
-
-    def without_weights(plan: Any, layer: Any, options: Any, workspace: Any) -> None:
-        execute(plan, layer, options, workspace)
-        out = layer.out.numpy()
-        partial, indptr = workspace._arrays[2].reshape(-1, *out.shape[1:]), plan.work.merge_indptr
-        for i, query in enumerate(plan.work.merge_queries):
-            out[query] = np.mean(partial[indptr[i] : indptr[i + 1]], axis=0)
-
-    monkeypatch.setattr(cpu, "execute", without_weights)
+    break_merge(monkeypatch)
     run = ours(model(name), 16)
     assert equal(run.tokens[0], stock(name).tokens[0]) < NUM_PROMPTS // 2
