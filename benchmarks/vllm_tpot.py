@@ -157,7 +157,8 @@ def serve(backend: str, setup: Setup, answers: Connection) -> None:
         from vllm import LLM
 
         start = perf_counter()
-        parallel = {"tensor_parallel_size": setup.cards, "decode_context_parallel_size": setup.dcp}
+        parallel: dict[str, Any] = {"tensor_parallel_size": setup.cards, "decode_context_parallel_size": setup.dcp}
+        parallel |= {"dcp_comm_backend": "a2a"} if setup.dcp > 1 else {}  # see vllm_equality.py
         llm: Any = LLM(str(setup.model), attention_backend=backend, **parallel, **setup.options)
         ready = perf_counter() - start
         print(f"{backend}: ready after {ready:.0f} s", flush=True)
