@@ -82,18 +82,7 @@ def test_layers_run_in_graphs_of_their_own_unless_eager(
 @pytest.fixture
 def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card on which one kernel computes prompts and decodes sooner."""
-    monkeypatch.setenv("TRUNKATTN_OVERLAP", "1")
     monkeypatch.setattr(DeviceAttention, "may_overlap", True)
-
-
-def test_prompts_and_decodes_in_one_kernel_only_if_asked_for(
-    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceAttention, "may_overlap", True)
-    batch = make_batch([1, 1, 5, 30], [20, 40, 60, 0])
-    batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
-    step, _ = run_step(make_builder(gpu_engine, make_layer()), batch)
-    assert (len(flash_kernel.calls), step.chunks) == (1, False)
 
 
 @pytest.mark.usefixtures("overlapping")

@@ -6,17 +6,16 @@ fetch arrives.)
 
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
-FlashAttention. With TRUNKATTN_OVERLAP=1 one kernel of ours computes them together with the decodes where that is sooner
-(H100 and H200, 16-bit caches, head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32)
-our kernels run the prompts too. Their plan is made on the host, which waits for the device in steps with prompts.
+FlashAttention, or in one kernel of ours together with the decodes where that is sooner (H100 and H200, 16-bit caches,
+head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
+Their plan is made on the host, which waits for the device in steps with prompts.
 
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -33,6 +32,9 @@ from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 
 logger = init_logger("vllm.trunkattn")
+# Of prompts beside decodes, up to which a layer has a graph of its own: longer ones keep the GPU busy while the host
+# launches the next layer
+_CAPTURED_CHUNK_TOKENS: Final = 2048
 
 
 class TrunkAttentionCudaBackend(TrunkAttentionBackend):
@@ -226,7 +228,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
         eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
         direct = eager or self._ranks is not None  # a graph of a layer's own would not return the log-sum-exps
-        runs = {config: each.run if direct else CapturedRun(each) for config, each in shared.items()}
+        chunk_tokens = min(_CAPTURED_CHUNK_TOKENS, capacity.max_chunk_tokens)
+        runs = {config: each.run if direct else CapturedRun(each, chunk_tokens) for config, each in shared.items()}
         if self._ranks is not None:
             self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
             self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
@@ -240,9 +243,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
 
     def _most_chunk_tokens(self) -> int:
         """Of the prompts that our kernels may compute with the decodes; 0: they never do."""
-        if self._ranks is not None or os.environ.get("TRUNKATTN_OVERLAP") != "1":
-            return 0
-        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        return 0 if self._ranks is not None else int(self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _warm_up_chunks(self, capacity: Capacity) -> bool:
         """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
@@ -287,9 +288,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             plan = self._plans[spec] = attention.plan(*rows, **options)
             if chunks is None and spec not in self._decode_plans:
                 self._decode_plans[spec] = plan.without_chunks()
-        if chunks is not None:
-            return {spec: (self.attentions[spec].run, plan) for spec, plan in self._plans.items()}
-        return {spec: (self._runs[spec], plan) for spec, plan in self._decode_plans.items()}
+        plans = self._decode_plans if chunks is None else self._plans
+        return {spec: (self._runs[spec], plan) for spec, plan in plans.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)
