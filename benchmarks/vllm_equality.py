@@ -3,17 +3,19 @@
     python benchmarks/vllm_equality.py                       # results/vllm-equality-CARD.json
 
 Small models with random weights, scaled so that the answer hangs on what is far back (a control with other tokens in
-the shared prefix shows it), in one process per case and back end, all side by side. Requests are greedy and share a
-prefix; each is generated twice, the second time from the prefix cache. Compared are the tokens up to the first that
-differs; there, how far apart the first back end saw the two candidates, against how much the log-probabilities of equal
-tokens differ between the back ends: a gap no wider than that is rounding.
+the shared prefix shows it), in one process per case and back end, --at-once of them side by side. Requests are greedy
+and share a prefix; each is generated twice, the second time from the prefix cache. Compared are the tokens up to the
+first that differs; there, how far apart the first back end saw the two candidates, against how much the
+log-probabilities of equal tokens differ between the back ends: a gap no wider than that is rounding.
 
 Cases: context-parallel (two cards share each request; the model has one KV head, and so has one-kv-head, on one card);
 invariant (VLLM_BATCH_INVARIANT=1: also whether each request's tokens and log-probabilities alone have the same bits);
 bf16; mixed (long prompts that arrive in chunks while others decode, heads as of Llama-3-8B); fp8 (KV cache); drafts
 (n-gram speculation, several query tokens); window (a sliding window, Mistral); soft-cap (Gemma2, windows in every other
-layer); tensor-parallel (two cards, if there are two).
-Each case of the same model as bf16 or one-kv-head is also compared with that, by the same back end: `alone`.
+layer); gpt-oss (sinks, windows in every other layer, heads of 64, experts) and gpt-oss-fp8; gemma-3 (heads of 256,
+windows in five of six layers); group-7 (seven query heads per KV head, as in Qwen2.5-7B); tensor-parallel (two cards,
+if there are two). Each case of the same model as bf16, one-kv-head or gpt-oss is also compared with that, by the same
+back end: `alone`.
 
 The case `steady` traces 20 decode steps of 32 requests (calls that wait for the device, by name) and compares memory
 after the first steps with memory after --steps of them.
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,21 @@ GEMMA = {
     "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 128,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
 }  # fmt: skip
+GEMMA_3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6, "sliding_window": 512,
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_attention_heads": 4,
+    "head_dim": 256, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "rms_norm_eps": 1e-5, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads": 16, "head_dim": 64,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 512,
+}  # fmt: skip
+GROUP_7 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "num_attention_heads": 14, "hidden_size": 1792,
+}  # fmt: skip
 # vLLM's other merge needs NCCL 2.29.7; with an older one it leaves results unmerged and does not say so.
 ALL_TO_ALL = {"dcp_comm_backend": "a2a"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -59,13 +77,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "drafts": (LLAMA, {"speculative_config": DRAFTS}),
     "window": (MISTRAL, {}),
     "soft-cap": (GEMMA, {}),
+    "gpt-oss": (GPT_OSS, {}),
+    "gpt-oss-fp8": (GPT_OSS, {"kv_cache_dtype": "fp8"}),
+    "gemma-3": (GEMMA_3, {}),
+    "group-7": (GROUP_7, {}),
     "tensor-parallel": (LLAMA, {"tensor_parallel_size": 2}),
     "one-kv-head": (ONE_KV_HEAD, {}),
     "context-parallel": (ONE_KV_HEAD, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, **ALL_TO_ALL}),
     "invariant": (LLAMA, {}),
     "steady": (LLAMA, {}),
 }
-PLAIN = {"llama": "bf16", "llama-one-kv-head": "one-kv-head"}  # by the model's folder: what `alone` compares with
+# What `alone` compares with, by the model's folder.
+PLAIN = {"llama": "bf16", "llama-one-kv-head": "one-kv-head", "gpt_oss": "gpt-oss"}
 TOKENS, SHARED, NUM_PROMPTS, STEADY_REQUESTS = 48, 1040, 24, 32
 CACHE_BYTES, GRAPHS = 3 << 30, [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]
 
@@ -88,13 +111,27 @@ def save_model(folder: Path, shape: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() < 2:
-                weight.fill_(0.0 if "Gemma2ForCausalLM" in shape["architectures"] else 1.0)  # Gemma's norm adds 1
-            else:
-                own = "embed" in name and not config.tie_word_embeddings  # a tied one makes the logits
-                scale = 1.0 if own else weight.shape[1] ** -0.5
-                weight.normal_(0.0, scale * (1.6 if "q_proj" in name or "k_proj" in name else 1.0))
+            _fill(name, weight, config)
     model.save_pretrained(folder)
+
+
+def _fill(name: str, weight: Any, config: Any) -> None:
+    """Random numbers with which attention and the answer are far from even."""
+    gemma = config.model_type.startswith("gemma")  # its norms scale by 1 + weight, and one matrix embeds and predicts
+    if "sinks" in name:
+        weight.normal_(7.0, 2.0)  # beside the logits of some hundred keys
+    elif name.endswith("bias"):
+        weight.normal_(0.0, 0.1)
+    elif "q_norm" in name or "k_norm" in name:
+        weight.fill_(1.6 - gemma)
+    elif gemma and ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name):
+        weight.fill_(8.0)  # or each token would predict itself
+    elif weight.dim() < 2:
+        weight.fill_(1.0 - gemma)
+    else:
+        own = "embed" in name and not config.tie_word_embeddings  # a tied one makes the logits
+        scale = 1.0 if own else weight.shape[1] ** -0.5
+        weight.normal_(0.0, scale * (1.6 if "q_proj" in name or "k_proj" in name else 1.0))
 
 
 def start(folder: Path, case: str, backend: str) -> Any:
@@ -239,31 +276,33 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
     }  # fmt: skip
 
 
-def run_cases(cases: list[str], steps: int) -> dict[str, dict[str, Any]]:
-    """By case and back end, all side by side; a case that fails has its log's last line instead."""
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    found: dict[str, dict[str, Any]] = {case: {} for case in cases}
-    with tempfile.TemporaryDirectory() as folder:
-        started = {}
+def run_cases(cases: list[str], steps: int, at_once: int) -> dict[str, dict[str, Any]]:
+    """By case and back end; a case that fails has its log's last lines instead."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
         for name, shape in {folder_name(case): CASES[case][0] for case in cases}.items():
             save_model(Path(folder, name), shape)
-        for case in cases:
-            for backend in BACKENDS:
-                answer = Path(folder, f"{case}-{backend}.json")
-                command = [sys.executable, __file__, "--work", case, backend, str(answer), "--steps", str(steps)]
-                log = answer.with_suffix(".log")
-                mode = {"VLLM_BATCH_INVARIANT": "1"} if case == "invariant" else {}
-                with log.open("w") as lines:
-                    process = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment | mode)
-                started[case, backend] = process, log, answer
-        for (case, backend), (process, log, answer) in started.items():
-            process.wait()
-            if answer.exists():
-                found[case][backend] = json.loads(answer.read_text())
-            else:
-                errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
-                found[case][backend] = {"failed": errors[-3:]}
-    return found
+        runs = {
+            (case, backend): pool.submit(run_case, case, backend, steps, Path(folder))
+            for case in cases
+            for backend in BACKENDS
+        }
+        return {case: {backend: runs[case, backend].result() for backend in BACKENDS} for case in cases}
+
+
+def run_case(case: str, backend: str, steps: int, folder: Path) -> dict[str, Any]:
+    """What a process with one case and back end has found."""
+    answer = folder / f"{case}-{backend}.json"
+    command = [sys.executable, __file__, "--work", case, backend, str(answer), "--steps", str(steps)]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    environment |= {"VLLM_BATCH_INVARIANT": str(int(case == "invariant"))}
+    log = answer.with_suffix(".log")
+    with log.open("w") as lines:
+        subprocess.run(command, stdout=lines, stderr=lines, env=environment)
+    if answer.exists():
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
+    errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
+    return {"failed": errors[-3:]}
 
 
 def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any]:
@@ -289,11 +328,14 @@ def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) ->
 
 
 def main() -> None:
+    from given import integer
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     alone = [case for case in CASES if case not in ("tensor-parallel", "context-parallel")]
     parser.add_argument("--cases", nargs="+", default=alone, choices=list(CASES))
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--steps", type=int, default=10_000, help="decode steps of the case steady")
+    parser.add_argument("--at-once", type=integer(1, 64), default=10, help="processes side by side")
     parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
@@ -303,7 +345,7 @@ def main() -> None:
         return work(case, backend, arguments.steps, Path(answer))
     from report import short_name, write_result
 
-    found = run_cases(arguments.cases, arguments.steps)
+    found = run_cases(arguments.cases, arguments.steps, arguments.at_once)
     rows = []
     for case in arguments.cases:
         plain = PLAIN.get(folder_name(case), case)
