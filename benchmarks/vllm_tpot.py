@@ -6,7 +6,9 @@
 FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One after the
 other, each back end is started in a process of its own, with full CUDA graphs and prefix caching, and generates for
 batches of prompts: REQUESTS × (levels of shared and private tokens). Each batch is generated once to fill the prefix
-cache, then for 8 and for 136 tokens in turn; TPOT is the median over repeats of (time of 136 - time of 8) / 128.
+cache, then for 136 tokens a request, timed as they arrive. TPOT is the median over repeats of the pace while all
+requests decode: from the 8th token of the request that has it last until the first request ends. So what is left of the
+prompts, which differs from run to run, is not in it. The result is written after each back end.
 
 The first 16 tokens of each request, greedy, are compared with those of the first back end: the fraction that is equal
 before the first that differs, and in which steps sequences part. With random weights logits lie close together, so that
@@ -28,13 +30,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 SHORT, LONG, COMPARED = 8, 136, 16
+LEAST = 32  # tokens of a request that give its pace
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR")
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
@@ -101,27 +105,62 @@ class Setup:
         return SHARED_WORKLOADS if self.dcp > 1 else WORKLOADS
 
 
-def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """(seconds, the tokens of each request)."""
+class Generated(NamedTuple):
+    """tokens: of each request. arrivals: of each, (time, tokens by then) as they came."""
+
+    tokens: list[list[int]]
+    arrivals: list[list[tuple[float, int]]]
+
+
+def pace(arrivals: Sequence[Sequence[tuple[float, int]]]) -> float:
+    """Milliseconds per token while all requests decode: of the request that has its SHORT-th token last, from then on
+    until the first request ends.
+
+    Raises:
+        ValueError: all decode at once for less than LEAST tokens.
+    """
+    starts = [next(time for time, tokens in request if tokens >= SHORT) for request in arrivals]
+    start, end = max(starts), min(request[-1][0] for request in arrivals)
+    window = [arrival for arrival in arrivals[starts.index(start)] if start <= arrival[0] <= end]
+    tokens = window[-1][1] - window[0][1] if window else 0
+    if tokens < LEAST:
+        raise ValueError(
+            f"all requests decoded at once for {tokens} tokens: expected {LEAST} or more; lower the batch's tokens, or "
+            "give the cache room for its prompts"
+        )
+    return (window[-1][0] - window[0][0]) / tokens * 1e3
+
+
+def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> Generated:
+    """So many tokens of each request, from vLLM step by step."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    start = perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    return perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    engine, found = llm.llm_engine, Generated([[] for _ in prompts], [[] for _ in prompts])
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = perf_counter()
+        for output in outputs:
+            number = int(output.request_id)
+            found.tokens[number] += output.outputs[0].token_ids
+            found.arrivals[number].append((now, len(found.tokens[number])))
+    return found
 
 
-def measure(llm: Any, workload: Workload, vocabulary: int, repeats: int) -> dict[str, Any]:
-    """One back end on one batch."""
-    prompts = workload.prompts(vocabulary)
-    generate(llm, prompts, SHORT)
-    times, tokens = [], []
-    for _ in range(repeats):
-        short, _ = generate(llm, prompts, SHORT)
-        long, tokens = generate(llm, prompts, LONG)
-        times.append((long - short) / (LONG - SHORT) * 1e3)
+def measure(
+    generate: Callable[[Sequence[list[int]], int], Generated], prompts: Sequence[list[int]], repeats: int
+) -> dict[str, Any]:
+    """One back end on one batch. generate: so many tokens of each prompt."""
+    generate(prompts, SHORT)
+    found = [generate(prompts, LONG) for _ in range(repeats)]
+    times = [pace(each.arrivals) for each in found]
     figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
-    return figures | {"tokens": [sequence[:COMPARED] for sequence in tokens]}
+    return figures | {"tokens": [sequence[:COMPARED] for sequence in found[-1].tokens]}
 
 
 def counters() -> dict[str, float]:
@@ -157,13 +196,15 @@ def serve(backend: str, setup: Setup, answers: Connection) -> None:
         from vllm import LLM
 
         start = perf_counter()
-        parallel = {"tensor_parallel_size": setup.cards, "decode_context_parallel_size": setup.dcp}
+        parallel: dict[str, Any] = {"tensor_parallel_size": setup.cards, "decode_context_parallel_size": setup.dcp}
+        parallel |= {"dcp_comm_backend": "a2a"} if setup.dcp > 1 else {}  # see vllm_equality.py
         llm: Any = LLM(str(setup.model), attention_backend=backend, **parallel, **setup.options)
         ready = perf_counter() - start
         print(f"{backend}: ready after {ready:.0f} s", flush=True)
         vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
         for workload in setup.workloads:
-            answers.send((str(workload), measure(llm, workload, vocabulary, setup.repeats)))
+            figures = measure(partial(generate, llm), workload.prompts(vocabulary), setup.repeats)
+            answers.send((str(workload), figures))
         answers.send(("", {"card": torch.cuda.get_device_name(), "ready_s": round(ready, 1), "counters": counters()}))
         llm.llm_engine.engine_core.shutdown()
 
@@ -238,18 +279,17 @@ def main() -> None:
 
     dcp, cards = arguments.dcp, max(arguments.dcp, arguments.tensor_parallel)
     setup = Setup(arguments.model, cards, dcp, arguments.repeats, arguments.cold)
-    count = len(setup.workloads)
-    results = {name: run_backend(name, count, serve, name, setup) for name in arguments.backends}
-    rows = table(results, setup.workloads)
+    results: dict[str, dict[str, Any]] = {}
+    for name in arguments.backends:
+        results[name] = run_backend(name, len(setup.workloads), serve, name, setup)
+        rows, facts = table(results, setup.workloads), {backend: found[""] for backend, found in results.items()}
+        card = next(iter(facts.values()))["card"]
+        figures = {"card": card, "cards": cards, "dcp": dcp, "model": arguments.model.name, "options": setup.options}
+        figures |= {"repeats": arguments.repeats, "cold": arguments.cold, "rows": rows, "runs": facts}
+        spread_name = f"-dcp{dcp}" if dcp > 1 else f"-tp{cards}" if cards > 1 else ""
+        print(write_result(f"vllm-tpot-{short_name(card)}{spread_name}", figures, "vllm", "triton"), flush=True)
     for row in rows:
         print(row, flush=True)
-    facts = {backend: found[""] for backend, found in results.items()}
-    card = next(iter(facts.values()))["card"]
-    figures = {"card": card, "cards": cards, "dcp": dcp, "model": arguments.model.name, "options": setup.options}
-    figures |= {"repeats": arguments.repeats, "cold": arguments.cold}
-    spread_name = f"-dcp{dcp}" if dcp > 1 else f"-tp{cards}"
-    name = f"vllm-tpot-{short_name(card)}" + (spread_name if cards > 1 else "")
-    print(write_result(name, figures | {"rows": rows, "runs": facts}, "vllm", "triton"))
 
 
 if __name__ == "__main__":
