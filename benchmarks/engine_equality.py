@@ -85,8 +85,21 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
     spread = {"mean": differences.mean(), "p99": np.quantile(differences, 0.99), "max": differences.max()}
     return {
         "equal_tokens": equal, "of": total, "parted": len(gaps), "gaps": sorted(gaps),
-        "logprob_difference": {name: round(float(value), 5) for name, value in spread.items()},
+        "logprob_difference": {name: round(float(value), 7) for name, value in spread.items()},
     }  # fmt: skip
+
+
+def within_rounding(compared: dict[str, Any], own: dict[str, Any], step: float) -> bool:
+    """Whether a difference between two back ends is no more than rounding makes.
+
+    Args:
+        compared: what `compare` says of them.
+        own: what it says of two rounds of the first back end, which batches them in two ways.
+        step: between two logits, in the model's dtype.
+    """
+    spread = compared["logprob_difference"]
+    allowed = max(3 * own["logprob_difference"]["p99"], step)
+    return spread["p99"] <= allowed and max(compared["gaps"], default=0.0) <= max(allowed, spread["max"])
 
 
 class Job(NamedTuple):
@@ -104,7 +117,9 @@ class Job(NamedTuple):
     environment: Mapping[str, str]
 
 
-def run_jobs(script: str, jobs: Sequence[Job], folder: Path, at_once: int) -> dict[str, dict[str, Any]]:
+def run_jobs(
+    script: str, jobs: Sequence[Job], folder: Path, at_once: int, limit: float | None = None
+) -> dict[str, dict[str, Any]]:
     """What each job answers, by case and back end; for one that fails, the last lines of its log that name an error.
 
     Args:
@@ -112,14 +127,19 @@ def run_jobs(script: str, jobs: Sequence[Job], folder: Path, at_once: int) -> di
         jobs: in the order in which they start.
         folder: for answers and logs.
         at_once: as many jobs run side by side.
+        limit: seconds after which a job is ended.
     """
 
     def run(job: Job) -> dict[str, Any]:
         answer = folder / f"{job.case}-{job.backend}.json"
         log = answer.with_suffix(".log")
         command = [sys.executable, script, "--work", job.case, job.backend, str(answer), *job.arguments]
-        with log.open("w") as lines:
-            subprocess.run(command, stdout=lines, stderr=lines, env={**os.environ, **job.environment}, check=False)
+        environment = {**os.environ, **job.environment}
+        try:
+            with log.open("w") as lines:
+                subprocess.run(command, stdout=lines, stderr=lines, env=environment, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": [f"no answer after {limit:.0f} s"]}
         if answer.exists():
             return json.loads(answer.read_text())
         errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
