@@ -64,15 +64,19 @@ def parted_at(ours: list[int], theirs: list[int]) -> int:
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Answers to the same requests, each with its `tokens` and, by step, the `best` log-probabilities by token.
+    """Answers to the same requests: each with its `tokens` and, if these were asked for, the `best` log-probabilities
+    of each step by token.
 
     gaps: log-probability of theirs less that of ours, by theirs, where answers part. logprob_difference: of the tokens
     before, which are equal: a gap no wider than that is rounding.
     """
-    equal, gaps, noise = 0, [], []
+    equal, parted, gaps, noise = 0, 0, [], []
     for mine, other in zip(ours, theirs, strict=True):
         step = parted_at(mine["tokens"], other["tokens"])
         equal += step
+        parted += step < len(other["tokens"])
+        if not (mine["best"] and other["best"]):
+            continue
         for before in range(step):
             token = str(other["tokens"][before])
             noise.append(abs(mine["best"][before][token] - other["best"][before][token]))
@@ -84,7 +88,7 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
     differences = np.array(noise or [0.0])
     spread = {"mean": differences.mean(), "p99": np.quantile(differences, 0.99), "max": differences.max()}
     return {
-        "equal_tokens": equal, "of": total, "parted": len(gaps), "gaps": sorted(gaps),
+        "equal_tokens": equal, "of": total, "parted": parted, "gaps": sorted(gaps),
         "logprob_difference": {name: round(float(value), 7) for name, value in spread.items()},
     }  # fmt: skip
 

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 TOKENS, QUICK_TOKENS, QUICK_PROMPTS = 48, 16, slice(None, None, 3)
 STEPS = {"cuda": 2**-4, "cpu": 1e-4}  # between two logits of 8 to 16 in bfloat16; float32 is not what limits there
+PATHS, LEAST_MIXED = ("decode", "full_graph", "prefill", "mixed"), 5
 PLAIN = {"llama": "bf16", "cohere2": "window"}  # by model
 FIRST_PORT, PORTS = 34000, 20  # for NCCL, of each process
 OPTIONS = {
@@ -62,7 +63,20 @@ Answers = list[dict[str, Any]]
 
 
 class Case(NamedTuple):
-    """shape: of the model. options: the engine's. samples: of each prompt. first: SGLang's back end on a GPU."""
+    """One comparison.
+
+    Attributes:
+        shape: of the model.
+        options: the engine's.
+        environment: of the process.
+        samples: of each prompt.
+        page: tokens of a page.
+        first: SGLang's own back end on a GPU.
+        cards: that the model is spread over.
+        on_cpu: whether SGLang's own back end for CPUs is right.
+        mixes: prompts and decodes in one step. SGLang does not while log-probabilities are asked for, so the first
+            round has none.
+    """
 
     shape: Mapping[str, Any]
     options: Mapping[str, Any] = MappingProxyType({})
@@ -72,6 +86,7 @@ class Case(NamedTuple):
     first: str = "fa3"
     cards: int = 1
     on_cpu: bool = True
+    mixes: bool = False
 
     def backends(self, device: str) -> list[str]:
         """SGLang's own, ours, and each for one kind of step, as in sglang_tpot.py."""
@@ -92,7 +107,7 @@ def all_cases() -> dict[str, Case]:
         "hybrid-pools": Case(HYBRID, on_cpu=False),
         "soft-cap": Case(GEMMA | {"hidden_act": GEMMA["hidden_activation"]}, on_cpu=False),
         "chunked": Case(LLAMA, chunks),
-        "mixed": Case(LLAMA, chunks | {"enable_mixed_chunk": True}),
+        "mixed": Case(LLAMA, chunks | {"enable_mixed_chunk": True}, mixes=True),
         "n-samples": Case(LLAMA, samples=4),
         "retraction": Case(LLAMA, environment=RETRACTION),
         "tensor-parallel": Case(LLAMA, cards=2, on_cpu=False),
@@ -108,18 +123,16 @@ def engine_options(folder: Path, case: Case, backend: str, device: str) -> dict[
 
 
 def answers(
-    engine: Any, asked: list[list[int]], tokens: int, samples: int = 1
+    engine: Any, asked: list[list[int]], tokens: int, samples: int = 1, logprobs: bool = True
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """(each answer's tokens, and its steps' best log-probabilities by token; tokens found in the cache, retractions)"""
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, "n": samples}
-    outputs = engine.generate(input_ids=asked, sampling_params=sampling, return_logprob=True, top_logprobs_num=2)
+    wanted = {"return_logprob": True, "top_logprobs_num": 2} if logprobs else {}
     found, facts = [], {"cached_tokens": 0, "retractions": 0}
-    for output in outputs:
+    for output in engine.generate(input_ids=asked, sampling_params=sampling, **wanted):
         told = output["meta_info"]
-        best = [
-            {str(token): logprob for logprob, token, _ in (*two, drawn)}
-            for two, drawn in zip(told["output_top_logprobs"], told["output_token_logprobs"], strict=True)
-        ]
+        steps = zip(told["output_top_logprobs"], told["output_token_logprobs"], strict=True) if logprobs else ()
+        best = [{str(token): logprob for logprob, token, _ in (*two, drawn)} for two, drawn in steps]
         found.append({"tokens": list(output["output_ids"]), "best": best})
         facts["cached_tokens"] += told["cached_tokens"]
         facts["retractions"] += told.get("num_retractions") or 0
@@ -142,7 +155,7 @@ def work(case: Case, backend: str, given: argparse.Namespace, answer: Path) -> N
 
         engine = sglang.Engine(nccl_port=given.port, **options)
         card = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
-        rounds = [answers(engine, asked, tokens, case.samples) for _ in range(2)]
+        rounds = [answers(engine, asked, tokens, case.samples, logprobs) for logprobs in (not case.mixes, True)]
         control, _ = answers(engine, others, tokens, case.samples)
         found = {
             "card": card, "rounds": [each for each, _ in rounds], "control": control,
@@ -175,31 +188,35 @@ def run_cases(cases: Mapping[str, Case], given: argparse.Namespace) -> dict[str,
         return run_jobs(__file__, jobs, Path(folder), given.at_once, given.limit)
 
 
-def uncomputed(backend: str, counted: Mapping[str, float]) -> list[str]:
-    """What our back end should have computed and has not counted."""
-    steps = {path: counted.get(f"trunkattn_steps_total {path}", 0.0) for path in ("decode", "full_graph", "prefill")}
+def lacks(case: Case, backend: str, run: Mapping[str, Any]) -> list[str]:
+    """What should have happened in a process and has not."""
+    steps = {path: run["counters"].get(f"trunkattn_steps_total {path}", 0.0) for path in PATHS}
     prompts, _, decoding = backend.partition("@")[0].partition("+")
     found = []
     if "trunk" in (prompts, decoding) and not steps["decode"] + steps["full_graph"]:
         found.append("our back end has counted no step of decodes")
     if prompts == "trunk" and not steps["prefill"]:
         found.append("our back end has counted no step of prompts")
+    if prompts == "trunk" and case.mixes and steps["mixed"] < LEAST_MIXED:
+        found.append(f"our back end has counted {steps['mixed']:.0f} mixed steps: expected {LEAST_MIXED} or more")
+    if case.environment and not sum(facts["retractions"] for facts in run["facts"]):
+        found.append("SGLang has retracted no request")
     return found
 
 
-def failures(found: Mapping[str, Any]) -> dict[str, list[str]]:
+def failures(case: Case, found: Mapping[str, Any]) -> dict[str, list[str]]:
     """By back end, why a case has no result."""
     failed = {backend: run["failed"] for backend, run in found.items() if "failed" in run}
     if not failed:
-        failed = {backend: uncomputed(backend, run["counters"]) for backend, run in found.items()}
+        failed = {backend: lacks(case, backend, run) for backend, run in found.items()}
     return {backend: reasons for backend, reasons in failed.items() if reasons}
 
 
-def summarize(name: str, found: Mapping[str, Any], plain: Mapping[str, Any] | None, step: float) -> dict[str, Any]:
+def summarize(name: str, case: Case, found: Mapping[str, Any], plain: Mapping[str, Any], step: float) -> dict[str, Any]:
     """A row of the result. plain: what the plainest case of the same model found. step: see `within_rounding`."""
     from engine_equality import compare, within_rounding
 
-    if failed := failures(found):
+    if failed := failures(case, found):
         return {"case": name, "failed": failed}
     (first, theirs), *others = found.items()
     own = compare(theirs["rounds"][1], theirs["rounds"][0])
@@ -213,8 +230,8 @@ def summarize(name: str, found: Mapping[str, Any], plain: Mapping[str, Any] | No
             "within_rounding": all(within_rounding(each, own, step) for each in compared.values()),
             "facts": run["facts"], "counters": run["counters"],
         }  # fmt: skip
-        if plain is not None and not failures(plain):
-            row[backend]["plain"] = compare(run["rounds"][0], next(iter(plain.values()))["rounds"][0])
+        if plain and not any("failed" in each for each in plain.values()):
+            row[backend]["plain"] = compare(run["rounds"][1], next(iter(plain.values()))["rounds"][1])
     row |= {"facts": theirs["facts"], "control": compare(theirs["control"], theirs["rounds"][0])}
     return row | {"same_backend_cold_and_cached": own}
 
@@ -262,7 +279,9 @@ def main() -> None:
 
     found = run_cases({name: cases[name] for name in given.cases}, given)
     step = STEPS[given.device]
-    rows = [summarize(name, found[name], found.get(plain_of(name, cases)), step) for name in given.cases]
+    rows = [
+        summarize(name, cases[name], found[name], found.get(plain_of(name, cases), {}), step) for name in given.cases
+    ]
     for row in rows:
         print(json.dumps(row)[:1500], flush=True)
     card = next((run["card"] for case in found.values() for run in case.values() if "card" in run), "none")
