@@ -23,23 +23,15 @@ after the first steps with memory after --steps of them.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 BACKENDS = ("FLASH_ATTN", "CUSTOM")
-DENSE = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 16384,
-    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 MANY_HEADS = LLAMA | {"num_attention_heads": 32, "num_key_value_heads": 8}
 ONE_KV_HEAD = LLAMA | {"num_key_value_heads": 1}
@@ -100,40 +92,6 @@ def folder_name(case: str) -> str:
     return shape["model_type"] + {1: "-one-kv-head", 8: "-many-heads"}.get(kv_heads, "")
 
 
-def save_model(folder: Path, shape: dict[str, Any]) -> None:
-    """A model of random weights that let attention matter: logits of attention that are far from even."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    kind = dict(shape)
-    config = AutoConfig.for_model(kind.pop("model_type"), **(DENSE | kind))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            _fill(name, weight, config)
-    model.save_pretrained(folder)
-
-
-def _fill(name: str, weight: Any, config: Any) -> None:
-    """Random numbers with which attention and the answer are far from even."""
-    gemma = config.model_type.startswith("gemma")  # its norms scale by 1 + weight, and one matrix embeds and predicts
-    if "sinks" in name:
-        weight.normal_(7.0, 2.0)  # beside the logits of some hundred keys
-    elif name.endswith("bias"):
-        weight.normal_(0.0, 0.1)
-    elif "q_norm" in name or "k_norm" in name:
-        weight.fill_(1.6 - gemma)
-    elif gemma and ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name):
-        weight.fill_(8.0)  # or each token would predict itself
-    elif weight.dim() < 2:
-        weight.fill_(1.0 - gemma)
-    else:
-        own = "embed" in name and not config.tie_word_embeddings  # a tied one makes the logits
-        scale = 1.0 if own else weight.shape[1] ** -0.5
-        weight.normal_(0.0, scale * (1.6 if "q_proj" in name or "k_proj" in name else 1.0))
-
-
 def start(folder: Path, case: str, backend: str) -> Any:
     """An engine with the case's model."""
     from vllm import LLM
@@ -148,31 +106,22 @@ def start(folder: Path, case: str, backend: str) -> Any:
 
 
 def prompts(changed: bool, case: str) -> list[list[int]]:
-    """24 prompts, 16 of them behind one prefix. changed: the first half of each is made of other tokens."""
+    """24 prompts that share. changed: the first half of each is made of other tokens."""
+    import engine_equality
+
+    if case != "mixed":
+        return engine_equality.prompts(changed)
     rng = np.random.default_rng(0)
-    if case == "mixed":
-        return _changed([rng.integers(3, 30000, 3000 + 37 * i).tolist() for i in range(24)], changed)
-    shared = rng.integers(3, 30000, SHARED).tolist()
-    found = [shared + rng.integers(3, 30000, 5 + 37 * i).tolist() for i in range(16)]
-    found += [rng.integers(3, 30000, 300 + 31 * i).tolist() for i in range(8)]
-    return _changed(found, changed)
+    found = [rng.integers(3, engine_equality.LARGEST_TOKEN, 3000 + 37 * i).tolist() for i in range(24)]
+    return engine_equality.with_other_tokens(found) if changed else found
 
 
-def _changed(found: list[list[int]], changed: bool) -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    for prompt in found if changed else ():
-        half = len(prompt) // 2
-        prompt[:half] = rng.integers(3, 30000, half).tolist()
-    return found
-
-
-def answers(llm: Any, case: str, changed: bool, only: int | None = None) -> list[dict[str, Any]]:
+def answers(llm: Any, asked: list[list[int]], only: int | None = None) -> list[dict[str, Any]]:
     """Each request's tokens, and its steps' two best log-probabilities by token. only: of this prompt, with an empty
     prefix cache."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    asked = prompts(changed, case)
     if only is not None:
         asked = asked[only : only + 1]
         llm.reset_prefix_cache()
@@ -228,6 +177,10 @@ def steady(llm: Any, steps: int) -> dict[str, Any]:
 
 def work(case: str, backend: str, steps: int, answer: Path) -> None:
     """One case with one back end, in a process of its own."""
+    from vllm_tpot import hide_benchmarks
+
+    asked, others = prompts(False, case), prompts(True, case)
+    hide_benchmarks(sys.path)
     from prometheus_client import REGISTRY
 
     llm = start(answer.parent / folder_name(case), case, backend)
@@ -237,10 +190,10 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     if case == "steady":
         found["steady"] = steady(llm, steps)
     else:
-        found["rounds"] = [answers(llm, case, changed=False) for _ in range(2)]
-        found["control"] = answers(llm, case, changed=True)
+        found["rounds"] = [answers(llm, asked) for _ in range(2)]
+        found["control"] = answers(llm, others)
         if case == "invariant":
-            found["alone"] = [answers(llm, case, changed=False, only=number)[0] for number in range(NUM_PROMPTS)]
+            found["alone"] = [answers(llm, asked, only=number)[0] for number in range(NUM_PROMPTS)]
     found["counters"] = {
         f"{sample.name} {' '.join(sample.labels.get(key, '') for key in ('path', 'reason'))}".strip(): sample.value
         for metric in REGISTRY.collect() for sample in metric.samples
@@ -249,64 +202,25 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     answer.write_text(json.dumps(found))
 
 
-def parted_at(ours: list[int], theirs: list[int]) -> int:
-    """First step in which two answers differ, or their length."""
-    return next((step for step, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
-
-
-def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """See above. gaps: log-probability of theirs less that of ours, by the first back end, where answers part."""
-    equal, gaps, noise = 0, [], []
-    for mine, other in zip(ours, theirs, strict=True):
-        step = parted_at(mine["tokens"], other["tokens"])
-        equal += step
-        for before in range(step):
-            token = str(other["tokens"][before])
-            noise.append(abs(mine["best"][before][token] - other["best"][before][token]))
-        if step < len(other["tokens"]):
-            best = sorted(other["best"][step].values(), reverse=True)
-            near = other["best"][step].get(str(mine["tokens"][step]), best[1])
-            gaps.append(round(best[0] - near, 4))
-    total = sum(len(answer["tokens"]) for answer in theirs)
-    differences = np.array(noise or [0.0])
-    spread = {"mean": differences.mean(), "p99": np.quantile(differences, 0.99), "max": differences.max()}
-    return {
-        "equal_tokens": equal, "of": total, "parted": len(gaps), "gaps": sorted(gaps),
-        "logprob_difference": {name: round(float(value), 5) for name, value in spread.items()},
-    }  # fmt: skip
-
-
 def run_cases(cases: list[str], steps: int, at_once: int) -> dict[str, dict[str, Any]]:
     """By case and back end; a case that fails has its log's last lines instead."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+    from engine_equality import Job, run_jobs, save_model
+
+    always = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    jobs = []
+    for case in cases:
+        environment = always | {"VLLM_BATCH_INVARIANT": str(int(case == "invariant"))}
+        jobs += [Job(case, backend, ["--steps", str(steps)], environment) for backend in BACKENDS]
+    with tempfile.TemporaryDirectory() as folder:
         for name, shape in {folder_name(case): CASES[case][0] for case in cases}.items():
             save_model(Path(folder, name), shape)
-        runs = {
-            (case, backend): pool.submit(run_case, case, backend, steps, Path(folder))
-            for case in cases
-            for backend in BACKENDS
-        }
-        return {case: {backend: runs[case, backend].result() for backend in BACKENDS} for case in cases}
-
-
-def run_case(case: str, backend: str, steps: int, folder: Path) -> dict[str, Any]:
-    """What a process with one case and back end has found."""
-    answer = folder / f"{case}-{backend}.json"
-    command = [sys.executable, __file__, "--work", case, backend, str(answer), "--steps", str(steps)]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    environment |= {"VLLM_BATCH_INVARIANT": str(int(case == "invariant"))}
-    log = answer.with_suffix(".log")
-    with log.open("w") as lines:
-        subprocess.run(command, stdout=lines, stderr=lines, env=environment)
-    if answer.exists():
-        found: dict[str, Any] = json.loads(answer.read_text())
-        return found
-    errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
-    return {"failed": errors[-3:]}
+        return run_jobs(__file__, jobs, Path(folder), at_once)
 
 
 def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any]:
     """A row of the result. alone: what bf16 on one card found, for cases of the same model."""
+    from engine_equality import compare
+
     first, other = (found[backend] for backend in BACKENDS)
     failed = {backend: run["failed"] for backend, run in found.items() if "failed" in run}
     if failed:
@@ -335,12 +249,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=alone, choices=list(CASES))
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--steps", type=int, default=10_000, help="decode steps of the case steady")
-    parser.add_argument("--at-once", type=integer(1, 64), default=10, help="processes side by side")
+    parser.add_argument("--at-once", type=integer(1, 64), default=10, help="processes that run side by side")
     parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        folder = Path(__file__).resolve().parent
-        sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]  # see vllm_tpot.py
         case, backend, answer = arguments.work
         return work(case, backend, arguments.steps, Path(answer))
     from report import short_name, write_result

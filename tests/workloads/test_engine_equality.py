@@ -1,4 +1,4 @@
-"""benchmarks/vllm_equality.py without an engine: its models, how answers are compared, and its options."""
+"""benchmarks/vllm_equality.py and engine_equality.py without an engine: models, how answers are compared, options."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,8 @@ import torch
 from .scripts import refusal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from vllm_equality import BACKENDS, CASES, PLAIN, _fill, compare, folder_name, summarize
+from engine_equality import compare, fill
+from vllm_equality import BACKENDS, CASES, PLAIN, folder_name, summarize
 
 
 def test_a_folder_holds_one_model() -> None:
@@ -32,11 +33,11 @@ class Config:
 def test_norms_scale_by_one_and_gemma_adds_it_itself() -> None:
     norm = torch.empty(64)
     for model, weight in (("llama", 1.0), ("gpt_oss", 1.0), ("gemma2", 0.0), ("gemma3_text", 0.0)):
-        _fill("model.layers.0.input_layernorm.weight", norm, Config(model))
+        fill("model.layers.0.input_layernorm.weight", norm, Config(model))
         assert norm.eq(weight).all()
-    _fill("model.layers.0.self_attn.q_norm.weight", norm, Config("gemma3_text"))
+    fill("model.layers.0.self_attn.q_norm.weight", norm, Config("gemma3_text"))
     assert norm.allclose(torch.tensor(0.6))
-    _fill("model.layers.0.self_attn.sinks", norm, Config("gpt_oss"))
+    fill("model.layers.0.self_attn.sinks", norm, Config("gpt_oss"))
     assert norm.unique().numel() == 64, "each head has its own sink"
 
 
