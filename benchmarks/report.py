@@ -55,11 +55,12 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write_result(name: str, figures: dict[str, Any], *packages: str) -> Path:
-    """Writes results/NAME.json: the environment and the figures."""
+    """Writes results/NAME.json: the environment and the figures. A run that is ended meanwhile leaves the old file."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
-    return path
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
+    return unfinished.replace(path)
 
 
 def short_name(card: str) -> str:
