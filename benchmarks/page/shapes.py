@@ -24,7 +24,8 @@ def shapes() -> Section | None:
     names = [name for name in NAMES if exists(name)]
     if not names:
         return None
-    head = ["card", "shape: query / KV heads x head_dim", *PEERS.values(), *OURS.values(), "goal", ""]
+    head = ["card", "shape: query / KV heads x head_dim", *PEERS.values()]
+    head += [*(f"TrunkAttention, {label}" for label in OURS.values()), "goal", ""]
     text = f"""## Shapes that people serve
 
 Decode attention of one layer, of the models that people serve. Time as a multiple of the speed of light (SOL), which
@@ -73,7 +74,7 @@ with a bf16 one; at 32/8 and 32/4 it has 1.3 times the speed where batches share
     if not missed:
         return f"{aims}\nNo goal is missed."
     head = ["card", "shape", "batch, plan: figure", "goal", "measured"]
-    return f"{aims}\n{len(missed)} goals are missed:\n\n{table(head, missed, 3)}"
+    return f"{aims}\nMissed goals: {len(missed)}.\n\n{table(head, missed, 3)}"
 
 
 def speed_text(name: str) -> str:
@@ -89,8 +90,8 @@ def speed_text(name: str) -> str:
     for way, label in OURS.items():
         ratios = [us(row, FA3) / us(row, way) for row in result if us(row, FA3) and us(row, way)]
         counts.append(f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)} with {label.replace('plan', 'a plan')}")
-    return f"""{card_of(name)}: speed over FlashAttention-3, with a plan of its own / with one graph for any batch. Below 1
-is slower. Faster are {" and ".join(counts)}.
+    return f"""{card_of(name)}: speed over FlashAttention-3, with a plan of its own / with one graph for any batch. Less
+than 1 is slower. Faster are {" and ".join(counts)}.
 
 {table(["shape", *(f"`{batch}`" for batch in batches)], rows)}
 
