@@ -245,7 +245,8 @@ def main() -> None:
         rows = measure_all(cells, results, not_compiled, begin + arguments.seconds)
     except Lost as reason:
         parser.exit(1, f"shapes.py: nothing was measured: {reason}\n")
-    print(json.dumps(summary(results.rows), indent=1))
+    for name, found in summary(results.rows).items():
+        print(f"{name}: times SOL {found['times_sol']}, goal {found['goal']}, {len(found['misses'])} goals missed")
     print(f"{len(rows)} cells took {monotonic() - begin:.0f} s: {RESULTS / results.name}.json")
     sys.exit(any(us_of(row, way) is None for row in rows for way in OURS))
 

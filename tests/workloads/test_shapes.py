@@ -1,5 +1,6 @@
 """benchmarks/shapes.py on a CPU: SOL, what outputs are compared with, rows, and processes that are lost."""
 
+import inspect
 import json
 import math
 import sys
@@ -131,36 +132,47 @@ def test_an_output_without_an_option_is_wrong(name: str) -> None:
     assert relative_error(expected(plain), expected(case)) > 2 * shape_cells.TOLERANCE
 
 
+# The parameters of FlashAttention-3's two functions, in order.
+METADATA = """batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype headdim_v
+cu_seqlens_q cu_seqlens_k_new cache_leftpad page_size max_seqlen_k_new causal window_size has_softcap num_splits"""
+ATTENTION = """q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k seqused_k q_v dropout_p softmax_scale causal
+window_size softcap alibi_slopes deterministic return_attn_probs block_table return_softmax_lse out scheduler_metadata
+q_descale k_descale v_descale num_splits fa_version s_aux"""
+
+
+def bound(names: str, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, default=None) for name in names.split()]
+    return inspect.Signature(parameters).bind(*given, **named).arguments
+
+
 class FakeFa3:
     """Takes what FlashAttention-3 takes, and computes it by the oracle."""
 
-    def get_scheduler_metadata(
-        self, batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
-        cache_seqlens: torch.Tensor, *, qkv_dtype: torch.dtype, cu_seqlens_q: torch.Tensor, page_size: int,
-        causal: bool, window_size: tuple[int, int], has_softcap: bool,
-    ) -> dict[str, Any]:  # fmt: skip
-        assert (batch_size, max_seqlen_q, max_seqlen_k) == (len(cache_seqlens), 1, int(cache_seqlens.max())) and causal
-        return {"heads": (num_heads_q, num_heads_kv, headdim), "dtype": qkv_dtype, "page": page_size,
-                "window": window_size, "capped": has_softcap}  # fmt: skip
+    def get_scheduler_metadata(self, *given: Any, **named: Any) -> dict[str, Any]:
+        return bound(METADATA, given, named)
 
-    def flash_attn_varlen_func(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_seqlen_q: int, cu_seqlens_q: torch.Tensor,
-        max_seqlen_k: int, *, seqused_k: torch.Tensor, block_table: torch.Tensor, causal: bool,
-        window_size: tuple[int, int], softcap: float, scheduler_metadata: dict[str, Any], s_aux: torch.Tensor | None,
-        q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
-        v_descale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        assert q.dtype == k.dtype == v.dtype and causal and window_size[1] in (-1, 0)
-        assert scheduler_metadata == {
-            "heads": (q.shape[1], k.shape[2], q.shape[2]), "dtype": q.dtype, "page": k.shape[1],
-            "window": window_size, "capped": softcap > 0,
-        }  # fmt: skip
-        for scale in (q_descale, k_descale, v_descale):
-            assert (scale is None) == (q.dtype != FP8)
-            assert scale is None or (scale.shape == (len(seqused_k), k.shape[2]) and bool((scale == 1).all()))
-        window = None if window_size[0] < 0 else window_size[0] + 1
-        options: dict[str, Any] = {"sliding_window": window, "logits_soft_cap": softcap or None, "sinks": s_aux}
-        out, _ = paged_attention(q.float(), k, v, block_table, seqused_k, cu_seqlens_q, **options)
+    def flash_attn_varlen_func(self, *given: Any, **named: Any) -> torch.Tensor:
+        told = bound(ATTENTION, given, named)
+        q, k, lens, planned = told["q"], told["k"], told["seqused_k"], told["scheduler_metadata"]
+        assert q.dtype == k.dtype == told["v"].dtype == planned["qkv_dtype"]
+        assert told["max_seqlen_q"] == planned["max_seqlen_q"] == 1
+        assert told["max_seqlen_k"] == planned["max_seqlen_k"] == int(lens.max())
+        assert (planned["batch_size"], planned["page_size"]) == (len(lens), k.shape[1])
+        heads = tuple(planned[name] for name in ("num_heads_q", "num_heads_kv", "headdim"))
+        assert heads == (q.shape[1], k.shape[2], q.shape[2])
+        assert told["causal"] and planned["causal"] and told["window_size"] == planned["window_size"]
+        assert planned["has_softcap"] == (told["softcap"] > 0)
+        for name in ("q_descale", "k_descale", "v_descale"):
+            assert (name in told) == (q.dtype == FP8)
+            assert name not in told or torch.equal(told[name], torch.ones(len(lens), k.shape[2]))
+        left, right = told["window_size"]
+        assert right == (-1 if left < 0 else 0)
+        options: dict[str, Any] = {"sliding_window": None if left < 0 else left + 1, "sinks": told["s_aux"]}
+        tables = told["block_table"], lens, told["cu_seqlens_q"]
+        soft_cap = told["softcap"] or None
+        out, _ = paged_attention(q.float(), k, told["v"], *tables, logits_soft_cap=soft_cap, **options)
         return out.bfloat16()
 
 
