@@ -16,7 +16,7 @@ from gpu_kernels import Case, Features, Run
 
 FLUSH_BYTES = 400_000_000  # what one replay reads of all copies of the cache, several times an L2 cache
 MOST_COPIES, MOST_BYTES = 400, 32_000_000_000  # of a window, which reads little of a large cache
-CAPPED_QUERIES = 3.0  # a soft cap is for logits of this size: it does nothing to those around 1
+CAPPED_QUERIES = 2.0  # a soft cap is for logits of this size: it does nothing to those around 1
 
 
 class Shape(NamedTuple):
