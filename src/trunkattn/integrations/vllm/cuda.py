@@ -30,6 +30,7 @@ from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
+from trunkattn.integrations.warm_up import run_zeros, warm_up
 
 logger = init_logger("vllm.trunkattn")
 # Of prompts beside decodes, up to which a layer has a graph of its own: longer ones keep the GPU busy while the host
@@ -237,7 +238,9 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
         self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
-        self._may_overlap = self._warm_up_chunks(capacity)
+        self._may_overlap = self._find_overlap(capacity)
+        if self.device.type == "cuda":
+            self._warm_up(capacity.max_pages_per_request)
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
@@ -245,27 +248,35 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         """Of the prompts that our kernels may compute with the decodes; 0: they never do."""
         return 0 if self._ranks is not None else int(self.vllm_config.scheduler_config.max_num_batched_tokens)
 
-    def _warm_up_chunks(self, capacity: Capacity) -> bool:
-        """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
-        whether it may ever be used."""
+    def _find_overlap(self, capacity: Capacity) -> bool:
+        """Whether one kernel may ever compute prompts and decodes together."""
         longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
         whole = torch.tensor([longest], dtype=torch.int32)
         attentions = {*self.attentions.values()}
-        if not longest or not all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions):
-            return False
+        return longest > 0 and all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions)
+
+    def _warm_up(self, max_pages_per_request: int) -> None:
+        """Compiles the kernels that steps run, before any request waits for them."""
+        rows = DecodeRows(
+            torch.zeros(2, max_pages_per_request, dtype=torch.int32, device=self.device),
+            torch.ones(2, dtype=torch.int32, device=self.device),
+            torch.arange(3, dtype=torch.int32, device=self.device),
+        )
+        decode = DecodeRows(rows.block_table[:1], rows.seq_lens[:1], rows.query_start_loc[:2])
         one = torch.ones(1, dtype=torch.int32)
-        rows = torch.zeros(2, capacity.max_pages_per_request, dtype=torch.int32, device=self.device)
-        lens, starts = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (2, 3))
-        for module in {layer.impl.layer_spec: layer for layer in self.modules.values()}.values():
-            spec = module.impl.layer_spec
-            attention = self.attentions[spec]
-            plan = attention.plan(
-                *(rows, lens.fill_(1), starts), sliding_window=spec.sliding_window, chunks=PromptChunks(1, one, one)
-            )
-            q = torch.zeros(2, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
-            keys, values = module.impl.caches_of(module.kv_cache)
-            attention.run(plan, q, keys, values, out=torch.empty_like(q))
-        return True
+        layers = {layer.impl.layer_spec: layer for layer in self.modules.values()}
+
+        def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
+            for spec, (_, plan) in self._plan(rows, chunks).items():
+                caches = layers[spec].impl.caches_of(layers[spec].kv_cache)
+                run_zeros(self.attentions[spec], plan, caches, 2, return_lse=self._ranks is not None)
+
+        def work() -> None:
+            plan_and_run(decode)
+            if self._may_overlap:
+                plan_and_run(rows, PromptChunks(1, one, one))
+
+        warm_up(work)
 
     def _decode_rows(self, batch: Any, decodes: int) -> DecodeRows:
         lens = batch.seq_lens[:decodes]
