@@ -223,9 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", type=named, default=[SHAPES], help="parts of their names; default: all")
     parser.add_argument("--batches", nargs="+", type=batch, default=[*map(batch, BATCHES)], help="default: eight")
-    parser.add_argument("--seconds", type=integer(1, 100_000), default=420, help="after which no cell is begun; default: 420")
+    parser.add_argument(
+        "--seconds", type=integer(1, 100_000), default=420, help="after which no cell is begun; default: 420"
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=integer(0, 256), default=cores, help="processes that compile; 0: none; default: cores")
+    parser.add_argument(
+        "--jobs", type=integer(0, 256), default=cores, help="processes that compile; 0: none; default: cores"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out cells that the file has of this commit")
     arguments = parser.parse_args()
     shapes, begin = list(dict.fromkeys(shape for found in arguments.shapes for shape in found)), monotonic()
