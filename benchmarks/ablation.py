@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from decode_cases import FLUSH_BYTES
 from inside import step_of
-from kernels import FLUSH_BYTES, HEADS, PAGE_SIZE, Case, Run, make_case, measure
+from kernels import HEADS, PAGE_SIZE, Case, Run, make_case, measure
 from report import short_name, write_result
 from tiled import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 

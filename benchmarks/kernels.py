@@ -23,15 +23,15 @@ import triton
 import triton.language as tl
 from report import short_name, write_result
 
-import trunkattn
-from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
+from trunkattn.workloads.trees import PAT_TREES, parse_tree
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import decode_cases
+from decode_cases import Shape, expected, ours, sol_us
 from gpu_kernels import PEERS, Case, Run
 
 HEADS = ("32/32", "16/8", "32/8", "64/8")
 HEAD_DIM, PAGE_SIZE = 128, 16
-FLUSH_BYTES = 400_000_000
 OURS = ("trunkattn", "trunkattn_one_graph")
 # Replays before those that are timed: right after the check in float64 a card was up to 20 % slower
 WARM_UP_SECONDS = 0.05
@@ -89,46 +89,22 @@ def ceilings() -> tuple[float, float]:
     return max(rates), flops
 
 
+def shape_of(hq: int, hkv: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Shape:
+    """dtypes: of q and of the cache."""
+    return Shape(f"{hq}/{hkv}", hq, hkv, HEAD_DIM, *dtypes, page_size=PAGE_SIZE)
+
+
 def make_case(tree: str, hq: int, hkv: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Case:
     """Random q and caches, pages shuffled; the rows stay in tree order, in which the cascades want them."""
-    parsed = parse_tree(tree)
-    batch = tree_batch(parsed, PAGE_SIZE, page_seed=1)
-    shape = (batch.num_pages, PAGE_SIZE, hkv, HEAD_DIM)
-    copies = max(2, math.ceil(FLUSH_BYTES / (2 * kv_dtype.itemsize * math.prod(shape))))
-    torch.manual_seed(0)
-    kv = [tuple(torch.randn(shape, device="cuda", dtype=dtype).to(kv_dtype) for _ in range(2)) for _ in range(copies)]
-    q = torch.randn(len(batch.seq_lens), hq, HEAD_DIM, device="cuda", dtype=dtype)
-    return Case(batch, q, kv, list(zip(parsed.nodes, parsed.tokens, strict=True)))
+    return decode_cases.make_case(shape_of(hq, hkv, (dtype, kv_dtype)), parse_tree(tree))
 
 
 def largest_error(case: Case, out: torch.Tensor) -> float:
     """Against float64, on rows from everywhere in the batch; NaN anywhere is an infinite error."""
-    hq, hkv, dim = case.heads
     if out.isnan().any():
         return math.inf
-    worst = 0.0
-    for row in {0, len(out) // 3, len(out) // 2, len(out) - 1}:
-        length = int(case.batch.seq_lens[row])
-        pages = torch.from_numpy(case.batch.block_table[row, : -(-length // PAGE_SIZE)]).cuda().long()
-        k, v = (
-            cache[pages].reshape(-1, hkv, dim)[:length].double().repeat_interleave(hq // hkv, 1) for cache in case.kv[0]
-        )
-        weights = (torch.einsum("hd,lhd->hl", case.q[row].double(), k) / math.sqrt(dim)).softmax(-1)
-        worst = max(worst, float((torch.einsum("hl,lhd->hd", weights, v) - out[row].double()).abs().max()))
-    return worst
-
-
-def ours(case: Case, fixed: bool = False) -> tuple[Run, trunkattn.Plan]:
-    """This project, `auto`. fixed: the plan has a capacity, for twice as many requests of twice the length, so that a
-    captured graph serves any batch within it."""
-    hq, hkv, dim = case.heads
-    config = trunkattn.AttentionConfig(hq, hkv, dim, PAGE_SIZE, case.q.dtype, kv_dtype=case.kv[0][0].dtype)
-    requests, pages = case.batch.block_table.shape
-    capacity = trunkattn.Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages, 1) if fixed else None
-    attention = trunkattn.BatchAttention(config, "cuda", capacity)
-    plan = attention.plan(torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens))
-    out = torch.full_like(case.q, math.nan)
-    return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out), plan
+    rows = sorted({0, len(out) // 3, len(out) // 2, len(out) - 1})
+    return float((out[rows].double() - expected(case, rows)).abs().max())
 
 
 def measure(case: Case, run: Run) -> dict[str, Any]:
@@ -145,10 +121,8 @@ def row_of(
     """One cell: SOL, ours and the peers (of q's dtype only). dtypes: of q and of the cache."""
     hq, hkv = map(int, heads.split("/"))
     case = make_case(tree, hq, hkv, *dtypes)
-    parsed = parse_tree(tree)
-    size = parsed.unique_tokens * hkv * HEAD_DIM * 2 * dtypes[1].itemsize + 2 * case.q.nbytes
-    flops = 4 * HEAD_DIM * hq * parsed.num_requests * parsed.seq_len
-    row: dict[str, Any] = {"tree": tree, "heads": heads, "sol_us": round(max(size / limits[0], flops / limits[1]), 2)}
+    sol = sol_us(shape_of(hq, hkv, dtypes), parse_tree(tree), limits)
+    row: dict[str, Any] = {"tree": tree, "heads": heads, "sol_us": round(sol, 2)}
     run, plan = ours(case)
     stats = plan.stats
     row["trunkattn"] = measure(case, run) | {"tiling": stats.policy, "items": stats.num_work_items}

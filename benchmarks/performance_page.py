@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from page import chunks, cpu, decode, engine, host, server, training, vllm
+from page import chunks, cpu, decode, engine, host, server, shapes, training, vllm
 from page.common import ROOT, load, percent, span, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -33,6 +33,7 @@ def page() -> str:
         vllm.tpot,
         vllm.vllm_serving,
         decode.decode,
+        shapes.shapes,
         decode.workloads,
         chunks.prefill,
         chunks.hybrid,
@@ -43,7 +44,7 @@ def page() -> str:
         engine.engine,
         cpu.cpu,
     )
-    sections = [part() for part in parts]
+    sections = [section for part in parts if (section := part())]
     losses = [loss for section in sections for loss in section.losses]
     body = "\n".join([*(section.text for section in sections), cpu.relay()])
     return f"""<!-- Written by benchmarks/performance_page.py: do not edit. -->

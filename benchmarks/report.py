@@ -55,11 +55,13 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path | None = None) -> Path:
-    """Writes the environment and the figures to results/NAME.json, or to the path that is given."""
+    """Writes the environment and the figures to results/NAME.json, or to the path that is given. A run that is ended
+    meanwhile leaves the old file."""
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
-    return path
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
+    return unfinished.replace(path)
 
 
 def short_name(card: str) -> str:

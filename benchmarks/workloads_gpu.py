@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import FLUSH_BYTES, HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
+from decode_cases import FLUSH_BYTES
+from kernels import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from numpy.typing import NDArray
 from report import short_name, write_result
 

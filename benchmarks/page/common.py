@@ -29,6 +29,11 @@ def load(name: str) -> dict[str, Any]:
     return json.loads(read(RESULTS / f"{name}.json"))
 
 
+def exists(name: str) -> bool:
+    """Whether there is a result file of this name."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def read(path: Path) -> str:
     """The text of a file."""
     return path.read_text()

@@ -4,7 +4,7 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,17 @@ from trunkattn.workloads.batch import PagedBatch
 Run = Callable[[int], torch.Tensor]  # copy of the cache -> output [T, Hq, D]
 
 
+class Features(NamedTuple):
+    """Options of an attention. window: tokens that a query sees, itself included; sinks [Hq] in q's dtype."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+NO_FEATURES = Features()
+
+
 @dataclass(frozen=True)
 class Case:
     """A decode batch on the device. kv: copies of (k_cache, v_cache) [pages, page_size, Hkv, D]; q [T, Hq, D]."""
@@ -24,6 +35,7 @@ class Case:
     q: torch.Tensor
     kv: list[tuple[torch.Tensor, torch.Tensor]]
     levels: list[tuple[int, int]]  # nodes and tokens of each level of a tree; empty: no tree
+    features: Features = NO_FEATURES
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -33,7 +45,14 @@ class Case:
     @property
     def device_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """block_table and seq_lens on the device."""
-        return torch.from_numpy(self.batch.block_table).cuda(), torch.from_numpy(self.batch.seq_lens).cuda()
+        block_table, seq_lens = torch.from_numpy(self.batch.block_table), torch.from_numpy(self.batch.seq_lens)
+        return block_table.to(self.q.device), seq_lens.to(self.q.device)
+
+    def require_plain(self) -> None:
+        """Raises ValueError if it has what most peers are not told of here."""
+        has_features = any(feature is not None for feature in self.features)
+        if has_features or self.kv[0][0].dtype != self.q.dtype:
+            raise ValueError("it is run here on caches of the queries' dtype, without window, soft cap and sinks alone")
 
 
 @dataclass(frozen=True)
@@ -48,25 +67,35 @@ class PlannedRun:
 
 
 def flash_attention_3(case: Case) -> PlannedRun:
-    """FlashAttention-3's paged decode; the number of splits is its own choice. Its plan is the scheduler metadata."""
+    """FlashAttention-3's paged decode; the number of splits is its own choice. Its plan is the scheduler metadata.
+
+    8-bit caches take queries of 8 bits, as in vLLM; what rounds the queries is not part of its time.
+    """
     import fa3
 
     table, lens = case.device_batch
-    hq, hkv, dim = case.heads
-    starts = torch.arange(len(lens) + 1, device="cuda", dtype=torch.int32)
+    (hq, hkv, dim), (window, soft_cap, sinks) = case.heads, case.features
+    device, q, scales = case.q.device, case.q, {}
+    if (kv_dtype := case.kv[0][0].dtype) != q.dtype:
+        q = q.to(kv_dtype)
+        ones = torch.ones(len(lens), hkv, device=device)
+        scales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+    starts = torch.arange(len(lens) + 1, device=device, dtype=torch.int32)
     longest, page = int(case.batch.seq_lens.max()), case.batch.page_size
+    masks: dict[str, Any] = {"causal": True, "window_size": (-1, -1) if window is None else (window - 1, 0)}
 
     def plan() -> torch.Tensor:
         return fa3.get_scheduler_metadata(
-            len(lens), 1, longest, hq, hkv, dim, lens, cu_seqlens_q=starts, page_size=page, causal=True
-        )
+            len(lens), 1, longest, hq, hkv, dim, lens, qkv_dtype=q.dtype, cu_seqlens_q=starts, page_size=page,
+            has_softcap=soft_cap is not None, **masks,
+        )  # fmt: skip
 
     metadata = plan()
 
     def run(copy: int) -> torch.Tensor:
         return fa3.flash_attn_varlen_func(
-            case.q, *case.kv[copy], 1, starts, longest, seqused_k=lens, block_table=table, causal=True,
-            scheduler_metadata=metadata,
+            q, *case.kv[copy], 1, starts, longest, seqused_k=lens, block_table=table,
+            scheduler_metadata=metadata, softcap=soft_cap or 0.0, s_aux=sinks, **masks, **scales,
         )  # fmt: skip
 
     return PlannedRun(run, plan)
@@ -88,6 +117,7 @@ def page_lists(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _flashinfer_decode(case: Case, tensor_cores: bool) -> PlannedRun:
     import flashinfer
 
+    case.require_plain()
     workspace = torch.empty(512 << 20, device="cuda", dtype=torch.uint8)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     dtypes = {"q_data_type": case.q.dtype, "kv_data_type": case.q.dtype}
@@ -114,6 +144,7 @@ def flashinfer_cascade(case: Case) -> PlannedRun:
     """FlashInfer's multi-level cascade, told the tree's levels."""
     import flashinfer
 
+    case.require_plain()
     if len(case.levels) < 2:
         raise ValueError("it takes whole levels of one tree, and this batch is given without levels")
     table, _ = case.device_batch
@@ -180,6 +211,7 @@ def fasttree(case: Case) -> PlannedRun:
     """
     import fasttree
 
+    case.require_plain()
     hq, hkv, dim = case.heads
     tree, places = fasttree_nodes(case.batch)
     if len(places) * hkv * dim >= 2**31:
@@ -214,6 +246,7 @@ def torch_sdpa(case: Case) -> PlannedRun:
 
     The query heads of a KV head are its query rows, so that no head is copied.
     """
+    case.require_plain()
     table, lens = case.device_batch
     hq, hkv, dim = case.heads
     longest = int(case.batch.seq_lens.max())
