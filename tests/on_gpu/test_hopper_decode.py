@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.gpu import executor
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.planner.row_tiles.choice import candidates
@@ -147,6 +148,8 @@ def test_several_query_tokens_and_windows(
 def test_head_dims_groups_sinks_and_soft_caps(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, rows: int, window: int | None
 ) -> None:
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
+    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
     only(monkeypatch, f"{rows}x{32 if config.head_dim == 256 else 64}")
     options = {} if window is None else {"sliding_window": window}
     queries = (1,) if window is None else (0, 1, 2)

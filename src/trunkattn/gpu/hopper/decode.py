@@ -74,23 +74,26 @@ _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 
 class DecodeConstants(NamedTuple):
     """What the kernel is compiled for. segment_size: tokens. masked: queries of one sequence see different tokens.
-    soft_cap: of logits, 0 for none. tile: of the main loop."""
+    soft_cap: of logits, 0 for none."""
 
     num_qo_heads: int
     num_kv_heads: int
     group_size: int
+    head_dim: int
     page_size: int
     segment_size: int
     masked: bool
     soft_cap: float
     sinks: bool
     return_lse: bool
-    tile: MainloopTile
 
 
-def decode_tile(head_dim: int) -> MainloopTile:
-    """The main loop's constants for heads of 64, 128 or 256."""
+def _decode_tile(head_dim: int) -> MainloopTile:
+    """The constants of the main loop for heads of 64, 128 or 256."""
     return mainloop_tile(head_dim, _BLOCK_TOKENS[head_dim], num_stages=2, num_consumer_warps=4, mask_ahead=True)
+
+
+_TILE_64, _TILE_128, _TILE_256 = (gl.constexpr(_decode_tile(head_dim)) for head_dim in (64, 128, 256))
 
 
 class Pdl(NamedTuple):
@@ -233,12 +236,13 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
     if C.sinks:
         out = add_sinks(out, lse, layer.sinks + query_head, direct)
     q_tile.store((out * v_scale).to(q_tile.dtype))
-    COPY_ROW: gl.constexpr = gl.SliceLayout(1, T.copy)
+    COPY: gl.constexpr = T.copy
+    COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     token = gl.convert_layout(gl.where(direct, rows.token, -1), COPY_ROW)
     query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (token.to(gl.int64) * layer.out_token_stride + query_head * layer.out_head_stride)[:, None] + d
-    gl.store(layer.out + at, q_tile.load(T.copy), mask=(token >= 0)[:, None])
+    gl.store(layer.out + at, q_tile.load(COPY), mask=(token >= 0)[:, None])
 
 
 @gluon.jit
@@ -316,7 +320,7 @@ def hopper_decode_kernel(
     prefetch_to_l2(tiles.segments, segments_size, cta, 512)
     prefetch_to_l2(tiles.queries, queries_size, cta, 64)
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
-    T: gl.constexpr = C.tile
+    T: gl.constexpr = _TILE_64 if C.head_dim == 64 else _TILE_128 if C.head_dim == 128 else _TILE_256
     k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
     kv = KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
@@ -364,6 +368,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
     g = plan.geometry
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
+    pages = (g.page_size, g.segment_size)
     return DecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
@@ -374,11 +379,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
         plan.sizes["segments"],
         launch.first_cta,
         launch.total_ctas,
-        DecodeConstants(
-            *(*heads, g.page_size, g.segment_size, g.masked, g.soft_cap or 0.0, g.sinks),
-            launch.return_lse,
-            decode_tile(g.head_dim),
-        ),
+        DecodeConstants(*heads, g.head_dim, *pages, g.masked, g.soft_cap or 0.0, g.sinks, launch.return_lse),
     )
 
 

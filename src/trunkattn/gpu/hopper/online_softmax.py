@@ -103,7 +103,8 @@ def _start_scores(q_tile, kv, index, T: gl.constexpr):
     """Starts the product q·k of block `index`."""
     BLOCK_N: gl.constexpr = T.block_n
     k_tile = kv.k.tiles.index(index % T.num_stages).permute((1, 0))
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, T.scores)
+    SCORES: gl.constexpr = T.scores
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
     return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
 
 
@@ -112,6 +113,8 @@ def attend_first_block(
     q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
     """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
+    HEAD_DIM: gl.constexpr = T.head_dim
+    ACC: gl.constexpr = T.acc
     consumer_wait(kv.k, index, T)
     scores = _start_scores(q_tile, kv, index, T)
     if T.mask_ahead:
@@ -123,8 +126,8 @@ def attend_first_block(
     row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, T.scores))
     row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, T.scores))
     p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True, C.soft_cap)
-    p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, T.acc, 2))
-    acc = gl.zeros([WARPGROUP_ROWS, T.head_dim], gl.float32, T.acc)
+    p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, ACC, 2))
+    acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, ACC)
     consumer_wait(kv.k, index + 1, T, has_next)
     return AttentionState(row_max, row_sum, p, acc)
 

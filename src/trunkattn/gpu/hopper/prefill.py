@@ -244,6 +244,7 @@ def _first_full_block(kv, position, T: gl.constexpr):
 def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.constexpr, T: gl.constexpr):
     """Writes rows as partials, or to `layer.out` by way of the query tile's memory. copy_rows: in the layout of that
     copy."""
+    COPY: gl.constexpr = T.copy
     partial_slot = gl.load(chunks.partial_slots + rows.entry, mask=rows.used, other=_DIRECT)
     write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, C, T)
     q_tile.store((out * v_scale).to(q_tile.dtype))
@@ -251,7 +252,7 @@ def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.c
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     head_offset = copy_rows.query_head * layer.out_head_stride
     at = (row_offset(copy_rows.token, layer.out_token_stride) + head_offset)[:, None] + d
-    gl.store(layer.out + at, q_tile.load(T.copy), mask=(copy_rows.used & direct)[:, None])
+    gl.store(layer.out + at, q_tile.load(COPY), mask=(copy_rows.used & direct)[:, None])
     if C.return_lse:
         token = gl.load(chunks.queries + rows.entry, mask=rows.used, other=0)
         direct_row = rows.used & (partial_slot == _DIRECT)

@@ -120,8 +120,8 @@ def compile_hopper_decode(
         v_desc=_tma_descriptor(target),
         work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
         C=decode.DecodeConstants(
-            *target.heads, page_size=16, segment_size=16, masked=masked, soft_cap=soft_cap, sinks=sinks,
-            return_lse=False, tile=decode.decode_tile(target.head_dim),
+            *target.heads, head_dim=target.head_dim, page_size=16, segment_size=16, masked=masked, soft_cap=soft_cap,
+            sinks=sinks, return_lse=False,
         ),
     )  # fmt: skip
     return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS[target.head_dim])
