@@ -54,9 +54,9 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
-def write_result(name: str, figures: dict[str, Any], *packages: str) -> Path:
-    """Writes results/NAME.json: the environment and the figures."""
-    path = RESULTS / f"{name}.json"
+def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path | None = None) -> Path:
+    """Writes the environment and the figures to results/NAME.json, or to the path that is given."""
+    path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
     return path

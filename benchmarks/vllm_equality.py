@@ -21,8 +21,6 @@ after the first steps with memory after --steps of them.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -32,11 +30,6 @@ from typing import Any
 import numpy as np
 
 BACKENDS = ("FLASH_ATTN", "CUSTOM")
-DENSE = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 16384,
-    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 MANY_HEADS = LLAMA | {"num_attention_heads": 32, "num_key_value_heads": 8}
 ONE_KV_HEAD = LLAMA | {"num_key_value_heads": 1}
@@ -77,26 +70,6 @@ def folder_name(case: str) -> str:
     return shape["model_type"] + {1: "-one-kv-head", 8: "-many-heads"}.get(kv_heads, "")
 
 
-def save_model(folder: Path, shape: dict[str, Any]) -> None:
-    """A model of random weights that let attention matter: logits of attention that are far from even."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    kind = dict(shape)
-    config = AutoConfig.for_model(kind.pop("model_type"), **(DENSE | kind))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() < 2:
-                weight.fill_(0.0 if "Gemma2ForCausalLM" in shape["architectures"] else 1.0)  # Gemma's norm adds 1
-            else:
-                own = "embed" in name and not config.tie_word_embeddings  # a tied one makes the logits
-                scale = 1.0 if own else weight.shape[1] ** -0.5
-                weight.normal_(0.0, scale * (1.6 if "q_proj" in name or "k_proj" in name else 1.0))
-    model.save_pretrained(folder)
-
-
 def start(folder: Path, case: str, backend: str) -> Any:
     """An engine with the case's model."""
     from vllm import LLM
@@ -111,31 +84,22 @@ def start(folder: Path, case: str, backend: str) -> Any:
 
 
 def prompts(changed: bool, case: str) -> list[list[int]]:
-    """24 prompts, 16 of them behind one prefix. changed: the first half of each is made of other tokens."""
+    """24 prompts that share. changed: the first half of each is made of other tokens."""
+    import engine_equality
+
+    if case != "mixed":
+        return engine_equality.prompts(changed)
     rng = np.random.default_rng(0)
-    if case == "mixed":
-        return _changed([rng.integers(3, 30000, 3000 + 37 * i).tolist() for i in range(24)], changed)
-    shared = rng.integers(3, 30000, SHARED).tolist()
-    found = [shared + rng.integers(3, 30000, 5 + 37 * i).tolist() for i in range(16)]
-    found += [rng.integers(3, 30000, 300 + 31 * i).tolist() for i in range(8)]
-    return _changed(found, changed)
+    found = [rng.integers(3, engine_equality.LARGEST_TOKEN, 3000 + 37 * i).tolist() for i in range(24)]
+    return engine_equality.with_other_tokens(found) if changed else found
 
 
-def _changed(found: list[list[int]], changed: bool) -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    for prompt in found if changed else ():
-        half = len(prompt) // 2
-        prompt[:half] = rng.integers(3, 30000, half).tolist()
-    return found
-
-
-def answers(llm: Any, case: str, changed: bool, only: int | None = None) -> list[dict[str, Any]]:
+def answers(llm: Any, asked: list[list[int]], only: int | None = None) -> list[dict[str, Any]]:
     """Each request's tokens, and its steps' two best log-probabilities by token. only: of this prompt, with an empty
     prefix cache."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    asked = prompts(changed, case)
     if only is not None:
         asked = asked[only : only + 1]
         llm.reset_prefix_cache()
@@ -191,6 +155,10 @@ def steady(llm: Any, steps: int) -> dict[str, Any]:
 
 def work(case: str, backend: str, steps: int, answer: Path) -> None:
     """One case with one back end, in a process of its own."""
+    from vllm_tpot import hide_benchmarks
+
+    asked, others = prompts(False, case), prompts(True, case)
+    hide_benchmarks(sys.path)
     from prometheus_client import REGISTRY
 
     llm = start(answer.parent / folder_name(case), case, backend)
@@ -200,10 +168,10 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     if case == "steady":
         found["steady"] = steady(llm, steps)
     else:
-        found["rounds"] = [answers(llm, case, changed=False) for _ in range(2)]
-        found["control"] = answers(llm, case, changed=True)
+        found["rounds"] = [answers(llm, asked) for _ in range(2)]
+        found["control"] = answers(llm, others)
         if case == "invariant":
-            found["alone"] = [answers(llm, case, changed=False, only=number)[0] for number in range(NUM_PROMPTS)]
+            found["alone"] = [answers(llm, asked, only=number)[0] for number in range(NUM_PROMPTS)]
     found["counters"] = {
         f"{sample.name} {' '.join(sample.labels.get(key, '') for key in ('path', 'reason'))}".strip(): sample.value
         for metric in REGISTRY.collect() for sample in metric.samples
@@ -212,62 +180,25 @@ def work(case: str, backend: str, steps: int, answer: Path) -> None:
     answer.write_text(json.dumps(found))
 
 
-def parted_at(ours: list[int], theirs: list[int]) -> int:
-    """First step in which two answers differ, or their length."""
-    return next((step for step, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
-
-
-def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """See above. gaps: log-probability of theirs less that of ours, by the first back end, where answers part."""
-    equal, gaps, noise = 0, [], []
-    for mine, other in zip(ours, theirs, strict=True):
-        step = parted_at(mine["tokens"], other["tokens"])
-        equal += step
-        for before in range(step):
-            token = str(other["tokens"][before])
-            noise.append(abs(mine["best"][before][token] - other["best"][before][token]))
-        if step < len(other["tokens"]):
-            best = sorted(other["best"][step].values(), reverse=True)
-            near = other["best"][step].get(str(mine["tokens"][step]), best[1])
-            gaps.append(round(best[0] - near, 4))
-    total = sum(len(answer["tokens"]) for answer in theirs)
-    differences = np.array(noise or [0.0])
-    spread = {"mean": differences.mean(), "p99": np.quantile(differences, 0.99), "max": differences.max()}
-    return {
-        "equal_tokens": equal, "of": total, "parted": len(gaps), "gaps": sorted(gaps),
-        "logprob_difference": {name: round(float(value), 5) for name, value in spread.items()},
-    }  # fmt: skip
-
-
 def run_cases(cases: list[str], steps: int) -> dict[str, dict[str, Any]]:
-    """By case and back end, all side by side; a case that fails has its log's last line instead."""
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    found: dict[str, dict[str, Any]] = {case: {} for case in cases}
+    """By case and back end, all side by side; a case that fails has its log's last lines instead."""
+    from engine_equality import Job, run_jobs, save_model
+
+    always = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    jobs = []
+    for case in cases:
+        environment = always | ({"VLLM_BATCH_INVARIANT": "1"} if case == "invariant" else {})
+        jobs += [Job(case, backend, ["--steps", str(steps)], environment) for backend in BACKENDS]
     with tempfile.TemporaryDirectory() as folder:
-        started = {}
         for name, shape in {folder_name(case): CASES[case][0] for case in cases}.items():
             save_model(Path(folder, name), shape)
-        for case in cases:
-            for backend in BACKENDS:
-                answer = Path(folder, f"{case}-{backend}.json")
-                command = [sys.executable, __file__, "--work", case, backend, str(answer), "--steps", str(steps)]
-                log = answer.with_suffix(".log")
-                mode = {"VLLM_BATCH_INVARIANT": "1"} if case == "invariant" else {}
-                with log.open("w") as lines:
-                    process = subprocess.Popen(command, stdout=lines, stderr=lines, env=environment | mode)
-                started[case, backend] = process, log, answer
-        for (case, backend), (process, log, answer) in started.items():
-            process.wait()
-            if answer.exists():
-                found[case][backend] = json.loads(answer.read_text())
-            else:
-                errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
-                found[case][backend] = {"failed": errors[-3:]}
-    return found
+        return run_jobs(__file__, jobs, Path(folder), len(jobs))
 
 
 def summarize(case: str, found: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any]:
     """A row of the result. alone: what bf16 on one card found, for cases of the same model."""
+    from engine_equality import compare
+
     first, other = (found[backend] for backend in BACKENDS)
     failed = {backend: run["failed"] for backend, run in found.items() if "failed" in run}
     if failed:
@@ -297,8 +228,6 @@ def main() -> None:
     parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        folder = Path(__file__).resolve().parent
-        sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]  # see vllm_tpot.py
         case, backend, answer = arguments.work
         return work(case, backend, arguments.steps, Path(answer))
     from report import short_name, write_result

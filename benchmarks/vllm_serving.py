@@ -2,160 +2,29 @@
 
     python benchmarks/vllm_serving.py --model FOLDER --trace FILE      # results/vllm-serving-CARD.json and a picture
 
-FOLDER needs a config.json only: weights are random (load_format="dummy"). Requests arrive for --seconds, each run ends
-when the last one is answered, and the prefix cache is emptied before the next:
-
-conversation: Poisson arrivals behind PAT's three-level system instruction; private parts as long as the trace's inputs,
-4096 tokens at most, outputs as long as its outputs, 512 at most; without a trace, drawn like them.
-toolagent: Poisson arrivals of turns of agents' sessions; a turn's prompt begins with its session's earlier turns.
-documents: Poisson arrivals of documents of 4k to 10k tokens, each with a burst of 16 short questions within half a
-second; answers of 64 to 256 tokens.
-trace: a stretch from the middle of the trace, its gaps divided by one factor so that the mean rate is the one asked
-for; inputs cut to 16 blocks of 512 tokens, outputs to 512.
-
-Each back end runs in a process of its own: one after the other or, with --parallel, side by side on a card each. A run
-that all have answered is written at once, beside those that the file holds, if they were taken alike.
+FOLDER needs a config.json only: weights are random (load_format="dummy"). Requests arrive for --seconds.
 """
 
-import argparse
 import asyncio
-import json
-import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+# What lies beside this file is imported by functions alone: vLLM's processes import this file too, without this folder
+# on their path
+if TYPE_CHECKING:
+    from engine_serving import Task
 
-from trunkattn.workloads import (
-    HASH_BLOCK_TOKENS,
-    TraceRequest,
-    agent_requests,
-    conversation_lengths,
-    poisson_arrivals,
-    read_trace,
-)
-from trunkattn.workloads.serving import CONVERSATION_LEVELS
-
-# vllm_tpot is imported where it is used: vLLM's processes import this file too, without this folder on their path
-
-RATES = {"conversation": (3.0, 5.0), "toolagent": (2.5, 4.0), "documents": (6.0, 12.0), "trace": (2.5,)}  # a second
-LONGEST_PRIVATE, LONGEST_BLOCKS, LONGEST_OUTPUT, LONGEST_PROMPT = 4096, 16, 512, 11_000
-LANGUAGES, COUNTRIES = 4, 8
-QUESTIONS, BURST_SECONDS = 16, 0.5  # of a document
-DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = (4096, 10_000), (16, 96), (64, 256)
-SEED = 0
 BUDGET = 2048  # tokens of a step
-Parts = Sequence[tuple[Hashable, int]]
-Results = dict[str, dict[str, Any]]  # figures by back end and run; "": its facts
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """at: seconds from the start. parts: (name, tokens) in order; a name stands for the same tokens everywhere."""
-
-    at: float
-    parts: tuple[tuple[Hashable, int], ...]
-    output_tokens: int
-
-    def prompt(self, vocabulary: int) -> list[int]:
-        """A part's tokens, drawn by its name: a shorter part of a name begins a longer one."""
-        tokens: list[int] = []
-        for name, size in self.parts:
-            seed = [SEED, *str(name).encode()]
-            tokens += np.random.default_rng(seed).integers(0, vocabulary, size).tolist()
-        return tokens
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Seconds: to the first token, between tokens in the mean, to the last token."""
-
-    ttft: float
-    tpot: float
-    latency: float
-    output_tokens: int
-
-
-def poisson(rate: float, seconds: float) -> NDArray[np.float64]:
-    """Arrival times in [0, seconds)."""
-    times = poisson_arrivals(int(2 * rate * seconds) + 100, rate, SEED)
-    return times[times < seconds]
-
-
-def conversation(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> list[Arrival]:
-    """See above."""
-    rng = np.random.default_rng(SEED)
-    root, language_tokens, country_tokens = CONVERSATION_LEVELS
-    found, times = [], poisson(rate, seconds)
-    generated = conversation_lengths(len(times), SEED)
-    for number, at in enumerate(times):
-        language, country = int(rng.integers(LANGUAGES)), int(rng.integers(COUNTRIES))
-        if trace:
-            drawn = trace[int(rng.integers(len(trace)))]
-            private, output = drawn.input_length, drawn.output_length
-        else:
-            private, output = map(int, generated[number])
-        parts = (
-            ("root", root), (("language", language), language_tokens), (("country", language, country), country_tokens),
-            (("private", number), max(1, min(private, LONGEST_PRIVATE))),
-        )  # fmt: skip
-        found.append(Arrival(float(at), parts, max(2, min(output, LONGEST_OUTPUT))))
-    return found
-
-
-def toolagent(rate: float, seconds: float) -> list[Arrival]:
-    """See above; a prompt over LONGEST_PROMPT tokens is left out, as its session's later ones are."""
-    times = poisson(rate, seconds)
-    fitting = [turn for turn in agent_requests(4 * len(times), SEED) if turn.input_tokens < LONGEST_PROMPT]
-    return [
-        Arrival(
-            float(at),
-            (*turn.prefix, (("turn", turn.session, turn.turn), turn.new_tokens)),
-            max(2, min(turn.output_tokens, LONGEST_OUTPUT)),
-        )
-        for at, turn in zip(times, fitting, strict=False)
-    ]
-
-
-def documents(rate: float, seconds: float) -> list[Arrival]:
-    """See above."""
-    rng, found = np.random.default_rng(SEED), list[Arrival]()
-    for number, at in enumerate(poisson(rate / QUESTIONS, seconds)):
-        document = (("document", number), int(rng.integers(*DOCUMENT_TOKENS)))
-        for later in np.sort(rng.uniform(0, BURST_SECONDS, QUESTIONS)).tolist():
-            question = (("question", number, len(found)), int(rng.integers(*QUESTION_TOKENS)))
-            found.append(Arrival(float(at) + later, (document, question), int(rng.integers(*ANSWER_TOKENS))))
-    return sorted(found, key=lambda arrival: arrival.at)
-
-
-def stretch(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> list[Arrival]:
-    """See above."""
-    wanted = round(rate * seconds)
-    chosen = trace[len(trace) // 2 :][:wanted]
-    start, end = chosen[0].timestamp, chosen[-1].timestamp
-    factor = (end - start) / (seconds * 1e3)
-    found = []
-    for request in chosen:
-        blocks = request.hash_ids[:LONGEST_BLOCKS]
-        size = min(request.input_length, len(blocks) * HASH_BLOCK_TOKENS)
-        sizes = [min(HASH_BLOCK_TOKENS, size - at * HASH_BLOCK_TOKENS) for at in range(len(blocks))]
-        parts = tuple((("block", block), tokens) for block, tokens in zip(blocks, sizes, strict=True))
-        at = (request.timestamp - start) / 1e3 / factor
-        found.append(Arrival(at, parts, max(2, min(request.output_length, LONGEST_OUTPUT))))
-    return found
-
-
-async def ask(engine: Any, number: str, prompt: list[int], output_tokens: int) -> Answer:
-    """One request, from now on."""
+async def generate(engine: Any, name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
+    """One request: its tokens so far."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -163,61 +32,20 @@ async def ask(engine: Any, number: str, prompt: list[int], output_tokens: int) -
         temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
-    start, first, last, tokens = perf_counter(), 0.0, 0.0, 0
-    async for output in engine.generate({"prompt_token_ids": prompt}, sampling, number):
-        last = perf_counter()
-        first = first or last
+    tokens = 0
+    async for output in engine.generate({"prompt_token_ids": prompt}, sampling, name):
         tokens += len(output.outputs[0].token_ids)
-    return Answer(first - start, (last - first) / max(1, tokens - 1), last - start, tokens)
+        yield tokens
 
 
-async def replay(engine: Any, name: str, arrivals: Sequence[Arrival], vocabulary: int) -> dict[str, Any]:
-    """Sends every request at its time; figures of all answers."""
-    prompts = [arrival.prompt(vocabulary) for arrival in arrivals]
-    start = perf_counter()
-
-    async def later(number: int) -> Answer:
-        await asyncio.sleep(arrivals[number].at - (perf_counter() - start))
-        return await ask(engine, f"{name}-{number}", prompts[number], arrivals[number].output_tokens)
-
-    answers = await asyncio.gather(*(later(number) for number in range(len(arrivals))))
-    took = perf_counter() - start
-    await engine.reset_prefix_cache()
-    return {
-        "requests": len(answers), "seconds": round(took, 1), "input_tokens": sum(map(len, prompts)),
-        "output_tokens": sum(answer.output_tokens for answer in answers),
-        **{field: spread([asdict(answer)[field] * 1e3 for answer in answers]) for field in ("ttft", "tpot", "latency")},
-    }  # fmt: skip
-
-
-def spread(milliseconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median and P99."""
-    values = np.array(milliseconds)
-    figures = {"mean": values.mean(), "median": np.median(values), "p99": np.percentile(values, 99)}
-    return {name: round(float(value), 2) for name, value in figures.items()}
-
-
-async def run_all(
-    engine: Any, runs: dict[str, list[Arrival]], answers: Connection, counters: Callable[[], dict[str, float]]
-) -> None:
-    """All runs on one engine; the first one twice, briefly, so that everything is compiled."""
-    vocabulary = int(engine.model_config.get_vocab_size())
-    warm = [Arrival(0.02 * number, arrival.parts, 16) for number, arrival in enumerate(next(iter(runs.values()))[:40])]
-    await replay(engine, "warm-up", warm, vocabulary)
-    for name, arrivals in runs.items():
-        before = counters()
-        figures = await replay(engine, name, arrivals, vocabulary)
-        figures["counters"] = {key: value - before.get(key, 0.0) for key, value in counters().items()}
-        answers.send((name, figures))
-
-
-def serve(backend: str, card: int | None, model: Path, runs: dict[str, list[Arrival]], answers: Connection) -> None:
+def serve(task: "Task", answers: Connection) -> None:
     """A process with one back end: sends ("", facts), then (run, figures) as they come."""
-    from vllm_tpot import OPTIONS, counters, hide_benchmarks
+    from engine_serving import Engine, run_all
+    from vllm_tpot import counters, hide_benchmarks
 
     hide_benchmarks(sys.path)
-    if card is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(card)
+    if task.card is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(task.card)
     with tempfile.TemporaryDirectory() as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -226,113 +54,36 @@ def serve(backend: str, card: int | None, model: Path, runs: dict[str, list[Arri
         from vllm.v1.engine.async_llm import AsyncLLM
 
         start = perf_counter()
-        options: dict[str, Any] = {**OPTIONS, "max_num_batched_tokens": BUDGET, "attention_backend": backend}
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **options))
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(task.model), **task.options))
         ready = perf_counter() - start
-        print(f"{backend}: ready after {ready:.0f} s", flush=True)
+        print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
-        asyncio.run(run_all(engine, runs, answers, counters))
+        vocabulary = int(engine.model_config.get_vocab_size())
+        served = Engine(partial(generate, engine), engine.reset_prefix_cache, vocabulary, counters)
+        asyncio.run(run_all(served, task.runs, answers))
         engine.shutdown()
 
 
-def run_backends(
-    names: Sequence[str], parallel: bool, model: Path, runs: dict[str, list[Arrival]], keep: Callable[[Results], object]
-) -> None:
-    """Runs back ends. keep: called after each answer with what all have answered so far.
-
-    Raises:
-        RuntimeError: if a process ends before it has answered.
-    """
-    context = multiprocessing.get_context("spawn")
-    results: Results = {name: {} for name in names}
-    for group in [names] if parallel else [[name] for name in names]:
-        waiting, processes = dict[Any, str](), []
-        for card, name in enumerate(group):
-            answers, sender = context.Pipe(duplex=False)
-            process = context.Process(target=serve, args=(name, card if parallel else None, model, runs, sender))
-            process.start()
-            sender.close()
-            waiting[answers] = name
-            processes.append(process)
-        while waiting:
-            for answers in wait(list(waiting)):
-                name = waiting[answers]
-                found = results[name]
-                try:
-                    run, figures = answers.recv()
-                except EOFError as error:
-                    done = len(found.keys() & runs.keys())
-                    raise RuntimeError(f"{name}: the process ended after {done} of {len(runs)} runs") from error
-                found[run] = figures
-                print(name, run, {key: figures[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
-                keep(results)
-                if len(found) == len(runs) + 1:
-                    del waiting[answers]
-        for process in processes:
-            process.join()
-
-
-def save(taken: dict[str, Any], suffix: str, results: Results) -> None:
-    """Writes the runs that all back ends have answered, beside those of the file that were taken alike."""
-    from report import RESULTS, environment, short_name, write_result
-
-    complete = [run for run in next(iter(results.values())) if run and all(run in found for found in results.values())]
-    if not complete:
-        return
-    facts = {name: found[""] for name, found in results.items()}
-    card = next(iter(facts.values()))["card"]
-    taken = {"card": card, **taken}
-    name = f"vllm-serving-{short_name(card)}{suffix}"
-    path = RESULTS / f"{name}.json"
-    held = json.loads(path.read_text()) if path.exists() else {}
-    alike = all(held.get(key) == value for key, value in taken.items()) and list(held["runs"]) == list(results)
-    where = {key: value for key, value in environment().items() if key in ("date", "commit")}
-    runs = {
-        backend: (held["runs"][backend] if alike else {}) | {run: {**where, **found[run]} for run in complete}
-        for backend, found in results.items()
-    }
-    print(write_result(name, {**taken, "runs": runs, "facts": facts}, "vllm", "triton"), flush=True)
-
-
-def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
-    """By name: workload and rate."""
-    trace = read_trace(arguments.trace) if arguments.trace else ()
-    runs = {}
-    for workload in arguments.workloads:
-        for rate in [rate * arguments.scale for rate in RATES[workload]]:
-            if workload == "conversation":
-                runs[f"{workload} {rate:g}/s"] = conversation(rate, arguments.seconds, trace)
-            elif workload == "toolagent":
-                runs[f"{workload} {rate:g}/s"] = toolagent(rate, arguments.seconds)
-            elif workload == "documents":
-                runs[f"{workload} {rate:g}/s"] = documents(rate, arguments.seconds)
-            elif trace:
-                runs[f"{workload} {rate:g}/s"] = stretch(rate, arguments.seconds, trace)
-    return runs
-
-
 def main() -> None:
+    from engine_serving import Result, Task, command_line, run_backends, wanted_runs
     from vllm_tpot import BACKENDS, OPTIONS
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format")
-    parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
-    parser.add_argument("--workloads", nargs="+", default=list(RATES), choices=list(RATES))
-    parser.add_argument("--seconds", type=float, default=90.0, help="that requests arrive for, in each run")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of all request rates")
-    parser.add_argument("--parallel", action="store_true", help="each back end on a card of its own, side by side")
-    parser.add_argument("--suffix", default="", help="of the result's name")
+    parser = command_line(__doc__, BACKENDS)
     arguments = parser.parse_args()
     if "trace" in arguments.workloads and arguments.trace is None:
         parser.error("argument --trace: expected a file for the workload trace, or --workloads without it")
+    options = OPTIONS | {"max_num_batched_tokens": BUDGET}
     taken = {
-        "model": arguments.model.name, "options": OPTIONS | {"max_num_batched_tokens": BUDGET},
-        "seconds": arguments.seconds, "side_by_side": arguments.parallel,
+        "model": arguments.model.name, "options": options, "seconds": arguments.seconds,
+        "side_by_side": arguments.parallel,
     }  # fmt: skip
-    keep = partial(save, taken, arguments.suffix)
-    run_backends(arguments.backends, arguments.parallel, arguments.model, wanted_runs(arguments), keep)
+    runs = wanted_runs(arguments)
+    tasks = [
+        Task(name, card if arguments.parallel else None, arguments.model, options | {"attention_backend": name}, runs)
+        for card, name in enumerate(arguments.backends)
+    ]
+    run_backends(serve, tasks, Result("vllm", taken, arguments.suffix, arguments.output).save)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,33 @@
-"""benchmarks/vllm_tpot.py without an engine: the pace of made-up token times, and the table of one back end or more."""
+"""benchmarks/vllm_tpot.py without an engine: the pace of made-up token times, the table, what the options choose."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from vllm_tpot import LONG, SHORT, Generated, Workload, measure, pace, table
+from engine_models import SHAPES, write_config
+from vllm_tpot import (
+    LONG,
+    OPTIONS,
+    SHORT,
+    WORKLOADS,
+    Generated,
+    Run,
+    Workload,
+    measure,
+    name_of,
+    options_of,
+    pace,
+    read_arguments,
+    table,
+    wanted_runs,
+    workloads_of,
+)
+
+from .scripts import refusal
 
 
 def steady(start: float, step: float, tokens: int = LONG, at_once: int = 1) -> list[tuple[float, int]]:
@@ -69,3 +90,80 @@ def test_a_table_is_made_of_the_back_ends_that_there_are() -> None:
     assert row["CUSTOM"]["speedup"] == 1.5
     assert row["CUSTOM"]["equal_tokens"] == round(28 / 32, 4)
     assert row["CUSTOM"]["parted_in_steps"] == [12]
+
+
+def test_with_batch_invariance_ours_runs_once_more_without_it() -> None:
+    assert wanted_runs(["FLASH_ATTN", "CUSTOM"], invariant=False) == [
+        Run("FLASH_ATTN", "FLASH_ATTN"),
+        Run("CUSTOM", "CUSTOM"),
+    ]
+    assert wanted_runs(["FLASH_ATTN", "CUSTOM"], invariant=True) == [
+        Run("FLASH_ATTN", "FLASH_ATTN", invariant=True),
+        Run("CUSTOM", "CUSTOM", invariant=True),
+        Run("CUSTOM (not invariant)", "CUSTOM"),
+    ]
+    assert wanted_runs(["FLASH_ATTN"], invariant=True) == [Run("FLASH_ATTN", "FLASH_ATTN", invariant=True)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(write_config("qwen2.5-7b", tmp_path))
+
+
+def test_a_folder_has_all_batches_and_a_shape_six(model: str) -> None:
+    folder, shape = (read_arguments(given) for given in (["--model", model], ["--shape", "gpt-oss"]))
+    assert workloads_of(folder) == WORKLOADS
+    assert len(workloads_of(shape)) == 6
+    assert set(workloads_of(shape)) < set(WORKLOADS)
+    assert workloads_of(read_arguments(["--shape", "gpt-oss", "--workloads", "all"])) == WORKLOADS
+    assert name_of(folder) == ""
+    assert options_of(folder) == {**OPTIONS, "tensor_parallel_size": 1, "kv_cache_dtype": "auto"}
+    assert "hf_overrides" not in options_of(shape)
+
+
+def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
+    given = ["--shape", "qwen3-next", "--kv-cache-dtype", "fp8", "--invariant", "--tensor-parallel", "2"]
+    arguments = read_arguments(given)
+    assert name_of(arguments) == "-qwen3-next-fp8-invariant-tp2"
+    options = options_of(arguments)
+    assert options["kv_cache_dtype"] == "fp8"
+    assert options["tensor_parallel_size"] == 2
+    assert options["gdn_prefill_backend"] == "triton"
+    shared = read_arguments(["--model", model, "--dcp", "2"])
+    assert name_of(shared) == "-dcp2"
+    assert [str(workload) for workload in workloads_of(shared)] == ["64 x (65536 + 128)"]
+    parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
+    assert options_of(shared).items() >= parallel.items()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "one of the arguments --model --shape is required"),
+        (["--shape", "gpt-oss", "--dcp", "2"], "leave out --shape and --workloads"),
+        (["--shape", "gpt-oss", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+        (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
+    ],
+)
+def test_wrong_options_are_refused(given: list[str], message: str) -> None:
+    assert message in refusal("vllm_tpot.py", given)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    folder = write_config(name, tmp_path)
+    config: Any = AutoConfig.from_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    assert config.model_type == written["model_type"]
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+    kinds = config.layer_types
+    assert len(kinds) == config.num_hidden_layers
+    expected = {
+        "gpt-oss": {"sliding_attention": 12, "full_attention": 12},
+        "gemma-3": {"sliding_attention": 40, "full_attention": 8},
+        "qwen2.5-7b": {"full_attention": 28},
+        "qwen3-next": {"linear_attention": 36, "full_attention": 12},
+    }
+    assert {kind: kinds.count(kind) for kind in kinds} == expected[name]

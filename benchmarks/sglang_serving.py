@@ -1,0 +1,110 @@
+"""Serving through SGLang's Engine, with its own attention and with ours.
+
+    python benchmarks/sglang_serving.py --model FOLDER --trace FILE        # results/sglang-serving-CARD.json
+    python benchmarks/sglang_serving.py --model FOLDER --device cpu --quick --output FILE
+
+A back end is named as in sglang_tpot.py. FOLDER needs a config.json only: weights are random (load_format="dummy").
+Requests arrive for --seconds, as in vllm_serving.py: prompts are computed in chunks of as many tokens as vLLM's steps
+have there. SGLang sends a request's first token alone and later ones 8 at a time, so that its front end keeps up.
+--quick takes short documents for five seconds, to see that it works: on a CPU, FOLDER is a tiny model.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from functools import partial
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+# What lies beside this file is imported by functions alone: see sglang_tpot.py
+if TYPE_CHECKING:
+    from engine_serving import Task
+
+BACKENDS = ("fa3", "fa3+trunk@16")
+FIRST_PORT, PORTS = 34000, 20  # for NCCL, of each process
+AT_ONCE = 8  # tokens after the first that SGLang sends together
+LONGEST_FLUSH = 30.0  # seconds
+QUICK_RATE, QUICK_SECONDS = 4.0, 5.0
+QUICK_TOKENS = ((64, 128), (8, 16), (8, 16))  # of Sizes
+
+
+async def generate(engine: Any, name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
+    """One request: its tokens so far."""
+    sampling = {"temperature": 0.0, "max_new_tokens": output_tokens, "ignore_eos": True, "stream_interval": AT_ONCE}
+    async for output in await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True, rid=name):
+        yield output["meta_info"]["completion_tokens"]
+
+
+async def empty_cache(engine: Any) -> None:
+    """Forgets all prefixes. Raises RuntimeError if a request still runs."""
+    if not (await engine.tokenizer_manager.flush_cache(timeout_s=LONGEST_FLUSH)).success:
+        raise RuntimeError(f"SGLang has not emptied its cache within {LONGEST_FLUSH:g} s: expected no request to run")
+
+
+def serve(task: "Task", answers: Connection) -> None:
+    """A process with one back end: sends ("", facts), then (run, figures) as they come."""
+    import engine_serving
+    from vllm_tpot import counters, hide_benchmarks
+
+    hide_benchmarks(sys.path)
+    if task.card is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(task.card)
+    with tempfile.TemporaryDirectory() as shared:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before SGLang is imported
+        import sglang
+        import torch
+
+        start = perf_counter()
+        engine = sglang.Engine(model_path=str(task.model), **task.options)
+        ready = perf_counter() - start
+        print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
+        vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
+        served = engine_serving.Engine(partial(generate, engine), partial(empty_cache, engine), vocabulary, counters)
+        engine.loop.run_until_complete(engine_serving.run_all(served, task.runs, answers))
+        engine.shutdown()
+
+
+def main() -> None:
+    import sglang_tpot
+    from engine_serving import Result, Sizes, Task, command_line, documents, run_backends, wanted_runs
+    from vllm_serving import BUDGET
+
+    parser = command_line(__doc__, BACKENDS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="short documents for five seconds instead of all")
+    arguments = parser.parse_args()
+    if "trace" in arguments.workloads and arguments.trace is None and not arguments.quick:
+        parser.error("argument --trace: expected a file for the workload trace, or --workloads without it")
+    if arguments.quick:
+        runs = {f"documents {QUICK_RATE:g}/s": documents(QUICK_RATE, QUICK_SECONDS, Sizes(*QUICK_TOKENS))}
+    else:
+        runs = wanted_runs(arguments)
+    options = {
+        name: sglang_tpot.Task(name, arguments.model, arguments.device, 1, (), 1).options()
+        | {"chunked_prefill_size": BUDGET}
+        for name in arguments.backends
+    }
+    taken = {
+        "model": arguments.model.name, "options": options, "side_by_side": arguments.parallel,
+        "seconds": QUICK_SECONDS if arguments.quick else arguments.seconds,
+    }  # fmt: skip
+    tasks = [
+        Task(
+            name,
+            card if arguments.parallel else None,
+            arguments.model,
+            own | {"nccl_port": FIRST_PORT + PORTS * card},
+            runs,
+        )
+        for card, (name, own) in enumerate(options.items())
+    ]
+    run_backends(serve, tasks, Result("sglang", taken, arguments.suffix, arguments.output).save)
+
+
+if __name__ == "__main__":
+    main()
