@@ -15,6 +15,7 @@ from trunkattn.dtypes import (
     KV_KINDS,
     POLICIES,
     fits_hopper,
+    fits_hopper_decode,
     has_e4m3,
 )
 from trunkattn.numerics import LOG2_E
@@ -166,11 +167,24 @@ class AttentionConfig:
         return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
 
     @property
-    def on_hopper(self) -> bool:
-        """Whether the Hopper kernels, for sm_90, compute this attention."""
+    def decodes_on_hopper(self) -> bool:
+        """Whether the Hopper kernel for decoding, for sm_90, computes this attention."""
         return (
             self.policy == "auto"
             and not self.batch_invariant
+            and fits_hopper_decode(
+                (self.dtype, self.cache_dtype),
+                (self.head_dim, self.value_dim),
+                self.page_size,
+                self.num_qo_heads // self.num_kv_heads,
+            )
+        )
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the Hopper kernel for prompts and decodes together computes this attention, too."""
+        return (
+            self.decodes_on_hopper
             and self.num_qo_heads // self.num_kv_heads in HOPPER_GROUPS
             and fits_hopper(
                 (self.dtype, self.cache_dtype),

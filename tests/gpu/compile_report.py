@@ -50,20 +50,25 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     """The kernels that have no tile of their own, or a fixed one."""
     group = target.num_qo_heads // target.num_kv_heads
     report = {"merge": asdict(compile_merge(target))}
-    if (target.capability, target.head_dim) != (90, 128):
+    if target.capability != 90:
+        return report
+    tiles = decode_tiles(2, target.head_dim, group, hopper=True)[1:]
+    options: dict[str, dict[str, Any]] = {"": {}, " masked": {"masked": True}}
+    options[" with all options"] = {"masked": True, "soft_cap": 30.0, "sinks": True}
+    for name, chosen in options.items():
+        report[f"hopper decode{name}"] = described(target, tiles[-1], compile_hopper_decode(target, **chosen))
+    for tile in tiles:  # where `hopper_decode_kernel` cannot compute them
+        name = f"{tile.block_m}x{tile.block_n} portable"
+        report[name] = described(target, tile, compile_decode(target, tile))
+    if target.head_dim != 128:
         return report
     for window in (False, True):
         used = compile_hopper_prefill(target, window)
         report[f"hopper prefill{' window' if window else ''}"] = asdict(used) | {"ctas_per_sm": 1}
-    for name, masked in (("hopper decode", False), ("hopper decode masked", True)):
-        report[name] = described(target, Tile(64, 64, 8, 2, 2), compile_hopper_decode(target, masked))
     variants: dict[str, dict[str, bool]] = {"": {}, " masked": {"masked": True}, " window": {"window": True}}
     for name, variant in variants.items():
         used = compile_hopper_prefill_decode(target, **variant)
         report[f"hopper prefill and decode{name}"] = asdict(used) | {"ctas_per_sm": 1}
-    for tile in decode_tiles(2, 128, group, hopper=True)[1:]:  # where `hopper_decode_kernel` cannot compute them
-        name = f"{tile.block_m}x{tile.block_n} portable"
-        report[name] = described(target, tile, compile_decode(target, tile))
     return report
 
 

@@ -1,7 +1,13 @@
 """A card's record is found by CUDA's whole name and the number of SMs; every other card gets cautious values."""
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.gpu.executor import choose_tiles
 from trunkattn.gpu.tuning.cards import H100, H200, Card, card_of
 
 
@@ -38,3 +44,18 @@ def test_another_card_gets_cautious_values_and_says_so(name: str, num_sms: int) 
     assert not card.hopper_tiles and card.overlap is None
     assert card.times.bytes_per_us < min(H100.times.bytes_per_us, H200.times.bytes_per_us)
     assert card.description == f"{name} with {num_sms} SMs, which was not measured (2 TB/s assumed)"
+
+
+@pytest.mark.parametrize(
+    "options", [{"head_dim": 64}, {"head_dim": 256}, {"num_qo_heads": 56}, {"sinks": True}, {"logits_soft_cap": 30.0}]
+)
+def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(options: dict[str, Any]) -> None:
+    common = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+    plain, config = AttentionConfig(**common), AttentionConfig(**(common | options))
+    for family in (False, True):
+        card = replace(H100, hopper_family=family)
+        assert any(tile.hopper for tile in choose_tiles(plain, card, 90))
+        assert any(tile.hopper for tile in choose_tiles(config, card, 90)) is family
+    assert not any(
+        tile.hopper for tile in choose_tiles(config, replace(H100, hopper_tiles=False, hopper_family=True), 90)
+    )

@@ -18,7 +18,7 @@ from trunkattn.gpu.triton import decode, merge
 from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
-from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, UNSUPPORTED, Recorder, make_tensors
+from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,8 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert all(getattr(layer, name) is getattr(tensors, name) for name in layer._fields if "stride" not in name)
     assert layer[-4:] == (8 * 128, 128, 8 * 128, 128)
     assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
-    assert hopper_decode.DecodeConstants(8, 2, 4, 16, 16, masked, return_lse=False) == given.C
+    constants = hopper_decode.DecodeConstants(8, 2, 4, 128, 16, 16, masked, 0.0, sinks=False, return_lse=False)
+    assert constants == given.C
 
 
 def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
@@ -105,7 +106,31 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
     assert options["BUCKETS"] == (0, 3, True)
 
 
-@UNSUPPORTED
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
+def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
+    shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
+    tiles = decode_tiles(2, head_dim, shape.num_qo_heads // shape.num_kv_heads, hopper=True)
+    plan = reserve(LIMITS, tiles, shape, DEVICE_INFO, "serial", CPU)
+    refill(plan, make_list(), np.full(3, 15, np.int32))
+    execute(plan, make_tensors(), tiles, DEVICE_INFO, False)
+    constants = {given.C for _, given in of(kernels["hopper"])}
+    assert len(constants) == 1
+    (found,) = constants
+    assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
+    assert (found.group_size, found.head_dim) == (shape.num_qo_heads // 2, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tensors"),
+    [
+        ({"head_dim_v": 64}, {}),
+        ({"page_size": 8, "segment_size": 8}, {}),
+        ({"num_qo_heads": 130}, {}),
+        ({}, {"dtype": torch.float32}),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}),
+    ],
+)
 def test_what_it_cannot_do_goes_to_the_other(
     kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
 ) -> None:

@@ -99,7 +99,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
     assert (given.C.windowed, given.work.window) == ((False, 0) if window == UNLIMITED else (True, 40))
     assert given.k_desc.block_shape == [1, 16, 1, 64]
-    assert hopper_prefill.PrefillConstants(8, 2, 4, 16, window != UNLIMITED, True, pdl_trigger=False) == given.C
+    assert hopper_prefill.PrefillConstants(8, 2, 4, 16, window != UNLIMITED, 0.0, True, pdl_trigger=False) == given.C
 
 
 def test_the_arguments_are_the_parameters_of_the_kernel() -> None:

@@ -78,7 +78,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert tiles.queries.tolist() == [0, 1, 2, 3] and tiles.partial_slots.tolist() == [-1, -1, 0, 1]
     assert tiles.positions.tolist()[3:6] == [15, 16, 17]
     assert (given.layer.q_token_stride, given.layer.out_head_stride) == (8 * 128, 128)
-    constants = prefill_decode.PrefillDecodeConstants(8, 2, 4, 16, 16, masked, window != UNLIMITED, False, True)
+    constants = prefill_decode.PrefillDecodeConstants(8, 2, 4, 16, 16, masked, window != UNLIMITED, 0.0, False, True)
     assert constants == given.C and work.window == window
     for desc, cache in ((given.k_desc, tensors.k_cache), (given.v_desc, tensors.v_cache)):
         assert desc.base is cache and desc.block_shape == [1, 16, 1, 64]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.gpu import executor
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.planner.row_tiles.choice import candidates
@@ -81,18 +82,20 @@ def uneven(tree: str, page_size: int, query_lens: tuple[int, ...] = (1,)) -> Pag
 def check(config: AttentionConfig, layer: Layer, tolerance: float, **plan_options: Any) -> None:
     """Some requests against float64, all of them against the portable tiles, which other executions have."""
     inputs, results = (layer.q, layer.k_cache, layer.v_cache), []
+    sinks = torch.randn(config.num_qo_heads, device="cuda") * 3 if config.sinks else None
     for each in (config, replace(config, execution="streams")):
         attention = BatchAttention(each, "cuda")
-        out = torch.full_like(layer.q, math.nan)
-        results.append(attention.run(attention.plan(*layer.step, **plan_options), *inputs, out=out, return_lse=True))
+        plan, out = attention.plan(*layer.step, **plan_options), torch.full_like(layer.q, math.nan)
+        results.append(attention.run(plan, *inputs, out=out, return_lse=True, sinks=sinks))
     (out, lse), others = results
     assert (out.double() - others[0].double()).abs().max() < 2 * tolerance
     assert (lse - others[1]).abs().max() < 0.01
     rows = sorted({0, len(layer.batch.seq_lens) // 2, len(layer.batch.seq_lens) - 1})
-    window = {"window": plan_options["sliding_window"]} if "sliding_window" in plan_options else {}
+    options: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+    options |= {"window": plan_options["sliding_window"]} if "sliding_window" in plan_options else {}
     starts = layer.batch.query_start_loc
     taken = torch.cat([out[starts[row] : starts[row + 1]] for row in rows]).double()
-    assert (taken - expected(layer, config, rows, **window)).abs().max() < tolerance
+    assert (taken - expected(layer, config, rows, **options)).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("way", TALLER)
@@ -122,6 +125,35 @@ def test_several_query_tokens_and_windows(
     only(monkeypatch, way)
     options = {} if window is None else {"sliding_window": window}
     check(GOOD, poisoned(GOOD, uneven("1,8,64_512,128,100", 16, (0, 1, 2, 5))), 0.02, **options)
+    assert bool(launched) == runs_it()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(GOOD, num_qo_heads=28, num_kv_heads=4),
+        replace(GOOD, num_qo_heads=96, num_kv_heads=8),
+        replace(GOOD, num_qo_heads=16, num_kv_heads=1, logits_soft_cap=30.0),
+        replace(GOOD, sinks=True),
+        replace(GOOD, head_dim=64, num_qo_heads=64, sinks=True),
+        replace(GOOD, head_dim=64, page_size=32, dtype=torch.float16),
+        replace(GOOD, head_dim=256, num_qo_heads=16),
+        replace(GOOD, head_dim=256, num_qo_heads=16, num_kv_heads=2, logits_soft_cap=5.0, sinks=True),
+        replace(GOOD, head_dim=256, num_qo_heads=28, num_kv_heads=4, page_size=64, dtype=torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("window", [None, 130])
+def test_head_dims_groups_sinks_and_soft_caps(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, rows: int, window: int | None
+) -> None:
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
+    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+    only(monkeypatch, f"{rows}x{32 if config.head_dim == 256 else 64}")
+    options = {} if window is None else {"sliding_window": window}
+    queries = (1,) if window is None else (0, 1, 2)
+    check(config, poisoned(config, uneven("1,8,64_512,128,100", config.page_size, queries)), 0.02, **options)
     assert bool(launched) == runs_it()
 
 

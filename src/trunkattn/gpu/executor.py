@@ -314,7 +314,8 @@ def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[
     """The decode tiles of an attention on a card, ascending heights."""
     width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
     in_turn = config.execution in ("auto", "serial", "overlapped")
-    on_hopper = capability == 90 and in_turn and config.on_hopper and card.hopper_tiles
+    fits = config.decodes_on_hopper if card.hopper_family else config.on_hopper
+    on_hopper = capability == 90 and in_turn and fits and card.hopper_tiles
     tiles = decode_tiles(config.tile_itemsize, width, group_size, on_hopper, capability)
     if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
         return without_subtiles(tiles)[-1:]

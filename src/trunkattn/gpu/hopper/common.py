@@ -16,15 +16,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn import numerics
-from trunkattn.dtypes import HOPPER_HEAD_DIM, HOPPER_PAGE_UNIT, fits_hopper
-from trunkattn.gpu.plan import Geometry, Tensors
+from trunkattn.dtypes import HOPPER_BOX_DIMS, HOPPER_PAGE_UNIT
+from trunkattn.gpu.plan import Tensors
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS
 
-HEAD_DIM = gl.constexpr(HOPPER_HEAD_DIM)
+BOX_DIMS = gl.constexpr(HOPPER_BOX_DIMS)  # dims of a TMA box; a head has a multiple of them
 BOX_TOKENS = gl.constexpr(HOPPER_PAGE_UNIT)  # tokens of a TMA box; a page holds a multiple of them
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix product
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-COALESCED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread, to and from memory
 NEG_INF = gl.constexpr(numerics.NEG_INF)
 PRODUCER_REGISTERS = gl.constexpr(24)  # of a thread; consumers take what producers leave
 
@@ -35,8 +34,8 @@ _TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are m
 
 
 class Layer(NamedTuple):
-    """Tensors of one layer. q, out [T, Hq, 128]; the others float32: lse [T, Hq], partial [slots, Hq, 128], partial_lse
-    [slots, Hq], logit_scale and v_scale [Hkv]. logit_scale includes log2(e)."""
+    """Tensors of one layer. q, out [T, Hq, D]; the others float32: lse [T, Hq], partial [slots, Hq, D], partial_lse
+    [slots, Hq], logit_scale and v_scale [Hkv], sinks [Hq]. logit_scale includes log2(e), unless logits are capped."""
 
     q: Any
     out: Any
@@ -45,6 +44,7 @@ class Layer(NamedTuple):
     partial_lse: Any
     logit_scale: Any
     v_scale: Any
+    sinks: Any
     q_token_stride: Any
     q_head_stride: Any
     out_token_stride: Any
@@ -112,19 +112,19 @@ def write_partials(rows, lse, partial_slot, used, query_head, layer, C: gl.const
     if gl.max(partial_slot, 0) != _DIRECT:
         has_slot = used & (partial_slot != _DIRECT)
         at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
-        d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, T.acc))[None, :]
-        gl.store(layer.partial + at[:, None] * HEAD_DIM + d, rows, mask=has_slot[:, None])
+        d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.acc))[None, :]
+        gl.store(layer.partial + at[:, None] * T.head_dim + d, rows, mask=has_slot[:, None])
         gl.store(layer.partial_lse + at, lse, mask=has_slot)
 
 
-_TMA_BOX: Final = (1, BOX_TOKENS.value, 1, HEAD_DIM.value // 2)
+_TMA_BOX: Final = (1, BOX_TOKENS.value, 1, BOX_DIMS.value)
 _TMA_LAYOUT: Final = gl.NVMMASharedLayout(128, 16, 4)
 
 
 def layer_of(t: Tensors) -> Layer:
     """The argument `layer` of the kernels."""
-    scales = (t.logit_scale, t.v_scale)
-    return Layer(t.q, t.out, t.lse, t.partial, t.partial_lse, *scales, *t.q.stride()[:2], *t.out.stride()[:2])
+    modifiers = (t.logit_scale, t.v_scale, t.sinks)
+    return Layer(t.q, t.out, t.lse, t.partial, t.partial_lse, *modifiers, *t.q.stride()[:2], *t.out.stride()[:2])
 
 
 def tma_descriptors(t: Tensors) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -144,15 +144,16 @@ def of_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
     return layer_of(t), *tma_descriptors(t)
 
 
-def supports_tma(t: Tensors, geometry: Geometry) -> bool:
-    """Whether the kernels take this attention, as `fits_hopper` says, and TMA reads its caches: their rows are
-    contiguous, and 16-byte aligned like the strides between them."""
-    caches = (t.k_cache, t.v_cache)
-    head_dims, options = (geometry.head_dim, geometry.head_dim_v), (geometry.soft_cap, geometry.sinks)
+def dtypes_of(t: Tensors) -> tuple[torch.dtype, ...]:
+    """Of queries, keys and values."""
+    return t.q.dtype, t.k_cache.dtype, t.v_cache.dtype
+
+
+def supports_tma(t: Tensors) -> bool:
+    """Whether TMA reads the caches: their rows are contiguous, and 16-byte aligned like the strides between them."""
     return all(
-        fits_hopper((t.q.dtype, cache.dtype), head_dims, geometry.page_size, *options)
-        and cache.data_ptr() % _TMA_BYTES == 0
+        cache.data_ptr() % _TMA_BYTES == 0
         and cache.stride(-1) == 1
         and all(stride * cache.itemsize % _TMA_BYTES == 0 for stride in cache.stride()[:-1])
-        for cache in caches
+        for cache in (t.k_cache, t.v_cache)
     )

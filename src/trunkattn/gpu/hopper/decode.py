@@ -1,11 +1,12 @@
 """Decoding in row tiles on Hopper over a paged cache, warp specialized, in Gluon: the kernel of `TileList` items.
 
 A CTA computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two producer warps
-load blocks of 64 keys and of 64 values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; one
-consumer warpgroup computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for
+load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; one consumer
+warpgroup computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for
 the other. A masked block is computed whole: tensor cores have time to spare, memory bandwidth does not.
 """
 
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
@@ -13,16 +14,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn.dtypes import fits_hopper_decode
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
-    COALESCED,
-    HEAD_DIM,
     LAYER,
     PRODUCER_REGISTERS,
     SWIZZLED,
     WARPGROUP_ROWS,
     Layer,
+    dtypes_of,
     layer_of,
     of_layer,
     pdl_trigger,
@@ -33,7 +34,14 @@ from trunkattn.gpu.hopper.common import (
     tma_descriptors,
     write_partials,
 )
-from trunkattn.gpu.hopper.online_softmax import attend_block, attend_first_block, finish_attention, mainloop_tile
+from trunkattn.gpu.hopper.online_softmax import (
+    MainloopTile,
+    add_sinks,
+    attend_block,
+    attend_first_block,
+    finish_attention,
+    mainloop_tile,
+)
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_V_EMPTY,
@@ -43,7 +51,6 @@ from trunkattn.gpu.hopper.pipeline import (
     make_pipeline,
 )
 from trunkattn.gpu.hopper.segments import (
-    BLOCK_TOKENS,
     ITEM_SEGMENT_END,
     ITEM_SEGMENT_FULL,
     ITEM_SEGMENT_START,
@@ -57,24 +64,36 @@ from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
-REGISTERS: Final = 128  # of a thread at launch
-_TILE = gl.constexpr(mainloop_tile(BLOCK_TOKENS.value, num_stages=2, num_consumer_warps=4, mask_ahead=True))
+# By head_dim: keys of a block, and registers of a thread at launch. Two CTAs fit on an SM.
+_BLOCK_TOKENS: Final = MappingProxyType({64: 64, 128: 64, 256: 32})
+REGISTERS: Final = MappingProxyType({64: 128, 128: 128, 256: 168})
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-_COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
 
 
 class DecodeConstants(NamedTuple):
-    """What the kernel is compiled for. segment_size: tokens. masked: queries of one sequence see different tokens."""
+    """What the kernel is compiled for. segment_size: tokens. masked: queries of one sequence see different tokens.
+    soft_cap: of logits, 0 for none."""
 
     num_qo_heads: int
     num_kv_heads: int
     group_size: int
+    head_dim: int
     page_size: int
     segment_size: int
     masked: bool
+    soft_cap: float
+    sinks: bool
     return_lse: bool
+
+
+def _decode_tile(head_dim: int) -> MainloopTile:
+    """The constants of the main loop for heads of 64, 128 or 256."""
+    return mainloop_tile(head_dim, _BLOCK_TOKENS[head_dim], num_stages=2, num_consumer_warps=4, mask_ahead=True)
+
+
+_TILE_64, _TILE_128, _TILE_256 = (gl.constexpr(_decode_tile(head_dim)) for head_dim in (64, 128, 256))
 
 
 class Pdl(NamedTuple):
@@ -174,21 +193,22 @@ def _produce(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.con
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
         blocks = _blocks_of(task.item, tasks, C, T)
-        boxes = locate_boxes(segments, _segment_of(blocks, 0, C, T), blocks.end, C)
+        boxes = locate_boxes(segments, _segment_of(blocks, 0, C, T), blocks.end, C, T.block_n)
         for nth in range(blocks.count):
-            next_boxes = locate_boxes(segments, _segment_of(blocks, nth + 1, C, T), blocks.end, C)  # loads overlap
+            # these loads overlap the waits below
+            next_boxes = locate_boxes(segments, _segment_of(blocks, nth + 1, C, T), blocks.end, C, T.block_n)
             load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
             index += 1
             boxes = next_boxes
 
 
 @gluon.jit
-def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.constexpr):
+def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.constexpr, T: gl.constexpr):
     """Query rows [first, end) of the list to shared memory, for keys whose logits are multiplied by |scale|."""
-    m = gl.arange(0, WARPGROUP_ROWS, _COPY_ROW)
+    m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.copy))
     used = first + m // C.group_size < end
     token = gl.load(queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     query_head = kv_head * C.group_size + m % C.group_size
     at = (token * layer.q_token_stride + query_head * layer.q_head_stride)[:, None] + d
     values = gl.load(layer.q + at, mask=used[:, None], other=0.0)
@@ -197,8 +217,8 @@ def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.cons
 
 
 @gluon.jit
-def _load_rows(tiles, first, end, query, C: gl.constexpr):
-    """What the epilogue and the mask must know of query rows [first, end) of the list."""
+def _load_rows(tiles, first, end, query):
+    """What the epilogue must know of query rows [first, end) of the list."""
     used = first + query < end
     token = gl.load(tiles.queries + first + query, mask=used, other=0)
     return _Rows(token, gl.load(tiles.partial_slots + first + query, mask=used, other=_DIRECT), used)
@@ -213,12 +233,16 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
     direct = rows.used & (rows.partial_slot == _DIRECT)
     if C.return_lse:
         gl.store(layer.lse + rows.token * C.num_qo_heads + query_head, lse, mask=direct)
+    if C.sinks:
+        out = add_sinks(out, lse, layer.sinks + query_head, direct)
     q_tile.store((out * v_scale).to(q_tile.dtype))
-    token = gl.convert_layout(gl.where(direct, rows.token, -1), _COPY_ROW)
-    query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, _COPY_ROW) % C.group_size
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    COPY: gl.constexpr = T.copy
+    COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    token = gl.convert_layout(gl.where(direct, rows.token, -1), COPY_ROW)
+    query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
+    d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (token.to(gl.int64) * layer.out_token_stride + query_head * layer.out_head_stride)[:, None] + d
-    gl.store(layer.out + at, q_tile.load(COALESCED), mask=(token >= 0)[:, None])
+    gl.store(layer.out + at, q_tile.load(COPY), mask=(token >= 0)[:, None])
 
 
 @gluon.jit
@@ -232,7 +256,7 @@ def _phase_begin(blocks, phase):
 @gluon.jit
 def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.constexpr):
     """Consumer warpgroup: attention of the items."""
-    query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc)) // C.group_size
+    query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores)) // C.group_size
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
@@ -240,12 +264,14 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
         if blocks.count > 0:  # an item that the device planner had no room for has no segments
             first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
             scale = gl.load(layer.logit_scale + task.kv_head)
-            _load_queries(q_tile, tiles.queries, first_query, end_query, task.kv_head, scale, layer, C)
+            _load_queries(q_tile, tiles.queries, first_query, end_query, task.kv_head, scale, layer, C, T)
             scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
-            rows = _load_rows(tiles, first_query, end_query, query, C)
+            rows = _load_rows(tiles, first_query, end_query, gl.convert_layout(query, gl.SliceLayout(1, T.acc)))
             position = query
             if C.masked:
-                position = gl.load(tiles.positions + rows.token, mask=rows.used, other=0)
+                used = first_query + query < end_query
+                token = gl.load(tiles.queries + first_query + query, mask=used, other=0)
+                position = gl.load(tiles.positions + token, mask=used, other=0)
             at = _segment_of(blocks, 0, C, T)
             mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
             state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, mask_rows, mask_args, C, T)
@@ -294,17 +320,18 @@ def hopper_decode_kernel(
     prefetch_to_l2(tiles.segments, segments_size, cta, 512)
     prefetch_to_l2(tiles.queries, queries_size, cta, 64)
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
-    k_boxes, v_boxes = allocate_boxes(k_desc, _TILE), allocate_boxes(v_desc, _TILE)
-    q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
-    kv = KvPipelines(make_pipeline(k_boxes, _TILE), make_pipeline(v_boxes, _TILE))
+    T: gl.constexpr = _TILE_64 if C.head_dim == 64 else _TILE_128 if C.head_dim == 128 else _TILE_256
+    k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
+    q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
+    kv = KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads
     tasks = _Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, total_ctas)
     gl.warp_specialize(
         [
-            (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, _TILE)),
-            (_produce, (tasks, tiles.segments, k_desc, kv.k, BAR_K_EMPTY, C, _TILE)),
-            (_produce, (tasks, tiles.segments, v_desc, kv.v, BAR_V_EMPTY, C, _TILE)),
+            (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
+            (_produce, (tasks, tiles.segments, k_desc, kv.k, BAR_K_EMPTY, C, T)),
+            (_produce, (tasks, tiles.segments, v_desc, kv.v, BAR_V_EMPTY, C, T)),
         ],
         [1, 1],
         [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -314,16 +341,15 @@ def hopper_decode_kernel(
 
 
 def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
-    """Whether `bind` takes this: what `supports_tma` accepts, and pages and groups that blocks and tiles hold
+    """Whether `bind` takes this: what `fits_hopper_decode` and `supports_tma` accept, and segments that blocks hold
     whole."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     return (
-        supports_tma(t, geometry)
-        and WARPGROUP_ROWS.value % group == 0
-        and tile.block_m % group == 0
-        and tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS.value, 1)
-        and BLOCK_TOKENS.value % geometry.segment_size == 0
+        fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
+        and supports_tma(t)
+        and group <= tile.block_m <= WARPGROUP_ROWS.value
+        and (tile.block_n, tile.subtiles) == (_BLOCK_TOKENS[geometry.head_dim], 1)
+        and tile.block_n % geometry.segment_size == 0
         and geometry.segment_size % BOX_TOKENS.value == 0
     )
 
@@ -342,6 +368,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
     g = plan.geometry
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
+    pages = (g.page_size, g.segment_size)
     return DecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
@@ -352,7 +379,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
         plan.sizes["segments"],
         launch.first_cta,
         launch.total_ctas,
-        DecodeConstants(*heads, g.page_size, g.segment_size, g.masked, launch.return_lse),
+        DecodeConstants(*heads, g.head_dim, *pages, g.masked, g.soft_cap or 0.0, g.sinks, launch.return_lse),
     )
 
 
@@ -368,6 +395,6 @@ def bind(
     for number, count in enumerate(num_programs):
         its_pdl = Pdl(pdl.trigger or number + 1 < len(num_programs), pdl.overlaps or number > 0)
         each = DecodeLaunch(buckets, sum(num_programs[:number]), sum(num_programs), its_pdl, return_lse)
-        options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
+        options = {"num_warps": 4, "maxnreg": REGISTERS[plan.geometry.head_dim], "launch_pdl": True}
         grids.append(Grid(count, arguments(t, plan, each)._asdict() | options))
     return BoundLaunches(hopper_decode_kernel, grids, LAYER, of_layer)

@@ -16,39 +16,57 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from trunkattn.gpu.hopper.common import HEAD_DIM, NEG_INF, WARPGROUP_ROWS
+from trunkattn.gpu.hopper.common import NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_KV_EMPTY, BAR_V_EMPTY, consumer_release, consumer_wait
-from trunkattn.numerics import LN_2
+from trunkattn.numerics import LN_2, LOG2_E
 
-_LN_2 = gl.constexpr(LN_2)
+_LN_2, _LOG2_E = gl.constexpr(LN_2), gl.constexpr(LOG2_E)
 
 
 class MainloopTile(NamedTuple):
     """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
 
     mask_ahead: masks are computed while the product q·k runs, since they read memory, and not behind it, which takes
-    fewer registers. acc: layout of the accumulators."""
+    fewer registers. scores, acc: layouts of a block's scores and of the output. copy: of a tile of queries or outputs,
+    16 bytes a thread, to and from memory."""
 
+    head_dim: int
     block_n: int
     num_stages: int
     num_threads: int
     k_empty: int
     v_empty: int
     mask_ahead: bool
+    scores: Any
     acc: Any
+    copy: Any
 
 
-def mainloop_tile(block_n: int, num_stages: int, num_consumer_warps: int, mask_ahead: bool) -> MainloopTile:
+def mainloop_tile(
+    head_dim: int, block_n: int, num_stages: int, num_consumer_warps: int, mask_ahead: bool
+) -> MainloopTile:
     """The constants of a main loop with one producer warp per pipeline."""
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
-    acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, block_n, 16])
-    return MainloopTile(block_n, num_stages, 32 * (1 + num_consumer_warps), k_empty, v_empty, mask_ahead, acc)
+    scores, acc = (
+        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+        for columns in (block_n, max(block_n, head_dim // 2))
+    )
+    num_threads = 32 * (1 + num_consumer_warps)
+    return MainloopTile(
+        head_dim, block_n, num_stages, num_threads, k_empty, v_empty, mask_ahead, scores, acc, copy_layout(head_dim)
+    )
+
+
+def copy_layout(head_dim: int) -> gl.BlockedLayout:
+    """Of [rows, head_dim] numbers of 16 bits in four warps, 16 bytes a thread."""
+    across = min(head_dim // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 class AttentionState(NamedTuple):
-    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc [64, 128]: the
-    output before it is divided by row_sum."""
+    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc [64,
+    head_dim]: the output before it is divided by row_sum."""
 
     row_max: Any
     row_sum: Any
@@ -57,8 +75,13 @@ class AttentionState(NamedTuple):
 
 
 @gluon.jit
-def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr):
-    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum."""
+def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr, SOFT_CAP: gl.constexpr):
+    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum. SOFT_CAP: of the
+    logits, which are then in base e before it; 0 for none."""
+    if SOFT_CAP > 0:
+        # soft_cap · tanh(logits / soft_cap), in base 2
+        scores = 2.0 / (1.0 + gl.exp2(scores * (scale * (-2.0 * _LOG2_E / SOFT_CAP)))) - 1.0
+        scale = SOFT_CAP * _LOG2_E
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
@@ -79,9 +102,9 @@ def finalize(row_max, row_sum):
 def _start_scores(q_tile, kv, index, T: gl.constexpr):
     """Starts the product q·k of block `index`."""
     BLOCK_N: gl.constexpr = T.block_n
-    ACC: gl.constexpr = T.acc
     k_tile = kv.k.tiles.index(index % T.num_stages).permute((1, 0))
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, ACC)
+    SCORES: gl.constexpr = T.scores
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
     return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
 
 
@@ -90,6 +113,7 @@ def attend_first_block(
     q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
     """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
+    HEAD_DIM: gl.constexpr = T.head_dim
     ACC: gl.constexpr = T.acc
     consumer_wait(kv.k, index, T)
     scores = _start_scores(q_tile, kv, index, T)
@@ -99,9 +123,9 @@ def attend_first_block(
     consumer_release(index, T.k_empty, T)
     if not T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
-    row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, ACC))
-    row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, ACC))
-    p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True)
+    row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, T.scores))
+    row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, T.scores))
+    p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True, C.soft_cap)
     p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, ACC, 2))
     acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, ACC)
     consumer_wait(kv.k, index + 1, T, has_next)
@@ -127,12 +151,13 @@ def attend_block(
     consumer_release(index, T.k_empty, T)
     if MASK and not T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
-    p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, scale, mask, MASK)
+    row_max, row_sum = state.row_max, state.row_sum
+    p, rescale, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, MASK, C.soft_cap)
     p = gl.convert_layout(p.to(state.p.dtype), gl.DotOperandLayout(0, T.acc, 2))
     consumer_wait(kv.k, index + 1, T, has_next)
     acc, _, p = warpgroup_mma_wait(0, deps=(acc, state.p, p))
     consumer_release(index - 1, T.v_empty, T)
-    return AttentionState(row_max, row_sum, p, acc * rescale[:, None])
+    return AttentionState(row_max, row_sum, p, acc * _of_acc(rescale, T)[:, None])
 
 
 @gluon.jit
@@ -143,4 +168,17 @@ def finish_attention(state, kv, index, T: gl.constexpr):
     acc, _ = warpgroup_mma_wait(0, deps=(acc, state.p))
     consumer_release(index - 1, T.v_empty, T)
     inverse_sum, lse = finalize(state.row_max, state.row_sum)
-    return acc * inverse_sum[:, None], lse
+    return acc * _of_acc(inverse_sum, T)[:, None], _of_acc(lse, T)
+
+
+@gluon.jit
+def _of_acc(rows, T: gl.constexpr):
+    """A number of each row, for the output. Both layouts give a thread the same rows, so that nothing moves."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, T.acc))
+
+
+@gluon.jit
+def add_sinks(out, lse, sinks, used):
+    """Outputs [64, head_dim] of rows that have a sink each: one more logit without a value."""
+    sink = gl.load(sinks, mask=used, other=0.0)
+    return out / (1.0 + gl.exp2((sink - lse) * _LOG2_E))[:, None]

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from trunkattn.gpu.hopper.common import BOX_TOKENS, HEAD_DIM, SWIZZLED, opaque
+from trunkattn.gpu.hopper.common import BOX_DIMS, BOX_TOKENS, SWIZZLED, opaque
 
 # Empty barriers, by the number of the one of stage 0. An SM has 16 named barriers for a CTA; Triton takes 0, 1 and one
 # for each partition of warps.
@@ -26,9 +26,10 @@ _HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpre
 
 
 class PipelineShape(NamedTuple):
-    """Constants of a pipeline. block_n: keys or values of a stage. num_threads: those of the producer and of the
-    consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0."""
+    """Constants of a pipeline. block_n: keys or values of a stage, of head_dim numbers each. num_threads: those of the
+    producer and of the consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0."""
 
+    head_dim: int
     block_n: int
     num_stages: int
     num_threads: int
@@ -36,8 +37,8 @@ class PipelineShape(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """boxes [stages * boxes of a block, ...]: as TMA writes them; first those of dims 0 to 63, then the others. tiles
-    [stages, block_n, 128]: the same memory. full [stages, 1]: the full barriers."""
+    """boxes [stages * boxes of a block, ...]: as TMA writes them; first those of dims 0 to 63, then of the next 64.
+    tiles [stages, block_n, head_dim]: the same memory. full [stages, 1]: the full barriers."""
 
     boxes: Any
     tiles: Any
@@ -61,8 +62,8 @@ class Boxes(NamedTuple):
 @gluon.jit
 def allocate_boxes(desc, SHAPE: gl.constexpr):
     """Shared memory of a pipeline's stages."""
-    BOXES: gl.constexpr = SHAPE.num_stages * 2 * SHAPE.block_n // BOX_TOKENS
-    return gl.allocate_shared_memory(desc.dtype, [BOXES, 1, BOX_TOKENS, 1, HEAD_DIM // 2], desc.layout)
+    BOXES: gl.constexpr = SHAPE.num_stages * (SHAPE.head_dim // BOX_DIMS) * (SHAPE.block_n // BOX_TOKENS)
+    return gl.allocate_shared_memory(desc.dtype, [BOXES, 1, BOX_TOKENS, 1, BOX_DIMS], desc.layout)
 
 
 @gluon.jit
@@ -73,9 +74,9 @@ def make_pipeline(boxes, SHAPE: gl.constexpr):
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=1)
     if _HAS_REINTERPRET:
-        tiles = boxes.reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, HEAD_DIM], SWIZZLED)
+        tiles = boxes.reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, SHAPE.head_dim], SWIZZLED)
     else:
-        tiles = boxes._reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, HEAD_DIM], SWIZZLED)
+        tiles = boxes._reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, SHAPE.head_dim], SWIZZLED)
     return Pipeline(boxes, tiles, full)
 
 
@@ -92,14 +93,15 @@ def producer_acquire(index, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
 def load_block(desc, pipeline, index, boxes, kv_head, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
     """Acquires the stage of block `index` and starts its TMA loads."""
     BOXES: gl.constexpr = SHAPE.block_n // BOX_TOKENS
+    PARTS: gl.constexpr = SHAPE.head_dim // BOX_DIMS
     stage = index % SHAPE.num_stages
     full = pipeline.full.index(stage)
     producer_acquire(index, BAR_EMPTY, SHAPE)
-    mbarrier.expect(full, SHAPE.block_n * HEAD_DIM * 2)
-    for half in range(opaque(2)):
+    mbarrier.expect(full, SHAPE.block_n * SHAPE.head_dim * 2)
+    for part in range(opaque(PARTS)):
         for i in gl.static_range(BOXES):
-            box = pipeline.boxes.index((stage * 2 + half) * BOXES + i)
-            tma_load(desc, [boxes.page[i], boxes.token[i], kv_head, half * (HEAD_DIM // 2)], full, box)
+            box = pipeline.boxes.index((stage * PARTS + part) * BOXES + i)
+            tma_load(desc, [boxes.page[i], boxes.token[i], kv_head, part * BOX_DIMS], full, box)
 
 
 @gluon.jit

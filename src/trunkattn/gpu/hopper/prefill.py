@@ -14,16 +14,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn.dtypes import HOPPER_HEAD_DIM, fits_hopper
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
-    COALESCED,
-    HEAD_DIM,
     LAYER,
     PRODUCER_REGISTERS,
     SWIZZLED,
     WARPGROUP_ROWS,
     Layer,
+    dtypes_of,
     layer_of,
     of_layer,
     pdl_trigger,
@@ -58,23 +58,24 @@ from trunkattn.planner.work_list import (
 
 REGISTERS: Final = 168  # of a thread at launch
 _BLOCK_M: Final = 128  # rows of an item at most
-TILE = gl.constexpr(mainloop_tile(block_n=128, num_stages=2, num_consumer_warps=8, mask_ahead=False))
+TILE = gl.constexpr(mainloop_tile(HOPPER_HEAD_DIM, block_n=128, num_stages=2, num_consumer_warps=8, mask_ahead=False))
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _DIRECT = gl.constexpr(DIRECT)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
-_COPY_ROW = gl.constexpr(gl.SliceLayout(1, COALESCED.value))
+_COPY_ROW = gl.constexpr(gl.SliceLayout(1, TILE.value.copy))
 
 
 class PrefillConstants(NamedTuple):
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for. soft_cap: of logits, 0 for none."""
 
     num_qo_heads: int
     num_kv_heads: int
     group_size: int
     page_size: int
     windowed: bool
+    soft_cap: float
     return_lse: bool
     pdl_trigger: bool
 
@@ -190,7 +191,7 @@ def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C
 @gluon.jit
 def _mask(args, CUT: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
     """[64, block_n] which row sees which key of a block. CUT: as of `_locate_boxes`."""
-    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.acc))
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     origin = 0 if C.windowed else args.first  # keys are counted from there
     key = args.first - origin + n
     if CUT:
@@ -223,9 +224,9 @@ def _rows_of(m, first_query, end_query, kv_head, chunks, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(q_tile, rows, scale, layer):
+def _load_queries(q_tile, rows, scale, layer, T: gl.constexpr):
     """Query rows to shared memory, for keys whose logits are multiplied by |scale|."""
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (row_offset(rows.token, layer.q_token_stride) + rows.query_head * layer.q_head_stride)[:, None] + d
     values = gl.load(layer.q + at, mask=rows.used[:, None], other=0.0)
     q_tile.store(gl.where(scale < 0, -values, values))
@@ -243,14 +244,15 @@ def _first_full_block(kv, position, T: gl.constexpr):
 def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.constexpr, T: gl.constexpr):
     """Writes rows as partials, or to `layer.out` by way of the query tile's memory. copy_rows: in the layout of that
     copy."""
+    COPY: gl.constexpr = T.copy
     partial_slot = gl.load(chunks.partial_slots + rows.entry, mask=rows.used, other=_DIRECT)
     write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, C, T)
     q_tile.store((out * v_scale).to(q_tile.dtype))
     direct = gl.load(chunks.partial_slots + copy_rows.entry, mask=copy_rows.used, other=0) == _DIRECT
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     head_offset = copy_rows.query_head * layer.out_head_stride
     at = (row_offset(copy_rows.token, layer.out_token_stride) + head_offset)[:, None] + d
-    gl.store(layer.out + at, q_tile.load(COALESCED), mask=(copy_rows.used & direct)[:, None])
+    gl.store(layer.out + at, q_tile.load(COPY), mask=(copy_rows.used & direct)[:, None])
     if C.return_lse:
         token = gl.load(chunks.queries + rows.entry, mask=rows.used, other=0)
         direct_row = rows.used & (partial_slot == _DIRECT)
@@ -272,7 +274,7 @@ def consume_chunks(
         first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
         scale = gl.load(layer.logit_scale + task.kv_head)
         copy_rows = _rows_of(copy_m, first_query, end_query, task.kv_head, chunks, C)
-        _load_queries(q_tile, copy_rows, scale, layer)
+        _load_queries(q_tile, copy_rows, scale, layer, T)
         scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
         rows = _rows_of(m, first_query, end_query, task.kv_head, chunks, C)
         position = gl.load(positions + rows.token, mask=rows.used, other=_NEVER - 1)
@@ -310,7 +312,7 @@ def consume_chunks(
 def allocate_chunk_memory(k_desc, v_desc, T: gl.constexpr):
     """Shared memory, with all stages of the pipelines empty."""
     k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
-    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, WARPGROUP_ROWS, HEAD_DIM], SWIZZLED)
+    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, WARPGROUP_ROWS, T.head_dim], SWIZZLED)
     return ChunkMemory(q_tiles, KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T)))
 
 
@@ -335,11 +337,13 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `bind` takes this: what `supports_tma` accepts, groups that divide 128, items of up to 128 rows, and
-    query tokens less than 2^32 elements apart."""
+    """Whether `bind` takes this: what `fits_hopper` and `supports_tma` accept, groups that divide 128, items of up to
+    128 rows, and query tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
-    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and supports_tma(t, geometry)
+    dims, options = (geometry.head_dim, geometry.head_dim_v), (geometry.soft_cap, geometry.sinks)
+    fits = fits_hopper(dtypes_of(t), dims, geometry.page_size, *options)
+    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and fits and supports_tma(t)
 
 
 def chunks_of(prefill: PrefillPlan) -> Chunks:
@@ -358,7 +362,7 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
         layer_of(t),
         *tma_descriptors(t),
         PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
-        PrefillConstants(*heads, g.page_size, windowed, return_lse, pdl_trigger),
+        PrefillConstants(*heads, g.page_size, windowed, g.soft_cap or 0.0, return_lse, pdl_trigger),
     )
 
 

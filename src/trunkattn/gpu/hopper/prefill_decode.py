@@ -18,13 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import HOPPER_GROUPS
+from trunkattn.dtypes import HOPPER_GROUPS, HOPPER_HEAD_DIM
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper import prefill
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
-    COALESCED,
-    HEAD_DIM,
     LAYER,
     NEG_INF,
     PRODUCER_REGISTERS,
@@ -36,7 +34,7 @@ from trunkattn.gpu.hopper.common import (
     row_offset,
     tma_descriptors,
 )
-from trunkattn.gpu.hopper.online_softmax import finalize
+from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_KV_EMPTY,
@@ -73,9 +71,13 @@ DECODE_REGISTERS = gl.constexpr(72)
 _NARROW_ROWS = gl.constexpr(PREFILL_DECODE_NARROW_ROWS)  # of a decode tile, in whole groups
 _WIDE_ROWS = gl.constexpr(PREFILL_DECODE_ROWS)
 # Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
-_SHAPE: Final = PipelineShape(BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY)
+_SHAPE: Final = PipelineShape(
+    HOPPER_HEAD_DIM, BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY
+)
 assert _SHAPE.empty + _SHAPE.num_stages <= NUM_BARRIERS
 _PIPELINE = gl.constexpr(_SHAPE)
+_HEAD_DIM = gl.constexpr(HOPPER_HEAD_DIM)
+_COPY = gl.constexpr(copy_layout(HOPPER_HEAD_DIM))
 _NUM_WARPS = gl.constexpr(4)
 _SPECULATION_LIMIT = gl.constexpr(8.0)  # p may grow to 2 to this power before sums are rescaled
 _DIRECT = gl.constexpr(DIRECT)
@@ -102,6 +104,7 @@ class PrefillDecodeConstants(NamedTuple):
     segment_size: int
     masked: bool
     windowed: bool
+    soft_cap: float
     return_lse: bool
     pdl_trigger: bool
 
@@ -167,9 +170,10 @@ def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.c
     for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
         item, kv_head = tasks.items + task // C.num_kv_heads * _ITEM_COLUMNS, task % C.num_kv_heads
         start, end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_END)
-        boxes = locate_boxes(segments, start, end, C)
+        boxes = locate_boxes(segments, start, end, C, S.block_n)
         for at in range(start, end, BLOCK_SEGMENTS):
-            next_boxes = locate_boxes(segments, at + BLOCK_SEGMENTS, end, C)  # these loads overlap the waits below
+            # these loads overlap the waits below
+            next_boxes = locate_boxes(segments, at + BLOCK_SEGMENTS, end, C, S.block_n)
             load_block(k_desc, pipeline, index, boxes, kv_head, S.empty, S)
             load_block(v_desc, pipeline, index + 1, boxes, kv_head, S.empty, S)
             index += 2
@@ -227,8 +231,8 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
 @gluon.jit
 def _load_queries(q_tile, queries, first_query, end_query, kv_head, layer, C: gl.constexpr):
     """Query rows [first_query, end_query) of the list to shared memory."""
-    m = gl.arange(0, q_tile.shape[0], gl.SliceLayout(1, COALESCED))
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, COALESCED))[None, :]
+    m = gl.arange(0, q_tile.shape[0], gl.SliceLayout(1, _COPY))
+    d = gl.arange(0, _HEAD_DIM, gl.SliceLayout(0, _COPY))[None, :]
     used = first_query + m // C.group_size < end_query
     token = gl.load(queries + first_query + m // C.group_size, mask=used, other=0)
     query_head = kv_head * C.group_size + m % C.group_size
@@ -257,7 +261,7 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
         if C.masked:
             token = gl.load(tiles.queries + first_query + query, mask=used, other=0)
             position = gl.load(tiles.positions + token, mask=used, other=0)
-        acc = gl.zeros([HEAD_DIM, ROWS], gl.float32, ACC)
+        acc = gl.zeros([_HEAD_DIM, ROWS], gl.float32, ACC)
         row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, ACC))
         state = _DecodeState(acc, row_max, gl.zeros([BLOCK_TOKENS, ROWS], gl.float32, ACC))
         scale = gl.load(layer.logit_scale + kv_head)
@@ -276,7 +280,7 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
 def _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC: gl.constexpr, C: gl.constexpr):
     """Writes the rows to their partial slots, or to `layer.out`."""
     m = gl.arange(0, state.acc.shape[1], gl.SliceLayout(0, ACC))
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, ACC))[:, None]
+    d = gl.arange(0, _HEAD_DIM, gl.SliceLayout(1, ACC))[:, None]
     inverse_sum, lse = finalize(state.row_max, gl.sum(state.row_sum, 0))
     query_head = kv_head * C.group_size + m % C.group_size
     partial_slot = gl.load(tiles.partial_slots + first_query + m // C.group_size, mask=used, other=_DIRECT)
@@ -285,7 +289,7 @@ def _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC: gl.
     slot_at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
     out_at = row_offset(token, layer.out_token_stride) + query_head * layer.out_head_stride
     out = state.acc * inverse_sum[None, :]
-    gl.store(layer.partial + slot_at[None, :] * HEAD_DIM + d, out, mask=has_slot[None, :])
+    gl.store(layer.partial + slot_at[None, :] * _HEAD_DIM + d, out, mask=has_slot[None, :])
     gl.store(layer.out + out_at[None, :] + d, (out * v_scale).to(layer.out.dtype.element_ty), mask=direct[None, :])
     gl.store(layer.partial_lse + slot_at, lse, mask=has_slot)
     if C.return_lse:
@@ -303,7 +307,7 @@ def _consume(max_queries, tasks, tiles, layer, window, narrow, wide, pipeline, C
 
 @gluon.jit
 def _allocate_decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr):
-    q_tile = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], SWIZZLED)
+    q_tile = gl.allocate_shared_memory(dtype, [ROWS, _HEAD_DIM], SWIZZLED)
     p_tile = gl.allocate_shared_memory(dtype, [BLOCK_TOKENS, ROWS], P)
     return _DecodeMemory(q_tile, p_tile, gl.allocate_shared_memory(gl.float32, [_NUM_WARPS, ROWS], _UNSWIZZLED))
 
@@ -356,12 +360,12 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     arrays, g = plan.arrays, plan.geometry
     chunks = prefill.chunks_of(plan.prefill)
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
-    options = (g.masked, g.window != UNLIMITED, return_lse, pdl_trigger)
+    options = (g.masked, g.window != UNLIMITED, g.soft_cap or 0.0)
     return PrefillDecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
         PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["overlapped"], g.window),
-        PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options),
+        PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options, return_lse, pdl_trigger),
     )
 
 

@@ -1,7 +1,7 @@
 """Row tiles as the Hopper kernels read them: the arrays of a `TileList`, its segments, and where TMA finds tokens.
 
 A segment is a stretch of tokens that lie together in one page. Items list their segments, each with the item's queries
-that see it; a block is as many whole segments as hold BLOCK_TOKENS tokens.
+that see it; a block is as many whole segments as hold its tokens.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from trunkattn.planner.work_list import (
 )
 
 BLOCK_TOKENS = gl.constexpr(PREFILL_DECODE_KEYS)
-_BLOCK_BOXES = gl.constexpr(BLOCK_TOKENS.value // BOX_TOKENS.value)
 # Columns of an item: its segments [start, end), of which those before `full` are whole and seen by all of its queries
 ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_FULL)
 ITEM_SEGMENT_END = gl.constexpr(SEGMENT_END)
@@ -55,12 +54,12 @@ class BlockMask(NamedTuple):
 
 
 @gluon.jit
-def locate_boxes(segments, at, end, C: gl.constexpr):
+def locate_boxes(segments, at, end, C: gl.constexpr, BLOCK_N: gl.constexpr):
     """The TMA boxes of a block that begins with segment `at`. A box of fewer tokens than 16 ends where they end: it
     begins with tokens before them or in what TMA sets to 0, since what lies behind them may be NaN."""
     page: gl.tuple = ()
     token: gl.tuple = ()
-    for i in gl.static_range(_BLOCK_BOXES):
+    for i in gl.static_range(BLOCK_N // BOX_TOKENS):
         index = at + i * BOX_TOKENS // C.segment_size
         segment = segments + gl.maximum(gl.minimum(index, end - 1), 0) * _SEGMENT_COLUMNS
         first = gl.load(segment)
@@ -74,11 +73,11 @@ def locate_boxes(segments, at, end, C: gl.constexpr):
 
 @gluon.jit
 def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
-    """[rows, BLOCK_TOKENS] which row sees which key of a block."""
-    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.acc))
+    """[rows, block_n] which row sees which key of a block."""
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
     place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
-    for i in gl.static_range(_BLOCK_BOXES):
+    for i in gl.static_range(T.block_n // BOX_TOKENS):
         index = args.at + i * BOX_TOKENS // C.segment_size
         packed = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_QUERIES, mask=index < args.end, other=0)
         tokens = gl.minimum(gl.maximum((packed >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)

@@ -47,12 +47,15 @@ class Card:
         times: for the choice of row tiles.
         hopper_tiles: whether the times of `DECODE_TILES_HOPPER` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
+        hopper_family: whether they hold for other heads than those of 128, other groups than 1, 2, 4, 8 and 16, sinks
+            and soft caps, too.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
     description: str
     times: CardTimes
     hopper_tiles: bool = False
+    hopper_family: bool = False
     overlap: OverlapTimes | None = None
 
 

@@ -103,9 +103,11 @@ def compile_prefill(target: Target, tile: PrefillTile, features: Features | None
     return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
 
 
-def compile_hopper_decode(target: Target, masked: bool = False) -> Resources:
-    """`hopper_decode_kernel`, for an sm_90 and heads of 128. registers: of a thread on average; producer and consumer
-    warps have shares of their own. masked: requests have several query tokens."""
+def compile_hopper_decode(
+    target: Target, masked: bool = False, soft_cap: float = 0.0, sinks: bool = False
+) -> Resources:
+    """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
+    of their own. masked: requests have several query tokens."""
     from trunkattn.gpu.hopper import decode
     from trunkattn.gpu.hopper.segments import RowTiles
 
@@ -117,9 +119,12 @@ def compile_hopper_decode(target: Target, masked: bool = False) -> Resources:
         k_desc=_tma_descriptor(target),
         v_desc=_tma_descriptor(target),
         work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
-        C=decode.DecodeConstants(*target.heads, page_size=16, segment_size=16, masked=masked, return_lse=False),
-    )
-    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS)
+        C=decode.DecodeConstants(
+            *target.heads, head_dim=target.head_dim, page_size=16, segment_size=16, masked=masked, soft_cap=soft_cap,
+            sinks=sinks, return_lse=False,
+        ),
+    )  # fmt: skip
+    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS[target.head_dim])
 
 
 def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
@@ -131,7 +136,9 @@ def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
         k_desc=_tma_descriptor(target),
         v_desc=_tma_descriptor(target),
         work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
-        C=prefill.PrefillConstants(*target.heads, page_size=16, windowed=window, return_lse=False, pdl_trigger=True),
+        C=prefill.PrefillConstants(
+            *target.heads, page_size=16, windowed=window, soft_cap=0.0, return_lse=False, pdl_trigger=True
+        ),
     )
     return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS)
 
@@ -148,8 +155,8 @@ def compile_hopper_prefill_decode(target: Target, masked: bool = False, window: 
         v_desc=_tma_descriptor(target),
         work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
         C=prefill_decode.PrefillDecodeConstants(
-            *target.heads, page_size=16, segment_size=16, masked=masked or window, windowed=window, return_lse=False,
-            pdl_trigger=True,
+            *target.heads, page_size=16, segment_size=16, masked=masked or window, windowed=window, soft_cap=0.0,
+            return_lse=False, pdl_trigger=True,
         ),
     )  # fmt: skip
     return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)

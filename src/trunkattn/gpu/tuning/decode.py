@@ -83,12 +83,18 @@ _FP32_UNTIMED: Final = (
     GpuTile(16, 32, 8, 2, ctas_per_sm=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
-# For an sm_90, a head_dim of 128 and 16 bits. The tile of 32 rows is for batches whose tiles of 64 rows would leave SMs
-# idle; the low tile computes single queries.
+# For an sm_90 and 16 bits. The tile of 32 rows is for batches whose tiles of 64 rows would leave SMs idle; the low tile
+# computes single queries.
 DECODE_TILES_HOPPER: Final = (
     replace(_LOW, read_percent=98),  # breaks ties with the taller tiles
     GpuTile(32, 64, 4, 2, ctas_per_sm=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
     GpuTile(64, 64, 4, 2, ctas_per_sm=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
+)
+# With a head_dim over 128 blocks have fewer keys, so that two CTAs still fit on an SM.
+DECODE_TILES_HOPPER_WIDE: Final = (
+    replace(DECODE_TILES_WIDE[0], read_percent=98),
+    GpuTile(32, 32, 4, 2, ctas_per_sm=2, block_ns=(670, 925), chain_ns=(435, 360), hopper=True),
+    GpuTile(64, 32, 4, 2, ctas_per_sm=2, block_ns=(730, 910), chain_ns=(500, 400), hopper=True),
 )
 WIDE: Final = 128
 
@@ -102,7 +108,7 @@ def decode_tiles(
         kv_itemsize: bytes of an element of the cache.
         width: the larger of head_dim and head_dim_v.
         group_size: query heads of a KV head.
-        hopper: the Hopper kernel computes the attention, of 16 bits and width 128.
+        hopper: the Hopper kernel computes the attention, of 16 bits.
         capability: of the card, 80 for 8.0.
     """
     timed, wide = capability == TIMED_CAPABILITY, width > WIDE
@@ -110,7 +116,7 @@ def decode_tiles(
     if kv_itemsize > 2:
         tiles = (DECODE_TILES_FP32_WIDE if wide else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
     elif wide:
-        tiles = DECODE_TILES_WIDE
+        tiles = DECODE_TILES_HOPPER_WIDE if hopper else DECODE_TILES_WIDE
     elif kv_itemsize == 1:
         tiles = DECODE_TILES_FP8
     if not timed or (wide and kv_itemsize == 1):  # wide fp8 would spill in 4 warps
