@@ -31,6 +31,7 @@ pools: these cases and fp8 are for GPUs. --quick takes smaller models, fewer pro
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -185,7 +186,12 @@ def run_cases(cases: Mapping[str, Case], given: argparse.Namespace) -> dict[str,
         for case in {folder_name(case.shape): case for case in cases.values()}.values():
             shape = {**case.shape, **(QUICK if given.quick else {})}
             save_model(Path(folder, folder_name(shape)), shape, "float32" if given.device == "cpu" else "bfloat16")
-        return run_jobs(__file__, jobs, Path(folder), given.at_once, given.limit)
+        found = run_jobs(__file__, jobs, Path(folder), given.at_once, given.limit)
+        if given.logs:
+            given.logs.mkdir(parents=True, exist_ok=True)
+            for log in Path(folder).glob("*.log"):
+                shutil.copy(log, given.logs)
+        return found
 
 
 def lacks(case: Case, backend: str, run: Mapping[str, Any]) -> list[str]:
@@ -257,6 +263,7 @@ def parse(cases: Mapping[str, Case], arguments: Sequence[str] | None = None) -> 
     parser.add_argument("--quick", action="store_true", help="with smaller models, fewer prompts and tokens")
     parser.add_argument("--at-once", type=integer(1, 64), default=12, help="processes that run side by side")
     parser.add_argument("--limit", type=positive, default=400.0, help="seconds that a process may take")
+    parser.add_argument("--logs", type=Path, help="a folder for what each process says")
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
     parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)
