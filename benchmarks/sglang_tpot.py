@@ -6,29 +6,30 @@
 A back end is NAME[@PAGE_SIZE], or PROMPTS+DECODING[@PAGE_SIZE] for one of each; without a page size it is SGLang's own,
 one token. FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One
 after the other, each back end is started in a process of its own, with decode graphs and the radix cache, and generates
-for the batches of vllm_tpot.py: each is generated once to fill the cache, then for 8 and for 136 tokens in turn; TPOT
-is the median over repeats of (time of 136 - time of 8) / 128. Tokens are compared as there, and what our back end read
-and saved is in the result, from the counters that SGLang would serve under /metrics.
+for the batches of vllm_tpot.py. Time per token is taken and tokens are compared as there, and the result is written
+after each back end. SGLang sends a request's tokens 8 at a time, so that its front end keeps up with all requests. What
+our back end read and saved is in the result, from the counters that SGLang would serve under /metrics.
 
 On a CPU, `--device cpu --quick` runs two small batches, to see that it works: FOLDER is a tiny model then.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 # vllm_tpot is imported by functions alone: the processes that SGLang starts import this file, and must not find the
 # folder that it is in (see `vllm_tpot.hide_benchmarks`).
 if TYPE_CHECKING:
-    from vllm_tpot import Workload
+    from vllm_tpot import Generated, Workload
 
 COMMON = {"load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0, "log_level": "warning",
           "sampling_backend": "pytorch", "grammar_backend": "none"}  # fmt: skip
@@ -39,6 +40,7 @@ ON_GPU = {"dtype": "bfloat16", "context_length": 12288, "max_running_requests": 
 ON_CPU = {"device": "cpu", "dtype": "float32", "context_length": 640, "max_running_requests": 16,
           "max_total_tokens": 8192, "mem_fraction_static": 0.3, "disable_cuda_graph": True}  # fmt: skip
 BACKENDS = ("fa3", "fa3+trunk@16", "fa3+trunk")
+AT_ONCE = 8  # tokens of a request that SGLang sends together
 QUICK = ((8, ((1, 256), (8, 32))), (4, ((4, 64),)))  # arguments of Workload
 
 
@@ -64,32 +66,29 @@ class Task(NamedTuple):
         return {**COMMON, **(ON_CPU if self.device == "cpu" else ON_GPU), "tp_size": self.cards, **chosen}
 
 
-def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """(seconds, the tokens of each request)."""
-    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    start = perf_counter()
-    answers = engine.generate(input_ids=prompts, sampling_params=sampling)
-    return perf_counter() - start, [list(answer["output_ids"]) for answer in answers]
+async def _stream(engine: Any, prompt: list[int], tokens: int) -> tuple[list[int], list[tuple[float, int]]]:
+    """The tokens of one request, and (time, tokens by then) as they came."""
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, "stream_interval": AT_ONCE}
+    arrivals, found = [], []
+    async for answer in await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True):
+        found = answer["output_ids"]  # all so far
+        arrivals.append((perf_counter(), len(found)))
+    return list(found), arrivals
 
 
-def measure(engine: Any, workload: "Workload", vocabulary: int, repeats: int) -> dict[str, Any]:
-    """One back end on one batch."""
-    from vllm_tpot import COMPARED, LONG, SHORT
+def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> "Generated":
+    """So many tokens of each request, from SGLang as they arrive."""
+    from vllm_tpot import Generated
 
-    prompts = workload.prompts(vocabulary)
-    generate(engine, prompts, SHORT)
-    times, tokens = [], []
-    for _ in range(repeats):
-        short, _ = generate(engine, prompts, SHORT)
-        long, tokens = generate(engine, prompts, LONG)
-        times.append((long - short) / (LONG - SHORT) * 1e3)
-    figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
-    return figures | {"tokens": [sequence[:COMPARED] for sequence in tokens]}
+    async def together() -> list[tuple[list[int], list[tuple[float, int]]]]:
+        return await asyncio.gather(*(_stream(engine, prompt, tokens) for prompt in prompts))
+
+    return Generated(*map(list, zip(*engine.loop.run_until_complete(together()), strict=True)))
 
 
 def serve(task: Task, answers: Connection) -> None:
     """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
-    from vllm_tpot import counters, hide_benchmarks
+    from vllm_tpot import counters, hide_benchmarks, measure
 
     hide_benchmarks(sys.path)
     with tempfile.TemporaryDirectory() as shared:
@@ -103,7 +102,8 @@ def serve(task: Task, answers: Connection) -> None:
         print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
         for workload in task.workloads:
-            answers.send((str(workload), measure(engine, workload, vocabulary, task.repeats)))
+            figures = measure(partial(generate, engine), workload.prompts(vocabulary), task.repeats)
+            answers.send((str(workload), figures))
         card = "cpu" if task.device == "cpu" else torch.cuda.get_device_name()
         facts = {"card": card, "ready_s": round(ready, 1), "options": task.options(), "counters": counters()}
         answers.send(("", facts))
@@ -129,23 +129,22 @@ def main() -> None:
 
     cards = arguments.tensor_parallel
     workloads = tuple(Workload(*each) for each in QUICK) if arguments.quick else WORKLOADS
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in arguments.backends:
         task = Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats)
         results[name] = run_backend(name, len(workloads), serve, task)
-    rows = table(results, workloads)
+        rows, facts = table(results, workloads), {backend: found[""] for backend, found in results.items()}
+        card = next(iter(facts.values()))["card"]
+        figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
+        figures |= {"rows": rows, "runs": facts}
+        if arguments.output:
+            arguments.output.write_text(json.dumps({**environment("sglang", "triton"), **figures}, indent=1) + "\n")
+            print(arguments.output, flush=True)
+        else:
+            result = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
+            print(write_result(result, figures, "sglang", "triton"), flush=True)
     for row in rows:
         print(row, flush=True)
-    facts = {backend: found[""] for backend, found in results.items()}
-    card = next(iter(facts.values()))["card"]
-    figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
-    figures |= {"rows": rows, "runs": facts}
-    name = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
-    if arguments.output:
-        arguments.output.write_text(json.dumps({**environment("sglang", "triton"), **figures}, indent=1) + "\n")
-        print(arguments.output)
-    else:
-        print(write_result(name, figures, "sglang", "triton"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Decode context parallelism without vLLM: ranks that hold parts of each request give together what one would."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, BatchAttention, merge_states
-from trunkattn.integrations.vllm.context_parallel import ContextRanks
+from trunkattn.integrations.vllm.context_parallel import ContextRanks, check_merge
 from trunkattn.reference import paged_attention
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 1, 16
@@ -91,3 +92,16 @@ def test_ranks_together_equal_one(seed: int, size: int, interleave: int, soft_ca
     expected, expected_lse = paged_attention(query, *caches, whole, lens, starts, logits_soft_cap=soft_cap)
     torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_vllm_does_not_merge_are_refused() -> None:
+    """Its reduce-scatter returns memory that nobody wrote if its NCCL is not to be had."""
+    without, with_it = (
+        SimpleNamespace(device_communicator=SimpleNamespace(pynccl_comm=SimpleNamespace(disabled=disabled)))
+        for disabled in (True, False)
+    )
+    with pytest.raises(ValueError, match="set dcp_comm_backend=a2a"):
+        check_merge(without, all_to_all=False)
+    check_merge(without, all_to_all=True)
+    check_merge(with_it, all_to_all=False)
+    check_merge(SimpleNamespace(), all_to_all=False)

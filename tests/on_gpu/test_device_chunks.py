@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
+from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.workloads.batch import PagedBatch
 
 from .test_card import GOOD, Layer
@@ -108,3 +109,25 @@ def test_one_plan_serves_every_step_and_never_waits() -> None:
         assert_right(layers[1], both)
         assert_right(layers[0], one)
     attention.check()
+
+
+def test_a_captured_layer_runs_steps_with_and_without_chunks() -> None:
+    """A graph for each kind of step, and none for steps with more tokens than it has room for."""
+    batch, number = chunks_last(mixed())
+    steps = [(batch, number), (replace(batch, query_lens=np.minimum(batch.query_lens, 1)), 0)]
+    layers = [poisoned(GOOD, each) for each, _ in steps]
+    chunk_tokens = int(told(batch, number).query_lens.sum())
+    attention = made(GOOD, layers[0])
+    plan = planned(attention, layers[1], 0)
+    plans = [plan, plan.without_chunks()]
+    caches = layers[0].k_cache, layers[0].v_cache
+    assert len(layers[0].q) > 700, "more than the capacity's max_query_tokens"
+    for room, graphs in ((chunk_tokens, 2), (0, 1)):
+        captured = CapturedRun(attention, room)
+        for _ in range(3):
+            for layer, (_, chunks), each in zip(layers, steps, plans, strict=True):
+                planned(attention, layer, chunks, into=plan)
+                out = torch.full_like(layer.q, math.nan)
+                captured(each, layer.q, *caches, out)
+                assert_right(replace(layer, k_cache=caches[0], v_cache=caches[1]), out)
+        assert sum(graph is not None for graph in captured._graphs._graphs.values()) == graphs

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trunkattn.gpu.compiling import is_compiling, launch
 from trunkattn.gpu.plan import Tensors
 
 _ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of it, and one for others
@@ -65,8 +66,8 @@ class BoundLaunches:
     def __call__(self, t: Tensors) -> None:
         """Launches the kernel for a layer."""
         layer = self._of_layer(t)
-        for launch in self._launches:
-            launch(layer)
+        for each in self._launches:
+            each(layer)
 
 
 class _Launch:
@@ -89,8 +90,9 @@ class _Launch:
         self._compiled(*arguments)
 
     def _first(self, layer: tuple[Any, ...]) -> None:
-        compiled = self._kernel[self._grid](**self._fixed, **dict(zip(self._layer_names, layer, strict=True)))
-        if compiled is None:  # the interpreter compiles nothing
+        given = dict(zip(self._layer_names, layer, strict=True))
+        compiled = launch(self._kernel, self._grid)(**self._fixed, **given)
+        if is_compiling() or compiled is None:  # the interpreter compiles nothing
             return
         names = self._kernel.arg_names
         self._positional = [self._fixed.get(name) for name in names]

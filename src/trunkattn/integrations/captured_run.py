@@ -22,20 +22,22 @@ class CapturedRun:
     From Python a layer's launches take the host some hundred microseconds, which steps of few tokens do not hide. A
     graph repeats them on the tensors that it was captured with, so q is copied to where this object keeps it and the
     result from there. Layers are told apart by their plans and caches; each is captured when it comes for the second
-    time. While another graph is captured, and on a CPU, this is `run` itself.
+    time. While another graph is captured, for steps of more tokens, and on a CPU, this is `run` itself.
 
     Args:
         attention: with a capacity, unless it is on a CPU.
+        chunk_tokens: of prompt chunks beside the capacity's max_query_tokens, for which there is room here. More take
+            the GPU longer than the host, and longer to copy.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, attention: BatchAttention) -> None:
+    def __init__(self, attention: BatchAttention, chunk_tokens: int = 0) -> None:
         self._attention = attention
         if attention.device.type != "cuda":
             return
         if attention.capacity is None:
             raise ValueError("capacity=None: expected one, for plans that stay where they are")
-        config, tokens = attention.config, attention.capacity.max_query_tokens
+        config, tokens = attention.config, attention.capacity.max_query_tokens + chunk_tokens
         self._q, self._out = (
             torch.zeros(tokens, config.num_qo_heads, dim, dtype=config.dtype, device=attention.device)
             for dim in (config.head_dim, config.value_dim)
@@ -50,7 +52,7 @@ class CapturedRun:
 
         Args:
             plan: one that later batches are planned into (`BatchAttention.plan(..., into=plan)`).
-            q: [T, num_qo_heads, head_dim], T up to the capacity's max_query_tokens.
+            q: [T, num_qo_heads, head_dim].
             k_cache, v_cache: as of `BatchAttention.run`; a layer's stay where they are.
             options: scales and sinks, likewise.
 
@@ -64,7 +66,7 @@ class CapturedRun:
         rows = len(q) if isinstance(q, torch.Tensor) and q.dim() else 0
         own_q, own_out = self._q[:rows], self._out[:rows]
         if rows < plan.num_query_tokens or not (_alike(q, own_q) and _alike(out, own_out)):
-            run(q=q, out=out)  # says what is wrong
+            run(q=q, out=out)  # has more tokens, or says what is wrong
             return
         layer = {"k_cache": k_cache, "v_cache": v_cache, **options}
         key = (plan, *((name, _place(value)) for name, value in sorted(layer.items())))

@@ -39,6 +39,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
     monkeypatch.setattr("trunkattn.integrations.sglang.backend.BatchAttention", DeviceAttention)
     monkeypatch.setattr(cuda, "DeviceTables", HostTables)
+    monkeypatch.setattr(cuda, "warm_up", lambda work: work())  # a CPU compiles nothing
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -53,5 +53,7 @@ class DeviceAttention(BatchAttention):
         if out is not None:
             return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
         result, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        if not options.get("return_lse"):
+            return super().run(plan, q[:rows], *caches, out=result[:rows], **options)
         _, lse[:rows] = super().run(plan, q[:rows], *caches, out=result[:rows], **options)
         return result, lse

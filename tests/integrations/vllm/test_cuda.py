@@ -1,6 +1,7 @@
 """The back end for GPUs without one: what is planned where, what the kernels are given, what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import fa_utils
 
 from trunkattn import AttentionConfig
+from trunkattn.integrations import warm_up
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import with_regular_strides
 from trunkattn.integrations.vllm import cuda, cuda_impl
@@ -82,18 +84,7 @@ def test_layers_run_in_graphs_of_their_own_unless_eager(
 @pytest.fixture
 def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card on which one kernel computes prompts and decodes sooner."""
-    monkeypatch.setenv("TRUNKATTN_OVERLAP", "1")
     monkeypatch.setattr(DeviceAttention, "may_overlap", True)
-
-
-def test_prompts_and_decodes_in_one_kernel_only_if_asked_for(
-    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceAttention, "may_overlap", True)
-    batch = make_batch([1, 1, 5, 30], [20, 40, 60, 0])
-    batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
-    step, _ = run_step(make_builder(gpu_engine, make_layer()), batch)
-    assert (len(flash_kernel.calls), step.chunks) == (1, False)
 
 
 @pytest.mark.usefixtures("overlapping")
@@ -137,16 +128,32 @@ def test_prompts_go_to_flash_attention_otherwise(
 
 
 @pytest.mark.usefixtures("overlapping")
-def test_the_kernel_for_both_is_compiled_at_the_first_step(
+def test_kernels_are_compiled_together_before_the_first_step(
     gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs: list[int] = []
-    monkeypatch.setattr(DeviceAttention, "run", lambda self, plan, q, *caches, **options: runs.append(len(q)))
+    """First nothing but compiled, then run once: decodes alone, and with a prompt behind them."""
+    runs: list[tuple[bool, int, int]] = []
+    compiling: list[bool] = []
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        compiling.append(True)
+        yield
+        compiling.clear()
+
+    def run(self: DeviceAttention, plan: Any, q: torch.Tensor, *caches: torch.Tensor, **options: Any) -> None:
+        runs.append((bool(compiling), plan.num_query_tokens, len(q)))
+
     builder = make_builder(gpu_engine, make_layer(), make_layer(window=16))
     builder.build(0, make_batch([1, 1], [20, 40]))
-    assert runs == [2, 2]
-    builder.build(0, make_batch([1, 1], [20, 40]))
-    assert runs == [2, 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(warm_up, "compiled_together", together)
+        patched.setattr(DeviceAttention, "run", run)
+        builder._warm_up(WIDTH)
+    assert runs == [(now, tokens, 2) for now in (True, False) for tokens in (1, 1, 2, 2)]
+    step, errors = run_step(builder, make_batch([1, 1], [20, 40]))
+    assert step.decode_tokens == 2
+    assert max(errors) < 0.02
 
 
 def test_prompts_alone(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from trunkattn.gpu.compiling import launch
 from trunkattn.gpu.plan import GpuPlan
 from trunkattn.gpu.prefill_plan import even_rounds
 from trunkattn.inputs import PromptChunks
@@ -79,7 +80,7 @@ def place_chunks(plan: GpuPlan, listed: ListedChunks, block_table: torch.Tensor,
     torch.clamp(given, 0, num_pages - 1, out=rows[: listed.num_requests, :columns])
     to = plan.arrays["positions"][listed.first_token : listed.end_token]
     to.copy_(prefill.arrays["positions"][: len(positions)])
-    _count_kernel[(1,)](
+    launch(_count_kernel, (1,))(
         *(plan.arrays[name] for name in ("counts", "items", "overlapped", "prefill_count")),
         len(items),
         OVERLAPS=listed.overlaps,

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from trunkattn.config import Capacity
+from trunkattn.gpu.compiling import launch
 from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
 from trunkattn.gpu.device_planner.choice import Candidates, sizes_of
 from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Pdl, Status, Tables
@@ -187,20 +188,20 @@ class DevicePlanner:
         """Hashes, links and entries of the rows."""
         b, arrays, sizes, limits = self._buffers, self._arrays, self._sizes, self._limits
         num_rows, num_columns, row_stride = len(tables.block_table), self._columns(tables), tables.block_table.stride(0)
-        prefix_forest.hash_kernel[(sizes.rows + 1,)](
+        launch(prefix_forest.hash_kernel, (sizes.rows + 1,))(
             *(tables, num_rows, num_columns, row_stride, window, b["hashes"], b["pieces"], b["totals"]),
             *(arrays.status, limits),
             SIZES=sizes,
             num_warps=8,
             **self._pdl(wait=False),
         )
-        prefix_forest.links_kernel[(sizes.rows,)](
+        launch(prefix_forest.links_kernel, (sizes.rows,))(
             *(tables, num_rows, num_columns, b["hashes"], arrays.links, limits),
             SIZES=sizes,
             num_warps=max(1, sizes.pairs // (32 if sizes.pairs <= 256 else 64)),
             **self._pdl(),
         )
-        prefix_forest.entries_kernel[(sizes.rows,)](
+        launch(prefix_forest.entries_kernel, (sizes.rows,))(
             *(tables, num_rows, num_columns, row_stride, arrays.links, arrays.entries, plan.arrays["positions"]),
             limits,
             SIZES=sizes,
@@ -212,13 +213,13 @@ class DevicePlanner:
         """The tiles of every stage, and the time of every candidate. allowed: those that may be chosen."""
         arrays, sizes = self._arrays, self._sizes
         choice = arrays.choice._replace(allowed=allowed)
-        row_tiles.tiles_kernel[(self._num_tiles,)](
+        launch(row_tiles.tiles_kernel, (self._num_tiles,))(
             *(arrays.entries, arrays.status, self._stages, arrays.layout, window),
             SIZES=sizes,
             num_warps=min(16, max(4, sizes.nodes // 8)),
             **self._pdl(),
         )
-        cost.candidates_kernel[(sizes.candidates, 2)](
+        launch(cost.candidates_kernel, (sizes.candidates, 2))(
             *(self._costs, arrays.layout, arrays.status, choice, self._limits),
             SIZES=sizes,
             num_warps=8,
@@ -231,7 +232,7 @@ class DevicePlanner:
         work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
         num_programs = min(limits.items, self._device_info.num_sms * min(8, -(-sizes.tokens // 256)))
-        items.items_kernel[(num_programs,)](
+        launch(items.items_kernel, (num_programs,))(
             *(tables, len(tables.block_table), self._columns(tables), window, arrays.entries, arrays.status),
             *(arrays.layout, arrays.choice, work, limits),
             SIZES=sizes,
@@ -241,7 +242,7 @@ class DevicePlanner:
         # With 8 warps, for groups of one head, they take turns.
         warps = max(4, sizes.nodes // 16)
         lists = work_list.PlanArrays(*(plan.arrays[name] for name in work_list.PlanArrays._fields))
-        work_list.lists_kernel[(max(4, 3 * self._device_info.num_sms),)](
+        launch(work_list.lists_kernel, (max(4, 3 * self._device_info.num_sms),))(
             *(tables, tables.block_table.stride(0), arrays.entries, arrays.status, arrays.layout, arrays.choice),
             *(work, lists, limits),
             SIZES=sizes,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trunkattn.config import Capacity
+from trunkattn.gpu.compiling import is_compiling
 from trunkattn.gpu.device_planner.choice import candidates_of
 from trunkattn.gpu.device_planner.chunks import ListedChunks, place_chunks
 from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, errors_of
@@ -158,7 +159,7 @@ class OnDevice:
     def _fill(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
         """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches
         from Python take five times as long as what they launch."""
-        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if self._device.type != "cuda" or is_compiling() or torch.cuda.is_current_stream_capturing():
             return self._planner.fill(plan, *tables, window, lowest_tile)
         assert plan.summary is not None
         places = [value for table in tables for value in (table.dtype, table.data_ptr(), *table.shape, *table.stride())]

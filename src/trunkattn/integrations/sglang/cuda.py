@@ -21,7 +21,7 @@ from trunkattn.integrations.sglang.backend import TrunkBackend
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.layers import LayerKind, check_supported
 from trunkattn.integrations.sglang.name import logger
-from trunkattn.integrations.sglang.tables import pages
+from trunkattn.integrations.warm_up import run_zeros, warm_up
 
 _ROWS: Final = 256  # requests of a decode step that are planned on the device, or more if SGLang captures more
 _OLDEST: Final = (8, 0)  # compute capability
@@ -115,9 +115,18 @@ class TrunkCudaBackend(TrunkBackend):
         if not isinstance(self._step, DeviceStep):
             return super()._planned(kind)
         if kind not in self._plans:  # the first step, which SGLang runs before it captures one
-            attention = self._attention(kind)
-            self._plans[kind] = (attention, self._plan(kind, attention, None))
+            attention, caches = self._attention(kind), self._caches(self._layer_of(kind))
+
+            def work() -> None:
+                plan = self._plan(kind, attention, self._plans[kind][1] if kind in self._plans else None)
+                self._plans[kind] = (attention, plan)
+                run_zeros(attention, plan, caches, self._step.rows)
+
+            warm_up(work)
         return self._plans[kind]
+
+    def _layer_of(self, kind: LayerKind) -> int:
+        return next(layer_id for layer_id, each in self._kinds.items() if each == kind)
 
     def _attention(self, kind: LayerKind) -> BatchAttention:
         key = (kind.spec.config(self.page_size), kind.in_window_pool)
@@ -125,13 +134,12 @@ class TrunkCudaBackend(TrunkBackend):
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a layer first runs in a CUDA graph: expected a step before the capture")
             assert self._tables is not None
-            layer_id = next(layer_id for layer_id, each in self._kinds.items() if each == kind)
-            keys, _ = self.token_to_kv_pool.get_kv_buffer(layer_id)
+            keys, _ = self._caches(self._layer_of(kind))
             capacity = Capacity(
                 max_requests=self._tables.rows,
                 max_query_tokens=self._tables.rows,
                 max_pages_per_request=self._requests.max_pages,
-                num_pages=len(pages(keys, self.page_size)),
+                num_pages=len(keys),
                 max_query_len=1,
             )
             self._attentions[key] = BatchAttention(key[0], self.device, capacity)

@@ -75,10 +75,27 @@ class ContextGroup:
 
 
 def find_group(vllm_config: Any) -> ContextGroup:
-    """The group of this rank; only with more than one rank."""
+    """The group of this rank; only with more than one rank. Raises ValueError if vLLM cannot merge its results."""
     from vllm.distributed.parallel_state import get_dcp_group
 
-    return ContextGroup(get_dcp_group(), versions.context_combine(vllm_config))
+    group = get_dcp_group()
+    check_merge(group, versions.merges_all_to_all(vllm_config))
+    return ContextGroup(group, versions.context_combine(vllm_config))
+
+
+def check_merge(group: Any, all_to_all: bool) -> None:
+    """vLLM does not say so when it cannot load the NCCL that it wants: its reduce-scatter then writes nothing, and the
+    ranks go on with whatever is in memory. The merge that sends all to all uses torch's NCCL instead.
+
+    Raises:
+        ValueError: the group merges with a reduce-scatter, and has no NCCL for it.
+    """
+    nccl = getattr(getattr(group, "device_communicator", None), "pynccl_comm", None)
+    if not all_to_all and nccl is not None and nccl.disabled:
+        raise ValueError(
+            "attention_backend=CUSTOM: vLLM could not load the NCCL that it wants (from 0.32 on 2.29.7 or newer) and "
+            "would leave results of decode context parallelism unmerged: set dcp_comm_backend=a2a, or install that NCCL"
+        )
 
 
 def context_refusals(spec: Any, flash: Any, flash_note: str) -> list[str]:

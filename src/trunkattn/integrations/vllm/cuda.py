@@ -6,17 +6,16 @@ fetch arrives.)
 
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
-FlashAttention. With TRUNKATTN_OVERLAP=1 one kernel of ours computes them together with the decodes where that is sooner
-(H100 and H200, 16-bit caches, head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32)
-our kernels run the prompts too. Their plan is made on the host, which waits for the device in steps with prompts.
+FlashAttention, or in one kernel of ours together with the decodes where that is sooner (H100 and H200, 16-bit caches,
+head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
+Their plan is made on the host, which waits for the device in steps with prompts.
 
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -31,8 +30,12 @@ from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
+from trunkattn.integrations.warm_up import run_zeros, warm_up
 
 logger = init_logger("vllm.trunkattn")
+# Of prompts beside decodes, up to which a layer has a graph of its own: longer ones keep the GPU busy while the host
+# launches the next layer
+_CAPTURED_CHUNK_TOKENS: Final = 2048
 
 
 class TrunkAttentionCudaBackend(TrunkAttentionBackend):
@@ -226,7 +229,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
         eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
         direct = eager or self._ranks is not None  # a graph of a layer's own would not return the log-sum-exps
-        runs = {config: each.run if direct else CapturedRun(each) for config, each in shared.items()}
+        chunk_tokens = min(_CAPTURED_CHUNK_TOKENS, capacity.max_chunk_tokens)
+        runs = {config: each.run if direct else CapturedRun(each, chunk_tokens) for config, each in shared.items()}
         if self._ranks is not None:
             self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
             self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
@@ -234,37 +238,45 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
         self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
-        self._may_overlap = self._warm_up_chunks(capacity)
+        self._may_overlap = self._find_overlap(capacity)
+        if self.device.type == "cuda":
+            self._warm_up(capacity.max_pages_per_request)
         errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
 
     def _most_chunk_tokens(self) -> int:
         """Of the prompts that our kernels may compute with the decodes; 0: they never do."""
-        if self._ranks is not None or os.environ.get("TRUNKATTN_OVERLAP") != "1":
-            return 0
-        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        return 0 if self._ranks is not None else int(self.vllm_config.scheduler_config.max_num_batched_tokens)
 
-    def _warm_up_chunks(self, capacity: Capacity) -> bool:
-        """Compiles the kernel that computes prompts and decodes at once, before any request waits for it. Returns
-        whether it may ever be used."""
+    def _find_overlap(self, capacity: Capacity) -> bool:
+        """Whether one kernel may ever compute prompts and decodes together."""
         longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
         whole = torch.tensor([longest], dtype=torch.int32)
         attentions = {*self.attentions.values()}
-        if not longest or not all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions):
-            return False
+        return longest > 0 and all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions)
+
+    def _warm_up(self, max_pages_per_request: int) -> None:
+        """Compiles the kernels that steps run, before any request waits for them."""
+        rows = DecodeRows(
+            torch.zeros(2, max_pages_per_request, dtype=torch.int32, device=self.device),
+            torch.ones(2, dtype=torch.int32, device=self.device),
+            torch.arange(3, dtype=torch.int32, device=self.device),
+        )
+        decode = DecodeRows(rows.block_table[:1], rows.seq_lens[:1], rows.query_start_loc[:2])
         one = torch.ones(1, dtype=torch.int32)
-        rows = torch.zeros(2, capacity.max_pages_per_request, dtype=torch.int32, device=self.device)
-        lens, starts = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (2, 3))
-        for module in {layer.impl.layer_spec: layer for layer in self.modules.values()}.values():
-            spec = module.impl.layer_spec
-            attention = self.attentions[spec]
-            plan = attention.plan(
-                *(rows, lens.fill_(1), starts), sliding_window=spec.sliding_window, chunks=PromptChunks(1, one, one)
-            )
-            q = torch.zeros(2, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
-            keys, values = module.impl.caches_of(module.kv_cache)
-            attention.run(plan, q, keys, values, out=torch.empty_like(q))
-        return True
+        layers = {layer.impl.layer_spec: layer for layer in self.modules.values()}
+
+        def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
+            for spec, (_, plan) in self._plan(rows, chunks).items():
+                caches = layers[spec].impl.caches_of(layers[spec].kv_cache)
+                run_zeros(self.attentions[spec], plan, caches, 2, return_lse=self._ranks is not None)
+
+        def work() -> None:
+            plan_and_run(decode)
+            if self._may_overlap:
+                plan_and_run(rows, PromptChunks(1, one, one))
+
+        warm_up(work)
 
     def _decode_rows(self, batch: Any, decodes: int) -> DecodeRows:
         lens = batch.seq_lens[:decodes]
@@ -287,9 +299,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             plan = self._plans[spec] = attention.plan(*rows, **options)
             if chunks is None and spec not in self._decode_plans:
                 self._decode_plans[spec] = plan.without_chunks()
-        if chunks is not None:
-            return {spec: (self.attentions[spec].run, plan) for spec, plan in self._plans.items()}
-        return {spec: (self._runs[spec], plan) for spec, plan in self._decode_plans.items()}
+        plans = self._decode_plans if chunks is None else self._plans
+        return {spec: (self._runs[spec], plan) for spec, plan in plans.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)

@@ -179,10 +179,15 @@ def decode_query_len(vllm_config: Any) -> int:
     return 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
 
 
+def merges_all_to_all(vllm_config: Any) -> bool:
+    """Whether the ranks of decode context parallelism send all to all; otherwise they gather and reduce-scatter."""
+    return bool(getattr(vllm_config.parallel_config, "dcp_comm_backend", "ag_rs") == "a2a")
+
+
 def context_combine(vllm_config: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """vLLM's function that merges the outputs of the ranks of decode context parallelism. It gives each rank its own
-    heads. One that sends all to all is an option. Both moved to a common module between 0.27 and 0.32."""
-    all_to_all = getattr(vllm_config.parallel_config, "dcp_comm_backend", "ag_rs") == "a2a"
+    heads. Both kinds moved to a common module between 0.27 and 0.32."""
+    all_to_all = merges_all_to_all(vllm_config)
     name = "dcp_a2a_lse_reduce" if all_to_all else "cp_lse_ag_out_rs"
     before = "dcp_alltoall" if all_to_all else "common"
     home = "dcp" if find_spec("vllm.v1.attention.ops.dcp") else before
