@@ -96,7 +96,7 @@ def test_jobs_answer_fail_or_take_too_long(tmp_path: Path) -> None:
 def test_back_ends_of_a_case() -> None:
     assert CASES["bf16"].backends("cuda") == ["fa3@16", "trunk@16", "fa3+trunk@16"]
     assert CASES["page-1"].backends("cpu") == ["torch_native@1", "trunk@1", "torch_native+trunk@1"]
-    assert CASES["fp8"].backends("cuda")[0] == "triton@16"
+    assert CASES["fp8"].backends("cuda") == ["triton@16", "trunk@16"]
 
 
 def test_options_of_an_engine() -> None:
