@@ -138,7 +138,7 @@ class Job(NamedTuple):
 def run_jobs(
     script: str, jobs: Sequence[Job], folder: Path, at_once: int, limit: float | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What each job answers, by case and back end; for one that fails, the last lines of its log that name an error.
+    """What each job answers, by case and back end; for one that fails, why.
 
     Args:
         script: it gets `--work CASE BACKEND FILE` and writes its answer to the file, as JSON.
@@ -155,13 +155,14 @@ def run_jobs(
         environment = {**os.environ, **job.environment}
         try:
             with log.open("w") as lines:
-                subprocess.run(command, stdout=lines, stderr=lines, env=environment, timeout=limit, check=False)
+                done = subprocess.run(command, stdout=lines, stderr=lines, env=environment, timeout=limit)
         except subprocess.TimeoutExpired:
             return {"failed": [f"no answer after {limit:.0f} s"]}
         if answer.exists():
             return json.loads(answer.read_text())
-        errors = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
-        return {"failed": errors[-3:]}
+        said = log.read_text().splitlines()
+        errors = [line for line in said if "Error" in line or "error" in line]
+        return {"failed": errors[-3:] or [f"ended with status {done.returncode} after: {''.join(said[-1:])}"]}
 
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(run, jobs))

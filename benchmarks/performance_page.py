@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from page import chunks, cpu, decode, engine, host, server, shapes, training, vllm
+from page import chunks, cpu, decode, engine, host, server, sglang, shapes, training, vllm
 from page.common import ROOT, load, percent, span, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -32,6 +32,7 @@ def page() -> str:
     parts = (
         vllm.tpot,
         vllm.vllm_serving,
+        *sglang.sections(),
         decode.decode,
         shapes.shapes,
         decode.workloads,

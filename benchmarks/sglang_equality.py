@@ -8,11 +8,12 @@ Small models with random weights, scaled so that the answer hangs on what is far
 the shared prefix shows it), in one process per case and back end, --at-once of them side by side on one card. Requests
 are greedy and share a prefix; each is generated twice, the second time from the radix cache.
 
-Each case runs SGLang's own back end, ours, and its own for prompts with ours for decoding, in pages of 16 tokens.
-Compared with the first are the tokens up to the first that differs; there, how far apart the first saw the two
-candidates; and the log-probabilities of equal tokens. They are `within_rounding` if log-probabilities differ by no more
-than three times as much as between the first back end's own two rounds, or than one step of a logit in the model's
-dtype, and no gap is wider than that. `plain` compares with the first back end of the plainest case of the same model.
+Each case runs SGLang's own back end and ours in pages of 16 tokens; bf16, page-1 and hybrid-pools also its own for
+prompts with ours for decoding. Compared with the first are the tokens up to the first that differs; there, how far
+apart the first saw the two candidates; and the log-probabilities of equal tokens. They are `within_rounding` if
+log-probabilities differ by no more than three times as much as between the first back end's own two rounds, or than one
+step of a logit in the model's dtype, and no gap is wider than that. `plain` compares with the first back end of the
+plainest case of the same model.
 
 A case fails if an engine does, if a back end is not within rounding, or if ours has not counted the steps that it
 should have computed. The script then ends with 1.
@@ -31,6 +32,7 @@ pools: these cases and fp8 are for GPUs. --quick takes smaller models, fewer pro
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -71,6 +73,7 @@ class Case(NamedTuple):
         environment: of the process.
         samples: of each prompt.
         page: tokens of a page.
+        split: also with SGLang's own back end for prompts and ours for decoding.
         first: SGLang's own back end on a GPU.
         cards: that the model is spread over.
         on_cpu: whether SGLang's own back end for CPUs is right.
@@ -83,15 +86,17 @@ class Case(NamedTuple):
     environment: Mapping[str, str] = MappingProxyType({})
     samples: int = 1
     page: int = 16
+    split: bool = False
     first: str = "fa3"
     cards: int = 1
     on_cpu: bool = True
     mixes: bool = False
 
     def backends(self, device: str) -> list[str]:
-        """SGLang's own, ours, and each for one kind of step, as in sglang_tpot.py."""
+        """SGLang's own, ours, and each for one kind of step, named as in sglang_tpot.py."""
         first = "torch_native" if device == "cpu" else self.first
-        return [f"{name}@{self.page}" for name in (first, "trunk", f"{first}+trunk")]
+        names = [first, "trunk"] + ([f"{first}+trunk"] if self.split else [])
+        return [f"{name}@{self.page}" for name in names]
 
 
 def all_cases() -> dict[str, Case]:
@@ -100,11 +105,11 @@ def all_cases() -> dict[str, Case]:
 
     chunks = {"chunked_prefill_size": 512}
     return {
-        "bf16": Case(LLAMA),
-        "page-1": Case(LLAMA, page=1),
+        "bf16": Case(LLAMA, split=True),
+        "page-1": Case(LLAMA, page=1, split=True),
         "fp8": Case(LLAMA, {"kv_cache_dtype": "fp8_e4m3"}, first="triton", on_cpu=False),
         "window": Case(COHERE),
-        "hybrid-pools": Case(HYBRID, on_cpu=False),
+        "hybrid-pools": Case(HYBRID, split=True, on_cpu=False),
         "soft-cap": Case(GEMMA | {"hidden_act": GEMMA["hidden_activation"]}, on_cpu=False),
         "chunked": Case(LLAMA, chunks),
         "mixed": Case(LLAMA, chunks | {"enable_mixed_chunk": True}, mixes=True),
@@ -185,7 +190,12 @@ def run_cases(cases: Mapping[str, Case], given: argparse.Namespace) -> dict[str,
         for case in {folder_name(case.shape): case for case in cases.values()}.values():
             shape = {**case.shape, **(QUICK if given.quick else {})}
             save_model(Path(folder, folder_name(shape)), shape, "float32" if given.device == "cpu" else "bfloat16")
-        return run_jobs(__file__, jobs, Path(folder), given.at_once, given.limit)
+        found = run_jobs(__file__, jobs, Path(folder), given.at_once, given.limit)
+        if given.logs:
+            given.logs.mkdir(parents=True, exist_ok=True)
+            for log in Path(folder).glob("*.log"):
+                shutil.copy(log, given.logs)
+        return found
 
 
 def lacks(case: Case, backend: str, run: Mapping[str, Any]) -> list[str]:
@@ -257,6 +267,7 @@ def parse(cases: Mapping[str, Case], arguments: Sequence[str] | None = None) -> 
     parser.add_argument("--quick", action="store_true", help="with smaller models, fewer prompts and tokens")
     parser.add_argument("--at-once", type=integer(1, 64), default=12, help="processes that run side by side")
     parser.add_argument("--limit", type=positive, default=400.0, help="seconds that a process may take")
+    parser.add_argument("--logs", type=Path, help="a folder for what each process says")
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
     parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)

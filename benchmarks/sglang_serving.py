@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
 BACKENDS = ("fa3", "fa3+trunk@16")
 FIRST_PORT, PORTS = 34000, 20  # for NCCL, of each process
-AT_ONCE = 8  # tokens after the first that SGLang sends together
 LONGEST_FLUSH = 30.0  # seconds
 QUICK_RATE, QUICK_SECONDS = 4.0, 5.0
 QUICK_TOKENS = ((64, 128), (8, 16), (8, 16))  # of Sizes
 
 
-async def generate(engine: Any, name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
-    """One request: its tokens so far."""
-    sampling = {"temperature": 0.0, "max_new_tokens": output_tokens, "ignore_eos": True, "stream_interval": AT_ONCE}
+async def generate(engine: Any, at_once: int, name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
+    """One request: its tokens so far. at_once: tokens after the first that SGLang sends together."""
+    sampling = {"temperature": 0.0, "max_new_tokens": output_tokens, "ignore_eos": True, "stream_interval": at_once}
     async for output in await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True, rid=name):
         yield output["meta_info"]["completion_tokens"]
 
@@ -47,6 +46,7 @@ async def empty_cache(engine: Any) -> None:
 def serve(task: "Task", answers: Connection) -> None:
     """A process with one back end: sends ("", facts), then (run, figures) as they come."""
     import engine_serving
+    from sglang_tpot import AT_ONCE
     from vllm_tpot import counters, hide_benchmarks
 
     hide_benchmarks(sys.path)
@@ -64,7 +64,8 @@ def serve(task: "Task", answers: Connection) -> None:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
-        served = engine_serving.Engine(partial(generate, engine), partial(empty_cache, engine), vocabulary, counters)
+        ask, empty = partial(generate, engine, AT_ONCE), partial(empty_cache, engine)
+        served = engine_serving.Engine(ask, empty, vocabulary, counters)
         engine.loop.run_until_complete(engine_serving.run_all(served, task.runs, answers))
         engine.shutdown()
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "triton", "vllm", "transformers")  # whose versions are named
+PACKAGES = ("torch", "triton", "vllm", "sglang", "transformers")  # whose versions are named
 NOTICEABLE = 1.01  # a ratio of times from which the page calls a difference a loss
 
 
@@ -32,6 +32,11 @@ def load(name: str) -> dict[str, Any]:
 def exists(name: str) -> bool:
     """Whether there is a result file of this name."""
     return (RESULTS / f"{name}.json").exists()
+
+
+def held(pattern: str) -> list[str]:
+    """Names of the results of a card that match a pattern, in order."""
+    return sorted(path.stem for path in RESULTS.glob(f"{pattern}.json") if is_card(path.stem))
 
 
 def read(path: Path) -> str:
@@ -67,6 +72,12 @@ def is_card(name: str) -> bool:
 
 def card_of(name: str) -> str:
     return next(card.upper() for card in ("h100", "h200") if card in name)
+
+
+def note_loss(losses: list[Loss], where: str, than: str, ratio: float) -> None:
+    """Adds a loss if a ratio of times is one."""
+    if ratio > NOTICEABLE:
+        losses.append(Loss(where, than, slower(ratio)))
 
 
 def slower(ratio: float) -> str:

@@ -2,7 +2,11 @@
 
 from typing import Any
 
-from page.common import NOTICEABLE, Loss, Section, card_of, load, percent, slower, sources, table
+from page.common import Loss, Section, card_of, load, note_loss, percent, sources, table
+
+FA3 = "FlashAttention-3"
+NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
+SERVING_HEAD = ("card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean")
 
 # What the batches of vllm_tpot.py stand for.
 USES = {
@@ -37,9 +41,7 @@ def tpot() -> Section:
         for label, row in zip(labels, group, strict=True):
             stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
             cells += [f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"]
-            if ours / stock > NOTICEABLE:
-                where = f"vLLM, {label}: {USES[workload]}, `{workload}`"
-                losses.append(Loss(where, "FlashAttention-3", slower(ours / stock)))
+            note_loss(losses, f"vLLM, {label}: {USES[workload]}, `{workload}`", FA3, ours / stock)
         rows.append(cells)
     head = ["use", "requests × (shared + private tokens)"]
     for label in labels:
@@ -60,29 +62,32 @@ is the median of three runs; runs of TrunkAttention differ by up to
     return Section(text, losses)
 
 
+def serving_rows(name: str, engine: str, backends: tuple[str, str], losses: list[Loss]) -> list[list[object]]:
+    """Rows of SERVING_HEAD for a result. backends: the engine's own and ours, by their names there."""
+    stock, ours = backends
+    runs, rows = load(name)["runs"], []
+    for workload, theirs in runs[stock].items():
+        mine = runs[ours][workload]
+        cells: list[object] = [card_of(name), workload]
+        for figure, part in (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("latency", "mean")):
+            digits = 1 if figure == "tpot" else 0
+            cells.append(f"{theirs[figure][part]:.{digits}f} → {mine[figure][part]:.{digits}f}")
+            what = {"ttft": "first token", "tpot": "time per token", "latency": "latency"}[figure]
+            where = f"serving in {engine}, {card_of(name)}, {workload}: {what}, {part.replace('p99', 'P99')}"
+            note_loss(losses, where, NAMES.get(stock, stock), mine[figure][part] / theirs[figure][part])
+        rows.append(cells)
+    return rows
+
+
 def vllm_serving() -> Section:
-    names = ("vllm-serving-h100", "vllm-serving-h200")
-    rows, losses = [], []
-    for name in names:
-        runs = load(name)["runs"]
-        for workload, stock in runs["FLASH_ATTN"].items():
-            ours = runs["CUSTOM"][workload]
-            cells: list[object] = [card_of(name), workload]
-            for figure, part in (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("latency", "mean")):
-                digits = 1 if figure == "tpot" else 0
-                cells.append(f"{stock[figure][part]:.{digits}f} → {ours[figure][part]:.{digits}f}")
-                ratio = ours[figure][part] / stock[figure][part]
-                if ratio > NOTICEABLE:
-                    what = {"ttft": "first token", "tpot": "time per token", "latency": "latency"}[figure]
-                    where = f"serving in vLLM, {card_of(name)}, {workload}: {what}, {part.replace('p99', 'P99')}"
-                    losses.append(Loss(where, "FlashAttention-3", slower(ratio)))
-            rows.append(cells)
+    names, losses = ("vllm-serving-h100", "vllm-serving-h200"), list[Loss]()
+    rows = [row for name in names for row in serving_rows(name, "vLLM", ("FLASH_ATTN", "CUSTOM"), losses)]
     text = f"""## In vLLM: requests that arrive
 
 Milliseconds, FlashAttention-3 → TrunkAttention. Few requests decode at once here and they share little, so little can
 be gained.
 
-{table(["card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean"], rows, 2)}
+{table(SERVING_HEAD, rows, 2)}
 
 {sources("python benchmarks/vllm_serving.py --model FOLDER --trace FILE --parallel", *names)}
 """

@@ -3,13 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import performance_page  # noqa: E402
-from page import common  # noqa: E402
+from page import common, sglang  # noqa: E402
 
 
 @pytest.mark.parametrize("path", [performance_page.PAGE, performance_page.README], ids=lambda path: path.name)
@@ -54,3 +55,70 @@ def test_every_source_is_a_result_with_its_origin() -> None:
 def test_a_readme_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="no pair of markers"):
         performance_page.between("# No markers", "figures")
+
+
+def compared(equal: int, within: bool) -> dict[str, Any]:
+    spread = {"mean": 0.01, "p99": 0.03125, "max": 0.0625}
+    one = {"equal_tokens": equal, "of": 100, "parted": 1, "gaps": [0.0156], "logprob_difference": spread}
+    return {"cold": one, "cached": one, "within_rounding": within}
+
+
+@pytest.fixture
+def results_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up results of all four scripts for SGLang, and one that is of no card."""
+    origin = {"date": "2026-01-02", "commit": "abc", "device": "CPU", "versions": {"sglang": "0.5.17"}}
+    origin |= {"card": "NVIDIA H100 80GB HBM3"}
+    figures = {name: {"mean": 2.0, "median": 2.0, "p99": 4.0} for name in ("ttft", "tpot", "latency")}
+    slower = {name: {part: 2 * value for part, value in each.items()} for name, each in figures.items()}
+    control = compared(3, False)["cold"]
+    row = {"first": "fa3@16", "control": control, "same_backend_cold_and_cached": control, "facts": []}
+    files = {
+        "sglang-tpot-h100": {
+            "runs": {"fa3": {}, "fa3+trunk@16": {}},
+            "rows": [
+                {"workload": "64 x (8192 + 512)", "fa3": {"tpot_ms": 18.0}, "fa3+trunk@16": {"tpot_ms": 9.0}},
+                {"workload": "32 x (2048)", "fa3": {"tpot_ms": 10.0}, "fa3+trunk@16": {"tpot_ms": 10.5}},
+            ],
+        },
+        "sglang-serving-h100": {"runs": {"fa3": {"documents 6/s": figures}, "fa3+trunk@16": {"documents 6/s": slower}}},
+        "sglang-equality-h100-tp2": {
+            "rows": [
+                {"case": "bf16", "trunk@16": compared(97, True), **row},
+                {"case": "fp8", "trunk@16": compared(5, False), **row},
+                {"case": "window", "failed": {"trunk@16": ["first line", "no memory"]}},
+            ]
+        },
+        "sglang-steady-h100": {
+            "backend": "trunk@16", "steps": 10_000, "waits": {"cudaEventSynchronize": 20}, "copies_to_host": {},
+            "memory_mb": [700.0, 702.0],
+        },
+        "sglang-tpot-cpu": {"rows": "of no card"},
+    }  # fmt: skip
+    for name, result in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**origin, **result}))
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+
+
+@pytest.mark.usefixtures("results_of_sglang")
+def test_sglang_has_a_section_for_each_result() -> None:
+    made = [part() for part in sglang.sections()]
+    text = "".join(section.text for section in made)
+    assert len(made) == 4
+    assert "| 18.0 | 9.0 | 2.00× |" in text and "| 10.0 | 10.5 | 0.95× |" in text
+    assert "| H100 | documents 6/s | 2 → 4 | 2.0 → 4.0 | 4.0 → 8.0 | 2 → 4 |" in text
+    assert "| 2 × H100 | bf16 | `fa3@16`, `trunk@16` | 194 of 200 | 0.0312 | 0.0156 | 0.0312 | 3 % |" in text
+    assert "| 2 × H100 | fp8 (**differs**) |" in text and "failed: trunk@16: no memory" in text
+    assert "| H100 | `trunk@16` | cudaEventSynchronize 20 | none | 700 → 702 |" in text
+    assert text.count("sglang 0.5.17, commit abc") == 4
+    losses = {(loss.where, loss.than, loss.by) for section in made for loss in section.losses}
+    assert (
+        "SGLang, H100, `fa3+trunk@16`: nothing shared, `32 x (2048)`",
+        "FlashAttention-3",
+        "1.05× the time",
+    ) in losses
+    assert len(losses) == 1 + 4
+
+
+def test_sglang_has_no_section_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert sglang.sections() == []

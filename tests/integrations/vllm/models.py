@@ -1,5 +1,6 @@
 """Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
-GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256)."""
+GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256), Cohere 2 (window), and with the same
+weights cohere2_pools, to whose windows SGLang gives a KV pool of their own."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -52,6 +54,10 @@ def _config(name: str) -> PretrainedConfig:
         return Gemma2Config(**dense, **caps, **windowed, num_key_value_heads=4)
     if name == "gemma3":
         return Gemma3TextConfig(**dense, **windowed, query_pre_attn_scalar=32, num_key_value_heads=4)
+    if name.startswith("cohere2"):
+        pools = {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]} if name == "cohere2_pools" else {}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        return Cohere2Config(**{**dense, **windowed, **heads, **pools}, logit_scale=4.0)
     if name == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
         return GptOssConfig(**COMMON, **experts, **windowed, num_key_value_heads=2, tie_word_embeddings=False)
@@ -64,7 +70,7 @@ def _config(name: str) -> PretrainedConfig:
         types = ["linear_attention", "full_attention"] * 2
         options = {**dense, **sizes, **experts, "layer_types": types, "mlp_only_layers": [0, 1, 2]}
         return Qwen3NextConfig(**options, tie_word_embeddings=False)
-    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss or qwen3_next")
+    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss, qwen3_next, cohere2 or cohere2_pools")
 
 
 def _sharpen(name: str, parameter: torch.Tensor) -> None:

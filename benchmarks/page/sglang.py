@@ -1,0 +1,128 @@
+"""Time per token, serving, equal answers and steady steps in SGLang: of the results that there are."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from page.common import Loss, Section, card_of, held, load, note_loss, percent, sources, table
+from page.vllm import NAMES, SERVING_HEAD, USES, serving_rows
+
+
+def sections() -> list[Callable[[], Section]]:
+    """The parts of the page that have a result."""
+    parts = {
+        "sglang-tpot-*": tpot, "sglang-serving-*": sglang_serving, "sglang-equality-*": equality,
+        "sglang-steady-*": steady,
+    }  # fmt: skip
+    return [part for pattern, part in parts.items() if held(pattern)]
+
+
+def label(name: str) -> str:
+    """Of a result: its card, and how many of them."""
+    cards = re.search(r"-tp(\d+)$", name)
+    return f"{cards[1]} × {card_of(name)}" if cards else card_of(name)
+
+
+def tpot() -> Section:
+    names, losses, tables = held("sglang-tpot-*"), list[Loss](), ""
+    for name in names:
+        first, *others = load(name)["runs"]
+        head = ["use", "requests × (shared + private tokens)", first]
+        head += [cell for backend in others for cell in (backend, "")]
+        rows = []
+        for row in load(name)["rows"]:
+            use, stock = USES[row["workload"]], row[first]["tpot_ms"]
+            cells: list[object] = [use, f"`{row['workload']}`", f"{stock:.1f}"]
+            for backend in others:
+                ours = row[backend]["tpot_ms"]
+                cells += [f"{ours:.1f}", f"{stock / ours:.2f}×"]
+                where = f"SGLang, {label(name)}, `{backend}`: {use}, `{row['workload']}`"
+                note_loss(losses, where, NAMES.get(first, first), ours / stock)
+            rows.append(cells)
+        tables += f"{label(name)}:\n\n{table(head, rows, 2)}\n\n"
+    text = f"""## In SGLang: time per output token
+
+Milliseconds, Llama-3-8B's shape with random weights, bf16, decode graphs and the radix cache, the same prompts for all
+back ends. `fa3` is FlashAttention-3, SGLang's own choice on Hopper, with its own pages of one token; `fa3+trunk@16`
+computes prompts with it and decodes here, in pages of 16 tokens. Beside each is its speed over the first.
+
+{tables}{sources("python benchmarks/sglang_tpot.py --model FOLDER [--tensor-parallel 2]", *names)}
+"""
+    return Section(text, losses)
+
+
+def sglang_serving() -> Section:
+    names, losses, rows, pairs = held("sglang-serving-*"), list[Loss](), [], set()
+    for name in names:
+        first, *_, ours = load(name)["runs"]
+        pairs.add(f"`{first}` → `{ours}`")
+        rows += serving_rows(name, "SGLang", (first, ours), losses)
+    text = f"""## In SGLang: requests that arrive
+
+Milliseconds, {"; ".join(sorted(pairs))}.
+
+{table(SERVING_HEAD, rows, 2)}
+
+{sources("python benchmarks/sglang_serving.py --model FOLDER --trace FILE --parallel", *names)}
+"""
+    return Section(text, losses)
+
+
+def answers(row: Mapping[str, Any]) -> list[list[object]]:
+    """Of one case, a row for each back end but the first."""
+    if "failed" in row:
+        reasons = "; ".join(f"{backend}: {lines[-1]}" for backend, lines in row["failed"].items())
+        return [[row["case"], "", f"failed: {reasons}", "", "", "", ""]]
+    own, found = row["same_backend_cold_and_cached"], []
+    for backend in (name for name, part in row.items() if isinstance(part, dict) and "within_rounding" in part):
+        both = [row[backend][each] for each in ("cold", "cached")]
+        equal, of = (sum(each[part] for each in both) for part in ("equal_tokens", "of"))
+        spread = max(each["logprob_difference"]["p99"] for each in both)
+        gap = max((max(each["gaps"], default=0.0) for each in both), default=0.0)
+        control = row["control"]
+        found.append([
+            row["case"], f"`{row['first']}`, `{backend}`", f"{equal} of {of}", f"{spread:.4f}", f"{gap:.4f}",
+            f"{own['logprob_difference']['p99']:.4f}", percent(control["equal_tokens"] / control["of"]),
+        ])  # fmt: skip
+        if not row[backend]["within_rounding"]:
+            found[-1][0] = f"{row['case']} (**differs**)"
+    return found
+
+
+def equality() -> Section:
+    names = held("sglang-equality-*")
+    rows = [[label(name), *cells] for name in names for row in load(name)["rows"] for cells in answers(row)]
+    head = ["card", "case", "back ends", "equal tokens", "log-probabilities", "gap", "first alone", "control"]
+    text = f"""## In SGLang: equal answers
+
+Greedy answers of small models whose logits hang on far context, each generated twice. Tokens are counted up to the
+first that differs; then come the 99th percentile of the difference of log-probabilities before it, the widest gap that
+the first back end saw between two tokens where answers part, and the same percentile between the first back end's own
+two rounds. In the control, which has other tokens in the shared prefix, so many tokens stay equal. In `mixed` the first
+round has no log-probabilities, because SGLang mixes no steps while they are asked for.
+
+{table(head, rows, 3)}
+
+{sources("python benchmarks/sglang_equality.py", *names)}
+"""
+    return Section(text, [])
+
+
+def steady() -> Section:
+    names, rows = held("sglang-steady-*"), []
+    for name in names:
+        result = load(name)
+        waits = ", ".join(f"{call} {count}" for call, count in result["waits"].items()) or "none"
+        copies = ", ".join(f"{copy} {count}" for copy, count in result["copies_to_host"].items()) or "none"
+        first, last = result["memory_mb"][0], result["memory_mb"][-1]
+        rows.append([label(name), f"`{result['backend']}`", waits, copies, f"{first:,.0f} → {last:,.0f}"])
+    text = f"""## In SGLang: steady decode steps
+
+Calls that wait for the device and copies to the host in 20 decode steps of 32 requests, SGLang's own included, and
+memory in use in MB after the first steps and after {load(names[0])["steps"]:,} of them.
+
+{table(["card", "back end", "waits", "copies to the host", "memory, MB"], rows, 4)}
+
+{sources("python benchmarks/sglang_steady.py --model FOLDER", *names)}
+"""
+    return Section(text, [])
