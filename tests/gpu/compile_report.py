@@ -36,7 +36,7 @@ def tiles_of(target: Target) -> dict[str, dict[str, Any]]:
         name: described(target, tile, compile_decode(target, tile, merging))
         for name, (tile, merging) in variants.items()
     }
-    chunk_tile = prefill_tile(size, target.head_dim, target.capability)
+    chunk_tile = prefill_tile(size, target.head_dim, capability=target.capability)
     return report | {"prefill": described(target, chunk_tile, compile_prefill(target, chunk_tile))}
 
 
