@@ -219,9 +219,9 @@ def _attend_block(
     scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     if C.soft_cap > 0:
-        scores = soft_capped(scores, scale, C.soft_cap) * (C.soft_cap * _LOG2_E)
-    else:
-        scores = scores * scale
+        scores = soft_capped(scores, scale, C.soft_cap)
+        scale = C.soft_cap * _LOG2_E
+    scores = scores * scale
     consumer_release(index, S.empty, S)
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))

@@ -42,9 +42,7 @@ PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, ctas_per_sm=1)
 _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
 
 
-def prefill_tile(
-    kv_itemsize: int, width: int, hopper: bool = False, capability: int = TIMED_CAPABILITY
-) -> PrefillTile:
+def prefill_tile(kv_itemsize: int, width: int, hopper: bool = False, capability: int = TIMED_CAPABILITY) -> PrefillTile:
     """The tile of an attention; arguments as of `decode_tiles`. Its rows hold any group that those tiles hold."""
     timed = capability == TIMED_CAPABILITY
     if hopper:
