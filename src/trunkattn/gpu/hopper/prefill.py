@@ -24,12 +24,12 @@ from trunkattn.gpu.hopper.common import (
     WARPGROUP_ROWS,
     Layer,
     dtypes_of,
+    is_aligned,
     layer_of,
     of_layer,
     pdl_trigger,
     row_offset,
     scheduled_task,
-    supports_tma,
     tma_descriptors,
     write_partials,
 )
@@ -337,13 +337,13 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `bind` takes this: what `fits_hopper` and `supports_tma` accept, groups that divide 128, items of up to
+    """Whether `bind` takes this: what `fits_hopper` and `is_aligned` accept, groups that divide 128, items of up to
     128 rows, and query tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
     dims, options = (geometry.head_dim, geometry.head_dim_v), (geometry.soft_cap, geometry.sinks)
     fits = fits_hopper(dtypes_of(t), dims, geometry.page_size, *options)
-    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and fits and supports_tma(t)
+    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and fits and is_aligned(t)
 
 
 def chunks_of(prefill: PrefillPlan) -> Chunks:
