@@ -86,7 +86,7 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     target = (compiled.capability, compiled.head_dim)
     allowed = {"prefill": PREFILL_SPILLS.get((*target, compiled.kv_dtype), 0)}
     if compiled.head_dim == 256:
-        allowed |= dict.fromkeys(DECODE_ON_HOPPER, 216) | {"64x32 portable": 264}
+        allowed |= dict.fromkeys(DECODE_ON_HOPPER, 416) | {"64x32 portable": 264}
     for name, used in compiled.report.items():
         assert used["spilled"] <= (SPILLED_AT_MOST | allowed).get(name, 0), name
 

@@ -64,9 +64,8 @@ from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
-# By head_dim: keys of a block, and registers of a thread at launch. Two CTAs fit on an SM.
-_BLOCK_TOKENS: Final = MappingProxyType({64: 64, 128: 64, 256: 32})
-REGISTERS: Final = MappingProxyType({64: 128, 128: 128, 256: 168})
+_BLOCK_TOKENS: Final = MappingProxyType({64: 64, 128: 64, 256: 32})  # keys of a block, by head_dim
+REGISTERS: Final = 128  # of a thread at launch: of the 8 warps that Triton rounds up to, two CTAs fit on an SM
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
@@ -395,6 +394,6 @@ def bind(
     for number, count in enumerate(num_programs):
         its_pdl = Pdl(pdl.trigger or number + 1 < len(num_programs), pdl.overlaps or number > 0)
         each = DecodeLaunch(buckets, sum(num_programs[:number]), sum(num_programs), its_pdl, return_lse)
-        options = {"num_warps": 4, "maxnreg": REGISTERS[plan.geometry.head_dim], "launch_pdl": True}
+        options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
         grids.append(Grid(count, arguments(t, plan, each)._asdict() | options))
     return BoundLaunches(hopper_decode_kernel, grids, LAYER, of_layer)

@@ -124,7 +124,7 @@ def compile_hopper_decode(
             sinks=sinks, return_lse=False,
         ),
     )  # fmt: skip
-    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS[target.head_dim])
+    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS)
 
 
 def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
