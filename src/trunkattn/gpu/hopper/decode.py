@@ -89,7 +89,8 @@ def _decode_tile(head_dim: int, num_producer_warps: int) -> MainloopTile:
 
 
 def registers(head_dim: int, gathers: bool) -> int:
-    """Of a thread at launch: two CTAs fit on an SM, or one that gathers heads of 256."""
+    """Of a thread at launch: of the 8 warps that Triton rounds up to, two CTAs fit on an SM, or one that gathers heads of
+    256."""
     return 160 if gathers and head_dim > 128 else 128
 
 
