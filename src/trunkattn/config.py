@@ -169,14 +169,10 @@ class AttentionConfig:
     @property
     def decodes_on_hopper(self) -> bool:
         """Whether the Hopper kernel for decoding, for sm_90, computes this attention."""
-        return (
-            self.policy == "auto"
-            and not self.batch_invariant
-            and fits_hopper_decode(
-                (self.dtype, self.cache_dtype),
-                (self.head_dim, self.value_dim),
-                self.num_qo_heads // self.num_kv_heads,
-            )
+        return self.policy == "auto" and fits_hopper_decode(
+            (self.dtype, self.cache_dtype),
+            (self.head_dim, self.value_dim),
+            self.num_qo_heads // self.num_kv_heads,
         )
 
     @property
@@ -184,6 +180,7 @@ class AttentionConfig:
         """Whether the Hopper kernel for prompts and decodes together computes this attention, too."""
         return (
             self.decodes_on_hopper
+            and not self.batch_invariant
             and self.num_qo_heads // self.num_kv_heads in HOPPER_GROUPS
             and fits_hopper(
                 (self.dtype, self.cache_dtype),

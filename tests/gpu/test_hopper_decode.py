@@ -81,7 +81,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert layer[-10:] == (8 * 128, 128, 8 * 128, 128, *of_caches, *of_caches)
     assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
     constants = hopper_decode.DecodeConstants(
-        *(8, 2, 4, 128, 16, 16, masked, 0.0), sinks=False, return_lse=False, gathers=False, kv_bytes=2, kv_kind=0
+        *(8, 2, 4, 128, 16, 16, masked, False, 0.0), sinks=False, return_lse=False, gathers=False, kv_bytes=2, kv_kind=0
     )
     assert constants == given.C
 
@@ -110,7 +110,7 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}, {"in_order": True}])
 def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
     tiles = decode_tiles(2, head_dim, shape.num_qo_heads // shape.num_kv_heads, hopper=True)
@@ -121,6 +121,7 @@ def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: in
     assert len(constants) == 1
     (found,) = constants
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
+    assert found.in_order is options.get("in_order", False)
     assert (found.group_size, found.head_dim) == (shape.num_qo_heads // 2, head_dim)
 
 

@@ -165,6 +165,31 @@ def test_head_dims_groups_sinks_and_soft_caps(
     assert bool(launched) == runs_it()
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("several", [False, True])
+def test_batch_invariant_bits(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], kv_dtype: torch.dtype | None, several: bool
+) -> None:
+    """Alone, in part of the batch, and in all of it, where every other CTA would begin with other blocks."""
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
+    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+    config = replace(GOOD, batch_invariant=True, kv_dtype=kv_dtype)
+    layer = poisoned(config, uneven("1,8,96_512,256,300", 16, (1, 3) if several else (1,)))
+    attention, starts = BatchAttention(config, "cuda"), layer.batch.query_start_loc
+    together = attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache)
+    table, lens, _ = layer.step
+    for rows in ([3], [50], [5, 9, 20], list(range(0, 96, 2)), list(range(95, -1, -1))):
+        tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+        counts = torch.tensor([0, *np.diff(starts)[rows]]).cumsum(0).to(torch.int32)
+        plan = attention.plan(table[rows].contiguous(), lens[rows], counts)
+        some = attention.run(plan, layer.q[tokens], layer.k_cache, layer.v_cache)
+        assert torch.equal(some, together[tokens])
+    assert bool(launched) == runs_it()
+    chosen = sorted({0, 47, 95})
+    taken = torch.cat([together[starts[row] : starts[row + 1]] for row in chosen]).double()
+    assert (taken - expected(layer, config, chosen)).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("scale", [1e-3, 3.0])
 def test_scales(monkeypatch: pytest.MonkeyPatch, launched: list[int], scale: float) -> None:
     only(monkeypatch, "64x64")

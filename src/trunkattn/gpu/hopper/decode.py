@@ -64,9 +64,16 @@ _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 
 
 class DecodeConstants(NamedTuple):
-    """What the kernel is compiled for. segment_size: tokens. masked: queries of one sequence see different tokens.
-    soft_cap: of logits, 0 for none. gathers: producer warps gather the tokens, instead of TMA. kv_bytes, kv_kind: of
-    numbers in the cache, which `gather` widens."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        segment_size: tokens.
+        masked: queries of one sequence see different tokens.
+        in_order: every CTA computes an item's blocks in the order of its keys.
+        soft_cap: of logits; 0: none.
+        gathers: producer warps gather the tokens, instead of TMA.
+        kv_bytes, kv_kind: of numbers in the cache, which `gather` widens.
+    """
 
     num_qo_heads: int
     num_kv_heads: int
@@ -75,6 +82,7 @@ class DecodeConstants(NamedTuple):
     page_size: int
     segment_size: int
     masked: bool
+    in_order: bool
     soft_cap: float
     sinks: bool
     return_lse: bool
@@ -89,8 +97,8 @@ def _decode_tile(head_dim: int, num_producer_warps: int) -> MainloopTile:
 
 
 def registers(head_dim: int, gathers: bool) -> int:
-    """Of a thread at launch: of the 8 warps that Triton rounds up to, two CTAs fit on an SM, or one that gathers heads of
-    256."""
+    """Of a thread at launch: two CTAs of the 8 warps that Triton rounds up to fit on an SM, or one that gathers heads
+    of 256."""
     return 160 if gathers and head_dim > 128 else 128
 
 
@@ -337,7 +345,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
     g, bytes_and_kind = plan.geometry, (t.k_cache.element_size(), kind_of(t.k_cache.dtype))
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
-    options = (g.masked, g.soft_cap or 0.0, g.sinks)
+    options = (g.masked, g.in_order, g.soft_cap or 0.0, g.sinks)
     layer, keys, values = _of_gathered_layer(t) if gathers(t, g) else of_layer(t)
     return DecodeArguments(
         layer,
