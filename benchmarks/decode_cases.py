@@ -39,11 +39,6 @@ class Shape(NamedTuple):
         """Of a token's key and value."""
         return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has neither window, sinks, soft cap nor a cache of another dtype than the queries."""
-        return self.dtype == self.kv_dtype and self.window is None and self.soft_cap is None and not self.sinks
-
 
 class Seen(NamedTuple):
     """What the queries of a batch see. tokens: each counted once; pairs: of a query and a token."""

@@ -108,16 +108,18 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
 
 
 def within_rounding(compared: dict[str, Any], own: dict[str, Any], step: float) -> bool:
-    """Whether a difference between two back ends is no more than rounding makes.
+    """Whether a difference between two back ends is no more than rounding makes: of 99 % of the tokens, and of the one
+    that differs most, or an answer that is wrong from its first tokens would hide among the others.
 
     Args:
         compared: what `compare` says of them.
         own: what it says of two rounds of the first back end, which batches them in two ways.
         step: between two logits, in the model's dtype.
     """
-    spread = compared["logprob_difference"]
-    allowed = max(3 * own["logprob_difference"]["p99"], step)
-    return spread["p99"] <= allowed and max(compared["gaps"], default=0.0) <= max(allowed, spread["max"])
+    spread, usual = compared["logprob_difference"], own["logprob_difference"]
+    allowed, most = max(3 * usual["p99"], step), 3 * max(usual["max"], step)
+    widest = max(compared["gaps"], default=0.0)
+    return spread["p99"] <= allowed and spread["max"] <= most and widest <= max(allowed, spread["max"])
 
 
 class Job(NamedTuple):

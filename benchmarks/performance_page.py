@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from page import chunks, cpu, decode, engine, host, server, sglang, shapes, training, vllm
-from page.common import ROOT, load, percent, span, table
+from page.common import ROOT, load, percent, span, table, versions_of
 
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
@@ -66,7 +66,8 @@ Every row above in which something else is at least 1 % faster; for ranges the w
 def readme() -> str:
     """The few figures that README.md shows."""
     rows = []
-    for hopper, larger in vllm.tpot_rows("vllm-tpot-h100", "vllm-tpot-h200"):
+    names = {"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"}
+    for hopper, larger in vllm.tpot_rows(*names.values()):
         cells: list[object] = [vllm.USES[hopper["workload"]]]
         for row in (hopper, larger):
             stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
@@ -78,9 +79,8 @@ def readme() -> str:
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
     eight = [decode.fp8_shared(card, heads) for card in ("h100", "h200") for heads in decode.HEADS]
     cudnn = span(training.over_cudnn())
-    version = load("vllm-tpot-h100")["versions"]["vllm"]
     head = ["use", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
-    return f"""Time per output token in vLLM {version}, ms (Llama-3-8B's shape, bf16):
+    return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
 {table(head, rows)}
 

@@ -10,10 +10,10 @@ are greedy and share a prefix; each is generated twice, the second time from the
 
 Each case runs SGLang's own back end and ours in pages of 16 tokens; bf16, page-1 and hybrid-pools also its own for
 prompts with ours for decoding. Compared with the first are the tokens up to the first that differs; there, how far
-apart the first saw the two candidates; and the log-probabilities of equal tokens. They are `within_rounding` if
-log-probabilities differ by no more than three times as much as between the first back end's own two rounds, or than one
-step of a logit in the model's dtype, and no gap is wider than that. `plain` compares with the first back end of the
-plainest case of the same model.
+apart the first saw the two candidates; and the log-probabilities of equal tokens. They are `within_rounding` if 99 % of
+the log-probabilities differ by no more than three times as much as between the first back end's own two rounds, or than
+one step of a logit in the model's dtype; the largest by no more than three times the largest there, or three steps; and
+no gap is wider than both. `plain` compares with the first back end of the plainest case of the same model.
 
 A case fails if an engine does, if a back end is not within rounding, or if ours has not counted the steps that it
 should have computed. The script then ends with 1.

@@ -67,7 +67,7 @@ max(prefill, decode).
 
 {table(head, rows, 2)}
 
-{sources("python benchmarks/hybrid.py --pod-every 8", *names)}
+{sources("python benchmarks/hybrid.py --pod-every 8", *names, part="sweep")}
 
 ![Hybrid batches on an H100](pictures/hybrid-h100.png)
 """

@@ -1,7 +1,7 @@
 """What every section needs: results, tables, and where figures come from."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,19 +51,36 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) 
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
-def sources(command: str, *names: str) -> str:
-    """Where a table's figures come from: file, date, device, versions, commit and the command that makes them."""
+def sources(command: str, *names: str, part: str | None = None) -> str:
+    """Where a table's figures come from: file, date, device, versions, commit and the command that makes them. part: of
+    the results, which may be older than what else they hold."""
     outside = [load(name)["source"] for name in names if "source" in load(name)]
     made = f"Made by {outside[0]}. The nearest command here is" if outside else "Made by"
-    return f"<small>{'<br>'.join(map(source, names))}<br>{made} `{command}`</small>"
+    return f"<small>{'<br>'.join(source(name, part) for name in names)}<br>{made} `{command}`</small>"
 
 
-def source(name: str) -> str:
+def source(name: str, part: str | None = None) -> str:
     result = load(name)
+    result |= {key: result[part][key] for key in ("date", "commit") if key in result[part]} if part else {}
     date = f"{result['date']} ({result['date_is']})" if "date_is" in result else result["date"]
     device = result.get("card") or (card_of(name) if is_card(name) else result["device"])
     versions = [f"{package} {result['versions'][package]}" for package in PACKAGES if package in result["versions"]]
     return f"`{name}.json`: {', '.join([date, device, *versions, 'commit ' + result['commit']])}"
+
+
+def versions_of(package: str, names: Mapping[str, str]) -> str:
+    """The versions of a package: one for all results, or each with what it is of. names: of results, by what they are
+    of."""
+    found: dict[str, list[str]] = {}
+    for of, name in names.items():
+        found.setdefault(load(name)["versions"][package], []).append(of)
+    return next(iter(found)) if len(found) == 1 else and_(f"{version} ({and_(of)})" for version, of in found.items())
+
+
+def and_(parts: Iterable[str]) -> str:
+    """ "a, b and c"."""
+    *before, last = parts
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def is_card(name: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from page.common import Loss, Section, card_of, held, load, note_loss, percent, sources, table
-from page.vllm import NAMES, SERVING_HEAD, USES, serving_rows
+from page.vllm import NAMES, SERVING_HEAD, USES, serving_rows, timing_text
 
 
 def sections() -> list[Callable[[], Section]]:
@@ -40,13 +40,16 @@ def tpot() -> Section:
                 note_loss(losses, where, NAMES.get(first, first), ours / stock)
             rows.append(cells)
         tables += f"{label(name)}:\n\n{table(head, rows, 2)}\n\n"
+    backends = dict.fromkeys(" ".join(load(name)["runs"]) for name in names)
+    options = f"--backends {' or '.join(backends)} [--tensor-parallel 2]"
     text = f"""## In SGLang: time per output token
 
 Milliseconds, Llama-3-8B's shape with random weights, bf16, decode graphs and the radix cache, the same prompts for all
 back ends. `fa3` is FlashAttention-3, SGLang's own choice on Hopper, with its own pages of one token; `fa3+trunk@16`
-computes prompts with it and decodes here, in pages of 16 tokens. Beside each is its speed over the first.
-
-{tables}{sources("python benchmarks/sglang_tpot.py --model FOLDER [--tensor-parallel 2]", *names)}
+computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` does both here. Beside each is its speed
+over the first.
+{timing_text(names)}
+{tables}{sources(f"python benchmarks/sglang_tpot.py --model FOLDER {options}", *names)}
 """
     return Section(text, losses)
 

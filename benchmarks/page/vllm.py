@@ -1,11 +1,13 @@
 """Time per token and serving in vLLM."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from page.common import Loss, Section, card_of, load, note_loss, percent, sources, table
+from page.common import Loss, Section, and_, card_of, load, note_loss, percent, sources, table, versions_of
 
 FA3 = "FlashAttention-3"
 NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
+FAR = 0.1  # of a run from the median of all
 SERVING_HEAD = ("card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean")
 
 # What the batches of vllm_tpot.py stand for.
@@ -31,9 +33,33 @@ def tpot_rows(*names: str) -> list[list[dict[str, Any]]]:
     return [[row, *(rows[name] for rows in others)] for name, row in first.items() if all(name in it for it in others)]
 
 
+def timing_text(names: Sequence[str]) -> str:
+    """How runs were timed where it was not as the script does now, and how far they scatter; empty: all were so."""
+    others = [name for name in names if "timed" in load(name)]
+    if not others:
+        return ""
+    runs = [
+        time / found["tpot_ms"]
+        for name in others
+        for row in load(name)["rows"]
+        for found in row.values()
+        if isinstance(found, dict)
+        for time in found["tpot_ms_each"]
+    ]
+    far = sum(abs(ratio - 1) > FAR for ratio in runs)
+    below = f" and {sum(ratio <= 0 for ratio in runs)} not over 0" if min(runs) <= 0 else ""
+    how = and_(dict.fromkeys(load(name)["timed"] for name in others))
+    return f"""
+In {and_(f"`{name}`" for name in others)} time per token is {how}.
+It has in it what is left of the prompts, which differs from run to run: {far} of {len(runs)} runs are more than
+{percent(FAR)} from their median{below}.
+"""
+
+
 def tpot() -> Section:
     names = ("vllm-tpot-h100", "vllm-tpot-h200", "vllm-tpot-h200-tp2")
     labels = ("H100", "H200", "two H200s")
+    version = versions_of("vllm", dict(zip(labels, names, strict=True)))
     rows, losses = [], []
     for group in tpot_rows(*names):
         workload = group[0]["workload"]
@@ -50,11 +76,12 @@ def tpot() -> Section:
     spread = percent(max(max(times) / min(times) for times in each) - 1)
     text = f"""## In vLLM: time per output token
 
-Milliseconds, Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends.
-FA3 is FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure
-is the median of three runs; runs of TrunkAttention differ by up to
+Milliseconds in vLLM {version}.
+Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends. FA3 is
+FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure is the
+median of three runs; runs of TrunkAttention differ by up to
 {spread} of each other, so that small differences mean little.
-
+{timing_text(names)}
 {table(head, rows, 2)}
 
 {sources("python benchmarks/vllm_tpot.py --model FOLDER [--tensor-parallel 2]", *names)}

@@ -171,15 +171,10 @@ class AttentionConfig:
     @property
     def decodes_on_hopper(self) -> bool:
         """Whether the Hopper kernel for decoding, for sm_90, computes this attention."""
-        return (
-            self.policy == "auto"
-            and not self.batch_invariant
-            and fits_hopper_decode(
-                (self.dtype, self.cache_dtype),
-                (self.head_dim, self.value_dim),
-                self.page_size,
-                self.num_qo_heads // self.num_kv_heads,
-            )
+        return self.policy == "auto" and fits_hopper_decode(
+            (self.dtype, self.cache_dtype),
+            (self.head_dim, self.value_dim),
+            self.num_qo_heads // self.num_kv_heads,
         )
 
     @property
@@ -195,8 +190,8 @@ class AttentionConfig:
     @property
     def overlaps_on_hopper(self) -> bool:
         """Whether the Hopper kernel for prompts and decodes together computes this attention."""
+        fits = self.decodes_on_hopper and self.prompts_on_hopper and not self.batch_invariant
         group_size = self.num_qo_heads // self.num_kv_heads
-        fits = self.decodes_on_hopper and self.prompts_on_hopper
         return fits and self.head_dim == HOPPER_HEAD_DIM and group_size in HOPPER_GROUPS
 
     @property

@@ -28,7 +28,7 @@ KV_KINDS: Final = MappingProxyType(
 
 # What the Hopper kernels take
 HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
-HOPPER_PAGE_UNIT: Final = 16  # tokens; a page holds a multiple of them
+HOPPER_PAGE_UNIT: Final = 16  # tokens that TMA loads at a time
 HOPPER_BOX_DIMS: Final = 64
 HOPPER_HEAD_DIMS: Final = (64, 128, 256)
 HOPPER_DECODE_ROWS: Final = 64  # of a tile, which holds a query's heads of a group
@@ -38,18 +38,16 @@ HOPPER_HEAD_DIM: Final = 128
 HOPPER_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
 
 
-def fits_hopper_decode(
-    dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
-) -> bool:
-    """Whether the Hopper decode kernel computes an attention: 16-bit queries and caches of one dtype, heads of 64, 128
-    or 256, pages of whole 16 tokens, at most 64 query heads per KV head. dtypes: of queries and of caches. head_dims:
-    of keys and of values."""
+def fits_hopper_decode(dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], group_size: int) -> bool:
+    """Whether the Hopper decode kernel computes an attention: 16-bit queries, caches of their dtype or of 8 bits, heads
+    of 64, 128 or 256, at most 64 query heads per KV head. dtypes: of queries and of caches. head_dims: of keys and of
+    values."""
     return (
         dtypes[0] in HOPPER_DTYPES
-        and all(dtype == dtypes[0] for dtype in dtypes)
+        and all(dtype == dtypes[0] or dtype.itemsize == 1 for dtype in dtypes)
+        and len(set(dtypes[1:])) == 1
         and head_dims[0] in HOPPER_HEAD_DIMS
         and head_dims[0] == head_dims[1]
-        and page_size % HOPPER_PAGE_UNIT == 0
         and group_size <= HOPPER_DECODE_ROWS
     )
 
@@ -57,8 +55,10 @@ def fits_hopper_decode(
 def fits_hopper_prefill(
     dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
 ) -> bool:
-    """Whether the Hopper kernel for prompts computes an attention: what the one for decoding does."""
-    return fits_hopper_decode(dtypes, head_dims, page_size, group_size)
+    """Whether the Hopper kernel for prompts computes an attention: of what the one for decoding does, caches of the
+    queries' dtype and pages of whole 16 tokens."""
+    fits = fits_hopper_decode(dtypes, head_dims, group_size)
+    return fits and len(set(dtypes)) == 1 and page_size % HOPPER_PAGE_UNIT == 0
 
 
 E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"

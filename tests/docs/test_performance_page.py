@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import performance_page  # noqa: E402
-from page import common, sglang  # noqa: E402
+from page import chunks, common, sglang, vllm  # noqa: E402
 
 
 @pytest.mark.parametrize("path", [performance_page.PAGE, performance_page.README], ids=lambda path: path.name)
@@ -50,6 +50,44 @@ def test_every_source_is_a_result_with_its_origin() -> None:
     for path in common.RESULTS.glob("*.json"):
         result = json.loads(path.read_text())
         assert {"date", "commit", "device", "versions"} <= set(result), path.name
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of made-up results."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_versions_are_those_of_each_result(results: Path) -> None:
+    for name, version in (("a", "0.33.0"), ("b", "0.26.0"), ("c", "0.26.0"), ("d", "0.26.0")):
+        (results / f"{name}.json").write_text(json.dumps({"versions": {"vllm": version}}))
+    assert common.versions_of("vllm", {"H200": "b", "two": "c"}) == "0.26.0"
+    assert common.versions_of("vllm", {"H100": "a", "H200": "b"}) == "0.33.0 (H100) and 0.26.0 (H200)"
+    several = {"H100": "a", "H200": "b", "two": "c", "four": "d"}
+    assert common.versions_of("vllm", several) == "0.33.0 (H100) and 0.26.0 (H200, two and four)"
+
+
+def test_a_part_of_a_result_has_its_own_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other parts may have been measured into the same file later."""
+    read, sweep = common.read, common.load("hybrid-h100")["sweep"]
+    later = {"date": "2099-01-01", "commit": "later"}
+    monkeypatch.setattr(common, "read", lambda path: json.dumps(json.loads(read(path)) | later))
+    text = chunks.hybrid().text
+    assert f"`hybrid-h100.json`: {sweep['date']}" in text
+    assert f"commit {sweep['commit']}<br>" in text
+    assert "2099" not in text and "later" not in text
+    assert "2099-01-01" in chunks.prefill().text
+
+
+def test_the_page_says_how_runs_were_timed_that_were_timed_in_another_way(results: Path) -> None:
+    row = {"workload": "x", "ours": {"tpot_ms": 10.0, "tpot_ms_each": [-4.0, 10.0, 10.9]}}
+    (results / "old.json").write_text(json.dumps({"timed": "a difference", "rows": [row, row]}))
+    (results / "new.json").write_text(json.dumps({"rows": [row]}))
+    text = " ".join(vllm.timing_text(["old", "new"]).split())
+    assert text.startswith("In `old` time per token is a difference. It has")
+    assert text.endswith("2 of 6 runs are more than 10 % from their median and 2 not over 0.")
+    assert vllm.timing_text(["new"]) == ""
 
 
 def test_a_readme_without_markers_is_refused() -> None:

@@ -6,7 +6,7 @@ Prints JSON: kernel -> registers, spilled bytes, shared bytes, and CTAs that fit
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from trunkattn.gpu.tuning.compile_ahead import (
@@ -55,8 +55,9 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     tiles = decode_tiles(2, target.head_dim, group, hopper=True)[1:]
     options: dict[str, dict[str, Any]] = {"": {}, " masked": {"masked": True}}
     options[" with all options"] = {"masked": True, "soft_cap": 30.0, "sinks": True}
+    launched = replace(tiles[-1], warps=8)  # 4 that compute and 2 that load, which Triton rounds up
     for name, chosen in options.items():
-        report[f"hopper decode{name}"] = described(target, tiles[-1], compile_hopper_decode(target, **chosen))
+        report[f"hopper decode{name}"] = described(target, launched, compile_hopper_decode(target, **chosen))
     for tile in tiles:  # where `hopper_decode_kernel` cannot compute them
         name = f"{tile.block_m}x{tile.block_n} portable"
         report[name] = described(target, tile, compile_decode(target, tile))
@@ -74,10 +75,25 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     return report
 
 
+def gathered(target: Target) -> dict[str, dict[str, Any]]:
+    """The Hopper kernel where producer warps gather keys and values: 8-bit caches, and small pages."""
+    if target.capability != 90 or target.kv_dtype == "fp32":
+        return {}
+    group, size = target.num_qo_heads // target.num_kv_heads, ITEMSIZE[target.kv_dtype]
+    tile = decode_tiles(size, target.head_dim, group, hopper=True)[-1]
+    tile = replace(tile, warps=8, ctas_per_sm=1 if target.head_dim > 128 else 2)
+    return {
+        f"gathered decode{' masked' if masked else ''}": described(
+            target, tile, compile_hopper_decode(target, masked=masked, gathers=True)
+        )
+        for masked in (False, True)
+    }
+
+
 def main() -> None:
     capability, head_dim, dtype, kv_dtype = sys.argv[1:]
     target = Target(int(capability), int(head_dim), dtype=dtype, kv_dtype=kv_dtype)
-    print(json.dumps(tiles_of(target) | (others(target) if kv_dtype == "bf16" else {})))
+    print(json.dumps(tiles_of(target) | gathered(target) | (others(target) if kv_dtype == "bf16" else {})))
 
 
 if __name__ == "__main__":

@@ -47,12 +47,19 @@ def test_another_card_gets_cautious_values_and_says_so(name: str, num_sms: int) 
 
 
 COMMON = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
-UNTIMED = pytest.mark.parametrize(
-    "options", [{"head_dim": 64}, {"head_dim": 256}, {"num_qo_heads": 56}, {"sinks": True}, {"logits_soft_cap": 30.0}]
+UNTIMED = [
+    {"head_dim": 64},
+    {"head_dim": 256},
+    {"num_qo_heads": 56},
+    {"sinks": True},
+    {"logits_soft_cap": 30.0},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*UNTIMED, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn}, {"batch_invariant": True}],
 )
-
-
-@UNTIMED
 def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(options: dict[str, Any]) -> None:
     plain, config = AttentionConfig(**COMMON), AttentionConfig(**(COMMON | options))
     for family in (False, True):
@@ -64,7 +71,7 @@ def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(o
     )
 
 
-@UNTIMED
+@pytest.mark.parametrize("options", UNTIMED)
 def test_the_hopper_kernel_computes_other_prompts_only_where_they_were_timed(options: dict[str, Any]) -> None:
     config = AttentionConfig(**(COMMON | options))
     for family in (False, True):

@@ -22,6 +22,7 @@ SPILLED_AT_MOST = {
     # but for four reloads outside of the loop over blocks without a mask
     "hopper prefill": 384, "hopper prefill window": 392, "hopper prefill with all options": 624,
     "hopper decode masked": 8, "hopper decode with all options": 8,  # of producer warps
+    "gathered decode": 296, "gathered decode masked": 312,  # Triton 3.6 has 64 and 160
     # outside of the two loops over blocks without a mask
     "hopper prefill and decode": 520, "hopper prefill and decode masked": 520, "hopper prefill and decode window": 528,
     "hopper prefill and decode with all options": 824,
@@ -37,6 +38,7 @@ BOTH_ON_HOPPER = frozenset({
     "hopper prefill and decode", "hopper prefill and decode masked", "hopper prefill and decode window",
     "hopper prefill and decode with all options",
 })  # fmt: skip
+GATHERED = frozenset({"gathered decode", "gathered decode masked"})
 PORTABLE = frozenset(f"{rows}x{keys} portable" for rows in (32, 64) for keys in (32, 64))
 ON_HOPPER = DECODE_ON_HOPPER | PROMPTS_ON_HOPPER | BOTH_ON_HOPPER | PORTABLE
 TARGETS = (
@@ -72,6 +74,8 @@ def test_every_kernel_compiles(compiled: Compiled) -> None:
     tiles = {name for name in compiled.report if name[0].isdigit()}
     assert len(tiles - ON_HOPPER) == 4, "low, merging, tall, flat"
     others = {"prefill"} | ({"merge"} if compiled.kv_dtype == "bf16" else set())
+    if compiled.capability == 90 and compiled.kv_dtype != "fp32":
+        others |= GATHERED
     if (compiled.capability, compiled.kv_dtype) == (90, "bf16"):
         keys = 32 if compiled.head_dim == 256 else 64
         others |= DECODE_ON_HOPPER | {f"32x{keys} portable", f"64x{keys} portable"}
@@ -89,16 +93,17 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     target = (compiled.capability, compiled.head_dim)
     allowed = {"prefill": PREFILL_SPILLS.get((*target, compiled.kv_dtype), 0)}
     if compiled.head_dim == 256:
-        allowed |= dict.fromkeys(DECODE_ON_HOPPER, 216) | {"64x32 portable": 264}
-        allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 752) | {"prefill portable": 432}
+        # Triton 3.6 spills nothing of the Hopper kernel with TMA, and 136 bytes where it gathers
+        allowed |= dict.fromkeys(DECODE_ON_HOPPER, 416) | dict.fromkeys(GATHERED, 352) | {"64x32 portable": 264}
+        allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 752) | {"prefill portable": 432}  # Triton 3.6 has 200 of the former
     if compiled.head_dim == 64:
-        allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)
+        allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)  # Triton 3.6 has 24
     for name, used in compiled.report.items():
         assert used["spilled"] <= (SPILLED_AT_MOST | allowed).get(name, 0), name
 
 
 def test_triton_leaves_the_empty_barriers_of_pipelines_alone(compiled: Compiled) -> None:
-    for name in (DECODE_ON_HOPPER | PROMPTS_ON_HOPPER | BOTH_ON_HOPPER) & set(compiled.report):
+    for name in (DECODE_ON_HOPPER | PROMPTS_ON_HOPPER | BOTH_ON_HOPPER | GATHERED) & set(compiled.report):
         assert 0 < compiled.report[name]["barriers"] <= BAR_K_EMPTY.value, name
 
 

@@ -77,9 +77,12 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert tiles.items.numel() == 20 and tiles.segments.numel() == 12 and tiles.queries.tolist() == [0, 1, 2, 2]
     assert tiles.partial_slots.tolist() == [-1, -1, 0, 1] and tiles.positions.tolist()[:3] == [15, 15, 15]
     assert all(getattr(layer, name) is getattr(tensors, name) for name in layer._fields if "stride" not in name)
-    assert layer[-4:] == (8 * 128, 128, 8 * 128, 128)
+    of_caches = 16 * 2 * 128, 2 * 128, 128
+    assert layer[-10:] == (8 * 128, 128, 8 * 128, 128, *of_caches, *of_caches)
     assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
-    constants = hopper_decode.DecodeConstants(8, 2, 4, 128, 16, 16, masked, 0.0, sinks=False, return_lse=False)
+    constants = hopper_decode.DecodeConstants(
+        *(8, 2, 4, 128, 16, 16, masked, False, 0.0), sinks=False, return_lse=False, gathers=False, kv_bytes=2, kv_kind=0
+    )
     assert constants == given.C
 
 
@@ -107,7 +110,7 @@ def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: di
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}, {"in_order": True}])
 def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
     tiles = decode_tiles(2, head_dim, shape.num_qo_heads // shape.num_kv_heads, hopper=True)
@@ -118,17 +121,43 @@ def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: in
     assert len(constants) == 1
     (found,) = constants
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
+    assert found.in_order is options.get("in_order", False)
     assert (found.group_size, found.head_dim) == (shape.num_qo_heads // 2, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tensors", "kind"),
+    [
+        ({"page_size": 8, "segment_size": 8}, {}, 0),
+        ({"page_size": 1, "segment_size": 1}, {}, 0),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}, 1),
+        ({"page_size": 4, "segment_size": 4}, {"kv_dtype": torch.float8_e5m2}, 2),
+    ],
+)
+def test_small_pages_and_8_bits_are_gathered(
+    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], kind: int
+) -> None:
+    shape, given = replace(GEOMETRY, **geometry), make_tensors(**tensors)
+    tiles = decode_tiles(given.k_cache.element_size(), 128, 4, hopper=True)
+    plan = reserve(LIMITS, tiles, shape, DEVICE_INFO, "serial", CPU)
+    refill(plan, make_list(), np.full(3, 15, np.int32))
+    execute(plan, given, tiles, DEVICE_INFO, False)
+    launched = of(kernels["hopper"])
+    assert len(launched) == 2
+    for _, arguments in launched:
+        assert (arguments.C.gathers, arguments.C.kv_kind) == (True, kind)
+        assert arguments.C.kv_bytes == given.k_cache.element_size()
+        for cache, source in ((arguments.k_desc, given.k_cache), (arguments.v_desc, given.v_cache)):
+            assert cache.data_ptr() == source.data_ptr()
+            assert cache.dtype == (torch.uint8 if kind else torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("geometry", "tensors"),
     [
         ({"head_dim_v": 64}, {}),
-        ({"page_size": 8, "segment_size": 8}, {}),
         ({"num_qo_heads": 130}, {}),
         ({}, {"dtype": torch.float32}),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}),
     ],
 )
 def test_what_it_cannot_do_goes_to_the_other(

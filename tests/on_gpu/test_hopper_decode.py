@@ -137,6 +137,14 @@ def test_several_query_tokens_and_windows(
         replace(GOOD, sinks=True),
         replace(GOOD, head_dim=64, num_qo_heads=64, sinks=True),
         replace(GOOD, head_dim=64, page_size=32, dtype=torch.float16),
+        *(replace(GOOD, page_size=page_size) for page_size in (1, 2, 8)),
+        replace(GOOD, kv_dtype=torch.float8_e4m3fn),
+        replace(GOOD, kv_dtype=torch.float8_e5m2, num_kv_heads=4, dtype=torch.float16),
+        replace(GOOD, kv_dtype=torch.float8_e4m3fn, page_size=1, num_qo_heads=28, num_kv_heads=4),
+        replace(GOOD, kv_dtype=torch.float8_e4m3fn, head_dim=64, num_qo_heads=64, sinks=True, dtype=torch.float16),
+        replace(GOOD, kv_dtype=torch.float8_e4m3fn, head_dim=256, num_qo_heads=16, logits_soft_cap=30.0),
+        replace(GOOD, kv_dtype=torch.float8_e5m2, head_dim=256, num_qo_heads=16, num_kv_heads=2),
+        replace(GOOD, head_dim=256, num_qo_heads=16, page_size=4),
         replace(GOOD, head_dim=256, num_qo_heads=16),
         replace(GOOD, head_dim=256, num_qo_heads=16, num_kv_heads=2, logits_soft_cap=5.0, sinks=True),
         replace(GOOD, head_dim=256, num_qo_heads=28, num_kv_heads=4, page_size=64, dtype=torch.float16),
@@ -155,6 +163,31 @@ def test_head_dims_groups_sinks_and_soft_caps(
     queries = (1,) if window is None else (0, 1, 2)
     check(config, poisoned(config, uneven("1,8,64_512,128,100", config.page_size, queries)), 0.02, **options)
     assert bool(launched) == runs_it()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("several", [False, True])
+def test_batch_invariant_bits(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], kv_dtype: torch.dtype | None, several: bool
+) -> None:
+    """Alone, in part of the batch, and in all of it, where every other CTA would begin with other blocks."""
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
+    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+    config = replace(GOOD, batch_invariant=True, kv_dtype=kv_dtype)
+    layer = poisoned(config, uneven("1,8,96_512,256,300", 16, (1, 3) if several else (1,)))
+    attention, starts = BatchAttention(config, "cuda"), layer.batch.query_start_loc
+    together = attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache)
+    table, lens, _ = layer.step
+    for rows in ([3], [50], [5, 9, 20], list(range(0, 96, 2)), list(range(95, -1, -1))):
+        tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+        counts = torch.tensor([0, *np.diff(starts)[rows]]).cumsum(0).to(torch.int32)
+        plan = attention.plan(table[rows].contiguous(), lens[rows], counts)
+        some = attention.run(plan, layer.q[tokens], layer.k_cache, layer.v_cache)
+        assert torch.equal(some, together[tokens])
+    assert bool(launched) == runs_it()
+    chosen = sorted({0, 47, 95})
+    taken = torch.cat([together[starts[row] : starts[row + 1]] for row in chosen]).double()
+    assert (taken - expected(layer, config, chosen)).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("scale", [1e-3, 3.0])

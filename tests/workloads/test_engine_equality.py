@@ -72,6 +72,18 @@ def test_rounding_is_measured_by_the_first_back_end_itself(p99: float, gaps: lis
     assert within_rounding({"gaps": gaps, "logprob_difference": spread}, own, step=0.0625) is expected
 
 
+def test_one_wrong_answer_of_many_is_no_rounding() -> None:
+    """It parts after a token or two, which are less than 1 % of all that are compared."""
+    right = [answer([5, 6], [{5: -0.1, 9: -3.0}, {6: -0.2, 8: -3.0}]) for _ in range(200)]
+    near = [answer([5, 6], [{5: -0.11, 9: -3.0}, {6: -0.21, 8: -3.0}]) for _ in range(200)]
+    own = compare(near, right)
+    assert within_rounding(own, own, step=0.0625)
+    wrong = answer([5, 8], [{5: -2.9, 9: -3.0}, {8: -0.2, 6: -3.0}])
+    found = compare([*near[1:], wrong], right)
+    assert found["logprob_difference"]["p99"] < 0.02 and found["gaps"] == [pytest.approx(2.8)]
+    assert not within_rounding(found, own, step=0.0625)
+
+
 def test_jobs_answer_fail_or_take_too_long(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

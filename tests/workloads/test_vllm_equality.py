@@ -55,6 +55,16 @@ def test_answers_are_compared_up_to_where_they_part_and_the_gap_there_is_kept() 
     assert found["logprob_difference"]["max"] == 0.0
 
 
+@pytest.mark.parametrize(("shift", "within"), [(0.05, True), (0.5, False)])
+def test_a_row_says_whether_answers_differ_by_more_than_rounding(shift: float, within: bool) -> None:
+    right, other = answer([10, 20]), answer([10, 20])
+    other["best"][1]["20"] -= shift
+    runs = ({"rounds": [[each]] * 2, "control": [right], "counters": {}} for each in (right, other))
+    row = summarize("bf16", dict(zip(BACKENDS, runs, strict=True)), None)
+    assert row["cold"]["equal_tokens"] == 2
+    assert row["within_rounding"] is within
+
+
 def test_a_case_that_failed_says_why() -> None:
     found = {BACKENDS[0]: {"failed": ["ValueError: no"]}, BACKENDS[1]: {"counters": {}}}
     assert summarize("gpt-oss", found, None) == {"case": "gpt-oss", "failed": {BACKENDS[0]: ["ValueError: no"]}}

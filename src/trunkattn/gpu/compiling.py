@@ -1,7 +1,7 @@
 """Kernels compiled side by side, before a step waits for them.
 
-Triton compiles a kernel when it is first launched, and one after the other that takes an engine's start some ten
-seconds. Here launches only say what they need, and all of it is compiled at once.
+Triton compiles a kernel when it is first launched, one after the other, while an engine's start waits. Here launches
+only say what they need, and all of it is compiled at once.
 """
 
 import os

@@ -1,9 +1,13 @@
 """What the launches of all plans of an executor share: partial states and scales."""
 
+from typing import Final
+
 import torch
 
 from trunkattn.config import AttentionConfig
 from trunkattn.inputs import LayerInputs, scale_tensor
+
+_MOST_KEPT: Final = 4096  # products of scales that are numbers
 
 
 class Workspace:
@@ -24,21 +28,35 @@ class Workspace:
 
 
 class Scales:
-    """What logits and values are multiplied by, [num_kv_heads] float32 each."""
+    """What logits and values are multiplied by, [num_kv_heads] float32 each. Of scales that are numbers they are made
+    once, since that takes launches and every layer may have its own."""
 
     def __init__(self, config: AttentionConfig, device: torch.device) -> None:
         self.ones = torch.ones(config.num_kv_heads, device=device)
         self._logit_scale = self.ones * config.logit_scale
+        self._kept: dict[tuple[bool, tuple[float, ...]], torch.Tensor] = {}
 
     def of(self, inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale of the logits and of the values of a layer."""
-        logit_scale, v_scale = self._logit_scale, self.ones
-        for value in (inputs.q_scale, inputs.k_scale):
-            if value is not None and not _is_one(value):
-                logit_scale = logit_scale * scale_tensor(value)
-        if inputs.v_scale is not None and not _is_one(inputs.v_scale):
-            v_scale = self.ones * scale_tensor(inputs.v_scale)
-        return logit_scale, v_scale
+        return self._times(self._logit_scale, inputs.q_scale, inputs.k_scale), self._times(self.ones, inputs.v_scale)
+
+    def _times(self, base: torch.Tensor, *scales: float | torch.Tensor | None) -> torch.Tensor:
+        factors = [value for value in scales if value is not None and not _is_one(value)]
+        numbers = tuple([value for value in factors if not isinstance(value, torch.Tensor)])
+        key = (base is self.ones, numbers)
+        if len(numbers) == len(factors) and key in self._kept:
+            return self._kept[key]
+        product = base
+        for value in factors:
+            product = product * scale_tensor(value)
+        # What is made while a graph is captured is the graph's. A graph may read what is kept, so nothing is dropped.
+        if len(numbers) == len(factors) and len(self._kept) < _MOST_KEPT and not _is_capturing(base.device):
+            self._kept[key] = product
+        return product
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _is_one(scale: float | torch.Tensor) -> bool:

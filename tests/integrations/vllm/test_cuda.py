@@ -127,6 +127,30 @@ def test_prompts_go_to_flash_attention_otherwise(
     assert (len(flash_kernel.calls), step.chunks) == (1, False)
 
 
+@pytest.mark.parametrize("may_overlap", [False, True])
+def test_there_is_room_for_prompt_chunks_only_where_they_may_overlap(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch, may_overlap: bool
+) -> None:
+    """Elsewhere it would take memory, and each plan would have to empty it."""
+    rooms: list[int] = []
+
+    def captured(attention: DeviceAttention, chunk_tokens: int) -> Any:
+        rooms.append(chunk_tokens)
+        return CapturedRun(attention, chunk_tokens)
+
+    monkeypatch.setattr(DeviceAttention, "may_overlap", may_overlap)
+    monkeypatch.setattr(cuda, "CapturedRun", captured)
+    layer = make_layer()
+    builder = make_builder(gpu_engine, layer)
+    step, errors = run_step(builder, make_batch([1, 1, 5], [20, 40, 60]))
+    assert max(errors) < 0.02
+    most = min(gpu_engine.scheduler_config.max_num_batched_tokens, cuda._CAPTURED_CHUNK_TOKENS) if may_overlap else 0
+    assert rooms == [most]
+    attention = builder.attentions[layer.layer_spec]
+    assert bool(attention.limits.max_chunk_tokens) is may_overlap
+    assert step.plans[layer.layer_spec][1].owner is attention
+
+
 @pytest.mark.usefixtures("overlapping")
 def test_kernels_are_compiled_together_before_the_first_step(
     gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch

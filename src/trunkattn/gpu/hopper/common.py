@@ -49,6 +49,12 @@ class Layer(NamedTuple):
     q_head_stride: Any
     out_token_stride: Any
     out_head_stride: Any
+    k_page_stride: Any
+    k_token_stride: Any
+    k_head_stride: Any
+    v_page_stride: Any
+    v_token_stride: Any
+    v_head_stride: Any
 
 
 class Task(NamedTuple):
@@ -124,7 +130,8 @@ _TMA_LAYOUT: Final = gl.NVMMASharedLayout(128, 16, 4)
 def layer_of(t: Tensors) -> Layer:
     """The argument `layer` of the kernels."""
     modifiers = (t.logit_scale, t.v_scale, t.sinks)
-    return Layer(t.q, t.out, t.lse, t.partial, t.partial_lse, *modifiers, *t.q.stride()[:2], *t.out.stride()[:2])
+    strides = (*t.q.stride()[:2], *t.out.stride()[:2], *t.k_cache.stride()[:3], *t.v_cache.stride()[:3])
+    return Layer(t.q, t.out, t.lse, t.partial, t.partial_lse, *modifiers, *strides)
 
 
 def tma_descriptors(t: Tensors) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -149,8 +156,9 @@ def dtypes_of(t: Tensors) -> tuple[torch.dtype, ...]:
     return t.q.dtype, t.k_cache.dtype, t.v_cache.dtype
 
 
-def supports_tma(t: Tensors) -> bool:
-    """Whether TMA reads the caches: their rows are contiguous, and 16-byte aligned like the strides between them."""
+def is_aligned(t: Tensors) -> bool:
+    """Whether the caches can be read 16 bytes at a time: their rows are contiguous, and aligned like the strides
+    between them."""
     return all(
         cache.data_ptr() % _TMA_BYTES == 0
         and cache.stride(-1) == 1

@@ -1,18 +1,19 @@
 """Decoding in row tiles on Hopper over a paged cache, warp specialized, in Gluon: the kernel of `TileList` items.
 
 A CTA computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two producer warps
-load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; one consumer
-warpgroup computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for
-the other. A masked block is computed whole: tensor cores have time to spare, memory bandwidth does not.
+load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; or four gather
+them token by token, from caches of 8 bits and from small pages (`gather`). One consumer warpgroup computes. Two CTAs
+share an SM: while one computes the softmax of a block, the tensor cores work for the other. A masked block is computed
+whole: tensor cores have time to spare, memory bandwidth does not.
 """
 
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.dtypes import fits_hopper_decode
 from trunkattn.gpu.bound import BoundLaunches, Grid
@@ -24,16 +25,17 @@ from trunkattn.gpu.hopper.common import (
     WARPGROUP_ROWS,
     Layer,
     dtypes_of,
+    is_aligned,
     layer_of,
     of_layer,
     pdl_trigger,
     pdl_wait,
     prefetch_to_l2,
     scheduled_task,
-    supports_tma,
-    tma_descriptors,
     write_partials,
 )
+from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of
+from trunkattn.gpu.hopper.gather import GATHER_REGISTERS, GATHER_WARPS, allocate_gathered, as_numbers, kind_of
 from trunkattn.gpu.hopper.online_softmax import (
     MainloopTile,
     attend_block,
@@ -47,34 +49,31 @@ from trunkattn.gpu.hopper.pipeline import (
     BAR_V_EMPTY,
     KvPipelines,
     allocate_boxes,
-    load_block,
     make_pipeline,
 )
-from trunkattn.gpu.hopper.segments import (
-    ITEM_SEGMENT_END,
-    ITEM_SEGMENT_FULL,
-    ITEM_SEGMENT_START,
-    BlockMask,
-    RowTiles,
-    locate_boxes,
-    mask_rows,
-    row_tiles_of,
-)
+from trunkattn.gpu.hopper.segments import BlockMask, RowTiles, mask_gathered, mask_rows, row_tiles_of
 from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
-# By head_dim: keys of a block, and registers of a thread at launch. Two CTAs fit on an SM.
-_BLOCK_TOKENS: Final = MappingProxyType({64: 64, 128: 64, 256: 32})
-REGISTERS: Final = MappingProxyType({64: 128, 128: 128, 256: 168})
+BLOCK_TOKENS: Final = MappingProxyType({64: 64, 128: 64, 256: 32})  # keys of a block, by head_dim
 _DIRECT = gl.constexpr(DIRECT)
+_GATHER_WARPS = gl.constexpr(GATHER_WARPS)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 
 
 class DecodeConstants(NamedTuple):
-    """What the kernel is compiled for. segment_size: tokens. masked: queries of one sequence see different tokens.
-    soft_cap: of logits, 0 for none."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        segment_size: tokens.
+        masked: queries of one sequence see different tokens.
+        in_order: every CTA computes an item's blocks in the order of its keys.
+        soft_cap: of logits; 0: none.
+        gathers: producer warps gather the tokens, instead of TMA.
+        kv_bytes, kv_kind: of numbers in the cache, which `gather` widens.
+    """
 
     num_qo_heads: int
     num_kv_heads: int
@@ -83,17 +82,30 @@ class DecodeConstants(NamedTuple):
     page_size: int
     segment_size: int
     masked: bool
+    in_order: bool
     soft_cap: float
     sinks: bool
     return_lse: bool
+    gathers: bool
+    kv_bytes: int
+    kv_kind: int
 
 
-def _decode_tile(head_dim: int) -> MainloopTile:
-    """The constants of the main loop for heads of 64, 128 or 256."""
-    return mainloop_tile(head_dim, _BLOCK_TOKENS[head_dim], num_stages=2, num_consumer_warps=4, mask_ahead=True)
+def _decode_tile(head_dim: int, num_producer_warps: int) -> MainloopTile:
+    """The constants of the main loop."""
+    return mainloop_tile(head_dim, BLOCK_TOKENS[head_dim], 2, 4, True, num_producer_warps)
 
 
-_TILE_64, _TILE_128, _TILE_256 = (gl.constexpr(_decode_tile(head_dim)) for head_dim in (64, 128, 256))
+def registers(head_dim: int, gathers: bool) -> int:
+    """Of a thread at launch: two CTAs of the 8 warps that Triton rounds up to fit on an SM, or one that gathers heads
+    of 256."""
+    return 160 if gathers and head_dim > 128 else 128
+
+
+_LOADED_64, _LOADED_128, _LOADED_256 = (gl.constexpr(_decode_tile(head_dim, 1)) for head_dim in (64, 128, 256))
+_GATHERED_64, _GATHERED_128, _GATHERED_256 = (
+    gl.constexpr(_decode_tile(head_dim, GATHER_WARPS)) for head_dim in (64, 128, 256)
+)
 
 
 class Pdl(NamedTuple):
@@ -115,11 +127,12 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeArguments(NamedTuple):
-    """The parameters of `hopper_decode_kernel`."""
+    """The parameters of `hopper_decode_kernel`. k_desc, v_desc: TMA descriptors of the caches; where it gathers, the
+    caches themselves."""
 
     layer: Layer
-    k_desc: TensorDescriptor
-    v_desc: TensorDescriptor
+    k_desc: Any
+    v_desc: Any
     work: DecodeWork
     first_bucket: int
     last_bucket: int
@@ -136,70 +149,12 @@ class DecodeArguments(NamedTuple):
 UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
 
 
-class _Tasks(NamedTuple):
-    """items: pointer to the first."""
-
-    items: Any
-    num_tasks: Any
-    cta: Any
-    num_ctas: Any
-
-
-class _Blocks(NamedTuple):
-    """Blocks of an item's keys: segments [first, end) in `count` blocks. `num_full` of them, the first, are seen by all
-    rows; num_masked_first of the masked others are computed before those."""
-
-    first: Any
-    end: Any
-    count: Any
-    num_full: Any
-    num_masked_first: Any
-
-
 class _Rows(NamedTuple):
     """[64] each: the query token of a row, its partial slot, and whether the item has it."""
 
     token: Any
     partial_slot: Any
     used: Any
-
-
-@gluon.jit
-def _blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
-    """The blocks of an item.
-
-    Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
-    masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
-    BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
-    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
-    end = gl.load(item + ITEM_SEGMENT_END)
-    count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
-    half = gl.maximum(tasks.num_ctas // 2, 1)
-    masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
-    return _Blocks(start, end, count, num_full, gl.where(masked_first, count - num_full, 0))
-
-
-@gluon.jit
-def _segment_of(blocks, nth, C: gl.constexpr, T: gl.constexpr):
-    """The first segment of the block that is computed as nth."""
-    block = gl.where(nth < blocks.num_masked_first, blocks.num_full + nth, nth - blocks.num_masked_first)
-    return blocks.first + block * (T.block_n // C.segment_size)
-
-
-@gluon.jit
-def _produce(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
-    """Producer warp of keys or of values."""
-    index = 0
-    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
-        blocks = _blocks_of(task.item, tasks, C, T)
-        boxes = locate_boxes(segments, _segment_of(blocks, 0, C, T), blocks.end, C, T.block_n)
-        for nth in range(blocks.count):
-            # these loads overlap the waits below
-            next_boxes = locate_boxes(segments, _segment_of(blocks, nth + 1, C, T), blocks.end, C, T.block_n)
-            load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
-            index += 1
-            boxes = next_boxes
 
 
 @gluon.jit
@@ -256,11 +211,12 @@ def _phase_begin(blocks, phase):
 @gluon.jit
 def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.constexpr):
     """Consumer warpgroup: attention of the items."""
+    MASK: gl.constexpr = mask_gathered if C.gathers else mask_rows
     query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores)) // C.group_size
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
-        blocks = _blocks_of(task.item, tasks, C, T)
+        blocks = blocks_of(task.item, tasks, C, T)
         if blocks.count > 0:  # an item that the device planner had no room for has no segments
             first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
             scale = gl.load(layer.logit_scale + task.kv_head)
@@ -272,9 +228,9 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
                 used = first_query + query < end_query
                 token = gl.load(tiles.queries + first_query + query, mask=used, other=0)
                 position = gl.load(tiles.positions + token, mask=used, other=0)
-            at = _segment_of(blocks, 0, C, T)
+            at = segment_of(blocks, 0, C, T)
             mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
-            state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, mask_rows, mask_args, C, T)
+            state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, MASK, mask_args, C, T)
             index += 1
             for phase in range(3):  # a loop, so that the code of masked blocks takes the instruction cache once
                 begin = _phase_begin(blocks, phase)
@@ -284,10 +240,10 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
                         index += 1
                 else:
                     for nth in range(begin, gl.where(phase == 0, blocks.num_masked_first, blocks.count)):
-                        at = _segment_of(blocks, nth, C, T)
+                        at = segment_of(blocks, nth, C, T)
                         mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
                         more = nth + 1 < blocks.count
-                        state = attend_block(state, q_tile, kv, index, more, scale, mask_rows, mask_args, C, T)
+                        state = attend_block(state, q_tile, kv, index, more, scale, MASK, mask_args, C, T)
                         index += 1
             out, lse = finish_attention(state, kv, index, T)
             _epilogue(out, lse, rows, q_tile, layer, task.kv_head, C, T)
@@ -320,38 +276,59 @@ def hopper_decode_kernel(
     prefetch_to_l2(tiles.segments, segments_size, cta, 512)
     prefetch_to_l2(tiles.queries, queries_size, cta, 64)
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
-    T: gl.constexpr = _TILE_64 if C.head_dim == 64 else _TILE_128 if C.head_dim == 128 else _TILE_256
-    k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
-    q_tile = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
-    kv = KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
+    LOADED: gl.constexpr = _LOADED_64 if C.head_dim == 64 else _LOADED_128 if C.head_dim == 128 else _LOADED_256
+    GATHERED: gl.constexpr = _GATHERED_64 if C.head_dim == 64 else _GATHERED_128 if C.head_dim == 128 else _GATHERED_256
+    T: gl.constexpr = GATHERED if C.gathers else LOADED
+    dtype: gl.constexpr = layer.q.dtype.element_ty
+    if C.gathers:
+        kv = KvPipelines(allocate_gathered(dtype, T), allocate_gathered(dtype, T))
+    else:
+        k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
+    q_tile = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
+    if not C.gathers:
+        kv = KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads
-    tasks = _Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, total_ctas)
-    gl.warp_specialize(
-        [
-            (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
-            (_produce, (tasks, tiles.segments, k_desc, kv.k, BAR_K_EMPTY, C, T)),
-            (_produce, (tasks, tiles.segments, v_desc, kv.v, BAR_V_EMPTY, C, T)),
-        ],
-        [1, 1],
-        [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, total_ctas)
+    if C.gathers:
+        gl.warp_specialize(
+            [
+                (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
+                (gather_items, (tasks, tiles.segments, k_desc, v_desc, layer, kv, C, T)),
+            ],
+            [_GATHER_WARPS],
+            [GATHER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
+                (load_items, (tasks, tiles.segments, k_desc, kv.k, BAR_K_EMPTY, C, T)),
+                (load_items, (tasks, tiles.segments, v_desc, kv.v, BAR_V_EMPTY, C, T)),
+            ],
+            [1, 1],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
     if work.pdl.overlaps & (gl.program_id(0) == 0):
         pdl_wait()
 
 
 def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
-    """Whether `bind` takes this: what `fits_hopper_decode` and `supports_tma` accept, and segments that blocks hold
+    """Whether `bind` takes this: what `fits_hopper_decode` and `is_aligned` accept, and segments that blocks hold
     whole."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     return (
-        fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
-        and supports_tma(t)
+        fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), group)
+        and is_aligned(t)
         and group <= tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (_BLOCK_TOKENS[geometry.head_dim], 1)
+        and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS[geometry.head_dim], 1)
         and tile.block_n % geometry.segment_size == 0
-        and geometry.segment_size % BOX_TOKENS.value == 0
     )
+
+
+def gathers(t: Tensors, geometry: Geometry) -> bool:
+    """Whether producer warps gather the tokens: TMA does not convert, and loads 16 tokens of a page at a time."""
+    return t.k_cache.element_size() == 1 or geometry.segment_size % BOX_TOKENS.value != 0
 
 
 class DecodeLaunch(NamedTuple):
@@ -366,12 +343,14 @@ class DecodeLaunch(NamedTuple):
 
 def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArguments:
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
-    g = plan.geometry
-    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
-    pages = (g.page_size, g.segment_size)
+    g, bytes_and_kind = plan.geometry, (t.k_cache.element_size(), kind_of(t.k_cache.dtype))
+    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
+    options = (g.masked, g.in_order, g.soft_cap or 0.0, g.sinks)
+    layer, keys, values = _of_gathered_layer(t) if gathers(t, g) else of_layer(t)
     return DecodeArguments(
-        layer_of(t),
-        *tma_descriptors(t),
+        layer,
+        keys,
+        values,
         DecodeWork(row_tiles_of(plan), plan.arrays["counts"], g.window, launch.pdl),
         *launch.buckets,
         plan.sizes["items"],
@@ -379,8 +358,15 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
         plan.sizes["segments"],
         launch.first_cta,
         launch.total_ctas,
-        DecodeConstants(*heads, g.head_dim, *pages, g.masked, g.soft_cap or 0.0, g.sinks, launch.return_lse),
+        DecodeConstants(
+            *(*heads, g.page_size, g.segment_size, *options), launch.return_lse, gathers(t, g), *bytes_and_kind
+        ),
     )
+
+
+def _of_gathered_layer(t: Tensors) -> tuple[Layer, torch.Tensor, torch.Tensor]:
+    """The arguments `LAYER`."""
+    return layer_of(t), as_numbers(t.k_cache), as_numbers(t.v_cache)
 
 
 def bind(
@@ -391,10 +377,10 @@ def bind(
 
     num_programs: of each of the launches, which run side by side. pdl: of all of them: the first overlaps what is
     ahead, and the last triggers what comes next."""
-    grids = []
+    gathered, grids = gathers(t, plan.geometry), []
     for number, count in enumerate(num_programs):
         its_pdl = Pdl(pdl.trigger or number + 1 < len(num_programs), pdl.overlaps or number > 0)
         each = DecodeLaunch(buckets, sum(num_programs[:number]), sum(num_programs), its_pdl, return_lse)
-        options = {"num_warps": 4, "maxnreg": REGISTERS[plan.geometry.head_dim], "launch_pdl": True}
+        options = {"num_warps": 4, "maxnreg": registers(plan.geometry.head_dim, gathered), "launch_pdl": True}
         grids.append(Grid(count, arguments(t, plan, each)._asdict() | options))
-    return BoundLaunches(hopper_decode_kernel, grids, LAYER, of_layer)
+    return BoundLaunches(hopper_decode_kernel, grids, LAYER, _of_gathered_layer if gathered else of_layer)

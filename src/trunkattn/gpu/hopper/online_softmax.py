@@ -43,16 +43,21 @@ class MainloopTile(NamedTuple):
 
 
 def mainloop_tile(
-    head_dim: int, block_n: int, num_stages: int, num_consumer_warps: int, mask_ahead: bool
+    head_dim: int,
+    block_n: int,
+    num_stages: int,
+    num_consumer_warps: int,
+    mask_ahead: bool,
+    num_producer_warps: int = 1,
 ) -> MainloopTile:
-    """The constants of a main loop with one producer warp per pipeline."""
+    """The constants of a main loop. num_producer_warps: that fill a pipeline."""
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         for columns in (block_n, min(head_dim, max(block_n, head_dim // 2)))
     )
-    num_threads = 32 * (1 + num_consumer_warps)
+    num_threads = 32 * (num_producer_warps + num_consumer_warps)
     return MainloopTile(
         head_dim, block_n, num_stages, num_threads, k_empty, v_empty, mask_ahead, scores, acc, copy_layout(head_dim)
     )

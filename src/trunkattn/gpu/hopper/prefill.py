@@ -25,12 +25,12 @@ from trunkattn.gpu.hopper.common import (
     WARPGROUP_ROWS,
     Layer,
     dtypes_of,
+    is_aligned,
     layer_of,
     of_layer,
     pdl_trigger,
     row_offset,
     scheduled_task,
-    supports_tma,
     tma_descriptors,
     write_partials,
 )
@@ -361,13 +361,13 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `bind` takes this: a tile of the kernel, what `fits_hopper_prefill` and `supports_tma` accept, and query
+    """Whether `bind` takes this: a tile of the kernel, what `fits_hopper_prefill` and `is_aligned` accept, and query
     tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
     dims = (geometry.head_dim, geometry.head_dim_v)
     fits = fits_hopper_prefill(dtypes_of(t), dims, geometry.page_size, group)
-    return tile.hopper and tile.block_m == HOPPER_PREFILL_ROWS and near and fits and supports_tma(t)
+    return tile.hopper and tile.block_m == HOPPER_PREFILL_ROWS and near and fits and is_aligned(t)
 
 
 def chunks_of(prefill: PrefillPlan) -> Chunks:

@@ -381,12 +381,12 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     arrays, g = plan.arrays, plan.geometry
     chunks = prefill.chunks_of(plan.prefill)
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
-    options = (g.masked, g.window != UNLIMITED, g.soft_cap or 0.0, g.sinks)
+    pages, masks = (g.page_size, g.segment_size), (g.masked, g.window != UNLIMITED)
     return PrefillDecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
         PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["overlapped"], g.window),
-        PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options, return_lse, pdl_trigger),
+        PrefillDecodeConstants(*heads, *pages, *masks, g.soft_cap or 0.0, g.sinks, return_lse, pdl_trigger),
     )
 
 

@@ -95,6 +95,22 @@ def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def mask_gathered(args, C: gl.constexpr, T: gl.constexpr):
+    """[rows, block_n] which row sees which key of a block whose tokens lie as the segments have them."""
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
+    index = args.at + n // C.segment_size
+    segment = args.segments + index * _SEGMENT_COLUMNS
+    packed = gl.load(segment + _SEGMENT_QUERIES, mask=index < args.end, other=0)
+    begin, until = gl.where(n % C.segment_size < packed >> 16, packed & 255, 256), packed >> 8 & 255
+    mask = (args.query[:, None] >= begin[None, :]) & (args.query[:, None] < until[None, :])
+    if C.masked:
+        key = gl.load(segment + _SEGMENT_POSITION, mask=index < args.end, other=0) + n % C.segment_size
+        mask = mask & (key[None, :] <= args.position[:, None])
+        mask = mask & (key[None, :] > (args.position - args.window)[:, None])
+    return mask
+
+
+@gluon.jit
 def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
     """[BLOCK_TOKENS, rows] which row sees which key of a block. ACC: layout of the mask."""
     n = gl.arange(0, BLOCK_TOKENS, gl.SliceLayout(1, ACC))

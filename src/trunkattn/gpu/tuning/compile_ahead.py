@@ -104,7 +104,12 @@ def compile_prefill(target: Target, tile: PrefillTile, features: Features | None
 
 
 def compile_hopper_decode(
-    target: Target, masked: bool = False, soft_cap: float = 0.0, sinks: bool = False
+    target: Target,
+    masked: bool = False,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+    gathers: bool = False,
+    in_order: bool = False,
 ) -> Resources:
     """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
     of their own. masked: requests have several query tokens."""
@@ -112,19 +117,24 @@ def compile_hopper_decode(
     from trunkattn.gpu.hopper.segments import RowTiles
 
     tiles = _same(RowTiles, "*i32")
+    cache = _tma_descriptor(target)
+    if gathers:
+        cache = "*u8" if target.kv_dtype.startswith("fp8") else f"*{target.kv_dtype}"
     arguments = _same(
         decode.DecodeArguments,
         "i32",
         layer=_layer(target),
-        k_desc=_tma_descriptor(target),
-        v_desc=_tma_descriptor(target),
+        k_desc=cache,
+        v_desc=cache,
         work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
         C=decode.DecodeConstants(
-            *target.heads, head_dim=target.head_dim, page_size=16, segment_size=16, masked=masked, soft_cap=soft_cap,
-            sinks=sinks, return_lse=False,
+            *target.heads, head_dim=target.head_dim, page_size=16, segment_size=16, masked=masked, in_order=in_order,
+            soft_cap=soft_cap,
+            sinks=sinks, return_lse=False, gathers=gathers, kv_bytes=1 if target.kv_dtype.startswith("fp8") else 2,
+            kv_kind={"fp8e4nv": 1, "fp8e5": 2}.get(target.kv_dtype, 0),
         ),
     )  # fmt: skip
-    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.REGISTERS[target.head_dim])
+    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.registers(target.head_dim, gathers))
 
 
 def compile_hopper_prefill(

@@ -96,6 +96,12 @@ DECODE_TILES_HOPPER_WIDE: Final = (
     GpuTile(32, 32, 4, 2, ctas_per_sm=2, block_ns=(670, 925), chain_ns=(435, 360), hopper=True),
     GpuTile(64, 32, 4, 2, ctas_per_sm=2, block_ns=(730, 910), chain_ns=(500, 400), hopper=True),
 )
+# 8-bit caches, whose keys producer warps convert. One CTA of wide heads fits on an SM.
+DECODE_TILES_HOPPER_FP8: Final = (replace(DECODE_TILES_FP8[0], read_percent=98), *DECODE_TILES_HOPPER[1:])
+DECODE_TILES_HOPPER_FP8_WIDE: Final = (
+    DECODE_TILES_HOPPER_WIDE[0],
+    *(replace(tile, ctas_per_sm=1) for tile in DECODE_TILES_HOPPER_WIDE[1:]),
+)
 WIDE: Final = 128
 
 
@@ -108,15 +114,19 @@ def decode_tiles(
         kv_itemsize: bytes of an element of the cache.
         width: the larger of head_dim and head_dim_v.
         group_size: query heads of a KV head.
-        hopper: the Hopper kernel computes the attention, of 16 bits.
+        hopper: the Hopper kernel computes the attention, of 8 or 16 bits.
         capability: of the card, 80 for 8.0.
     """
     timed, wide = capability == TIMED_CAPABILITY, width > WIDE
-    tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER if hopper else DECODE_TILES
-    if kv_itemsize > 2:
+    tiles: tuple[GpuTile, ...] = DECODE_TILES
+    if hopper:
+        tiles = DECODE_TILES_HOPPER_WIDE if wide else DECODE_TILES_HOPPER
+        if kv_itemsize == 1:
+            tiles = DECODE_TILES_HOPPER_FP8_WIDE if wide else DECODE_TILES_HOPPER_FP8
+    elif kv_itemsize > 2:
         tiles = (DECODE_TILES_FP32_WIDE if wide else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
     elif wide:
-        tiles = DECODE_TILES_HOPPER_WIDE if hopper else DECODE_TILES_WIDE
+        tiles = DECODE_TILES_WIDE
     elif kv_itemsize == 1:
         tiles = DECODE_TILES_FP8
     if not timed or (wide and kv_itemsize == 1):  # wide fp8 would spill in 4 warps

@@ -14,7 +14,7 @@ With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -224,25 +224,33 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             max_query_len=self._decode_query_len,
             max_chunk_tokens=self._most_chunk_tokens(),
         )
-        # One attention serves all windows of a configuration, so that they share the workspace.
-        shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
-        self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
+        self._make_attentions(capacity)
+        self._may_overlap = self._find_overlap(capacity)
+        if not self._may_overlap:  # room for prompt chunks would lie idle, and each plan would empty it
+            capacity = replace(capacity, max_chunk_tokens=0)
+            self._make_attentions(capacity)
         eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
         direct = eager or self._ranks is not None  # a graph of a layer's own would not return the log-sum-exps
         chunk_tokens = min(_CAPTURED_CHUNK_TOKENS, capacity.max_chunk_tokens)
-        runs = {config: each.run if direct else CapturedRun(each, chunk_tokens) for config, each in shared.items()}
+        attentions = {*self.attentions.values()}
+        runs = {each: each.run if direct else CapturedRun(each, chunk_tokens) for each in attentions}
+        self._runs = {spec: runs[attention] for spec, attention in self.attentions.items()}
         if self._ranks is not None:
             self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
             self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self._runs = {spec: runs[config] for spec, config in self.configs.items()}
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
         self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
-        self._may_overlap = self._find_overlap(capacity)
         if self.device.type == "cuda":
             self._warm_up(capacity.max_pages_per_request)
-        errors = [attention.errors for attention in {*self.attentions.values()} if attention.errors is not None]
+        errors = [attention.errors for attention in attentions if attention.errors is not None]
         self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
+
+    def _make_attentions(self, capacity: Capacity) -> None:
+        """One attention serves all windows of a configuration, so that they share the workspace."""
+        self.attentions = {}  # those of before give their memory back first
+        shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
+        self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
 
     def _most_chunk_tokens(self) -> int:
         """Of the prompts that our kernels may compute with the decodes; 0: they never do."""

@@ -1,0 +1,97 @@
+"""The producer warps of the Hopper decode kernel: keys and values of its items, in the order in which blocks are
+computed. Two warps load them by TMA, or four gather them."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from trunkattn.gpu.hopper.common import scheduled_task
+from trunkattn.gpu.hopper.gather import load_rows, locate_rows, store_rows
+from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_V_EMPTY, load_block
+from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_FULL, ITEM_SEGMENT_START, locate_boxes
+
+
+class Tasks(NamedTuple):
+    """items: pointer to the first."""
+
+    items: Any
+    num_tasks: Any
+    cta: Any
+    num_ctas: Any
+
+
+class Blocks(NamedTuple):
+    """Blocks of an item's keys: segments [first, end) in `count` blocks. `num_full` of them, the first, are seen by all
+    rows; num_masked_first of the masked others are computed before those."""
+
+    first: Any
+    end: Any
+    count: Any
+    num_full: Any
+    num_masked_first: Any
+
+
+@gluon.jit
+def blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
+    """The blocks of an item.
+
+    Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
+    masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
+    BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
+    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+    end = gl.load(item + ITEM_SEGMENT_END)
+    count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
+    num_masked_first = 0
+    if not C.in_order:
+        half = gl.maximum(tasks.num_ctas // 2, 1)
+        masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
+        num_masked_first = gl.where(masked_first, count - num_full, 0)
+    return Blocks(start, end, count, num_full, num_masked_first)
+
+
+@gluon.jit
+def segment_of(blocks, nth, C: gl.constexpr, T: gl.constexpr):
+    """The first segment of the block that is computed as nth."""
+    block = gl.where(nth < blocks.num_masked_first, blocks.num_full + nth, nth - blocks.num_masked_first)
+    return blocks.first + block * (T.block_n // C.segment_size)
+
+
+@gluon.jit
+def load_items(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
+    """Producer warp of keys or of values."""
+    index = 0
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        blocks = blocks_of(task.item, tasks, C, T)
+        boxes = locate_boxes(segments, segment_of(blocks, 0, C, T), blocks.end, C, T.block_n)
+        for nth in range(blocks.count):
+            # these loads overlap the waits below
+            next_boxes = locate_boxes(segments, segment_of(blocks, nth + 1, C, T), blocks.end, C, T.block_n)
+            load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
+            index += 1
+            boxes = next_boxes
+
+
+@gluon.jit
+def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, T: gl.constexpr):
+    """Producer warps of keys and of values, which they gather."""
+    ACROSS: gl.constexpr = T.head_dim * C.kv_bytes // 16  # threads of a row, which load 16 bytes each
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // C.kv_bytes], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    ROWS: gl.constexpr = min(T.block_n, 2 * 128 // ACROSS)  # that a thread has 32 bytes of
+    index = 0
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        blocks = blocks_of(task.item, tasks, C, T)
+        head = task.kv_head.to(gl.int64)
+        k, v = k_cache + head * layer.k_head_stride, v_cache + head * layer.v_head_stride
+        places = locate_rows(segments, segment_of(blocks, 0, C, T), blocks.end, C, T, ROWS, LAYOUT)
+        keys = load_rows(k, places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
+        for nth in range(blocks.count):
+            values = load_rows(v, places, layer.v_page_stride, layer.v_token_stride, C, T, LAYOUT)
+            store_rows(kv.k, index, keys, BAR_K_EMPTY, C.kv_kind, T)
+            end = gl.where(nth + 1 < blocks.count, blocks.end, 0)  # behind the last block nothing is loaded
+            places = locate_rows(segments, segment_of(blocks, nth + 1, C, T), end, C, T, ROWS, LAYOUT)
+            keys = load_rows(k, places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
+            store_rows(kv.v, index, values, BAR_V_EMPTY, C.kv_kind, T)
+            index += 1

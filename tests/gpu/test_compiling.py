@@ -1,0 +1,72 @@
+"""Inside `compiled_together` launches compile and run nothing; everywhere else, and afterwards, they run."""
+
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from trunkattn.gpu.compiling import compiled_together, is_compiling, launch
+
+from .test_bound import Compiled, Kernel, bound
+from .test_hopper_prefill import make_tensors
+
+active_mode = pytest.importorskip("triton.runtime._async_compile").active_mode
+
+
+class Warmed(Kernel):
+    """A jitted function that notes what it is compiled for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warmed: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def warmup(self, *, grid: tuple[int, ...], **given: Any) -> Compiled:
+        self.warmed.append((grid, given))
+        return self.compiled
+
+
+def test_launches_compile_inside_and_run_outside() -> None:
+    kernel = Warmed()
+    launch(kernel, (7,))(SIZE=1)
+    with compiled_together():
+        launch(kernel, (8,))(SIZE=2)
+    launch(kernel, (9,))(SIZE=3)
+    assert kernel.warmed == [((8,), {"SIZE": 2})]
+    assert kernel.calls == [((7,), {"SIZE": 1}), ((9,), {"SIZE": 3})]
+
+
+def test_bound_launches_are_bound_when_they_first_run() -> None:
+    kernel, t = Warmed(), make_tensors()
+    launches = bound(kernel, t)
+    with compiled_together():
+        launches(t)
+        launches(t)
+    assert [grid for grid, _ in kernel.warmed] == [(7, 1, 1), (9, 1, 1)] * 2
+    assert (kernel.calls, kernel.compiled.calls) == ([], [])
+    launches(t)
+    assert [given for _, given in kernel.calls] == [given for _, given in kernel.warmed[:2]]
+    launches(t)
+    assert [call[0] for call in kernel.compiled.calls] == [(7, 1, 1), (9, 1, 1)]
+
+
+def test_triton_compiles_in_threads_of_a_pool_meanwhile() -> None:
+    with compiled_together():
+        assert active_mode.get().executor.submit(lambda: 3).result() == 3
+    assert active_mode.get() is None
+
+
+def test_a_failure_ends_it() -> None:
+    with pytest.raises(ValueError, match="no such layer"), compiled_together():
+        raise ValueError("no such layer")
+    assert not is_compiling()
+    assert active_mode.get() is None
+
+
+def test_other_threads_run_their_launches_meanwhile() -> None:
+    kernel = Warmed()
+    with compiled_together():
+        thread = Thread(target=lambda: launch(kernel, (7,))(SIZE=1))
+        thread.start()
+        thread.join()
+        assert is_compiling()
+    assert (len(kernel.calls), kernel.warmed) == (1, [])

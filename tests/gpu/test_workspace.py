@@ -1,0 +1,51 @@
+"""Scales of layers: made once if they are numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.gpu import workspace
+from trunkattn.gpu.workspace import Scales
+from trunkattn.inputs import LayerInputs
+
+CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=16, dtype=torch.bfloat16)
+
+
+def inputs(**scales: Any) -> LayerInputs:
+    names = ("q_scale", "k_scale", "v_scale")
+    others = {name: None for name in LayerInputs._fields if name not in names}
+    return LayerInputs(**others, **{name: scales.get(name) for name in names})
+
+
+@pytest.mark.parametrize("scale", [0.5, torch.tensor([0.5]), torch.tensor([0.25, 2.0])])
+def test_products(scale: Any) -> None:
+    scales = Scales(CONFIG, torch.device("cpu"))
+    for _ in range(2):
+        logits, values = scales.of(inputs(q_scale=3.0, k_scale=scale, v_scale=scale))
+        expected = torch.as_tensor(scale).expand(2)
+        assert torch.allclose(logits, CONFIG.logit_scale * 3.0 * expected)
+        assert torch.equal(values, expected)
+
+
+def test_numbers_are_multiplied_once_and_tensors_each_time() -> None:
+    scales = Scales(CONFIG, torch.device("cpu"))
+    first, again = (scales.of(inputs(k_scale=0.5, v_scale=0.5)) for _ in range(2))
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert first[0] is not first[1], "a logit's 0.5 is not a value's"
+    changing = torch.tensor([0.5])
+    assert scales.of(inputs(v_scale=changing))[1].tolist() == [0.5, 0.5]
+    changing.fill_(2.0)
+    assert scales.of(inputs(v_scale=changing))[1].tolist() == [2.0, 2.0]
+    assert scales.of(inputs(k_scale=1.0))[0] is scales.of(inputs())[0]
+
+
+def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_MOST_KEPT", 3)
+    scales = Scales(CONFIG, torch.device("cpu"))
+    made = [scales.of(inputs(v_scale=float(number)))[1] for number in range(2, 8)]
+    assert [tensor[0].item() for tensor in made] == list(range(2, 8))
+    assert len(scales._kept) == 3
+    assert scales.of(inputs(v_scale=2.0))[1] is made[0]
+    assert scales.of(inputs(v_scale=7.0))[1] is not made[-1]
