@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # Bytes of a thread's stack of what is no tile for decoding, about as found with Triton 3.9: more is what this notices.
 SPILLED_AT_MOST = {
-    # but for four reloads outside of the loop over blocks without a mask
+    # outside of the loop over blocks without a mask, but for two reloads
     "hopper prefill": 384, "hopper prefill window": 392, "hopper prefill with all options": 624,
     "hopper decode masked": 8, "hopper decode with all options": 8,  # of producer warps
     "gathered decode": 296, "gathered decode masked": 312,  # Triton 3.6 has 64 and 160
