@@ -36,16 +36,21 @@ HOPPER_HEAD_DIM: Final = 128  # of prompts
 HOPPER_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head, of decodes together with prompts
 
 
-def fits_hopper_decode(dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], group_size: int) -> bool:
+def fits_hopper_decode(
+    dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
+) -> bool:
     """Whether the Hopper decode kernel computes an attention: 16-bit queries, caches of their dtype or of 8 bits, heads
-    of 64, 128 or 256, at most 64 query heads per KV head. dtypes: of queries and of caches. head_dims: of keys and of
-    values."""
+    of 64, 128 or 256, at most 64 query heads per KV head; 16-bit heads of 256 only in pages of whole 16 tokens. dtypes:
+    of queries and of caches. head_dims: of keys and of values."""
     return (
         dtypes[0] in HOPPER_DTYPES
         and all(dtype == dtypes[0] or dtype.itemsize == 1 for dtype in dtypes)
         and len(set(dtypes[1:])) == 1
         and head_dims[0] in HOPPER_DECODE_HEAD_DIMS
         and head_dims[0] == head_dims[1]
+        and (
+            head_dims[0] < max(HOPPER_DECODE_HEAD_DIMS) or dtypes[1].itemsize == 1 or page_size % HOPPER_PAGE_UNIT == 0
+        )
         and group_size <= HOPPER_DECODE_ROWS
     )
 
@@ -60,7 +65,7 @@ def fits_hopper(
     """Whether the Hopper kernels for prompts compute an attention, too: of it, 16-bit caches, heads of 128, pages of
     whole 16 tokens, neither soft cap nor sinks. Each kernel has a rule of its own for the group size."""
     return (
-        fits_hopper_decode(dtypes, head_dims, group_size=1)
+        fits_hopper_decode(dtypes, head_dims, page_size, group_size=1)
         and dtypes[0] == dtypes[1]
         and head_dims[0] == HOPPER_HEAD_DIM
         and page_size % HOPPER_PAGE_UNIT == 0
