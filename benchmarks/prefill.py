@@ -1,12 +1,14 @@
 """Prompt chunks on a GPU: one request's chunks, short chunks behind one prefix, and the peers that import.
 
     python benchmarks/prefill.py                     # results/prefill-CARD.json
+    python benchmarks/prefill.py --shapes            # results/prefill-shapes-CARD.json: the shapes of some models
     python benchmarks/prefill.py --tiles             # results/prefill-tiles-CARD.json: candidates for PREFILL_TILE
 
-bf16, head_dim 128, 32/8 heads, pages of 16. A cell is a chunk of so many query tokens behind so many cached tokens, or
-so many requests with a short chunk each behind one shared prefix. `trunkattn` is what a card gets, `trunkattn_portable`
-the kernel for any card. Time is that of a CUDA graph of several runs, median
-of the replays. Some tokens of every output are checked against float64.
+bf16, head_dim 128, 32/8 heads, pages of 16, or with --shapes those of `shape_table` that are named. A cell is a chunk
+of so many query tokens behind so many cached tokens, or so many requests with a short chunk each behind one shared
+prefix. `trunkattn` is what a card gets, `trunkattn_portable` the kernel for any card, `trunkattn_hopper` the one for
+Hopper, also of shapes with which it was not timed yet. Time is that of a CUDA graph of several runs, median of the
+replays. Some tokens of every output are checked against float64.
 """
 
 import argparse
@@ -20,48 +22,67 @@ from typing import Any
 
 import numpy as np
 import torch
+from decode_cases import CAPPED_QUERIES, Shape
 from inside import backend_of
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from report import short_name, write_result
+from shape_table import SHAPES
 
 import trunkattn
 from trunkattn.gpu.chunk_planner import ChunkPlanner
-from trunkattn.gpu.tuning.prefill import PREFILL_TILE, PrefillTile
+from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
 from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from gpu_kernels import Case, Run
+from gpu_kernels import Case, Features, Run
 from gpu_prefill import PREFILL_PEERS
 
-HEADS = (32, 8)
+LLAMA = Shape("llama3-8b 32/8x128", 32, 8, HEAD_DIM)
+# Those whose prompts the Hopper kernel computes: 16-bit caches, pages of whole 16 tokens, heads of 64, 128 or 256
+PROMPT_SHAPES = tuple(
+    shape
+    for shape in SHAPES
+    if shape.kv_dtype == shape.dtype and shape.page_size == PAGE_SIZE and shape.head_dim in (64, 128, 256)
+)
+MODELS = ("gpt-oss", "gemma3-12b")  # of --shapes without names
+SHAPE_CELLS = ((1, 1024, 0), (1, 4096, 0), (1, 16384, 0), (1, 2048, 8192), (64, 64, 8192))
 CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
 CACHED = (0, 2048, 8192, 32768)
 SHARED = [(requests, tokens, prefix) for prefix in (2048, 8192) for requests in (8, 64) for tokens in (24, 40, 64)]
 SWEPT = ((512, 8192), (2048, 2048), (4096, 32768), (8192, 0))
-SHAPES = ((64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))  # rows, keys, warps
+TILES = ((64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))  # rows, keys, warps
 RUN_US = 2000  # of a graph, at least: what starts and ends one is then little
 
 
-def make_case(requests: int, tokens: int, cached: int) -> Case:
-    """Requests with a chunk of `tokens` each behind `cached` tokens that all share; pages shuffled."""
+def make_case(requests: int, tokens: int, cached: int, shape: Shape = LLAMA, device: str = "cuda") -> Case:
+    """Requests with a chunk of `tokens` each behind `cached` tokens that all share; pages shuffled.
+
+    Sinks weigh about as much as all tokens that the last query sees, and queries of a soft cap are larger, so that an
+    output without either is wrong.
+    """
     levels = [(1, cached), (requests, tokens)] if cached else [(requests, tokens)]
     nodes, lengths = zip(*levels, strict=True)
-    batch = tree_batch(PrefixTree(nodes, lengths), PAGE_SIZE, page_seed=1)
+    batch = tree_batch(PrefixTree(nodes, lengths), shape.page_size, page_seed=1)
     batch = replace(batch, query_lens=np.full(requests, tokens, np.int32))
     torch.manual_seed(0)
-    shape = (batch.num_pages, PAGE_SIZE, HEADS[1], HEAD_DIM)
-    kv = [tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))]
-    q = torch.randn(requests * tokens, HEADS[0], HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    return Case(batch, q, kv, [])
+    size = (batch.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    kv = [tuple(torch.randn(size, device=device, dtype=shape.dtype) for _ in range(2))]
+    q = torch.randn(requests * tokens, shape.num_qo_heads, shape.head_dim, device=device, dtype=shape.dtype)
+    sinks = None
+    if shape.sinks:
+        seen = min(cached + tokens, shape.window or cached + tokens)
+        sinks = (torch.randn(shape.num_qo_heads, device=device) + math.log(seen)).to(shape.dtype)
+    features = Features(shape.window, shape.soft_cap, sinks)
+    return Case(batch, q * CAPPED_QUERIES if shape.soft_cap else q, kv, [], features)
 
 
 def flops(case: Case) -> int:
-    """Of the pairs that a query token sees."""
-    pairs = sum(
-        query_len * (length - query_len) + query_len * (query_len + 1) // 2
-        for length, query_len in zip(case.batch.seq_lens.tolist(), case.batch.query_lens.tolist(), strict=True)
-    )
-    return 4 * HEAD_DIM * HEADS[0] * pairs
+    """Of the pairs of a query token and a token that it sees."""
+    (heads, _, dim), window, pairs = case.heads, case.features.window, 0
+    for length, query_len in zip(case.batch.seq_lens.tolist(), case.batch.query_lens.tolist(), strict=True):
+        seen = np.arange(length - query_len + 1, length + 1)
+        pairs += int((seen if window is None else np.minimum(seen, window)).sum())
+    return 4 * dim * heads * pairs
 
 
 def largest_error(case: Case, out: torch.Tensor) -> float:
@@ -69,32 +90,42 @@ def largest_error(case: Case, out: torch.Tensor) -> float:
     if out.isnan().any():
         return math.inf
     batch, worst = case.batch, 0.0
+    (hq, hkv, dim), (window, soft_cap, sinks) = case.heads, case.features
     for row in {0, len(batch.seq_lens) - 1}:
         first, last = batch.query_start_loc[row : row + 2].tolist()
         for token in {first, (first + last) // 2, last - 1}:
-            seen = int(batch.seq_lens[row]) - last + token + 1
-            pages = torch.from_numpy(batch.block_table[row, : -(-seen // PAGE_SIZE)]).cuda().long()
-            k, v = (cache[pages].flatten(0, 1)[:seen].double() for cache in case.kv[0])
-            q = case.q[token].double().view(HEADS[1], -1, HEAD_DIM)
-            weights = (torch.einsum("hgd,lhd->hgl", q, k) / math.sqrt(HEAD_DIM)).softmax(-1)
+            end = int(batch.seq_lens[row]) - last + token + 1
+            begin = 0 if window is None else max(0, end - window)
+            pages = torch.from_numpy(batch.block_table[row, : -(-end // batch.page_size)]).to(out.device).long()
+            k, v = (cache[pages].flatten(0, 1)[begin:end].double() for cache in case.kv[0])
+            q = case.q[token].double().view(hkv, hq // hkv, dim)
+            logits = torch.einsum("hgd,lhd->hgl", q, k) / math.sqrt(dim)
+            if soft_cap is not None:
+                logits = soft_cap * torch.tanh(logits / soft_cap)
+            norm = logits.logsumexp(-1)
+            if sinks is not None:
+                norm = torch.logaddexp(norm, sinks.double().view(hkv, hq // hkv))
             found = out[token].double().view_as(q)
-            worst = max(worst, float((torch.einsum("hgl,lhd->hgd", weights, v) - found).abs().max()))
+            want = torch.einsum("hgl,lhd->hgd", (logits - norm[..., None]).exp(), v)
+            worst = max(worst, float((want - found).abs().max()))
     return worst
 
 
 def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Plan]:
-    """This project, `auto`. tile: of the portable kernel, also where a card has its own."""
-    config = trunkattn.AttentionConfig(*HEADS, HEAD_DIM, PAGE_SIZE, case.q.dtype)
-    attention = trunkattn.BatchAttention(config, "cuda")
+    """This project, `auto`. tile: of the chunks, and by that which kernel computes them; None: what a card gets."""
+    window, soft_cap, sinks = case.features
+    config = trunkattn.AttentionConfig(
+        *case.heads, case.batch.page_size, case.q.dtype, logits_soft_cap=soft_cap, sinks=sinks is not None
+    )
+    attention = trunkattn.BatchAttention(config, case.q.device)
     if tile:
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         executor = backend_of(attention)
-        executor._chunks = ChunkPlanner(config, tile, num_sms)
-        executor._device_info = replace(executor._device_info, hopper=False)
+        executor._chunks = ChunkPlanner(config, tile, executor._device_info.num_sms)
     batch = case.batch
-    plan = attention.plan(*(torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)))
+    tables = (torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    plan = attention.plan(*tables, sliding_window=window)
     out = torch.full_like(case.q, math.nan)
-    return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out), plan
+    return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks), plan
 
 
 def measure(case: Case, make: Callable[[Case], Run]) -> dict[str, Any]:
@@ -112,15 +143,17 @@ def measure(case: Case, make: Callable[[Case], Run]) -> dict[str, Any]:
     return {"us": round(us, 2), "tflops": round(work / us / 1e6, 1), "error": error}
 
 
-def cell(requests: int, tokens: int, cached: int, peers: list[str]) -> dict[str, Any]:
+def cell(requests: int, tokens: int, cached: int, peers: list[str], shape: Shape = LLAMA) -> dict[str, Any]:
     """One row of the result."""
-    case = make_case(requests, tokens, cached)
+    case = make_case(requests, tokens, cached, shape)
     _, plan = ours(case)
     stats = plan.stats
     row: dict[str, Any] = {"requests": requests, "tokens": tokens, "cached": cached}
     described = {"tiles": stats.tiles, "policy": stats.policy, "kv_tokens_read": stats.kv_tokens_read}
     row["trunkattn"] = measure(case, lambda case: ours(case)[0]) | described
-    row["trunkattn_portable"] = measure(case, lambda case: ours(case, PREFILL_TILE)[0])
+    row["trunkattn_portable"] = measure(case, lambda case: ours(case, prefill_tile(2, shape.head_dim))[0])
+    if shape != LLAMA and torch.cuda.get_device_capability() == (9, 0):
+        row["trunkattn_hopper"] = measure(case, lambda case: ours(case, prefill_tile(2, shape.head_dim, True))[0])
     for name in peers:
         row[name] = measure(case, PREFILL_PEERS[name])
     return row
@@ -136,13 +169,12 @@ def _measured(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def speedups(rows: list[dict[str, Any]], peers: list[str]) -> dict[str, float]:
+def speedups(rows: list[dict[str, Any]], peers: list[str], ours: str = "trunkattn") -> dict[str, float]:
     """Geometric mean of a peer's time over ours, where both were measured."""
     found = {}
     for name in peers:
-        ratios = [
-            row[name]["us"] / row["trunkattn"]["us"] for row in rows if "us" in row[name] and "us" in row["trunkattn"]
-        ]
+        both = [(row[name], row[ours]) for row in rows if ours in row]
+        ratios = [peer["us"] / our["us"] for peer, our in both if "us" in peer and "us" in our]
         if ratios:
             found[name] = round(geometric_mean(ratios), 3)
     return found
@@ -152,7 +184,7 @@ def sweep(card: str) -> None:
     """Every candidate tile on a few cells."""
     rows = []
     cases = {each: make_case(1, *each) for each in SWEPT}
-    for m, n, warps in SHAPES:
+    for m, n, warps in TILES:
         for stages in (2, 3, 4):
             tile = PrefillTile(m, n, warps, stages, ctas_per_sm=2 if warps == 4 else 1)
             row: dict[str, Any] = {"tile": f"{m}x{n}, {warps} warps, {stages} stages"}
@@ -165,19 +197,56 @@ def sweep(card: str) -> None:
     write_result(f"prefill-tiles-{card}", {"card": torch.cuda.get_device_name(), "rows": rows}, "triton")
 
 
+def shapes(card: str, chosen: list[Shape], peers: list[str]) -> None:
+    """Some cells of every shape."""
+    found = []
+    for shape in chosen:
+        print(shape.name, flush=True)
+        rows = []
+        for each in SHAPE_CELLS:
+            rows.append(cell(*each, peers, shape))
+            show(rows[-1])
+            torch.cuda.empty_cache()
+        speed = {name: speedups(rows, peers, name) for name in ("trunkattn", "trunkattn_portable", "trunkattn_hopper")}
+        print(speed, flush=True)
+        found.append({"shape": shape.name, "speedup": speed, "rows": rows})
+    figures = {"card": torch.cuda.get_device_name(), "dtype": "bfloat16", "page_size": PAGE_SIZE, "shapes": found}
+    write_result(f"prefill-shapes-{card}", figures, "triton")
+
+
+def prompt_shapes(names: list[str]) -> list[Shape]:
+    """The shapes of prompts whose names hold one of some texts; none: those of `MODELS`.
+
+    Raises:
+        ValueError: a text is in no such name.
+    """
+    for text in names:
+        if not any(text in shape.name for shape in PROMPT_SHAPES):
+            known = ", ".join(repr(shape.name) for shape in PROMPT_SHAPES)
+            raise ValueError(f"no shape has {text!r} in its name: expected a part of one of {known}")
+    return [shape for shape in PROMPT_SHAPES if any(text in shape.name for text in names or MODELS)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="*", default=list(PREFILL_PEERS), choices=list(PREFILL_PEERS))
     parser.add_argument("--chunks", nargs="+", type=int, default=CHUNKS, help="query tokens of the one request")
     parser.add_argument("--cached", nargs="+", type=int, default=CACHED, help="tokens before them")
     parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
+    parser.add_argument("--shapes", nargs="*", help=f"time models' shapes instead; without names {MODELS}")
     arguments = parser.parse_args()
+    try:
+        chosen = prompt_shapes(arguments.shapes or [])
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         parser.exit(1, "prefill.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
     name = torch.cuda.get_device_name()
     card = short_name(name)
     if arguments.tiles:
         return sweep(card)
+    if arguments.shapes is not None:
+        return shapes(card, chosen, arguments.peers)
     chunks, shared = [], []
     for tokens in arguments.chunks:
         for cached in arguments.cached:

@@ -16,11 +16,14 @@ def flash_attention_3(case: Case) -> PlannedRun:
 
     (table, lens), starts = case.device_batch, _starts(case)
     longest, most = int(case.batch.seq_lens.max()), int(case.batch.query_lens.max())
+    window, soft_cap, sinks = case.features
+    sizes = (-1, -1) if window is None else (window - 1, 0)
 
     def run(copy: int) -> torch.Tensor:
         return fa3.flash_attn_varlen_func(
-            case.q, *case.kv[copy], most, starts, longest, seqused_k=lens, block_table=table, causal=True
-        )
+            case.q, *case.kv[copy], most, starts, longest, seqused_k=lens, block_table=table, causal=True,
+            window_size=sizes, softcap=soft_cap or 0.0, s_aux=sinks,
+        )  # fmt: skip
 
     return PlannedRun(run, lambda: None)
 
@@ -29,6 +32,7 @@ def flash_attention_3_contiguous(case: Case) -> PlannedRun:
     """The same on contiguous copies of every request's keys and values: what paging costs it."""
     import fa3
 
+    case.require_plain()
     batch, starts = case.batch, _starts(case)
     longest, most = int(batch.seq_lens.max()), int(batch.query_lens.max())
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), torch.from_numpy(batch.seq_lens).long().cumsum(0)])
@@ -56,6 +60,7 @@ def flashinfer_prefill(case: Case) -> PlannedRun:
     """FlashInfer's batch prefill over the paged cache."""
     import flashinfer
 
+    case.require_plain()
     workspace = torch.empty(512 << 20, device="cuda", dtype=torch.uint8)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     starts, pages = torch.from_numpy(case.batch.query_start_loc), page_lists(case)

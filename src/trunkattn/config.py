@@ -12,10 +12,12 @@ from trunkattn.dtypes import (
     E4M3_NEEDS,
     EXECUTIONS,
     HOPPER_GROUPS,
+    HOPPER_HEAD_DIM,
+    HOPPER_PREFILL_ROWS,
     KV_KINDS,
     POLICIES,
-    fits_hopper,
     fits_hopper_decode,
+    fits_hopper_prefill,
     has_e4m3,
 )
 from trunkattn.numerics import LOG2_E
@@ -177,20 +179,33 @@ class AttentionConfig:
         )
 
     @property
-    def on_hopper(self) -> bool:
-        """Whether the Hopper kernel for prompts and decodes together computes this attention, too."""
-        return (
-            self.decodes_on_hopper
-            and not self.batch_invariant
-            and self.num_qo_heads // self.num_kv_heads in HOPPER_GROUPS
-            and fits_hopper(
-                (self.dtype, self.cache_dtype),
-                (self.head_dim, self.value_dim),
-                self.page_size,
-                self.logits_soft_cap,
-                self.sinks,
-            )
+    def prompts_on_hopper(self) -> bool:
+        """Whether the Hopper kernel for prompts, for sm_90, computes the prompt chunks of this attention."""
+        return fits_hopper_prefill(
+            (self.dtype, self.cache_dtype),
+            (self.head_dim, self.value_dim),
+            self.page_size,
+            self.num_qo_heads // self.num_kv_heads,
         )
+
+    @property
+    def overlaps_on_hopper(self) -> bool:
+        """Whether the Hopper kernel for prompts and decodes together computes this attention."""
+        fits = self.decodes_on_hopper and self.prompts_on_hopper and not self.batch_invariant
+        group_size = self.num_qo_heads // self.num_kv_heads
+        return fits and self.head_dim == HOPPER_HEAD_DIM and group_size in HOPPER_GROUPS
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is of the heads and groups that the Hopper kernels were timed with: no other head_dim than 128,
+        no groups that leave rows of an item unused, no soft cap and no sinks."""
+        whole = HOPPER_PREFILL_ROWS % (self.num_qo_heads // self.num_kv_heads) == 0
+        return self.head_dim == HOPPER_HEAD_DIM and whole and self.logits_soft_cap is None and not self.sinks
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether all Hopper kernels compute this attention, and were timed with its like."""
+        return self.overlaps_on_hopper and self.is_plain
 
     def supports(self, device: torch.device | str) -> list[str]:
         """Reasons why this configuration cannot run on `device`; empty if it can.

@@ -30,10 +30,12 @@ KV_KINDS: Final = MappingProxyType(
 HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 HOPPER_PAGE_UNIT: Final = 16  # tokens that TMA loads at a time
 HOPPER_BOX_DIMS: Final = 64
-HOPPER_DECODE_HEAD_DIMS: Final = (64, 128, 256)
+HOPPER_HEAD_DIMS: Final = (64, 128, 256)
 HOPPER_DECODE_ROWS: Final = 64  # of a tile, which holds a query's heads of a group
-HOPPER_HEAD_DIM: Final = 128  # of prompts
-HOPPER_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head, of decodes together with prompts
+HOPPER_PREFILL_ROWS: Final = 128  # of an item, which holds whole groups
+# Of decodes together with prompts
+HOPPER_HEAD_DIM: Final = 128
+HOPPER_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
 
 
 def fits_hopper_decode(
@@ -46,32 +48,20 @@ def fits_hopper_decode(
         dtypes[0] in HOPPER_DTYPES
         and all(dtype == dtypes[0] or dtype.itemsize == 1 for dtype in dtypes)
         and len(set(dtypes[1:])) == 1
-        and head_dims[0] in HOPPER_DECODE_HEAD_DIMS
+        and head_dims[0] in HOPPER_HEAD_DIMS
         and head_dims[0] == head_dims[1]
-        and (
-            head_dims[0] < max(HOPPER_DECODE_HEAD_DIMS) or dtypes[1].itemsize == 1 or page_size % HOPPER_PAGE_UNIT == 0
-        )
+        and (head_dims[0] < max(HOPPER_HEAD_DIMS) or dtypes[1].itemsize == 1 or page_size % HOPPER_PAGE_UNIT == 0)
         and group_size <= HOPPER_DECODE_ROWS
     )
 
 
-def fits_hopper(
-    dtypes: tuple[torch.dtype, ...],
-    head_dims: tuple[int, int],
-    page_size: int,
-    soft_cap: float | None,
-    sinks: bool,
+def fits_hopper_prefill(
+    dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
 ) -> bool:
-    """Whether the Hopper kernels for prompts compute an attention, too: of it, 16-bit caches, heads of 128, pages of
-    whole 16 tokens, neither soft cap nor sinks. Each kernel has a rule of its own for the group size."""
-    return (
-        fits_hopper_decode(dtypes, head_dims, page_size, group_size=1)
-        and dtypes[0] == dtypes[1]
-        and head_dims[0] == HOPPER_HEAD_DIM
-        and page_size % HOPPER_PAGE_UNIT == 0
-        and soft_cap is None
-        and not sinks
-    )
+    """Whether the Hopper kernel for prompts computes an attention: of what the one for decoding does, caches of the
+    queries' dtype and pages of whole 16 tokens."""
+    fits = fits_hopper_decode(dtypes, head_dims, page_size, group_size)
+    return fits and len(set(dtypes)) == 1 and page_size % HOPPER_PAGE_UNIT == 0
 
 
 E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"

@@ -36,7 +36,7 @@ def tiles_of(target: Target) -> dict[str, dict[str, Any]]:
         name: described(target, tile, compile_decode(target, tile, merging))
         for name, (tile, merging) in variants.items()
     }
-    chunk_tile = prefill_tile(size, target.head_dim, target.capability)
+    chunk_tile = prefill_tile(size, target.head_dim, capability=target.capability)
     return report | {"prefill": described(target, chunk_tile, compile_prefill(target, chunk_tile))}
 
 
@@ -61,13 +61,15 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     for tile in tiles:  # where `hopper_decode_kernel` cannot compute them
         name = f"{tile.block_m}x{tile.block_n} portable"
         report[name] = described(target, tile, compile_decode(target, tile))
+    options = {"": {}, " window": {"window": True}}
+    options[" with all options"] = {"window": True, "soft_cap": 30.0, "sinks": True}
+    for name, chosen in options.items():
+        report[f"hopper prefill{name}"] = asdict(compile_hopper_prefill(target, **chosen)) | {"ctas_per_sm": 1}
+    chunk_tile = prefill_tile(2, target.head_dim, hopper=True)
+    report["prefill portable"] = described(target, chunk_tile, compile_prefill(target, chunk_tile))
     if target.head_dim != 128:
         return report
-    for window in (False, True):
-        used = compile_hopper_prefill(target, window)
-        report[f"hopper prefill{' window' if window else ''}"] = asdict(used) | {"ctas_per_sm": 1}
-    variants: dict[str, dict[str, bool]] = {"": {}, " masked": {"masked": True}, " window": {"window": True}}
-    for name, variant in variants.items():
+    for name, variant in (options | {" masked": {"masked": True}}).items():
         used = compile_hopper_prefill_decode(target, **variant)
         report[f"hopper prefill and decode{name}"] = asdict(used) | {"ctas_per_sm": 1}
     return report

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.executor import choose_tiles
+from trunkattn.gpu.executor import choose_chunk_tile, choose_tiles
 from trunkattn.gpu.tuning.cards import H100, H200, Card, card_of
 
 
@@ -46,22 +46,22 @@ def test_another_card_gets_cautious_values_and_says_so(name: str, num_sms: int) 
     assert card.description == f"{name} with {num_sms} SMs, which was not measured (2 TB/s assumed)"
 
 
+COMMON = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+UNTIMED = [
+    {"head_dim": 64},
+    {"head_dim": 256},
+    {"num_qo_heads": 56},
+    {"sinks": True},
+    {"logits_soft_cap": 30.0},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"head_dim": 64},
-        {"head_dim": 256},
-        {"num_qo_heads": 56},
-        {"sinks": True},
-        {"logits_soft_cap": 30.0},
-        {"page_size": 1},
-        {"kv_dtype": torch.float8_e4m3fn},
-        {"batch_invariant": True},
-    ],
+    [*UNTIMED, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn}, {"batch_invariant": True}],
 )
 def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(options: dict[str, Any]) -> None:
-    common = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
-    plain, config = AttentionConfig(**common), AttentionConfig(**(common | options))
+    plain, config = AttentionConfig(**COMMON), AttentionConfig(**(COMMON | options))
     for family in (False, True):
         card = replace(H100, hopper_family=family)
         assert any(tile.hopper for tile in choose_tiles(plain, card, 90))
@@ -69,3 +69,35 @@ def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(o
     assert not any(
         tile.hopper for tile in choose_tiles(config, replace(H100, hopper_tiles=False, hopper_family=True), 90)
     )
+
+
+@pytest.mark.parametrize("options", UNTIMED)
+def test_the_hopper_kernel_computes_other_prompts_only_where_they_were_timed(options: dict[str, Any]) -> None:
+    config = AttentionConfig(**(COMMON | options))
+    for family in (False, True):
+        tile = choose_chunk_tile(config, replace(H100, hopper_family=family), 90)
+        assert tile.hopper is family
+        assert tile.block_m == 128 or not family
+    assert not choose_chunk_tile(config, replace(H100, hopper_family=True), 100).hopper
+
+
+@pytest.mark.parametrize("options", [{}, {"num_qo_heads": 8}, {"num_qo_heads": 256}, {"policy": "pat"}])
+def test_every_card_of_capability_9_0_has_the_hopper_kernel_for_plain_prompts(options: dict[str, Any]) -> None:
+    config = AttentionConfig(**(COMMON | options))
+    assert choose_chunk_tile(config, card_of("NVIDIA H100 PCIe", 114), 90).hopper
+    assert not choose_chunk_tile(config, card_of("NVIDIA B200", 148), 100).hopper
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 96},
+        {"head_dim_v": 64},
+        {"page_size": 8},
+        {"dtype": torch.float32},
+        {"kv_dtype": torch.float8_e4m3fn},
+    ],
+)
+def test_what_the_hopper_kernel_for_prompts_does_not_compute(options: dict[str, Any]) -> None:
+    config = AttentionConfig(**(COMMON | options))
+    assert not choose_chunk_tile(config, replace(H100, hopper_family=True), 90).hopper

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trunkattn.gpu.hopper import prefill as hopper_prefill
+from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
@@ -22,11 +23,10 @@ DEVICE_INFO = DeviceInfo(132, overlaps=True, hopper=True)
 UNSUPPORTED = pytest.mark.parametrize(
     ("geometry", "tensors"),
     [
-        ({"soft_cap": 30.0}, {}),
-        ({"sinks": True}, {}),
+        ({"head_dim": 96, "head_dim_v": 96}, {}),
         ({"head_dim_v": 64}, {}),
         ({"page_size": 8, "segment_size": 8}, {}),
-        ({"num_qo_heads": 6}, {}),
+        ({"num_qo_heads": 130}, {}),
         ({}, {"dtype": torch.float32}),
         ({}, {"kv_dtype": torch.float8_e4m3fn}),
     ],
@@ -48,7 +48,7 @@ class Recorder:
         return call
 
 
-def make_plan(geometry: Geometry) -> GpuPlan:
+def make_plan(geometry: Geometry, hopper: bool = True) -> GpuPlan:
     """Two items of 32 query tokens behind 32 others, and nothing else."""
     ints = {name: np.zeros(0, np.int32) for name in ("queries", "slots", "merge_queries")}
     pairs = {"parts": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
@@ -61,7 +61,7 @@ def make_plan(geometry: Geometry) -> GpuPlan:
         items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4")
     )
     positions = np.arange(32, 96, dtype=np.int32)
-    chunks = Chunks(listed, prefill_tile(2, 128))
+    chunks = Chunks(listed, prefill_tile(2, geometry.head_dim, hopper))
     return upload(empty, positions, geometry, DEVICE_INFO, "serial", torch.device("cpu"), chunks)
 
 
@@ -99,11 +99,44 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
     assert (given.C.windowed, given.work.window) == ((False, 0) if window == UNLIMITED else (True, 40))
     assert given.k_desc.block_shape == [1, 16, 1, 64]
-    assert hopper_prefill.PrefillConstants(8, 2, 4, 16, window != UNLIMITED, 0.0, True, pdl_trigger=False) == given.C
+    constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, 0.0, False, True, False)
+    assert constants == given.C
 
 
 def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
     assert list(hopper_prefill.PrefillArguments._fields) == hopper_prefill.hopper_prefill_kernel.arg_names
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
+def test_head_dims_groups_and_options(
+    kernels: tuple[Recorder, Recorder], head_dim: int, options: dict[str, Any]
+) -> None:
+    shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
+    execute(make_plan(shape), make_tensors(), (), DEVICE_INFO, False)
+    hopper, portable = kernels
+    assert not portable.calls
+    ((_, args, given_options),) = hopper.calls
+    found = hopper_prefill.PrefillArguments(*args).C
+    assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
+    assert (found.num_qo_heads, found.group_size) == (shape.num_qo_heads, shape.num_qo_heads // 2)
+    assert found.head_dim == head_dim
+    assert given_options == {"num_warps": 4, "maxnreg": hopper_prefill.REGISTERS}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks_in_a_tile_of_the_portable_kernel_go_to_it(kernels: tuple[Recorder, Recorder], head_dim: int) -> None:
+    """Of an attention that the Hopper kernel computes, on a card on which it was not timed."""
+    shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim)
+    execute(make_plan(shape, hopper=False), make_tensors(), (), DEVICE_INFO, False)
+    assert [len(kernel.calls) for kernel in kernels] == [0, 1]
+
+
+def test_registers_suffice_for_its_warps() -> None:
+    """Two groups of 4 warps that compute; two producers are given out as the 4 warps that they start."""
+    consumers = hopper_prefill._CONSUMER_REGISTERS.value
+    assert consumers % 8 == 0
+    assert (2 * consumers + PRODUCER_REGISTERS.value) * 128 <= hopper_prefill.REGISTERS * 384 <= 65536
 
 
 @UNSUPPORTED

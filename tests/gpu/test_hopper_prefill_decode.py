@@ -48,7 +48,7 @@ def make_lists() -> tuple[TileList, Chunks]:
     listed = PrefillList(
         np.array([[0, 0, 36, 0, 20]], np.int32), queries, np.full(20, -1, np.int32), np.arange(3)[None].astype("i4")
     )
-    return tiles, Chunks(listed, prefill_tile(2, 128))
+    return tiles, Chunks(listed, prefill_tile(2, 128, hopper=True))
 
 
 def make_mixed(geometry: Geometry) -> GpuPlan:
@@ -78,7 +78,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert tiles.queries.tolist() == [0, 1, 2, 3] and tiles.partial_slots.tolist() == [-1, -1, 0, 1]
     assert tiles.positions.tolist()[3:6] == [15, 16, 17]
     assert (given.layer.q_token_stride, given.layer.out_head_stride) == (8 * 128, 128)
-    constants = prefill_decode.PrefillDecodeConstants(8, 2, 4, 16, 16, masked, window != UNLIMITED, 0.0, False, True)
+    constants = prefill_decode.PrefillDecodeConstants(
+        8, 2, 4, 16, 16, masked, window != UNLIMITED, 0.0, False, return_lse=False, pdl_trigger=True
+    )
     assert constants == given.C and work.window == window
     for desc, cache in ((given.k_desc, tensors.k_cache), (given.v_desc, tensors.v_cache)):
         assert desc.base is cache and desc.block_shape == [1, 16, 1, 64]
@@ -114,8 +116,8 @@ def test_registers_suffice_for_its_warps() -> None:
 @pytest.mark.parametrize(
     "geometry",
     [
-        {"soft_cap": 30.0},
-        {"sinks": True},
+        {"head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 256, "head_dim_v": 256},
         {"head_dim_v": 64},
         {"page_size": 8, "segment_size": 8},
         {"segment_size": 8},
@@ -125,6 +127,19 @@ def test_registers_suffice_for_its_warps() -> None:
 def test_shapes_that_it_does_not_support(geometry: dict[str, Any]) -> None:
     assert prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
     assert not prefill_decode.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])
+
+
+@pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}, {"soft_cap": 5.0, "sinks": True}])
+def test_soft_caps_and_sinks(options: dict[str, Any]) -> None:
+    plan, tensors = make_mixed(replace(GEOMETRY, **options)), make_tensors()
+    assert prefill_decode.supports(tensors, plan, TILES[0])
+    found = prefill_decode.arguments(tensors, plan, pdl_trigger=True, return_lse=False).C
+    assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
+
+
+def test_chunks_in_a_tile_of_the_portable_kernel() -> None:
+    """On a card on which the Hopper kernels were not timed with the attention."""
+    assert not prefill_decode.supports(make_tensors(), make_plan(GEOMETRY, hopper=False), TILES[0])
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,15 @@ def test_what_has_no_kernel_is_refused_or_serial(
     assert GpuExecutor(replace(CONFIG, **({"execution": "auto"} | change)), CPU)._overlap is None
 
 
+@pytest.mark.parametrize("change", [{"logits_soft_cap": 5.0}, {"sinks": True}, {"head_dim": 64}, {"num_qo_heads": 6}])
+def test_sinks_and_soft_caps_overlap_where_they_were_timed(hopper: None, change: dict[str, Any]) -> None:
+    """Other heads and groups have no kernel."""
+    config, rule = replace(CONFIG, execution="auto", **change), make_executor()._rule
+    assert make_overlap(config, H200, 132, 128, rule) is None
+    found = make_overlap(config, replace(H200, hopper_family=True), 132, 128, rule)
+    assert (found is not None) == (config.head_dim == 128 and config.num_qo_heads == 4)
+
+
 def test_another_card_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))

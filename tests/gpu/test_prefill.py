@@ -59,7 +59,7 @@ def test_each_pair_of_features(number: int) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 5, 7, 12, 16])
-@pytest.mark.parametrize("cache", [(2, 128), (4, 128)])
+@pytest.mark.parametrize("cache", [(2, 128), (4, 128), (2, 256, True)])
 def test_groups_in_the_tiles_of_the_table(group: int, cache: tuple[int, int]) -> None:
     """Rows beyond the last whole group are unused."""
     config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)

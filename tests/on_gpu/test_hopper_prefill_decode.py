@@ -89,9 +89,9 @@ def num_overlapped(plan: Any) -> int:
 
 
 def assert_right(
-    layer: Layer, out: torch.Tensor, lse: torch.Tensor | None = None, tolerance: float = 0.01, window: int | None = None
+    layer: Layer, out: torch.Tensor, lse: torch.Tensor | None = None, tolerance: float = 0.01, **options: Any
 ) -> None:
-    """All chunks, and every seventh decode, against the oracle."""
+    """All chunks, and every seventh decode, against the oracle. options: of the oracle."""
     assert not out.isnan().any()
     lens, starts = layer.batch.query_lens, layer.batch.query_start_loc
     rows = [*np.flatnonzero(lens > 3), *np.flatnonzero((lens > 0) & (lens <= 3))[::7]]
@@ -99,7 +99,7 @@ def assert_right(
     table, seq_lens = (array[rows] for array in layer.step[:2])
     of_rows = torch.from_numpy(np.append(0, np.cumsum(lens[rows])))
     caches = layer.k_cache, layer.v_cache
-    want, want_lse = paged_attention(layer.q[tokens], *caches, table, seq_lens, of_rows, sliding_window=window)
+    want, want_lse = paged_attention(layer.q[tokens], *caches, table, seq_lens, of_rows, **options)
     torch.testing.assert_close(out[tokens].double(), want, rtol=tolerance, atol=tolerance)
     if lse is not None:
         torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=0, atol=1e-3)
@@ -112,16 +112,18 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, w
     plan = attention.plan(*layer.step, sliding_window=window)
     plan.check()
     out = torch.full_like(layer.q, math.nan)
-    _, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, return_lse=True)
-    assert_right(layer, out, lse, tolerance, window)
+    sinks = torch.randn(config.num_qo_heads, device="cuda") * 3 if config.sinks else None
+    _, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out, return_lse=True, sinks=sinks)
+    options = {"sliding_window": window, "logits_soft_cap": config.logits_soft_cap, "sinks": sinks}
+    assert_right(layer, out, lse, tolerance, **options)
     return plan
 
 
-def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes) -> None:
-    """Lets this card overlap in those times."""
+def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes, family: bool = False) -> None:
+    """Lets this card overlap in those times; family: also with sinks and soft caps."""
 
     def card(name: str, num_sms: int) -> Card:
-        return replace(card_of(name, num_sms), overlap=times)
+        return replace(card_of(name, num_sms), overlap=times, hopper_family=family)
 
     monkeypatch.setattr("trunkattn.gpu.executor.card_of", card)
 
@@ -221,6 +223,24 @@ def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: py
     set_times(monkeypatch, times)
     plan = check(GOOD, mixed())
     assert bool(launched) == (num_overlapped(plan) > 0) == (gains and hopper())
+
+
+@pytest.mark.parametrize("heads, window", [((32, 8), None), ((16, 1), None), ((16, 1), 100), ((16, 16), 100)])
+@pytest.mark.parametrize(
+    "options", [{"sinks": True}, {"logits_soft_cap": 20.0}, {"sinks": True, "logits_soft_cap": 2.0}]
+)
+def test_sinks_and_soft_caps(
+    launched: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    heads: tuple[int, int],
+    window: int | None,
+) -> None:
+    times = OverlapTimes(600_000, Shares(100, 100), Shares(100, 100), 1000, 0, 0, 0)
+    set_times(monkeypatch, times, family=True)
+    config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], **options)
+    plan = check(config, mixed(several=window is not None), window=window)
+    assert bool(launched) == (num_overlapped(plan) > 0) == hopper()
 
 
 @pytest.mark.parametrize("execution", ["overlapped", "auto"])

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.gpu import executor
+from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -32,6 +34,17 @@ def poisoned(config: AttentionConfig, batch: PagedBatch) -> Layer:
             for cache in (layer.k_cache, layer.v_cache):
                 cache[int(batch.block_table[row, page]), offset:] = math.nan
     return layer
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every launch that is bound of the kernel for Hopper."""
+    from trunkattn.gpu.hopper import prefill as hopper_prefill
+
+    calls: list[int] = []
+    bind = hopper_prefill.bind
+    monkeypatch.setattr(hopper_prefill, "bind", lambda *given: calls.append(1) or bind(*given))
+    return calls
 
 
 def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.02, window: int | None = None) -> None:
@@ -146,14 +159,123 @@ def test_run_allocates_nothing_with_chunks() -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_an_sm_90_and_no_other_card_gets_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trunkattn.gpu.hopper import prefill as hopper_prefill
+def is_hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
 
-    launched = []
-    bind = hopper_prefill.bind
-    monkeypatch.setattr(hopper_prefill, "bind", lambda *given: launched.append(1) or bind(*given))
+
+def test_an_sm_90_and_no_other_card_gets_its_own_kernel(launched: list[int]) -> None:
     check(GOOD, chunks("1,4_1024,300", [300, 90]))
-    assert bool(launched) == (torch.cuda.get_device_capability() == (9, 0))
+    assert bool(launched) == is_hopper()
+
+
+FAMILY = (
+    replace(GOOD, head_dim=64, num_qo_heads=64, sinks=True),
+    replace(GOOD, head_dim=64),
+    replace(GOOD, head_dim=64, num_qo_heads=56, dtype=torch.float16, page_size=32, logits_soft_cap=20.0),
+    replace(GOOD, head_dim=256, num_qo_heads=16),
+    replace(GOOD, head_dim=256, num_qo_heads=16, num_kv_heads=2, logits_soft_cap=20.0, sinks=True, page_size=32),
+    replace(GOOD, head_dim=256, num_qo_heads=28, num_kv_heads=4, dtype=torch.float16),
+    replace(GOOD, num_qo_heads=28, num_kv_heads=4),
+    replace(GOOD, num_qo_heads=96, page_size=64),
+    replace(GOOD, num_qo_heads=33, num_kv_heads=1, sinks=True),
+    replace(GOOD, logits_soft_cap=20.0),
+    replace(GOOD, logits_soft_cap=2.0, sinks=True, dtype=torch.float16),
+)
+
+
+def as_if_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the kernels for decoding and for prompts on Hopper compute all that they can, whatever was timed."""
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True, overlap=None)
+    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+
+
+@pytest.mark.parametrize("config", FAMILY, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize(
+    "tree, query_lens",
+    [("1_8800", [507]), ("1,4,40_1024,512,333", [1, 0, 300, 1, 17, 64]), ("1,32_4096,100", [100]), ("1_700", [700])],
+)
+def test_the_family(
+    monkeypatch: pytest.MonkeyPatch,
+    launched: list[int],
+    config: AttentionConfig,
+    window: int | None,
+    tree: str,
+    query_lens: list[int],
+) -> None:
+    """A chunk behind a long context, chunks beside decodes, short chunks behind a trunk, and a whole prompt."""
+    as_if_timed(monkeypatch)
+    tolerance = 0.02 if config.dtype == torch.bfloat16 else 0.003
+    check(config, chunks(tree, query_lens, config.page_size), tolerance, window)
+    assert bool(launched) == is_hopper()
+
+
+@pytest.mark.parametrize("config", FAMILY, ids=str)
+@pytest.mark.parametrize("policy", ["cascade", "per_query"])
+def test_the_family_with_lse_in_parts_and_whole(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, policy: str
+) -> None:
+    """Outputs and log-sum-exps are those of the portable kernel, with scales of either sign. Sinks of any size are in
+    the outputs alone."""
+    config = replace(config, policy=policy)
+    layer = make_layer(config, chunks("1,4_1024,300", [300, 90, 1], config.page_size))
+    options = {"sinks": torch.linspace(-5, 9, config.num_qo_heads, device="cuda")} if config.sinks else {}
+    inputs, results = (layer.q, layer.k_cache, layer.v_cache), []
+    for family in (False, True):
+        if family:
+            as_if_timed(monkeypatch)
+        attention = BatchAttention(config)
+        plan = attention.plan(*layer.step)
+        scaled = {"q_scale": -0.5, "k_scale": torch.linspace(0.5, 2, config.num_kv_heads, device="cuda")}
+        for scales in ({}, scaled | {"v_scale": 3.0}):
+            results.append(attention.run(plan, *inputs, return_lse=True, **options, **scales))
+        assert bool(launched) == (family and is_hopper())
+    for (out, lse), (want, want_lse) in zip(results[:2], results[2:], strict=True):
+        torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [FAMILY[0], FAMILY[3], FAMILY[6]], ids=str)
+def test_a_cache_of_the_family_that_the_copy_engine_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig
+) -> None:
+    """The portable kernel computes the items of the kernel for Hopper."""
+    as_if_timed(monkeypatch)
+    config = replace(config, sinks=False)
+    layer = make_layer(config, chunks("1,4_1024,300", [300, 90, 1]))
+    odd = [torch.nn.functional.pad(cache, (1, 0))[..., 1:] for cache in (layer.k_cache, layer.v_cache)]
+    attention = BatchAttention(config)
+    plan = attention.plan(*layer.step)
+    out = attention.run(plan, layer.q, *odd)
+    assert not launched
+    assert float((out - attention.run(plan, layer.q, layer.k_cache, layer.v_cache)).abs().max()) < 0.02
+    assert bool(launched) == is_hopper()
+
+
+@pytest.mark.parametrize("config", [FAMILY[0], FAMILY[4]], ids=str)
+def test_one_graph_of_the_family(monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig) -> None:
+    """A program then computes several items, one after the other."""
+    as_if_timed(monkeypatch)
+    config = replace(config, sinks=False)
+    trees = (("1_8704", [512]), ("1,4,40_1024,512,333", [1, 0, 300, 1, 17, 64]), ("1_2048", [2048]))
+    layers = [make_layer(config, chunks(tree, lens, config.page_size), seed) for seed, (tree, lens) in enumerate(trees)]
+    attention, tensors, (graph, plan) = captured(config, Capacity(64, 4096, 640, 1 << 16), layers)
+    assert bool(launched) == is_hopper()
+    for layer in (*layers, layers[0]):
+        found = replay(layer, attention, tensors, graph, plan)
+        assert not found.isnan().any()
+        row = int(np.flatnonzero(layer.batch.query_lens)[-1])
+        first, last = layer.batch.query_start_loc[row : row + 2]
+        assert float((found[first:last].double() - expected(layer, config, [row])).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("config", [FAMILY[0], FAMILY[4]], ids=str)
+def test_a_thousand_runs_of_the_family_are_bit_equal(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig
+) -> None:
+    as_if_timed(monkeypatch)
+    assert_repeats(replace(config, sinks=False), chunks("1,4,40_1024,512,333", [1, 300, 1, 64], config.page_size))
+    assert bool(launched) == is_hopper()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -194,9 +316,12 @@ def test_tables_on_the_card_replace_a_plan_with_chunks() -> None:
     assert float((tensors[3][: len(host)] - host).abs().max()) < 0.02
 
 
-def test_of_warp_specialization_for_the_sanitizer() -> None:
+def test_of_warp_specialization_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (None, 50):
         check(GOOD, chunks("1,3,6_64,32,130", [130, 1, 40]), window=window)
+    as_if_timed(monkeypatch)
+    for config in (FAMILY[0], FAMILY[4], FAMILY[6]):
+        check(config, chunks("1,3,6_64,32,130", [130, 1, 40], config.page_size), window=50)
 
 
 def test_for_the_sanitizer() -> None:

@@ -21,7 +21,7 @@ from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.step_choice import PackingChoice, StepChoice, choose_step
 from trunkattn.gpu.tuning.cards import Card, card_of
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
-from trunkattn.gpu.tuning.prefill import prefill_tile
+from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.planner.from_config import make_planner
@@ -116,7 +116,7 @@ class GpuExecutor:
         self._planner = make_planner(config, gpu_device(facts.num_sms, self._tiles[-1].block_m))
         in_order = capacity is None or (self._is_tiled and self._execution == "serial")
         self._rule = make_rule(config, self._tiles, card, facts, self._planner.spec.model, may_fuse=in_order)
-        self._chunks = make_chunk_planner(config, facts, capacity)
+        self._chunks = make_chunk_planner(config, card, facts, capacity)
         self._overlap: Overlap | None = None
         if self._chunks and self._device_info.hopper:
             self._overlap = make_overlap(config, card, facts.num_sms, self._chunks.tile.block_m, self._rule)
@@ -354,12 +354,20 @@ def make_rule(
     )
 
 
-def make_chunk_planner(config: AttentionConfig, facts: GpuFacts, capacity: Capacity | None) -> ChunkPlanner | None:
+def choose_chunk_tile(config: AttentionConfig, card: Card, capability: int) -> PrefillTile:
+    """The tile of prompt chunks of an attention on a card."""
+    width = max(config.head_dim, config.value_dim)
+    on_hopper = capability == 90 and config.prompts_on_hopper and (config.is_plain or card.hopper_family)
+    return prefill_tile(config.tile_itemsize, width, on_hopper, capability)
+
+
+def make_chunk_planner(
+    config: AttentionConfig, card: Card, facts: GpuFacts, capacity: Capacity | None
+) -> ChunkPlanner | None:
     """None: all requests are rows of tiles, because a token's bits must not depend on how many came with it."""
     if config.batch_invariant:
         return None
-    tile = prefill_tile(config.tile_itemsize, max(config.head_dim, config.value_dim), facts.capability)
-    return ChunkPlanner(config, tile, facts.num_sms, capacity)
+    return ChunkPlanner(config, choose_chunk_tile(config, card, facts.capability), facts.num_sms, capacity)
 
 
 def _invariant_parts(config: AttentionConfig, capacity: Capacity) -> int:

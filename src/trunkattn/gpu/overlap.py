@@ -149,7 +149,8 @@ def make_overlap(
 ) -> Overlap | None:
     """None: the kernel does not compute this attention, another execution was asked for, or `auto` on a card of which
     nothing is known. chunk_rows: of a chunk's work item."""
-    if not config.on_hopper or config.execution not in ("auto", "overlapped"):
+    fits = config.overlaps_on_hopper if card.hopper_family else config.on_hopper
+    if not fits or config.execution not in ("auto", "overlapped"):
         return None
     forced = config.execution == "overlapped"
     times = card.overlap or (H200.overlap if forced else None)

@@ -38,11 +38,11 @@ from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, lo
 from trunkattn.gpu.hopper.gather import allocate_gathered, as_numbers, kind_of
 from trunkattn.gpu.hopper.online_softmax import (
     MainloopTile,
-    add_sinks,
     attend_block,
     attend_first_block,
     finish_attention,
     mainloop_tile,
+    sink_divisor,
 )
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
@@ -204,7 +204,7 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
     if C.return_lse:
         gl.store(layer.lse + rows.token * C.num_qo_heads + query_head, lse, mask=direct)
     if C.sinks:
-        out = add_sinks(out, lse, layer.sinks + query_head, direct)
+        out = out / sink_divisor(lse, layer.sinks + query_head, direct)[:, None]
     q_tile.store((out * v_scale).to(q_tile.dtype))
     COPY: gl.constexpr = T.copy
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)

@@ -56,7 +56,7 @@ def mainloop_tile(
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-        for columns in (block_n, max(block_n, head_dim // 2))
+        for columns in (block_n, min(head_dim, max(block_n, head_dim // 2)))
     )
     num_threads = 32 * (num_producer_warps + num_consumer_warps)
     return MainloopTile(
@@ -91,12 +91,17 @@ class AttentionState(NamedTuple):
 
 
 @gluon.jit
+def soft_capped(scores, scale, SOFT_CAP: gl.constexpr):
+    """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap."""
+    return 2.0 / (1.0 + gl.exp2(scores * (scale * (-2.0 * _LOG2_E / SOFT_CAP)))) - 1.0
+
+
+@gluon.jit
 def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr, SOFT_CAP: gl.constexpr):
     """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum. SOFT_CAP: of the
     logits, which are then in base e before it; 0 for none."""
     if SOFT_CAP > 0:
-        # soft_cap · tanh(logits / soft_cap), in base 2
-        scores = 2.0 / (1.0 + gl.exp2(scores * (scale * (-2.0 * _LOG2_E / SOFT_CAP)))) - 1.0
+        scores = soft_capped(scores, scale, SOFT_CAP)
         scale = SOFT_CAP * _LOG2_E
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
@@ -194,7 +199,13 @@ def _of_acc(rows, T: gl.constexpr):
 
 
 @gluon.jit
-def add_sinks(out, lse, sinks, used):
-    """Outputs [64, head_dim] of rows that have a sink each: one more logit without a value."""
+def of_scores(rows, T: gl.constexpr):
+    """The other way."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, T.scores))
+
+
+@gluon.jit
+def sink_divisor(lse, sinks, used):
+    """What the outputs of rows are divided by that have a sink each: one more logit without a value."""
     sink = gl.load(sinks, mask=used, other=0.0)
-    return out / (1.0 + gl.exp2((sink - lse) * _LOG2_E))[:, None]
+    return 1.0 + gl.exp2((sink - lse) * _LOG2_E)

@@ -7,6 +7,7 @@ the block before and on the other warpgroup's products. Blocks are taken from th
 that need a mask come before all others.
 """
 
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import HOPPER_HEAD_DIM, fits_hopper
+from trunkattn.dtypes import HOPPER_PREFILL_ROWS, fits_hopper_prefill
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
@@ -33,7 +34,15 @@ from trunkattn.gpu.hopper.common import (
     tma_descriptors,
     write_partials,
 )
-from trunkattn.gpu.hopper.online_softmax import attend_block, attend_first_block, finish_attention, mainloop_tile
+from trunkattn.gpu.hopper.online_softmax import (
+    MainloopTile,
+    attend_block,
+    attend_first_block,
+    finish_attention,
+    mainloop_tile,
+    of_scores,
+    sink_divisor,
+)
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_V_EMPTY,
@@ -57,14 +66,20 @@ from trunkattn.planner.work_list import (
 )
 
 REGISTERS: Final = 168  # of a thread at launch
-_BLOCK_M: Final = 128  # rows of an item at most
-TILE = gl.constexpr(mainloop_tile(HOPPER_HEAD_DIM, block_n=128, num_stages=2, num_consumer_warps=8, mask_ahead=False))
+_BLOCK_TOKENS: Final = MappingProxyType({64: 128, 128: 128, 256: 64})  # keys of a block, by head_dim
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _DIRECT = gl.constexpr(DIRECT)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
-_COPY_ROW = gl.constexpr(gl.SliceLayout(1, TILE.value.copy))
+
+
+def _prefill_tile(head_dim: int) -> MainloopTile:
+    """The constants of the main loop for heads of 64, 128 or 256."""
+    return mainloop_tile(head_dim, _BLOCK_TOKENS[head_dim], num_stages=2, num_consumer_warps=8, mask_ahead=False)
+
+
+TILE_64, TILE_128, TILE_256 = (gl.constexpr(_prefill_tile(head_dim)) for head_dim in (64, 128, 256))
 
 
 class PrefillConstants(NamedTuple):
@@ -73,9 +88,11 @@ class PrefillConstants(NamedTuple):
     num_qo_heads: int
     num_kv_heads: int
     group_size: int
+    head_dim: int
     page_size: int
     windowed: bool
     soft_cap: float
+    sinks: bool
     return_lse: bool
     pdl_trigger: bool
 
@@ -111,7 +128,7 @@ class PrefillArguments(NamedTuple):
 
 
 class ChunkMemory(NamedTuple):
-    """Shared memory of a CTA. q_tiles [2, 64, 128]."""
+    """Shared memory of a CTA. q_tiles [2, 64, head_dim]."""
 
     q_tiles: Any
     kv: KvPipelines
@@ -247,6 +264,9 @@ def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.c
     COPY: gl.constexpr = T.copy
     partial_slot = gl.load(chunks.partial_slots + rows.entry, mask=rows.used, other=_DIRECT)
     write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, C, T)
+    if C.sinks:
+        direct_row = rows.used & (partial_slot == _DIRECT)
+        out = out / sink_divisor(lse, layer.sinks + rows.query_head, direct_row)[:, None]
     q_tile.store((out * v_scale).to(q_tile.dtype))
     direct = gl.load(chunks.partial_slots + copy_rows.entry, mask=copy_rows.used, other=0) == _DIRECT
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
@@ -267,7 +287,8 @@ def consume_chunks(
     kv_pipelines = memory.kv
     q_tile = memory.q_tiles.index(WARPGROUP)
     m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc))
-    copy_m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, _COPY_ROW)
+    COPY: gl.constexpr = T.copy
+    copy_m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, COPY))
     index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         task = scheduled_task(chunks.items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
@@ -286,6 +307,8 @@ def consume_chunks(
             window_start = gl.maximum(position - window + 1, gl.load(task.item + _KV_START))
             latest = gl.max(gl.where(rows.used, window_start, kv.first), 0)
             windowed = gl.minimum((latest - kv.first + T.block_n - 1) // T.block_n, full)
+            window_start = of_scores(window_start, T)
+        position = of_scores(position, T)
 
         has_next = kv.num_blocks > 1
         mask_args = _MaskArgs(kv.first + (kv.num_blocks - 1) * T.block_n, kv.end, window_start, position)
@@ -322,14 +345,15 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     if C.pdl_trigger:
         pdl_trigger()
     chunks, positions, window = work.chunks, work.positions, work.window
-    memory = allocate_chunk_memory(k_desc, v_desc, TILE)
+    T: gl.constexpr = TILE_64 if C.head_dim == 64 else TILE_128 if C.head_dim == 128 else TILE_256
+    memory = allocate_chunk_memory(k_desc, v_desc, T)
     num_tasks = gl.load(work.num_items) * C.num_kv_heads
     gl.warp_specialize(
         [
-            (consume_chunks, (0, chunks, num_tasks, positions, layer, window, memory, C, TILE)),
-            (consume_chunks, (1, chunks, num_tasks, positions, layer, window, memory, C, TILE)),
-            (produce_chunks, (chunks, num_tasks, k_desc, memory.kv.k, BAR_K_EMPTY, C, TILE)),
-            (produce_chunks, (chunks, num_tasks, v_desc, memory.kv.v, BAR_V_EMPTY, C, TILE)),
+            (consume_chunks, (0, chunks, num_tasks, positions, layer, window, memory, C, T)),
+            (consume_chunks, (1, chunks, num_tasks, positions, layer, window, memory, C, T)),
+            (produce_chunks, (chunks, num_tasks, k_desc, memory.kv.k, BAR_K_EMPTY, C, T)),
+            (produce_chunks, (chunks, num_tasks, v_desc, memory.kv.v, BAR_V_EMPTY, C, T)),
         ],
         [4, 1, 1],
         [_CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -337,13 +361,13 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `bind` takes this: what `fits_hopper` and `is_aligned` accept, groups that divide 128, items of up to
-    128 rows, and query tokens less than 2^32 elements apart."""
+    """Whether `bind` takes this: a tile of the kernel, what `fits_hopper_prefill` and `is_aligned` accept, and query
+    tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
-    dims, options = (geometry.head_dim, geometry.head_dim_v), (geometry.soft_cap, geometry.sinks)
-    fits = fits_hopper(dtypes_of(t), dims, geometry.page_size, *options)
-    return tile.block_m == _BLOCK_M and _BLOCK_M % group == 0 and near and fits and is_aligned(t)
+    dims = (geometry.head_dim, geometry.head_dim_v)
+    fits = fits_hopper_prefill(dtypes_of(t), dims, geometry.page_size, group)
+    return tile.hopper and tile.block_m == HOPPER_PREFILL_ROWS and near and fits and is_aligned(t)
 
 
 def chunks_of(prefill: PrefillPlan) -> Chunks:
@@ -362,7 +386,9 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
         layer_of(t),
         *tma_descriptors(t),
         PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
-        PrefillConstants(*heads, g.page_size, windowed, g.soft_cap or 0.0, return_lse, pdl_trigger),
+        PrefillConstants(
+            *heads, g.head_dim, g.page_size, windowed, g.soft_cap or 0.0, g.sinks, return_lse, pdl_trigger
+        ),
     )
 
 

@@ -34,7 +34,7 @@ from trunkattn.gpu.hopper.common import (
     row_offset,
     tma_descriptors,
 )
-from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize
+from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize, sink_divisor, soft_capped
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_KV_EMPTY,
@@ -48,7 +48,7 @@ from trunkattn.gpu.hopper.pipeline import (
     make_pipeline,
     warps_sync,
 )
-from trunkattn.gpu.hopper.prefill import TILE, Chunks, allocate_chunk_memory, consume_chunks, produce_chunks
+from trunkattn.gpu.hopper.prefill import TILE_128, Chunks, allocate_chunk_memory, consume_chunks, produce_chunks
 from trunkattn.gpu.hopper.segments import (
     BLOCK_TOKENS,
     ITEM_SEGMENT_END,
@@ -63,6 +63,7 @@ from trunkattn.gpu.hopper.segments import (
 from trunkattn.gpu.plan import GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS, PREFILL_DECODE_ROWS
+from trunkattn.numerics import LOG2_E
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
@@ -80,6 +81,7 @@ _HEAD_DIM = gl.constexpr(HOPPER_HEAD_DIM)
 _COPY = gl.constexpr(copy_layout(HOPPER_HEAD_DIM))
 _NUM_WARPS = gl.constexpr(4)
 _SPECULATION_LIMIT = gl.constexpr(8.0)  # p may grow to 2 to this power before sums are rescaled
+_LOG2_E = gl.constexpr(LOG2_E)
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
@@ -105,6 +107,7 @@ class PrefillDecodeConstants(NamedTuple):
     masked: bool
     windowed: bool
     soft_cap: float
+    sinks: bool
     return_lse: bool
     pdl_trigger: bool
 
@@ -188,7 +191,18 @@ def _warp_any(flag):
 
 
 @gluon.jit
-def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexpr, ACC: gl.constexpr, S: gl.constexpr):
+def _attend_block(
+    state,
+    index,
+    scale,
+    mask,
+    memory,
+    pipeline,
+    MASK: gl.constexpr,
+    ACC: gl.constexpr,
+    C: gl.constexpr,
+    S: gl.constexpr,
+):
     """Adds a block, whose keys are block `index` of the pipeline and whose values are the next.
 
         s = scale · k·qᵀ    p = exp2(s - m)    row_sum += p    acc += vᵀ·p
@@ -203,7 +217,11 @@ def _attend_block(state, index, scale, mask, memory, pipeline, MASK: gl.constexp
     consumer_wait(pipeline, index, S)
     zeros, q_tile = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC), memory.q_tile.permute((1, 0))
     scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    if C.soft_cap > 0:
+        scores = soft_capped(scores, scale, C.soft_cap)
+        scale = C.soft_cap * _LOG2_E
+    scores = scores * scale
     consumer_release(index, S.empty, S)
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
@@ -266,11 +284,11 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
         state = _DecodeState(acc, row_max, gl.zeros([BLOCK_TOKENS, ROWS], gl.float32, ACC))
         scale = gl.load(layer.logit_scale + kv_head)
         for _ in range(start, full, BLOCK_SEGMENTS):
-            state = _attend_block(state, index, scale, 0, memory, pipeline, False, ACC, S)
+            state = _attend_block(state, index, scale, 0, memory, pipeline, False, ACC, C, S)
             index += 2
         for at in range(full, end, BLOCK_SEGMENTS):
             mask = mask_columns(BlockMask(tiles.segments, at, end, query, position, window), ACC, C)
-            state = _attend_block(state, index, scale, mask, memory, pipeline, True, ACC, S)
+            state = _attend_block(state, index, scale, mask, memory, pipeline, True, ACC, C, S)
             index += 2
         v_scale = gl.load(layer.v_scale + kv_head)
         _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC, C)
@@ -290,6 +308,8 @@ def _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC: gl.
     out_at = row_offset(token, layer.out_token_stride) + query_head * layer.out_head_stride
     out = state.acc * inverse_sum[None, :]
     gl.store(layer.partial + slot_at[None, :] * _HEAD_DIM + d, out, mask=has_slot[None, :])
+    if C.sinks:
+        out = out / sink_divisor(lse, layer.sinks + query_head, direct)[None, :]
     gl.store(layer.out + out_at[None, :] + d, (out * v_scale).to(layer.out.dtype.element_ty), mask=direct[None, :])
     gl.store(layer.partial_lse + slot_at, lse, mask=has_slot)
     if C.return_lse:
@@ -318,7 +338,7 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     if C.pdl_trigger:
         pdl_trigger()
     chunks, tiles, window = work.chunks, work.tiles, work.window
-    chunk_memory = allocate_chunk_memory(k_desc, v_desc, TILE)
+    chunk_memory = allocate_chunk_memory(k_desc, v_desc, TILE_128)
     boxes = allocate_boxes(k_desc, _PIPELINE)
     narrow = _allocate_decode_memory(k_desc.dtype, _NARROW_ROWS, _NARROW_P)
     wide = _allocate_decode_memory(k_desc.dtype, _WIDE_ROWS, _WIDE_P)
@@ -330,11 +350,11 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     max_queries = gl.load(work.item_range + 2)
     gl.warp_specialize(
         [
-            (consume_chunks, (0, chunks, num_tasks, tiles.positions, layer, window, chunk_memory, C, TILE)),
-            (consume_chunks, (1, chunks, num_tasks, tiles.positions, layer, window, chunk_memory, C, TILE)),
+            (consume_chunks, (0, chunks, num_tasks, tiles.positions, layer, window, chunk_memory, C, TILE_128)),
+            (consume_chunks, (1, chunks, num_tasks, tiles.positions, layer, window, chunk_memory, C, TILE_128)),
             (_consume, (max_queries, tasks, tiles, layer, window, narrow, wide, pipeline, C, _PIPELINE)),
-            (produce_chunks, (chunks, num_tasks, k_desc, chunk_memory.kv.k, BAR_K_EMPTY, C, TILE)),
-            (produce_chunks, (chunks, num_tasks, v_desc, chunk_memory.kv.v, BAR_V_EMPTY, C, TILE)),
+            (produce_chunks, (chunks, num_tasks, k_desc, chunk_memory.kv.k, BAR_K_EMPTY, C, TILE_128)),
+            (produce_chunks, (chunks, num_tasks, v_desc, chunk_memory.kv.v, BAR_V_EMPTY, C, TILE_128)),
             (_produce, (tasks, tiles.segments, k_desc, v_desc, pipeline, C, _PIPELINE)),
         ],
         [4, 4, 1, 1, 1],
@@ -349,6 +369,7 @@ def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
         plan.prefill is not None
         and prefill.supports(t, plan.prefill.tile, plan.geometry)
         and (tile.block_m, tile.block_n, tile.subtiles) == (PREFILL_DECODE_ROWS, BLOCK_TOKENS.value, 1)
+        and plan.geometry.head_dim == HOPPER_HEAD_DIM
         and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
         and plan.geometry.segment_size % BOX_TOKENS.value == 0
     )
@@ -360,12 +381,12 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     arrays, g = plan.arrays, plan.geometry
     chunks = prefill.chunks_of(plan.prefill)
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
-    options = (g.masked, g.window != UNLIMITED, g.soft_cap or 0.0)
+    pages, masks = (g.page_size, g.segment_size), (g.masked, g.window != UNLIMITED)
     return PrefillDecodeArguments(
         layer_of(t),
         *tma_descriptors(t),
         PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["overlapped"], g.window),
-        PrefillDecodeConstants(*heads, g.page_size, g.segment_size, *options, return_lse, pdl_trigger),
+        PrefillDecodeConstants(*heads, *pages, *masks, g.soft_cap or 0.0, g.sinks, return_lse, pdl_trigger),
     )
 
 

@@ -48,7 +48,7 @@ class Card:
         hopper_tiles: whether the times of `DECODE_TILES_HOPPER` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
         hopper_family: whether they hold for other heads than those of 128, other groups than 1, 2, 4, 8 and 16, sinks
-            and soft caps, too.
+            and soft caps, too, and the Hopper kernels for prompts were timed with those.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 

@@ -137,7 +137,9 @@ def compile_hopper_decode(
     return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.registers(target.head_dim, gathers))
 
 
-def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
+def compile_hopper_prefill(
+    target: Target, window: bool = False, soft_cap: float = 0.0, sinks: bool = False
+) -> Resources:
     """`hopper_prefill_kernel`; as `compile_hopper_decode`."""
     from trunkattn.gpu.hopper import prefill
 
@@ -147,13 +149,16 @@ def compile_hopper_prefill(target: Target, window: bool = False) -> Resources:
         v_desc=_tma_descriptor(target),
         work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
         C=prefill.PrefillConstants(
-            *target.heads, page_size=16, windowed=window, soft_cap=0.0, return_lse=False, pdl_trigger=True
+            *target.heads, head_dim=target.head_dim, page_size=16, windowed=window, soft_cap=soft_cap, sinks=sinks,
+            return_lse=False, pdl_trigger=True,
         ),
-    )
+    )  # fmt: skip
     return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS)
 
 
-def compile_hopper_prefill_decode(target: Target, masked: bool = False, window: bool = False) -> Resources:
+def compile_hopper_prefill_decode(
+    target: Target, masked: bool = False, window: bool = False, soft_cap: float = 0.0, sinks: bool = False
+) -> Resources:
     """`hopper_prefill_decode_kernel`; as `compile_hopper_decode`. With a window requests are masked, too."""
     from trunkattn.gpu.hopper import prefill, prefill_decode
     from trunkattn.gpu.hopper.segments import RowTiles
@@ -165,8 +170,8 @@ def compile_hopper_prefill_decode(target: Target, masked: bool = False, window: 
         v_desc=_tma_descriptor(target),
         work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
         C=prefill_decode.PrefillDecodeConstants(
-            *target.heads, page_size=16, segment_size=16, masked=masked or window, windowed=window, soft_cap=0.0,
-            return_lse=False, pdl_trigger=True,
+            *target.heads, page_size=16, segment_size=16, masked=masked or window, windowed=window,
+            soft_cap=soft_cap, sinks=sinks, return_lse=False, pdl_trigger=True,
         ),
     )  # fmt: skip
     return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)

@@ -10,9 +10,15 @@ from trunkattn.planner.work_list import DeviceModel
 
 @dataclass(frozen=True)
 class PrefillTile(Tile):
-    """A tile of `prefill_kernel`. above_rows: requests with more rows (query tokens × group size) take it."""
+    """A tile of prompt chunks.
+
+    Attributes:
+        above_rows: requests with more rows (query tokens × group size) take it.
+        hopper: the Hopper kernel computes its items, where it can read the tensors; otherwise `prefill_kernel` does.
+    """
 
     above_rows: int = 64  # about what the tallest decode tile holds: up to there one tile reads a request's KV once
+    hopper: bool = False
 
 
 # The largest tile that compiles for an sm_90 without spilling at a head_dim of 128. The Hopper kernel takes the same
@@ -24,6 +30,10 @@ PREFILL_TILE: Final = PrefillTile(128, 64, 8, 3, ctas_per_sm=1)
 PREFILL_TILE_WIDE: Final = PrefillTile(64, 64, 8, 2, ctas_per_sm=1)
 
 
+# The same for the Hopper kernel, whose items have 128 rows.
+PREFILL_TILE_HOPPER_WIDE: Final = PrefillTile(128, 32, 8, 2, ctas_per_sm=1, hopper=True)
+
+
 # For float32, and for a head_dim over 128 on cards that were not timed.
 PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, ctas_per_sm=1)
 
@@ -32,9 +42,11 @@ PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, ctas_per_sm=1)
 _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
 
 
-def prefill_tile(kv_itemsize: int, width: int, capability: int = TIMED_CAPABILITY) -> PrefillTile:
+def prefill_tile(kv_itemsize: int, width: int, hopper: bool = False, capability: int = TIMED_CAPABILITY) -> PrefillTile:
     """The tile of an attention; arguments as of `decode_tiles`. Its rows hold any group that those tiles hold."""
     timed = capability == TIMED_CAPABILITY
+    if hopper:
+        return PREFILL_TILE_HOPPER_WIDE if width > WIDE else replace(PREFILL_TILE, hopper=True)
     if kv_itemsize > 2:
         return PREFILL_TILE_SMALL
     if width > WIDE:
