@@ -174,6 +174,7 @@ class AttentionConfig:
         return self.policy == "auto" and fits_hopper_decode(
             (self.dtype, self.cache_dtype),
             (self.head_dim, self.value_dim),
+            self.page_size,
             self.num_qo_heads // self.num_kv_heads,
         )
 

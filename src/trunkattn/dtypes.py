@@ -38,16 +38,19 @@ HOPPER_HEAD_DIM: Final = 128
 HOPPER_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
 
 
-def fits_hopper_decode(dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], group_size: int) -> bool:
+def fits_hopper_decode(
+    dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
+) -> bool:
     """Whether the Hopper decode kernel computes an attention: 16-bit queries, caches of their dtype or of 8 bits, heads
-    of 64, 128 or 256, at most 64 query heads per KV head. dtypes: of queries and of caches. head_dims: of keys and of
-    values."""
+    of 64, 128 or 256, at most 64 query heads per KV head; 16-bit heads of 256 only in pages of whole 16 tokens. dtypes:
+    of queries and of caches. head_dims: of keys and of values."""
     return (
         dtypes[0] in HOPPER_DTYPES
         and all(dtype == dtypes[0] or dtype.itemsize == 1 for dtype in dtypes)
         and len(set(dtypes[1:])) == 1
         and head_dims[0] in HOPPER_HEAD_DIMS
         and head_dims[0] == head_dims[1]
+        and (head_dims[0] < max(HOPPER_HEAD_DIMS) or dtypes[1].itemsize == 1 or page_size % HOPPER_PAGE_UNIT == 0)
         and group_size <= HOPPER_DECODE_ROWS
     )
 
@@ -57,7 +60,7 @@ def fits_hopper_prefill(
 ) -> bool:
     """Whether the Hopper kernel for prompts computes an attention: of what the one for decoding does, caches of the
     queries' dtype and pages of whole 16 tokens."""
-    fits = fits_hopper_decode(dtypes, head_dims, group_size)
+    fits = fits_hopper_decode(dtypes, head_dims, page_size, group_size)
     return fits and len(set(dtypes)) == 1 and page_size % HOPPER_PAGE_UNIT == 0
 
 

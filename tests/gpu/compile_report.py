@@ -77,11 +77,11 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
 
 def gathered(target: Target) -> dict[str, dict[str, Any]]:
     """The Hopper kernel where producer warps gather keys and values: 8-bit caches, and small pages."""
-    if target.capability != 90 or target.kv_dtype == "fp32":
+    if target.capability != 90 or target.kv_dtype == "fp32" or (target.head_dim, target.kv_dtype) == (256, "bf16"):
         return {}
     group, size = target.num_qo_heads // target.num_kv_heads, ITEMSIZE[target.kv_dtype]
     tile = decode_tiles(size, target.head_dim, group, hopper=True)[-1]
-    tile = replace(tile, warps=8, ctas_per_sm=1 if target.head_dim > 128 else 2)
+    tile = replace(tile, warps=12 if target.head_dim > 128 else 8)
     return {
         f"gathered decode{' masked' if masked else ''}": described(
             target, tile, compile_hopper_decode(target, masked=masked, gathers=True)

@@ -74,7 +74,8 @@ def test_every_kernel_compiles(compiled: Compiled) -> None:
     tiles = {name for name in compiled.report if name[0].isdigit()}
     assert len(tiles - ON_HOPPER) == 4, "low, merging, tall, flat"
     others = {"prefill"} | ({"merge"} if compiled.kv_dtype == "bf16" else set())
-    if compiled.capability == 90 and compiled.kv_dtype != "fp32":
+    gathers = compiled.kv_dtype.startswith("fp8") or (compiled.kv_dtype == "bf16" and compiled.head_dim < 256)
+    if compiled.capability == 90 and gathers:
         others |= GATHERED
     if (compiled.capability, compiled.kv_dtype) == (90, "bf16"):
         keys = 32 if compiled.head_dim == 256 else 64
@@ -93,8 +94,8 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     target = (compiled.capability, compiled.head_dim)
     allowed = {"prefill": PREFILL_SPILLS.get((*target, compiled.kv_dtype), 0)}
     if compiled.head_dim == 256:
-        # Triton 3.6 spills nothing of the Hopper kernel with TMA, and 136 bytes where it gathers
-        allowed |= dict.fromkeys(DECODE_ON_HOPPER, 416) | dict.fromkeys(GATHERED, 352) | {"64x32 portable": 264}
+        # Triton 3.6 spills nothing of the Hopper kernel with TMA, and up to 160 bytes where it gathers
+        allowed |= dict.fromkeys(DECODE_ON_HOPPER, 416) | dict.fromkeys(GATHERED, 504) | {"64x32 portable": 264}
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 752) | {"prefill portable": 432}  # Triton 3.6 has 200 of the former
     if compiled.head_dim == 64:
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)  # Triton 3.6 has 24

@@ -131,6 +131,7 @@ def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: in
         ({"page_size": 8, "segment_size": 8}, {}, 0),
         ({"page_size": 1, "segment_size": 1}, {}, 0),
         ({}, {"kv_dtype": torch.float8_e4m3fn}, 1),
+        ({"head_dim": 256, "head_dim_v": 256}, {"kv_dtype": torch.float8_e4m3fn}, 1),
         ({"page_size": 4, "segment_size": 4}, {"kv_dtype": torch.float8_e5m2}, 2),
     ],
 )
@@ -138,12 +139,12 @@ def test_small_pages_and_8_bits_are_gathered(
     kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], kind: int
 ) -> None:
     shape, given = replace(GEOMETRY, **geometry), make_tensors(**tensors)
-    tiles = decode_tiles(given.k_cache.element_size(), 128, 4, hopper=True)
+    tiles = decode_tiles(given.k_cache.element_size(), shape.head_dim, 4, hopper=True)
     plan = reserve(LIMITS, tiles, shape, DEVICE_INFO, "serial", CPU)
     refill(plan, make_list(), np.full(3, 15, np.int32))
     execute(plan, given, tiles, DEVICE_INFO, False)
     launched = of(kernels["hopper"])
-    assert len(launched) == 2
+    assert len(launched) == tiles[-1].ctas_per_sm
     for _, arguments in launched:
         assert (arguments.C.gathers, arguments.C.kv_kind) == (True, kind)
         assert arguments.C.kv_bytes == given.k_cache.element_size()

@@ -144,7 +144,7 @@ def test_several_query_tokens_and_windows(
         replace(GOOD, kv_dtype=torch.float8_e4m3fn, head_dim=64, num_qo_heads=64, sinks=True, dtype=torch.float16),
         replace(GOOD, kv_dtype=torch.float8_e4m3fn, head_dim=256, num_qo_heads=16, logits_soft_cap=30.0),
         replace(GOOD, kv_dtype=torch.float8_e5m2, head_dim=256, num_qo_heads=16, num_kv_heads=2),
-        replace(GOOD, head_dim=256, num_qo_heads=16, page_size=4),
+        replace(GOOD, kv_dtype=torch.float8_e4m3fn, head_dim=256, num_qo_heads=16, page_size=4),
         replace(GOOD, head_dim=256, num_qo_heads=16),
         replace(GOOD, head_dim=256, num_qo_heads=16, num_kv_heads=2, logits_soft_cap=5.0, sinks=True),
         replace(GOOD, head_dim=256, num_qo_heads=28, num_kv_heads=4, page_size=64, dtype=torch.float16),
@@ -158,7 +158,8 @@ def test_head_dims_groups_sinks_and_soft_caps(
 ) -> None:
     timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
     monkeypatch.setattr(executor, "card_of", lambda *_: timed)
-    only(monkeypatch, f"{rows}x{32 if config.head_dim == 256 else 64}")
+    narrow_blocks = config.head_dim == 256 and config.kv_dtype is None
+    only(monkeypatch, f"{rows}x{32 if narrow_blocks else 64}")
     options = {} if window is None else {"sliding_window": window}
     queries = (1,) if window is None else (0, 1, 2)
     check(config, poisoned(config, uneven("1,8,64_512,128,100", config.page_size, queries)), 0.02, **options)

@@ -1,7 +1,7 @@
 """Decoding in row tiles on Hopper over a paged cache, warp specialized, in Gluon: the kernel of `TileList` items.
 
 A CTA computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two producer warps
-load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; or four gather
+load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; or more gather
 them token by token, from caches of 8 bits and from small pages (`gather`). One consumer warpgroup computes. Two CTAs
 share an SM: while one computes the softmax of a block, the tensor cores work for the other. A masked block is computed
 whole: tensor cores have time to spare, memory bandwidth does not.
@@ -35,7 +35,7 @@ from trunkattn.gpu.hopper.common import (
     write_partials,
 )
 from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of
-from trunkattn.gpu.hopper.gather import GATHER_REGISTERS, GATHER_WARPS, allocate_gathered, as_numbers, kind_of
+from trunkattn.gpu.hopper.gather import allocate_gathered, as_numbers, kind_of
 from trunkattn.gpu.hopper.online_softmax import (
     MainloopTile,
     attend_block,
@@ -56,9 +56,26 @@ from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
-BLOCK_TOKENS: Final = MappingProxyType({64: 64, 128: 64, 256: 32})  # keys of a block, by head_dim
+
+class _Shape(NamedTuple):
+    """By head_dim. block_n: keys of a block. producer_warps: of a pipeline. producer_registers: of a thread of theirs.
+    registers: of every thread at launch, when Triton rounds the warps up to whole fours."""
+
+    block_n: int
+    producer_warps: int
+    producer_registers: int
+    registers: int
+
+
+# Two CTAs fit on an SM, or one that gathers heads of 256.
+_FEW: Final = PRODUCER_REGISTERS.value
+_LOADED: Final = MappingProxyType(
+    {64: _Shape(64, 1, _FEW, 128), 128: _Shape(64, 1, _FEW, 128), 256: _Shape(32, 1, _FEW, 128)}
+)
+_GATHERED: Final = MappingProxyType(
+    {64: _Shape(64, 4, 88, 128), 128: _Shape(64, 4, 88, 128), 256: _Shape(64, 8, 128, 168)}
+)
 _DIRECT = gl.constexpr(DIRECT)
-_GATHER_WARPS = gl.constexpr(GATHER_WARPS)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 
@@ -91,21 +108,19 @@ class DecodeConstants(NamedTuple):
     kv_kind: int
 
 
-def _decode_tile(head_dim: int, num_producer_warps: int) -> MainloopTile:
+def _decode_tile(head_dim: int, shape: _Shape) -> MainloopTile:
     """The constants of the main loop."""
-    return mainloop_tile(head_dim, BLOCK_TOKENS[head_dim], 2, 4, True, num_producer_warps)
+    return mainloop_tile(head_dim, shape.block_n, 2, 4, True, shape.producer_warps)
 
 
 def registers(head_dim: int, gathers: bool) -> int:
-    """Of a thread at launch: two CTAs of the 8 warps that Triton rounds up to fit on an SM, or one that gathers heads
-    of 256."""
-    return 160 if gathers and head_dim > 128 else 128
+    """Of a thread at launch."""
+    return (_GATHERED if gathers else _LOADED)[head_dim].registers
 
 
-_LOADED_64, _LOADED_128, _LOADED_256 = (gl.constexpr(_decode_tile(head_dim, 1)) for head_dim in (64, 128, 256))
-_GATHERED_64, _GATHERED_128, _GATHERED_256 = (
-    gl.constexpr(_decode_tile(head_dim, GATHER_WARPS)) for head_dim in (64, 128, 256)
-)
+_LOADED_64, _LOADED_128, _LOADED_256 = (gl.constexpr(_decode_tile(*each)) for each in _LOADED.items())
+_GATHERED_64, _GATHERED_128, _GATHERED_256 = (gl.constexpr(_decode_tile(*each)) for each in _GATHERED.items())
+_GATHER_REGISTERS, _WIDE_GATHER_REGISTERS = (gl.constexpr(_GATHERED[dim].producer_registers) for dim in (128, 256))
 
 
 class Pdl(NamedTuple):
@@ -296,8 +311,8 @@ def hopper_decode_kernel(
                 (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
                 (gather_items, (tasks, tiles.segments, k_desc, v_desc, layer, kv, C, T)),
             ],
-            [_GATHER_WARPS],
-            [GATHER_REGISTERS],
+            [T.num_producer_warps],
+            [_WIDE_GATHER_REGISTERS if C.head_dim > 128 else _GATHER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -318,10 +333,10 @@ def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
     whole."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     return (
-        fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), group)
+        fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
         and is_aligned(t)
         and group <= tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (BLOCK_TOKENS[geometry.head_dim], 1)
+        and (tile.block_n, tile.subtiles) == (_shape_of(t, geometry).block_n, 1)
         and tile.block_n % geometry.segment_size == 0
     )
 
@@ -329,6 +344,10 @@ def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
 def gathers(t: Tensors, geometry: Geometry) -> bool:
     """Whether producer warps gather the tokens: TMA does not convert, and loads 16 tokens of a page at a time."""
     return t.k_cache.element_size() == 1 or geometry.segment_size % BOX_TOKENS.value != 0
+
+
+def _shape_of(t: Tensors, geometry: Geometry) -> _Shape:
+    return (_GATHERED if gathers(t, geometry) else _LOADED)[geometry.head_dim]
 
 
 class DecodeLaunch(NamedTuple):

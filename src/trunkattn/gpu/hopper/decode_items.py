@@ -1,5 +1,5 @@
 """The producer warps of the Hopper decode kernel: keys and values of its items, in the order in which blocks are
-computed. Two warps load them by TMA, or four gather them."""
+computed. Two warps load them by TMA, or more gather them."""
 
 from typing import Any, NamedTuple
 
@@ -77,8 +77,9 @@ def load_items(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.c
 def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, T: gl.constexpr):
     """Producer warps of keys and of values, which they gather."""
     ACROSS: gl.constexpr = T.head_dim * C.kv_bytes // 16  # threads of a row, which load 16 bytes each
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // C.kv_bytes], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    ROWS: gl.constexpr = min(T.block_n, 2 * 128 // ACROSS)  # that a thread has 32 bytes of
+    WARPS: gl.constexpr = T.num_producer_warps
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // C.kv_bytes], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = min(T.block_n, 2 * 32 * WARPS // ACROSS)  # that a thread has 32 bytes of
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)

@@ -1,4 +1,4 @@
-"""Blocks of keys and of values that four producer warps gather token by token, and convert on the way.
+"""Blocks of keys and of values that producer warps gather token by token, and convert on the way.
 
 For caches of 8 bits, which tensor cores do not multiply with 16-bit queries, and for pages that are too small for TMA.
 The producers load rows of a block into registers, 16 bytes a thread, and store them as the 16-bit tile that the matrix
@@ -21,8 +21,6 @@ from trunkattn.gpu.hopper.common import SWIZZLED
 from trunkattn.gpu.hopper.pipeline import Pipeline, producer_acquire
 from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_QUERIES
 
-GATHER_WARPS: Final = 4
-GATHER_REGISTERS = gl.constexpr(88)  # of a thread
 _SEGMENT_COLUMNS, _SEGMENT_QUERIES = gl.constexpr(SEGMENT_COLUMNS), gl.constexpr(SEGMENT_QUERIES)
 
 # Of four numbers in $2: each byte becomes the upper half of 16 bits, of which all but the sign move down.

@@ -34,6 +34,7 @@ class MainloopTile(NamedTuple):
     block_n: int
     num_stages: int
     num_threads: int
+    num_producer_warps: int
     k_empty: int
     v_empty: int
     mask_ahead: bool
@@ -59,7 +60,17 @@ def mainloop_tile(
     )
     num_threads = 32 * (num_producer_warps + num_consumer_warps)
     return MainloopTile(
-        head_dim, block_n, num_stages, num_threads, k_empty, v_empty, mask_ahead, scores, acc, copy_layout(head_dim)
+        head_dim,
+        block_n,
+        num_stages,
+        num_threads,
+        num_producer_warps,
+        k_empty,
+        v_empty,
+        mask_ahead,
+        scores,
+        acc,
+        copy_layout(head_dim),
     )
 
 

@@ -100,7 +100,7 @@ DECODE_TILES_HOPPER_WIDE: Final = (
 DECODE_TILES_HOPPER_FP8: Final = (replace(DECODE_TILES_FP8[0], read_percent=98), *DECODE_TILES_HOPPER[1:])
 DECODE_TILES_HOPPER_FP8_WIDE: Final = (
     DECODE_TILES_HOPPER_WIDE[0],
-    *(replace(tile, ctas_per_sm=1) for tile in DECODE_TILES_HOPPER_WIDE[1:]),
+    *(replace(tile, ctas_per_sm=1) for tile in DECODE_TILES_HOPPER[1:]),
 )
 WIDE: Final = 128
 
