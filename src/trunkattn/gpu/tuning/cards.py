@@ -47,8 +47,9 @@ class Card:
         times: for the choice of row tiles.
         hopper_tiles: whether the times of `DECODE_TILES_HOPPER` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
-        hopper_family: whether they hold for other heads than those of 128, other groups than 1, 2, 4, 8 and 16, sinks
-            and soft caps, too, and the Hopper kernels for prompts were timed with those.
+        hopper_family: whether they hold for everything else that the Hopper kernels compute, too: other heads than
+            those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches, pages under 16 tokens and
+            batch invariance.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 

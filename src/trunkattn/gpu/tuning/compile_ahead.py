@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
@@ -33,6 +34,9 @@ _TYPES = MappingProxyType({
 })  # fmt: skip
 _PAGE_SIZE = 16
 _CACHES = ("k_cache", "v_cache")
+_TORCH_DTYPES = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+)
 _ARRAYS = (
     "items", "segments", "queries", "slots", "parts", "positions", "counts", "partial_slots", "merge_slots", "count",
     "ranges", "block_table",
@@ -113,13 +117,13 @@ def compile_hopper_decode(
 ) -> Resources:
     """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
     of their own. masked: requests have several query tokens."""
-    from trunkattn.gpu.hopper import decode
+    from trunkattn.gpu.hopper import decode, gather
     from trunkattn.gpu.hopper.segments import RowTiles
 
     tiles = _same(RowTiles, "*i32")
     cache = _tma_descriptor(target)
     if gathers:
-        cache = "*u8" if target.kv_dtype.startswith("fp8") else f"*{target.kv_dtype}"
+        cache = "*u8" if _TORCH_DTYPES[target.kv_dtype].itemsize == 1 else f"*{target.kv_dtype}"
     arguments = _same(
         decode.DecodeArguments,
         "i32",
@@ -128,12 +132,20 @@ def compile_hopper_decode(
         v_desc=cache,
         work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
         C=decode.DecodeConstants(
-            *target.heads, head_dim=target.head_dim, page_size=16, segment_size=16, masked=masked, in_order=in_order,
+            *target.heads,
+            head_dim=target.head_dim,
+            page_size=16,
+            segment_size=16,
+            masked=masked,
+            in_order=in_order,
             soft_cap=soft_cap,
-            sinks=sinks, return_lse=False, gathers=gathers, kv_bytes=1 if target.kv_dtype.startswith("fp8") else 2,
-            kv_kind={"fp8e4nv": 1, "fp8e5": 2}.get(target.kv_dtype, 0),
+            sinks=sinks,
+            return_lse=False,
+            gathers=gathers,
+            kv_bytes=_TORCH_DTYPES[target.kv_dtype].itemsize,
+            kv_kind=gather.kind_of(_TORCH_DTYPES[target.kv_dtype]),
         ),
-    )  # fmt: skip
+    )
     return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.registers(target.head_dim, gathers))
 
 
@@ -149,10 +161,16 @@ def compile_hopper_prefill(
         v_desc=_tma_descriptor(target),
         work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
         C=prefill.PrefillConstants(
-            *target.heads, head_dim=target.head_dim, page_size=16, windowed=window, soft_cap=soft_cap, sinks=sinks,
-            return_lse=False, pdl_trigger=True,
+            *target.heads,
+            head_dim=target.head_dim,
+            page_size=16,
+            windowed=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            return_lse=False,
+            pdl_trigger=True,
         ),
-    )  # fmt: skip
+    )
     return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS)
 
 
@@ -170,10 +188,17 @@ def compile_hopper_prefill_decode(
         v_desc=_tma_descriptor(target),
         work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
         C=prefill_decode.PrefillDecodeConstants(
-            *target.heads, page_size=16, segment_size=16, masked=masked or window, windowed=window,
-            soft_cap=soft_cap, sinks=sinks, return_lse=False, pdl_trigger=True,
+            *target.heads,
+            page_size=16,
+            segment_size=16,
+            masked=masked or window,
+            windowed=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            return_lse=False,
+            pdl_trigger=True,
         ),
-    )  # fmt: skip
+    )
     return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
 
 
