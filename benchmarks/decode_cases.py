@@ -99,9 +99,7 @@ def make_case(shape: Shape, tree: PrefixTree, device: str = "cuda", copies: int 
 
 def expected(case: Case, rows: Sequence[int] | None = None) -> torch.Tensor:
     """[rows, Hq, D] outputs in float64, all heads of a request at once. rows: requests; None: all."""
-    (hq, hkv, dim), page = case.heads, case.batch.page_size
-    window, soft_cap, sinks = case.features
-    found = []
+    page, window, found = case.batch.page_size, case.features.window, []
     for row in range(len(case.q)) if rows is None else rows:
         length = int(case.batch.seq_lens[row])
         first = 0 if window is None else max(0, length - window)
@@ -111,15 +109,20 @@ def expected(case: Case, rows: Sequence[int] | None = None) -> torch.Tensor:
             cache[pages.to(cache.device).long()].flatten(0, 1)[first - begin : length - begin].double()
             for cache in case.kv[0]
         )
-        q = case.q[row].double().view(hkv, hq // hkv, dim)
-        logits = torch.einsum("hgd,lhd->hgl", q, k) / math.sqrt(dim)
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        norm = logits.logsumexp(-1)
-        if sinks is not None:
-            norm = torch.logaddexp(norm, sinks.double().view(hkv, hq // hkv))
-        found.append(torch.einsum("hgl,lhd->hgd", (logits - norm[..., None]).exp(), v).reshape(hq, dim))
+        found.append(attend(case, case.q[row], k, v))
     return torch.stack(found)
+
+
+def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[Hq, D] output in float64 of one query token [Hq, D] that sees these keys and values [tokens, Hkv, D]."""
+    (hq, hkv, dim), (_, soft_cap, sinks) = case.heads, case.features
+    logits = torch.einsum("hgd,lhd->hgl", q.double().view(hkv, hq // hkv, dim), k) / math.sqrt(dim)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    norm = logits.logsumexp(-1)
+    if sinks is not None:
+        norm = torch.logaddexp(norm, sinks.double().view(hkv, hq // hkv))
+    return torch.einsum("hgl,lhd->hgd", (logits - norm[..., None]).exp(), v).reshape(hq, dim)
 
 
 def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:

@@ -18,7 +18,11 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -102,6 +106,30 @@ class Task(NamedTuple):
     model: Path
     options: dict[str, Any]
     runs: dict[str, list[Arrival]]
+
+
+@contextmanager
+def own_process(task: Task) -> Iterator[None]:
+    """What a task's process does before it imports an engine: it hides this folder, takes its card, and gets a place
+    for counters."""
+    from vllm_tpot import hide_benchmarks
+
+    hide_benchmarks(sys.path)
+    if task.card is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(task.card)
+    with tempfile.TemporaryDirectory() as shared:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
+        yield
+
+
+def announce(task: Task, start: float, answers: Connection) -> None:
+    """Sends the facts of an engine that is ready. start: by perf_counter, when it was asked for."""
+    import torch
+
+    ready = perf_counter() - start
+    print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
 
 
 class Engine(NamedTuple):

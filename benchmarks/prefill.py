@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_cases import CAPPED_QUERIES, Shape
+from decode_cases import CAPPED_QUERIES, Shape, attend
 from inside import backend_of
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from report import short_name, write_result
@@ -89,8 +89,7 @@ def largest_error(case: Case, out: torch.Tensor) -> float:
     """Against float64, on the first, middle and last tokens of the first and last request; NaN is an infinite error."""
     if out.isnan().any():
         return math.inf
-    batch, worst = case.batch, 0.0
-    (hq, hkv, dim), (window, soft_cap, sinks) = case.heads, case.features
+    batch, window, worst = case.batch, case.features.window, 0.0
     for row in {0, len(batch.seq_lens) - 1}:
         first, last = batch.query_start_loc[row : row + 2].tolist()
         for token in {first, (first + last) // 2, last - 1}:
@@ -98,16 +97,7 @@ def largest_error(case: Case, out: torch.Tensor) -> float:
             begin = 0 if window is None else max(0, end - window)
             pages = torch.from_numpy(batch.block_table[row, : -(-end // batch.page_size)]).to(out.device).long()
             k, v = (cache[pages].flatten(0, 1)[begin:end].double() for cache in case.kv[0])
-            q = case.q[token].double().view(hkv, hq // hkv, dim)
-            logits = torch.einsum("hgd,lhd->hgl", q, k) / math.sqrt(dim)
-            if soft_cap is not None:
-                logits = soft_cap * torch.tanh(logits / soft_cap)
-            norm = logits.logsumexp(-1)
-            if sinks is not None:
-                norm = torch.logaddexp(norm, sinks.double().view(hkv, hq // hkv))
-            found = out[token].double().view_as(q)
-            want = torch.einsum("hgl,lhd->hgd", (logits - norm[..., None]).exp(), v)
-            worst = max(worst, float((want - found).abs().max()))
+            worst = max(worst, float((attend(case, case.q[token], k, v) - out[token].double()).abs().max()))
     return worst
 
 

@@ -10,9 +10,6 @@ have there. SGLang sends a request's first token alone and later ones 8 at a tim
 """
 
 import json
-import os
-import sys
-import tempfile
 from collections.abc import AsyncIterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -47,22 +44,14 @@ def serve(task: "Task", answers: Connection) -> None:
     """A process with one back end: sends ("", facts), then (run, figures) as they come."""
     import engine_serving
     from sglang_tpot import AT_ONCE
-    from vllm_tpot import counters, hide_benchmarks
+    from vllm_tpot import counters
 
-    hide_benchmarks(sys.path)
-    if task.card is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(task.card)
-    with tempfile.TemporaryDirectory() as shared:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before SGLang is imported
+    with engine_serving.own_process(task):
         import sglang
-        import torch
 
         start = perf_counter()
         engine = sglang.Engine(model_path=str(task.model), **task.options)
-        ready = perf_counter() - start
-        print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
+        engine_serving.announce(task, start, answers)
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
         ask, empty = partial(generate, engine, AT_ONCE), partial(empty_cache, engine)
         served = engine_serving.Engine(ask, empty, vocabulary, counters)

@@ -7,8 +7,6 @@ FOLDER needs a config.json only: weights are random (load_format="dummy"). Reque
 
 import asyncio
 import os
-import sys
-import tempfile
 from collections.abc import AsyncIterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,25 +38,17 @@ async def generate(engine: Any, name: str, prompt: list[int], output_tokens: int
 
 def serve(task: "Task", answers: Connection) -> None:
     """A process with one back end: sends ("", facts), then (run, figures) as they come."""
-    from engine_serving import Engine, run_all
-    from vllm_tpot import counters, hide_benchmarks
+    from engine_serving import Engine, announce, own_process, run_all
+    from vllm_tpot import counters
 
-    hide_benchmarks(sys.path)
-    if task.card is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(task.card)
-    with tempfile.TemporaryDirectory() as shared:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
+    with own_process(task):
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         start = perf_counter()
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(task.model), **task.options))
-        ready = perf_counter() - start
-        print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
+        announce(task, start, answers)
         vocabulary = int(engine.model_config.get_vocab_size())
         served = Engine(partial(generate, engine), engine.reset_prefix_cache, vocabulary, counters)
         asyncio.run(run_all(served, task.runs, answers))

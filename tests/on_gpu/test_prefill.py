@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan
 from trunkattn.gpu import executor
 from trunkattn.gpu.tuning.cards import card_of
 from trunkattn.workloads.batch import PagedBatch
@@ -252,6 +252,23 @@ def test_a_cache_of_the_family_that_the_copy_engine_cannot_read(
     assert bool(launched) == is_hopper()
 
 
+def assert_replays(
+    config: AttentionConfig,
+    layers: list[Layer],
+    attention: BatchAttention,
+    tensors: list[torch.Tensor],
+    graph: torch.cuda.CUDAGraph,
+    plan: Plan,
+) -> None:
+    """Each layer, and the first again, is right in the captured graph."""
+    for layer in (*layers, layers[0]):
+        found = replay(layer, attention, tensors, graph, plan)
+        assert not found.isnan().any()
+        row = int(np.flatnonzero(layer.batch.query_lens)[-1])
+        first, last = layer.batch.query_start_loc[row : row + 2]
+        assert float((found[first:last].double() - expected(layer, config, [row])).abs().max()) < 0.02
+
+
 @pytest.mark.parametrize("config", [FAMILY[0], FAMILY[4]], ids=str)
 def test_one_graph_of_the_family(monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig) -> None:
     """A program then computes several items, one after the other."""
@@ -261,12 +278,7 @@ def test_one_graph_of_the_family(monkeypatch: pytest.MonkeyPatch, launched: list
     layers = [make_layer(config, chunks(tree, lens, config.page_size), seed) for seed, (tree, lens) in enumerate(trees)]
     attention, tensors, (graph, plan) = captured(config, Capacity(64, 4096, 640, 1 << 16), layers)
     assert bool(launched) == is_hopper()
-    for layer in (*layers, layers[0]):
-        found = replay(layer, attention, tensors, graph, plan)
-        assert not found.isnan().any()
-        row = int(np.flatnonzero(layer.batch.query_lens)[-1])
-        first, last = layer.batch.query_start_loc[row : row + 2]
-        assert float((found[first:last].double() - expected(layer, config, [row])).abs().max()) < 0.02
+    assert_replays(config, layers, attention, tensors, graph, plan)
 
 
 @pytest.mark.parametrize("config", [FAMILY[0], FAMILY[4]], ids=str)
@@ -297,12 +309,7 @@ def test_one_graph_for_decodes_and_chunks(policy: str, execution: str) -> None:
     ]  # fmt: skip
     layers = [make_layer(config, batch, seed) for seed, batch in enumerate(batches)]
     attention, tensors, (graph, plan) = captured(config, Capacity(64, 4096, 640, 1 << 20), layers)
-    for layer in (*layers, layers[0]):
-        found = replay(layer, attention, tensors, graph, plan)
-        assert not found.isnan().any()
-        row = int(np.flatnonzero(layer.batch.query_lens)[-1])
-        first, last = layer.batch.query_start_loc[row : row + 2]
-        assert float((found[first:last].double() - expected(layer, config, [row])).abs().max()) < 0.02
+    assert_replays(config, layers, attention, tensors, graph, plan)
 
 
 def test_tables_on_the_card_replace_a_plan_with_chunks() -> None:
