@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
 
 from trunkattn.gpu.tuning.cards import H200
-from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_HOPPER, GpuTile
+from trunkattn.gpu.tuning.decode import DECODE_TILES, GpuTile, hopper_tiles
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.row_tiles import choice as tiling
 from trunkattn.planner.row_tiles import cost as tile_costs
@@ -61,7 +62,7 @@ class MeasuredCard:
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
         """That it runs."""
-        return DECODE_TILES_HOPPER if self.hopper else DECODE_TILES
+        return hopper_tiles(2, HEAD_DIM, PAGE_SIZE) if self.hopper else DECODE_TILES
 
 
 def rule_of(card: MeasuredCard, heads: str, tiles: tuple[GpuTile, ...], times: CardTimes) -> tiling.TilingRule:
@@ -144,7 +145,7 @@ def predict(rows: list[Measured], card: MeasuredCard, times: NDArray[np.float64]
     ]
 
 
-def losses(rows: list[Measured], predicted: list[NDArray[np.int64]]) -> tuple[float, float]:
+def losses(rows: Sequence[Any], predicted: list[NDArray[np.int64]]) -> tuple[float, float]:
     """Mean |log| error of the predictions up to a constant of the batch, and mean log loss of the choice."""
     errors, regrets = [], []
     for row, times in zip(rows, predicted, strict=True):
@@ -155,15 +156,22 @@ def losses(rows: list[Measured], predicted: list[NDArray[np.int64]]) -> tuple[fl
 
 
 def fit(rows: list[Measured], card: MeasuredCard, seconds: float) -> NDArray[np.float64]:
-    """Random steps that shrink; the last ones by a few per cent."""
+    """The times with the least error and the least loss of the choice."""
+    return random_steps(start(card), lambda times: losses(rows, predict(rows, card, times)), seconds)
+
+
+def random_steps(
+    start: NDArray[np.float64], losses_of: Callable[[NDArray[np.float64]], tuple[float, float]], seconds: float
+) -> NDArray[np.float64]:
+    """Random steps that shrink; the last ones by a few per cent. losses_of: error of the prediction and loss of the
+    choice, which counts twice."""
     rng = np.random.default_rng(0)
 
     def loss(times: NDArray[np.float64]) -> float:
-        error, regret = losses(rows, predict(rows, card, times))
+        error, regret = losses_of(times)
         return error + 2 * regret
 
-    best = start(card)
-    least = loss(best)
+    best, least = start, loss(start)
     begin = time.perf_counter()
     while (share := (time.perf_counter() - begin) / seconds) < 1:
         step = np.exp(rng.normal(0, 0.25 if share < 0.5 else 0.06, len(best)) * (rng.random(len(best)) < 0.25))

@@ -8,8 +8,10 @@ second; answers of 64 to 256 tokens.
 trace: a stretch from the middle of the trace, its gaps divided by one factor so that the mean rate is the one asked
 for; inputs cut to 16 blocks of 512 tokens, outputs to 512.
 
-Each back end runs in a process of its own: one after the other or, with --parallel, side by side on a card each. A run
-that all have answered is written at once, beside those that the file holds, if they were taken alike.
+Each back end runs in a process of its own: one after the other, with --parallel side by side on a card each, or with
+--turns FILE side by side on one card, on which they take turns to measure (see turns.py) and need --kv-gib each. A run
+that all have answered is written at once, beside those that the file holds, if they were taken alike. A back end that
+is lost does not hold up those beside it, and the result names it (`lost`).
 """
 
 # What vllm_serving.py and sglang_serving.py share. The processes that engines start import neither: see vllm_tpot.py.
@@ -17,19 +19,21 @@ that all have answered is written at once, beside those that the file holds, if 
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import turns
+from engine_processes import collect, start
 from given import positive
 from numpy.typing import NDArray
 
@@ -48,7 +52,6 @@ LONGEST_PRIVATE, LONGEST_BLOCKS, LONGEST_OUTPUT, LONGEST_PROMPT = 4096, 16, 512,
 LANGUAGES, COUNTRIES = 4, 8
 QUESTIONS, BURST_SECONDS = 16, 0.5  # of a document
 SEED = 0
-BUDGET = 2048  # tokens of a step
 Results = dict[str, dict[str, Any]]  # figures by back end and run; "": its facts
 
 
@@ -99,6 +102,7 @@ class Task(NamedTuple):
         model: a folder.
         options: the engine's.
         runs: by name.
+        turns: see turns.py.
     """
 
     backend: str
@@ -106,6 +110,7 @@ class Task(NamedTuple):
     model: Path
     options: dict[str, Any]
     runs: dict[str, list[Arrival]]
+    turns: Path | None = None
 
 
 @contextmanager
@@ -129,7 +134,8 @@ def announce(task: Task, start: float, answers: Connection) -> None:
     ready = perf_counter() - start
     print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    answers.send(("", {"card": name, "ready_s": round(ready, 1)}))
+    # The time beside others that start is no back end's own.
+    answers.send(("", {"card": name} | ({} if task.turns else {"ready_s": round(ready, 1)})))
 
 
 class Engine(NamedTuple):
@@ -253,57 +259,55 @@ def spread(milliseconds: Sequence[float]) -> dict[str, float]:
     return {name: round(float(value), 2) for name, value in figures.items()}
 
 
-async def run_all(engine: Engine, runs: dict[str, list[Arrival]], answers: Connection) -> None:
-    """All runs on one engine; the first one twice, briefly, so that everything is compiled."""
-    warm = [Arrival(0.02 * number, arrival.parts, 16) for number, arrival in enumerate(next(iter(runs.values()))[:40])]
-    await replay(engine, "warm-up", warm)
-    for name, arrivals in runs.items():
-        before = engine.counters()
-        figures = await replay(engine, name, arrivals)
-        figures["counters"] = {key: value - before.get(key, 0.0) for key, value in engine.counters().items()}
+async def run_all(engine: Engine, task: Task, answers: Connection) -> None:
+    """All runs on one engine, each in its turn; the first one twice, briefly, so that everything is compiled."""
+    first = next(iter(task.runs.values()))
+    warm = [Arrival(0.02 * number, arrival.parts, 16) for number, arrival in enumerate(first[:40])]
+    with turns.turn(task.turns):
+        await replay(engine, "warm-up", warm)
+    for name, arrivals in task.runs.items():
+        with turns.turn(task.turns):
+            before = engine.counters()
+            figures = await replay(engine, name, arrivals)
+            figures["counters"] = {key: value - before.get(key, 0.0) for key, value in engine.counters().items()}
         answers.send((name, figures))
 
 
 def run_backends(
-    serve: Callable[[Task, Connection], None], tasks: Sequence[Task], keep: Callable[[Results], object]
+    serve: Callable[[Task, Connection], None], tasks: Sequence[Task], keep: Callable[[Results, Sequence[str]], object]
 ) -> None:
     """Runs back ends.
 
     Args:
         serve: the function of a process: sends ("", facts), then (run, figures) as they come.
-        tasks: with a card each, side by side; without, one after the other.
-        keep: called after each answer with what all have answered so far.
+        tasks: with a card each or turns, side by side; without, one after the other.
+        keep: called after each answer with what all have answered so far, and the names of those that are lost.
 
     Raises:
-        RuntimeError: if a process ends before it has answered.
+        RuntimeError: if a process ended before it had answered. Those beside it have answered all.
     """
-    context = multiprocessing.get_context("spawn")
     results: Results = {task.backend: {} for task in tasks}
-    for group in [tasks] if tasks[0].card is not None else [[task] for task in tasks]:
-        waiting, processes = dict[Any, Task](), []
-        for task in group:
-            answers, sender = context.Pipe(duplex=False)
-            process = context.Process(target=serve, args=(task, sender))
-            process.start()
-            sender.close()
-            waiting[answers] = task
-            processes.append(process)
-        while waiting:
-            for answers in wait(list(waiting)):
-                task = waiting[answers]
-                found = results[task.backend]
-                try:
-                    run, figures = answers.recv()
-                except EOFError as error:
-                    done = f"{len(found.keys() & task.runs.keys())} of {len(task.runs)} runs"
-                    raise RuntimeError(f"{task.backend}: the process ended after {done}") from error
-                found[run] = figures
-                print(task.backend, run, {key: figures[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
-                keep(results)
-                if len(found) == len(task.runs) + 1:
-                    del waiting[answers]
-        for process in processes:
-            process.join()
+    wanted = {task.backend: len(task.runs) for task in tasks}
+    lost: dict[str, str] = {}
+
+    def receive(backend: str, answer: tuple[str, dict[str, Any]] | None) -> None:
+        if answer is not None:
+            run, figures = answer
+            results[backend][run] = figures
+            print(backend, run, {key: figures[key] for key in ("ttft", "tpot", "latency") if run}, flush=True)
+        else:
+            done = len(results[backend].keys() - {""})
+            if done == wanted[backend]:
+                return
+            lost[backend] = f"{backend}: the process ended after {done} of {wanted[backend]} runs"
+            print(lost[backend], flush=True)
+        keep(results, list(lost))
+
+    together = tasks[0].card is not None or tasks[0].turns is not None
+    for group in [tasks] if together else [[task] for task in tasks]:
+        collect([start(task.backend, serve, task) for task in group], receive)
+        if lost:
+            raise RuntimeError("; ".join(lost.values()))
 
 
 @dataclass(frozen=True)
@@ -322,27 +326,31 @@ class Result:
     suffix: str
     path: Path | None
 
-    def save(self, results: Results) -> None:
-        """Writes the runs that all back ends have answered, beside those of the file that were taken alike."""
+    def save(self, results: Results, lost: Sequence[str] = ()) -> None:
+        """Writes the runs that all back ends have answered, beside those of the file that were taken alike. Those that
+        are lost answer no more: nobody waits for them."""
         from report import RESULTS, environment, short_name, write_result
 
-        first = next(iter(results.values()))
-        complete = [run for run in first if run and all(run in found for found in results.values())]
+        waited_for = [found for name, found in results.items() if name not in lost]
+        complete = [run for run in chain(*waited_for[:1]) if run and all(run in found for found in waited_for)]
         if not complete:
             return
-        facts = {name: found[""] for name, found in results.items()}
+        facts = {name: found[""] for name, found in results.items() if "" in found}
         card = next(iter(facts.values()))["card"]
         taken = {"card": card, **self.taken}
         name = f"{self.engine}-serving-{short_name(card)}{self.suffix}"
         path = self.path or RESULTS / f"{name}.json"
         held = json.loads(path.read_text()) if path.exists() else {}
-        alike = all(held.get(key) == value for key, value in taken.items()) and list(held["runs"]) == list(results)
+        # A file that does not say how is older than the question: that was not done then.
+        alike = all(held.get(key, False) == value for key, value in taken.items())
+        alike = alike and list(held["runs"]) == list(results)
         where = {key: value for key, value in environment().items() if key in ("date", "commit")}
         runs = {
-            backend: (held["runs"][backend] if alike else {}) | {run: {**where, **found[run]} for run in complete}
+            backend: (held["runs"][backend] if alike else {})
+            | {run: {**where, **found[run]} for run in complete if run in found}
             for backend, found in results.items()
         }
-        figures = {**taken, "runs": runs, "facts": facts}
+        figures = {**taken, "runs": runs, "facts": facts} | ({"lost": list(lost)} if lost else {})
         print(write_result(name, figures, self.engine, "triton", path=path), flush=True)
 
 
@@ -374,7 +382,18 @@ def command_line(description: str, backends: Sequence[str]) -> argparse.Argument
     parser.add_argument("--workloads", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--seconds", type=positive, default=90.0, help="that requests arrive for, in each run")
     parser.add_argument("--scale", type=positive, default=1.0, help="factor of all request rates")
-    parser.add_argument("--parallel", action="store_true", help="each back end on a card of its own, side by side")
+    side_by_side = parser.add_mutually_exclusive_group()
+    side_by_side.add_argument(
+        "--parallel", action="store_true", help="each back end on a card of its own, side by side"
+    )
+    turns.add_options(parser, side_by_side)
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
     return parser
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, quick: bool = False) -> None:
+    """Refuses what neither script can run. quick: without a trace."""
+    if "trace" in arguments.workloads and arguments.trace is None and not quick:
+        parser.error("argument --trace: expected a file for the workload trace, or --workloads without it")
+    turns.check_options(parser, arguments, len(arguments.backends))

@@ -49,7 +49,7 @@ def _read(source, sums, size, BLOCK: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
 
-def microseconds(run: Run, copies: int, replays: int = 15) -> float:
+def microseconds(run: Run, copies: int, replays: int = 15, warm_up_seconds: float = WARM_UP_SECONDS) -> float:
     """Of one run on the device, from graphs of one run per copy."""
     for copy in range(copies):
         run(copy)
@@ -58,7 +58,7 @@ def microseconds(run: Run, copies: int, replays: int = 15) -> float:
     with torch.cuda.graph(graph):
         for copy in range(copies):
             run(copy)
-    ready = time.perf_counter() + WARM_UP_SECONDS
+    ready = time.perf_counter() + warm_up_seconds
     while time.perf_counter() < ready:
         graph.replay()
         torch.cuda.synchronize()

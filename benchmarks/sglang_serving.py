@@ -9,6 +9,7 @@ have there. SGLang sends a request's first token alone and later ones 8 at a tim
 --quick takes short documents for five seconds, to see that it works: on a CPU, FOLDER is a tiny model.
 """
 
+import argparse
 import json
 from collections.abc import AsyncIterator
 from functools import partial
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from engine_serving import Task
 
 BACKENDS = ("fa3", "fa3+trunk@16")
-FIRST_PORT, PORTS = 34000, 20  # for NCCL, of each process
 LONGEST_FLUSH = 30.0  # seconds
 QUICK_RATE, QUICK_SECONDS = 4.0, 5.0
 QUICK_TOKENS = ((64, 128), (8, 16), (8, 16))  # of Sizes
@@ -43,57 +43,71 @@ async def empty_cache(engine: Any) -> None:
 def serve(task: "Task", answers: Connection) -> None:
     """A process with one back end: sends ("", facts), then (run, figures) as they come."""
     import engine_serving
-    from sglang_tpot import AT_ONCE
+    from sglang_tpot import AT_ONCE, check_cache
+    from turns import starting, turn
     from vllm_tpot import counters
 
     with engine_serving.own_process(task):
-        import sglang
+        with starting(task.turns):
+            import sglang
 
-        start = perf_counter()
-        engine = sglang.Engine(model_path=str(task.model), **task.options)
-        engine_serving.announce(task, start, answers)
+            start = perf_counter()
+            engine = sglang.Engine(model_path=str(task.model), **task.options)
+            check_cache(engine, task.options)
+            engine_serving.announce(task, start, answers)
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
         ask, empty = partial(generate, engine, AT_ONCE), partial(empty_cache, engine)
         served = engine_serving.Engine(ask, empty, vocabulary, counters)
-        engine.loop.run_until_complete(engine_serving.run_all(served, task.runs, answers))
-        engine.shutdown()
+        engine.loop.run_until_complete(engine_serving.run_all(served, task, answers))
+        with turn(task.turns):  # to end is work too
+            engine.shutdown()
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The engine's, by back end."""
+    import sglang_tpot
+    from vllm_serving import BUDGET
+
+    config = json.loads((arguments.model / "config.json").read_text()) if arguments.kv_gib else {}
+    tokens = sglang_tpot.cache_tokens(config, arguments.kv_gib, 1)
+    tasks = [
+        sglang_tpot.Task(name, arguments.model, arguments.device, 1, (), 1, tokens, arguments.turns)
+        for name in arguments.backends
+    ]
+    return {task.backend: task.options() | {"chunked_prefill_size": BUDGET} for task in tasks}
 
 
 def main() -> None:
-    import sglang_tpot
-    from engine_serving import Result, Sizes, Task, command_line, documents, run_backends, wanted_runs
-    from vllm_serving import BUDGET
+    from engine_serving import Result, Sizes, Task, check, command_line, documents, run_backends, wanted_runs
+    from sglang_tpot import own_ports
 
     parser = command_line(__doc__, BACKENDS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="short documents for five seconds instead of all")
     arguments = parser.parse_args()
-    if "trace" in arguments.workloads and arguments.trace is None and not arguments.quick:
-        parser.error("argument --trace: expected a file for the workload trace, or --workloads without it")
+    check(parser, arguments, arguments.quick)
     if arguments.quick:
         runs = {f"documents {QUICK_RATE:g}/s": documents(QUICK_RATE, QUICK_SECONDS, Sizes(*QUICK_TOKENS))}
     else:
         runs = wanted_runs(arguments)
-    options = {
-        name: sglang_tpot.Task(name, arguments.model, arguments.device, 1, (), 1).options()
-        | {"chunked_prefill_size": BUDGET}
-        for name in arguments.backends
-    }
+    options = options_of(arguments)
     taken = {
         "model": arguments.model.name, "options": options, "side_by_side": arguments.parallel,
-        "seconds": QUICK_SECONDS if arguments.quick else arguments.seconds,
+        "turns": arguments.turns is not None, "seconds": QUICK_SECONDS if arguments.quick else arguments.seconds,
     }  # fmt: skip
-    tasks = [
-        Task(
-            name,
-            card if arguments.parallel else None,
-            arguments.model,
-            own | {"nccl_port": FIRST_PORT + PORTS * card},
-            runs,
-        )
-        for card, (name, own) in enumerate(options.items())
-    ]
-    run_backends(serve, tasks, Result("sglang", taken, arguments.suffix, arguments.output).save)
+    with own_ports(len(options)) as ports:
+        tasks = [
+            Task(
+                name,
+                card if arguments.parallel else None,
+                arguments.model,
+                own | {"nccl_port": ports[card]},
+                runs,
+                arguments.turns,
+            )
+            for card, (name, own) in enumerate(options.items())
+        ]
+        run_backends(serve, tasks, Result("sglang", taken, arguments.suffix, arguments.output).save)
 
 
 if __name__ == "__main__":

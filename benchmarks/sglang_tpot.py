@@ -10,6 +10,9 @@ for the batches of vllm_tpot.py. Time per token is taken and tokens are compared
 after each back end. SGLang sends a request's tokens 8 at a time, so that its front end keeps up with all requests. What
 our back end read and saved is in the result, from the counters that SGLang would serve under /metrics.
 
+With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
+--kv-gib: GiB of each one's KV cache. If one is lost the others' result is written, and names it (`lost`).
+
 On a CPU, `--device cpu --quick` runs two small batches, to see that it works: FOLDER is a tiny model then.
 """
 
@@ -17,19 +20,21 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-# vllm_tpot is imported by functions alone: the processes that SGLang starts import this file, and must not find the
-# folder that it is in (see `vllm_tpot.hide_benchmarks`).
+# What lies beside this file is imported by functions alone: the processes that SGLang starts import this file, and must
+# not find the folder that it is in (see `vllm_tpot.hide_benchmarks`).
 if TYPE_CHECKING:
-    from vllm_tpot import Generated, Workload
+    from engine_tpot import Generated, Results, Workload
 
 COMMON = {"load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0, "log_level": "warning",
           "sampling_backend": "pytorch", "grammar_backend": "none"}  # fmt: skip
@@ -39,13 +44,20 @@ ON_GPU = {"dtype": "bfloat16", "context_length": 12288, "max_running_requests": 
           "cuda_graph_backend_prefill": "disabled"}  # fmt: skip
 ON_CPU = {"device": "cpu", "dtype": "float32", "context_length": 640, "max_running_requests": 16,
           "max_total_tokens": 8192, "mem_fraction_static": 0.3, "disable_cuda_graph": True}  # fmt: skip
+# SGLang's cache takes no more than max_total_tokens, and no more than is free when it looks, less the part of the card
+# that is not "static". So nearly all is: what others take beside it meanwhile is no longer free anyway.
+STATIC_BESIDE_OTHERS = 0.99
+LEAST_CACHE = 0.99  # of the tokens asked for: pages round them
+ELEMENT_BYTES = 2  # bfloat16
+# For NCCL, below those that the kernel gives to whoever asks for any; of each process.
+FIRST_PORT, LAST_PORT, PORTS = 31000, 32600, 20
 BACKENDS = ("fa3", "fa3+trunk@16", "fa3+trunk")
 AT_ONCE = 8  # tokens of a request that SGLang sends together
 QUICK = ((8, ((1, 256), (8, 32))), (4, ((4, 64),)))  # arguments of Workload
 
 
 class Task(NamedTuple):
-    """What one process does."""
+    """What one process does. cache_tokens: None: SGLang's own choice. port: for NCCL. turns: see turns.py."""
 
     backend: str
     model: Path
@@ -53,6 +65,9 @@ class Task(NamedTuple):
     cards: int
     workloads: "tuple[Workload, ...]"
     repeats: int
+    cache_tokens: int | None = None
+    turns: Path | None = None
+    port: int | None = None
 
     def options(self) -> dict[str, Any]:
         """The engine's."""
@@ -63,7 +78,55 @@ class Task(NamedTuple):
             chosen |= {"prefill_attention_backend": prompts, "decode_attention_backend": decoding}
         if page:
             chosen["page_size"] = int(page)
+        if self.cache_tokens:
+            chosen["max_total_tokens"] = self.cache_tokens
+            chosen |= {} if self.device == "cpu" else {"mem_fraction_static": STATIC_BESIDE_OTHERS}
+        if self.turns:
+            chosen["sleep_on_idle"] = True  # an engine that waits would keep a core busy while others measure
         return {**COMMON, **(ON_CPU if self.device == "cpu" else ON_GPU), "tp_size": self.cards, **chosen}
+
+
+def cache_tokens(config: Mapping[str, Any], kv_gib: float | None, cards: int) -> int | None:
+    """Tokens in so many GiB on each card; None for None. config: of the model; each card has its share of the heads."""
+    if kv_gib is None:
+        return None
+    heads = config["num_attention_heads"]
+    kv_heads = max(1, (config.get("num_key_value_heads") or heads) // cards)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * ELEMENT_BYTES
+    return int(kv_gib * 2**30) // token_bytes
+
+
+@contextmanager
+def own_ports(count: int) -> Iterator[list[int]]:
+    """The first of PORTS each, that other commands do not take meanwhile: this one holds the last of each."""
+    with ExitStack() as held:
+        found: list[int] = []
+        for first in range(FIRST_PORT, LAST_PORT, PORTS):
+            if len(found) == count:
+                break
+            claim = held.enter_context(socket.socket())
+            try:
+                claim.bind(("127.0.0.1", first + PORTS - 1))
+                with socket.socket() as probe:
+                    probe.bind(("", first))  # what an engine that has not ended may have
+            except OSError:
+                continue
+            found.append(first)
+        if len(found) < count:
+            raise RuntimeError(
+                f"{len(found)} of {count} engines find free ports from {FIRST_PORT} to {LAST_PORT}: end what holds them"
+            )
+        yield found
+
+
+def check_cache(engine: Any, options: Mapping[str, Any]) -> None:
+    """Raises RuntimeError if the cache is smaller than the options ask for: SGLang takes less with a warning alone."""
+    wanted = options.get("max_total_tokens")
+    if wanted and (held := engine.get_server_info()["max_total_num_tokens"]) < LEAST_CACHE * wanted:
+        raise RuntimeError(
+            f"SGLang's cache holds {held} tokens: expected {wanted}; lower --kv-gib or start fewer engines at once"
+        )
 
 
 async def _stream(engine: Any, prompt: list[int], tokens: int) -> tuple[list[int], list[tuple[float, int]]]:
@@ -78,7 +141,7 @@ async def _stream(engine: Any, prompt: list[int], tokens: int) -> tuple[list[int
 
 def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> "Generated":
     """So many tokens of each request, from SGLang as they arrive."""
-    from vllm_tpot import Generated
+    from engine_tpot import Generated
 
     async def together() -> list[tuple[list[int], list[tuple[float, int]]]]:
         return await asyncio.gather(*(_stream(engine, prompt, tokens) for prompt in prompts))
@@ -88,62 +151,98 @@ def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> "Generat
 
 def serve(task: Task, answers: Connection) -> None:
     """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
-    from vllm_tpot import counters, hide_benchmarks, measure
+    from engine_tpot import measure
+    from turns import starting, turn
+    from vllm_tpot import counters, hide_benchmarks
 
     hide_benchmarks(sys.path)
     with tempfile.TemporaryDirectory() as shared:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before SGLang is imported
-        import sglang
-        import torch
+        with starting(task.turns):
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before SGLang is imported
+            import sglang
+            import torch
 
-        start = perf_counter()
-        engine = sglang.Engine(model_path=str(task.model), **task.options())
-        ready = perf_counter() - start
-        print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
+            start, port = perf_counter(), {"nccl_port": task.port} if task.port else {}
+            engine = sglang.Engine(model_path=str(task.model), **task.options(), **port)
+            check_cache(engine, task.options())
+            ready = perf_counter() - start
+            print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
         for workload in task.workloads:
-            figures = measure(partial(generate, engine), workload.prompts(vocabulary), task.repeats)
+            with turn(task.turns):
+                figures = measure(partial(generate, engine), workload.prompts(vocabulary), task.repeats)
             answers.send((str(workload), figures))
         card = "cpu" if task.device == "cpu" else torch.cuda.get_device_name()
-        facts = {"card": card, "ready_s": round(ready, 1), "options": task.options(), "counters": counters()}
-        answers.send(("", facts))
-        engine.shutdown()
+        facts = {"card": card, "options": task.options(), "counters": counters()}
+        # The time beside others that start is no back end's own.
+        answers.send(("", facts | ({} if task.turns else {"ready_s": round(ready, 1)})))
+        with turn(task.turns):  # to end is work too
+            engine.shutdown()
 
 
-def main() -> None:
+def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's, checked."""
+    import turns
+    from engine_tpot import CHOICES, check_common
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="two small batches instead of all")
+    batches = parser.add_mutually_exclusive_group()
+    batches.add_argument("--workloads", choices=list(CHOICES), default="all", help="six batches or all twelve")
+    batches.add_argument("--quick", action="store_true", help="two small batches instead of all")
     parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
-    arguments = parser.parse_args()
-    if arguments.repeats < 1:
-        parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
-    if not (arguments.model / "config.json").is_file():
-        parser.error(f"argument --model: {arguments.model} has no config.json")
-    from report import environment, short_name, write_result
-    from vllm_tpot import WORKLOADS, Workload, run_backend, table
+    turns.add_options(parser)
+    arguments = parser.parse_args(given)
+    check_common(parser, arguments)
+    turns.check_options(parser, arguments, len(arguments.backends))
+    return arguments
 
-    cards = arguments.tensor_parallel
-    workloads = tuple(Workload(*each) for each in QUICK) if arguments.quick else WORKLOADS
-    results: dict[str, dict[str, Any]] = {}
-    for name in arguments.backends:
-        task = Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats)
-        results[name] = run_backend(name, len(workloads), serve, task)
-        rows, facts = table(results, workloads), {backend: found[""] for backend, found in results.items()}
-        card = next(iter(facts.values()))["card"]
-        figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
-        figures |= {"rows": rows, "runs": facts}
-        if arguments.output:
-            arguments.output.write_text(json.dumps({**environment("sglang", "triton"), **figures}, indent=1) + "\n")
-            print(arguments.output, flush=True)
-        else:
-            result = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
-            print(write_result(result, figures, "sglang", "triton"), flush=True)
-    for row in rows:
+
+def tasks_of(arguments: argparse.Namespace, ports: Sequence[int]) -> list[Task]:
+    """Of each back end. ports: for as many; none: SGLang finds its own."""
+    from engine_tpot import CHOICES, Workload
+
+    workloads = tuple(Workload(*each) for each in QUICK) if arguments.quick else CHOICES[arguments.workloads]
+    cards, config = arguments.tensor_parallel, json.loads((arguments.model / "config.json").read_text())
+    tokens = cache_tokens(config, arguments.kv_gib, cards)
+    tasks = [
+        Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats, tokens, arguments.turns)
+        for name in arguments.backends
+    ]
+    return [task._replace(port=port) for task, port in zip(tasks, ports, strict=True)] if ports else tasks
+
+
+def save(arguments: argparse.Namespace, first: Task, results: "Results", lost: Sequence[str]) -> None:
+    """Writes the figures of the back ends that have finished. first: a task. lost: those that ended before."""
+    from engine_tpot import outcome
+    from report import environment, short_name, write_result
+
+    card, cards = next(iter(results.values()))[""]["card"], arguments.tensor_parallel
+    figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
+    figures |= outcome(results, first.workloads, first.turns is not None, lost)
+    if arguments.output:
+        arguments.output.write_text(json.dumps({**environment("sglang", "triton"), **figures}, indent=1) + "\n")
+        print(arguments.output, flush=True)
+    else:
+        result = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
+        print(write_result(result, figures, "sglang", "triton"), flush=True)
+
+
+def main() -> None:
+    arguments = read_arguments()
+    from engine_tpot import run_backends, table
+
+    together = arguments.turns is not None
+    with own_ports(len(arguments.backends) if together else 0) as ports:
+        tasks = tasks_of(arguments, ports)
+        runs, workloads = {task.backend: (task,) for task in tasks}, tasks[0].workloads
+        keep = partial(save, arguments, tasks[0])
+        results = run_backends(serve, runs, len(workloads), together, keep)
+    for row in table(results, workloads):
         print(row, flush=True)
 
 

@@ -39,38 +39,47 @@ async def generate(engine: Any, name: str, prompt: list[int], output_tokens: int
 def serve(task: "Task", answers: Connection) -> None:
     """A process with one back end: sends ("", facts), then (run, figures) as they come."""
     from engine_serving import Engine, announce, own_process, run_all
+    from turns import starting, turn
     from vllm_tpot import counters
 
     with own_process(task):
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with starting(task.turns):
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        start = perf_counter()
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(task.model), **task.options))
-        announce(task, start, answers)
+            start = perf_counter()
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(task.model), **task.options))
+            announce(task, start, answers)
         vocabulary = int(engine.model_config.get_vocab_size())
         served = Engine(partial(generate, engine), engine.reset_prefix_cache, vocabulary, counters)
-        asyncio.run(run_all(served, task.runs, answers))
-        engine.shutdown()
+        asyncio.run(run_all(served, task, answers))
+        with turn(task.turns):  # to end is work too
+            engine.shutdown()
 
 
 def main() -> None:
-    from engine_serving import Result, Task, command_line, run_backends, wanted_runs
-    from vllm_tpot import BACKENDS, OPTIONS
+    from engine_serving import Result, Task, check, command_line, run_backends, wanted_runs
+    from vllm_tpot import BACKENDS, OPTIONS, fixed_cache
 
     parser = command_line(__doc__, BACKENDS)
     arguments = parser.parse_args()
-    if "trace" in arguments.workloads and arguments.trace is None:
-        parser.error("argument --trace: expected a file for the workload trace, or --workloads without it")
-    options = OPTIONS | {"max_num_batched_tokens": BUDGET}
+    check(parser, arguments)
+    options = OPTIONS | {"max_num_batched_tokens": BUDGET} | fixed_cache(arguments.kv_gib)
     taken = {
         "model": arguments.model.name, "options": options, "seconds": arguments.seconds,
-        "side_by_side": arguments.parallel,
+        "side_by_side": arguments.parallel, "turns": arguments.turns is not None,
     }  # fmt: skip
     runs = wanted_runs(arguments)
     tasks = [
-        Task(name, card if arguments.parallel else None, arguments.model, options | {"attention_backend": name}, runs)
+        Task(
+            name,
+            card if arguments.parallel else None,
+            arguments.model,
+            options | {"attention_backend": name},
+            runs,
+            arguments.turns,
+        )
         for card, name in enumerate(arguments.backends)
     ]
     run_backends(serve, tasks, Result("vllm", taken, arguments.suffix, arguments.output).save)

@@ -19,6 +19,9 @@ result, from the counters that vLLM would serve under /metrics.
 
 With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`).
 
+With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
+--kv-gib: GiB of each one's KV cache. If one is lost the others' result is written, and names it (`lost`).
+
 With --invariant each back end runs with VLLM_BATCH_INVARIANT=1, and CUSTOM again without it, which shows the price.
 
 With --shape the model is one of engine_models.py, and the batches are six of the twelve. qwen3-next needs einops.
@@ -29,22 +32,22 @@ is 64 questions about one text of 64k tokens.
 
 import argparse
 import json
-import multiprocessing
 import os
-import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-SHORT, LONG, COMPARED = 8, 136, 16
-LEAST = 32  # tokens of a request that give its pace
+# What lies beside this file is imported by functions alone: the processes that vLLM starts import this file, and must
+# not find the folder that it is in (see `hide_benchmarks`).
+if TYPE_CHECKING:
+    from engine_tpot import Generated, Results, Workload
+
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR")
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
@@ -56,54 +59,19 @@ SHARED_OPTIONS = {
     "dcp_comm_backend": "a2a",
 }  # fmt: skip
 BACKENDS = ("FLASH_ATTN", "CUSTOM")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """levels: (number of groups, tokens), from the root; a request is in one group of each, in turn."""
-
-    requests: int
-    levels: tuple[tuple[int, int], ...]
-
-    def __str__(self) -> str:
-        parts = [f"{groups} groups x {tokens}" if 1 < groups < self.requests else f"{tokens}"
-                 for groups, tokens in self.levels]  # fmt: skip
-        return f"{self.requests} x ({' + '.join(parts)})"
-
-    def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Random tokens, the same at every call; prompts of two workloads share nothing."""
-        rng = random.Random(str(self))
-        texts = [[rng.choices(range(vocabulary), k=tokens) for _ in range(groups)] for groups, tokens in self.levels]
-        return [[token for level in texts for token in level[i % len(level)]] for i in range(self.requests)]
-
-
-WORKLOADS = (
-    Workload(64, ((1, 8192), (64, 512))),
-    Workload(64, ((1, 1024), (8, 3072), (64, 256))),
-    Workload(256, ((1, 1024), (256, 128))),
-    Workload(64, ((1, 2048), (64, 256))),
-    Workload(8, ((1, 4096), (8, 128))),
-    Workload(32, ((32, 2048),)),
-    Workload(64, ((4, 12000), (64, 64))),
-    Workload(128, ((8, 512), (128, 128))),
-    Workload(128, ((1, 640), (128, 64))),
-    Workload(128, ((128, 704),)),
-    Workload(8, ((8, 8192),)),
-    Workload(1, ((1, 2048),)),
-)
-SIX = tuple(WORKLOADS[place] for place in (0, 1, 5, 6, 7, 9))
-SHARED_WORKLOADS = (Workload(64, ((1, 65536), (64, 128))),)
+LEAST_FREE = 0.1  # of a card: vLLM does not start with less, and ignores it otherwise where its cache's size is given
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs have in common. cold: each starts with empty caches."""
+    """What all runs have in common. cold: each starts with empty caches. turns: see turns.py."""
 
     model: Path
     options: dict[str, Any]
-    workloads: tuple[Workload, ...]
+    workloads: "tuple[Workload, ...]"
     repeats: int
     cold: bool
+    turns: Path | None = None
 
 
 class Run(NamedTuple):
@@ -122,34 +90,9 @@ def wanted_runs(backends: Sequence[str], invariant: bool) -> list[Run]:
     return found
 
 
-class Generated(NamedTuple):
-    """tokens: of each request. arrivals: of each, (time, tokens by then) as they came."""
-
-    tokens: list[list[int]]
-    arrivals: list[list[tuple[float, int]]]
-
-
-def pace(arrivals: Sequence[Sequence[tuple[float, int]]]) -> float:
-    """Milliseconds per token while all requests decode: of the request that has its SHORT-th token last, from then on
-    until the first request ends.
-
-    Raises:
-        ValueError: all decode at once for less than LEAST tokens.
-    """
-    starts = [next(time for time, tokens in request if tokens >= SHORT) for request in arrivals]
-    start, end = max(starts), min(request[-1][0] for request in arrivals)
-    window = [arrival for arrival in arrivals[starts.index(start)] if start <= arrival[0] <= end]
-    tokens = window[-1][1] - window[0][1] if window else 0
-    if tokens < LEAST:
-        raise ValueError(
-            f"all requests decoded at once for {tokens} tokens: expected {LEAST} or more; lower the batch's tokens, or "
-            "give the cache room for its prompts"
-        )
-    return (window[-1][0] - window[0][0]) / tokens * 1e3
-
-
-def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> Generated:
+def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> "Generated":
     """So many tokens of each request, from vLLM step by step."""
+    from engine_tpot import Generated
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -167,17 +110,6 @@ def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> Generated:
             found.tokens[number] += output.outputs[0].token_ids
             found.arrivals[number].append((now, len(found.tokens[number])))
     return found
-
-
-def measure(
-    generate: Callable[[Sequence[list[int]], int], Generated], prompts: Sequence[list[int]], repeats: int
-) -> dict[str, Any]:
-    """One back end on one batch. generate: so many tokens of each prompt."""
-    generate(prompts, SHORT)
-    found = [generate(prompts, LONG) for _ in range(repeats)]
-    times = [pace(each.arrivals) for each in found]
-    figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
-    return figures | {"tokens": [sequence[:COMPARED] for sequence in found[-1].tokens]}
 
 
 def counters() -> dict[str, float]:
@@ -203,77 +135,41 @@ def hide_benchmarks(path: list[str]) -> None:
 
 def serve(run: Run, setup: Setup, answers: Connection) -> None:
     """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
+    from engine_tpot import measure
+    from turns import starting, turn
+
     hide_benchmarks(sys.path)
     with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as caches:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
-        os.environ["VLLM_BATCH_INVARIANT"] = str(int(run.invariant))
-        for name in CACHES if setup.cold else ():
-            os.environ[name] = str(Path(caches, name))
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        import torch
-        from vllm import LLM
+        with starting(setup.turns):
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
+            os.environ["VLLM_BATCH_INVARIANT"] = str(int(run.invariant))
+            for name in CACHES if setup.cold else ():
+                os.environ[name] = str(Path(caches, name))
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+            import torch
+            from vllm import LLM
 
-        start = perf_counter()
-        llm: Any = LLM(str(setup.model), attention_backend=run.backend, **setup.options)
-        ready = perf_counter() - start
-        print(f"{run.name}: ready after {ready:.0f} s", flush=True)
+            start = perf_counter()
+            llm: Any = LLM(str(setup.model), attention_backend=run.backend, **setup.options)
+            ready = perf_counter() - start
+            print(f"{run.name}: ready after {ready:.0f} s", flush=True)
         vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
         for workload in setup.workloads:
-            figures = measure(partial(generate, llm), workload.prompts(vocabulary), setup.repeats)
+            with turn(setup.turns):
+                figures = measure(partial(generate, llm), workload.prompts(vocabulary), setup.repeats)
             answers.send((str(workload), figures))
-        answers.send(("", {"card": torch.cuda.get_device_name(), "ready_s": round(ready, 1), "counters": counters()}))
-        llm.llm_engine.engine_core.shutdown()
+        facts: dict[str, Any] = {"card": torch.cuda.get_device_name(), "counters": counters()}
+        # The time beside others that start is no back end's own.
+        answers.send(("", facts | ({} if setup.turns else {"ready_s": round(ready, 1)})))
+        with turn(setup.turns):  # to end is work too
+            llm.llm_engine.engine_core.shutdown()
 
 
-def run_backend(backend: str, num_workloads: int, target: Callable[..., None], *arguments: Any) -> dict[str, Any]:
-    """Figures of each workload, and "" for facts of the run. target: the function of its process, which gets the
-    arguments and a connection for its answers.
-
-    Raises:
-        RuntimeError: if the process ends before it has answered.
-    """
-    context = multiprocessing.get_context("spawn")
-    answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(*arguments, sender))
-    process.start()
-    sender.close()
-    found: dict[str, Any] = {}
-    try:
-        while "" not in found:
-            name, figures = answers.recv()
-            found[name] = figures
-            if name:
-                print(f"{backend} {name}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
-    except EOFError as error:
-        raise RuntimeError(f"{backend}: the process ended after {len(found)} of {num_workloads} workloads") from error
-    finally:
-        process.join()
-    return found
-
-
-def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Of the first tokens, before the first that differs."""
-    parted = [
-        next((step for step, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), COMPARED)
-        for x, y in zip(ours, theirs, strict=True)
-    ]
-    steps = sorted(step for step in parted if step < COMPARED)
-    return {"equal_tokens": round(sum(parted) / (COMPARED * len(parted)), 4), "parted_in_steps": steps}
-
-
-def table(results: dict[str, dict[str, Any]], workloads: Sequence[Workload] = WORKLOADS) -> list[dict[str, Any]]:
-    """A row per workload: each back end, and how the others compare with the first."""
-    first, *others = results
-    rows = []
-    for name in map(str, workloads):
-        row: dict[str, Any] = {"workload": name}
-        for backend, found in results.items():
-            row[backend] = {key: value for key, value in found[name].items() if key != "tokens"}
-        for backend in others:
-            row[backend] |= compare(results[backend][name]["tokens"], results[first][name]["tokens"])
-            row[backend]["speedup"] = round(results[first][name]["tpot_ms"] / results[backend][name]["tpot_ms"], 3)
-        rows.append(row)
-    return rows
+def fixed_cache(kv_gib: float | None) -> dict[str, Any]:
+    """vLLM's options for so large a cache on each card; None: its own choice."""
+    if kv_gib is None:
+        return {}
+    return {"kv_cache_memory_bytes": int(kv_gib * 2**30), "gpu_memory_utilization": LEAST_FREE}
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -286,16 +182,19 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
         options |= SHAPES[arguments.shape].options
     if arguments.dcp > 1:
         options |= SHARED_OPTIONS | {"decode_context_parallel_size": arguments.dcp}
+    options |= fixed_cache(arguments.kv_gib)
     cards = max(arguments.dcp, arguments.tensor_parallel)
     return options | {"tensor_parallel_size": cards, "kv_cache_dtype": arguments.kv_cache_dtype}
 
 
-def workloads_of(arguments: argparse.Namespace) -> tuple[Workload, ...]:
+def workloads_of(arguments: argparse.Namespace) -> "tuple[Workload, ...]":
     """The batches that are asked for."""
+    from engine_tpot import CHOICES, SHARED_WORKLOADS
+
     if arguments.dcp > 1:
         return SHARED_WORKLOADS
     chosen = arguments.workloads or ("six" if arguments.shape else "all")
-    return {"six": SIX, "all": WORKLOADS}[chosen]
+    return CHOICES[chosen]
 
 
 def name_of(arguments: argparse.Namespace) -> str:
@@ -312,7 +211,9 @@ def name_of(arguments: argparse.Namespace) -> str:
 
 def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, checked."""
+    import turns
     from engine_models import SHAPES
+    from engine_tpot import CHOICES, check_common
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
@@ -320,45 +221,54 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--shape", choices=list(SHAPES), help="of a model in engine_models.py")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8", "fp8_e5m2"))
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
-    parser.add_argument("--workloads", choices=("six", "all"), help="six batches or all twelve")
+    parser.add_argument("--workloads", choices=list(CHOICES), help="six batches or all twelve")
     parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
     parser.add_argument("--cold", action="store_true", help="with empty caches of compiled code")
     parser.add_argument("--invariant", action="store_true", help="with VLLM_BATCH_INVARIANT=1, and ours also without")
     spread = parser.add_mutually_exclusive_group()
     spread.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
     spread.add_argument("--dcp", type=int, default=1, help="cards that share each request")
+    turns.add_options(parser)
     arguments = parser.parse_args(given)
-    if arguments.repeats < 1:
-        parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
-    if arguments.model and not (arguments.model / "config.json").is_file():
-        parser.error(f"argument --model: {arguments.model} has no config.json")
+    check_common(parser, arguments)
+    if arguments.turns and arguments.cold:
+        parser.error("argument --turns: an engine's time until it is ready is not its own then: leave out --cold")
+    turns.check_options(parser, arguments, len(wanted_runs(arguments.backends, arguments.invariant)))
     if arguments.dcp > 1 and (arguments.shape or arguments.workloads):
         parser.error("argument --dcp: it has a batch and heads of its own: leave out --shape and --workloads")
     return arguments
 
 
+def save(arguments: argparse.Namespace, setup: Setup, results: "Results", lost: Sequence[str]) -> None:
+    """Writes the figures of the back ends that have finished. lost: those that ended before."""
+    from engine_models import SHAPES
+    from engine_tpot import outcome
+    from report import short_name, write_result
+
+    card = next(iter(results.values()))[""]["card"]
+    figures = {"card": card, "model": setup.model.name, "dcp": arguments.dcp}
+    figures |= {"cards": setup.options["tensor_parallel_size"], "options": setup.options}
+    figures |= {"repeats": arguments.repeats, "cold": arguments.cold}
+    if arguments.shape:
+        figures |= {"config": SHAPES[arguments.shape].config, "differs": SHAPES[arguments.shape].differs}
+    figures |= outcome(results, setup.workloads, setup.turns is not None, lost)
+    name = f"vllm-tpot-{short_name(card)}{name_of(arguments)}"
+    print(write_result(name, figures, "vllm", "triton"), flush=True)
+
+
 def main() -> None:
     arguments = read_arguments()
-    # not by the processes that vLLM starts, which import this file: see `serve`
-    from engine_models import SHAPES, write_config
-    from report import short_name, write_result
+    from engine_models import write_config
+    from engine_tpot import run_backends, table
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(arguments.shape, Path(folder)) if arguments.shape else arguments.model
-        setup = Setup(model, options_of(arguments), workloads_of(arguments), arguments.repeats, arguments.cold)
-        figures = {"model": model.name, "dcp": arguments.dcp, "cards": setup.options["tensor_parallel_size"]}
-        figures |= {"options": setup.options, "repeats": arguments.repeats, "cold": arguments.cold}
-        if arguments.shape:
-            figures |= {"config": SHAPES[arguments.shape].config, "differs": SHAPES[arguments.shape].differs}
-        results: dict[str, dict[str, Any]] = {}
-        for run in wanted_runs(arguments.backends, arguments.invariant):
-            results[run.name] = run_backend(run.name, len(setup.workloads), serve, run, setup)
-            rows, facts = table(results, setup.workloads), {name: found[""] for name, found in results.items()}
-            card = next(iter(facts.values()))["card"]
-            name = f"vllm-tpot-{short_name(card)}{name_of(arguments)}"
-            found = {"card": card, **figures, "rows": rows, "runs": facts}
-            print(write_result(name, found, "vllm", "triton"), flush=True)
-    for row in rows:
+        options, workloads = options_of(arguments), workloads_of(arguments)
+        setup = Setup(model, options, workloads, arguments.repeats, arguments.cold, arguments.turns)
+        runs = {run.name: (run, setup) for run in wanted_runs(arguments.backends, arguments.invariant)}
+        together, keep = setup.turns is not None, partial(save, arguments, setup)
+        results = run_backends(serve, runs, len(workloads), together, keep)
+    for row in table(results, workloads):
         print(row, flush=True)
 
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+from trunkattn.gpu.hopper.decode import shape_of
 from trunkattn.gpu.tuning.compile_ahead import (
     Target,
     compile_decode,
@@ -18,10 +19,15 @@ from trunkattn.gpu.tuning.compile_ahead import (
     compile_merge,
     compile_prefill,
 )
-from trunkattn.gpu.tuning.decode import Tile, decode_tiles, without_subtiles
+from trunkattn.gpu.tuning.decode import Tile, decode_tiles, hopper_source, hopper_tiles, without_subtiles
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES, Resources
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    " masked": {"masked": True},
+    " with all options": {"masked": True, "soft_cap": 30.0, "sinks": True},
+}
 ITEMSIZE = {"bf16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
 
 
@@ -52,16 +58,10 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     report = {"merge": asdict(compile_merge(target))}
     if target.capability != 90:
         return report
-    tiles = decode_tiles(2, target.head_dim, group, hopper=True)[1:]
-    options: dict[str, dict[str, Any]] = {"": {}, " masked": {"masked": True}}
-    options[" with all options"] = {"masked": True, "soft_cap": 30.0, "sinks": True}
-    launched = replace(tiles[-1], warps=8)  # 4 that compute and 2 that load, which Triton rounds up
-    for name, chosen in options.items():
-        report[f"hopper decode{name}"] = described(target, launched, compile_hopper_decode(target, **chosen))
-    for tile in tiles:  # where `hopper_decode_kernel` cannot compute them
-        name = f"{tile.block_m}x{tile.block_n} portable"
+    for tile in decode_tiles(2, target.head_dim, group, hopper_tiles(2, target.head_dim, 16)):
+        name = f"{tile.block_m}x{tile.block_n} portable"  # where the Hopper kernel cannot compute them
         report[name] = described(target, tile, compile_decode(target, tile))
-    options = {"": {}, " window": {"window": True}}
+    options: dict[str, dict[str, Any]] = {"": {}, " window": {"window": True}}
     options[" with all options"] = {"window": True, "soft_cap": 30.0, "sinks": True}
     for name, chosen in options.items():
         report[f"hopper prefill{name}"] = asdict(compile_hopper_prefill(target, **chosen)) | {"ctas_per_sm": 1}
@@ -75,25 +75,26 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     return report
 
 
-def gathered(target: Target) -> dict[str, dict[str, Any]]:
-    """The Hopper kernel where producer warps gather keys and values: 8-bit caches, and small pages."""
-    if target.capability != 90 or target.kv_dtype == "fp32" or (target.head_dim, target.kv_dtype) == (256, "bf16"):
+def hopper_decodes(target: Target) -> dict[str, dict[str, Any]]:
+    """The Hopper decode kernel: by TMA, of 8-bit caches that producer warps widen, and of pages that they gather."""
+    if target.capability != 90 or target.kv_dtype == "fp32":
         return {}
-    group, size = target.num_qo_heads // target.num_kv_heads, ITEMSIZE[target.kv_dtype]
-    tile = decode_tiles(size, target.head_dim, group, hopper=True)[-1]
-    tile = replace(tile, warps=12 if target.head_dim > 128 else 8)
-    return {
-        f"gathered decode{' masked' if masked else ''}": described(
-            target, tile, compile_hopper_decode(target, masked=masked, gathers=True)
-        )
-        for masked in (False, True)
-    }
+    size, report = ITEMSIZE[target.kv_dtype], {}
+    for page_size in (16, 4):
+        source = hopper_source(size, page_size)
+        producers = shape_of(target.head_dim, source).producer_warps
+        tile = hopper_tiles(size, target.head_dim, page_size)[-1]
+        tile = replace(tile, warps=4 + -(-producers // 4) * 4)  # those that compute, and whole fours of those that load
+        for option, chosen in OPTIONS.items():
+            used = compile_hopper_decode(target, page_size=page_size, **chosen)
+            report[f"{source.name.lower()} decode{option}"] = described(target, tile, used)
+    return report
 
 
 def main() -> None:
     capability, head_dim, dtype, kv_dtype = sys.argv[1:]
     target = Target(int(capability), int(head_dim), dtype=dtype, kv_dtype=kv_dtype)
-    print(json.dumps(tiles_of(target) | gathered(target) | (others(target) if kv_dtype == "bf16" else {})))
+    print(json.dumps(tiles_of(target) | hopper_decodes(target) | (others(target) if kv_dtype == "bf16" else {})))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from trunkattn.gpu.tuning.cards import H100, H200, Card
-from trunkattn.gpu.tuning.decode import DECODE_TILES_HOPPER, GpuTile
+from trunkattn.gpu.tuning.decode import GpuTile, hopper_tiles
 from trunkattn.planner.row_tiles.cost import CardTimes, tilings_ns
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -27,6 +27,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import calibrate  # noqa: E402
 
+TILES = hopper_tiles(2, 128, 16)
 CARDS = {"h100": H100, "h200": H200}
 MEAN, WORST = 0.008, 0.10  # most regret that a choice may have
 
@@ -51,7 +52,7 @@ def measured(name: str) -> tuple[calibrate.MeasuredCard, list[calibrate.Measured
     return card, [calibrate.prepare(row, card) for row in result["rows"]]
 
 
-def replay(name: str, times: CardTimes, tiles: tuple[GpuTile, ...] = DECODE_TILES_HOPPER) -> Regret:
+def replay(name: str, times: CardTimes, tiles: tuple[GpuTile, ...] = TILES) -> Regret:
     """The regret of the choices that these times make."""
     card, rows = measured(name)
     rules = {heads: calibrate.rule_of(card, heads, tiles, times).priced for heads in {row.heads for row in rows}}
@@ -117,7 +118,7 @@ def test_a_spoilt_share_of_what_is_not_hidden_raises_the_regret() -> None:
     ],
 )
 def test_a_spoilt_time_of_a_tile_is_found(name: str, tile: int, field: str, spoilt: object) -> None:
-    tiles = list(DECODE_TILES_HOPPER)
+    tiles = list(TILES)
     tiles[tile] = replace(tiles[tile], **{field: spoilt})  # type: ignore[arg-type]
     assert not replay(name, CARDS[name].times, tuple(tiles)).is_small
 

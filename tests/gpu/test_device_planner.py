@@ -51,7 +51,7 @@ def _places_kernel(starts, links, places, previous, num_rows, BLOCK: tl.constexp
 def rules(draw: st.DrawFn) -> TilingRule:
     group_size = draw(st.sampled_from([1, 4, 5, 8]))
     tables = [decode_tiles(*cache, group_size) for cache in ((2, 128), (1, 128), (2, 256))]
-    table = st.sampled_from([*tables, decode_tiles(2, 128, group_size, hopper=True)])
+    table = st.sampled_from([*tables, decode_tiles(2, 128, group_size, hopper_tiles(2, 128, 16))])
     return make_rule(
         group_size,
         draw(st.sampled_from([1, 8, 12, 16, 32])),

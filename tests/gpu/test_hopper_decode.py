@@ -15,7 +15,16 @@ from trunkattn.gpu.hopper.decode import DecodeArguments, Pdl
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, reserve, upload
 from trunkattn.gpu.triton import decode, merge
-from trunkattn.gpu.tuning.decode import decode_tiles
+from trunkattn.gpu.tuning.decode import (
+    HOPPER_TILES,
+    GpuTile,
+    HopperSource,
+    decode_tiles,
+    hopper_source,
+    hopper_tiles,
+    tile_config,
+    without_subtiles,
+)
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
 from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_tensors
@@ -23,7 +32,7 @@ from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_tensors
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-TILES = decode_tiles(2, 128, 4, hopper=True)
+TILES = decode_tiles(2, 128, 4, hopper_tiles(2, 128, 16))
 LIMITS = TileLimits(items=8, segments=8, queries=8, merged=8, slots=8, query_tokens=8)
 
 
@@ -81,8 +90,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert layer[-10:] == (8 * 128, 128, 8 * 128, 128, *of_caches, *of_caches)
     assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
     constants = hopper_decode.DecodeConstants(
-        *(8, 2, 4, 128, 16, 16, masked, False, 0.0), sinks=False, return_lse=False, gathers=False, kv_bytes=2, kv_kind=0
-    )
+        *(8, 2, 4, 128, 16, 16, masked, False, 0.0), sinks=False, return_lse=False, source=int(HopperSource.LOADED),
+        kv_bytes=2, kv_kind=0, tile=hopper_decode.tile_of(128, HopperSource.LOADED), producer_registers=24,
+    )  # fmt: skip
     assert constants == given.C
 
 
@@ -93,30 +103,74 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
     execute(uploaded(), make_tensors(), TILES, DEVICE_INFO, False)
     buckets = [(given.first_bucket, given.last_bucket, num_programs) for num_programs, given in of(kernels["hopper"])]
-    assert buckets == [(2, 2, 4), (1, 1, 2)]
-    assert [options["BUCKETS"].first for _, _, options in kernels["any"].calls] == [0]
-    assert len(kernels["merge"].calls) == 1
+    assert buckets == [(2, 2, 4), (1, 1, 2), (0, 0, 2)]
+    assert [len(kernels[name].calls) for name in ("any", "merge")] == [0, 1]
 
 
-def test_a_plan_of_fixed_size_takes_launches_for_all_heights_at_once(kernels: dict[str, Recorder]) -> None:
-    plan = reserve(LIMITS, TILES, GEOMETRY, DEVICE_INFO, "serial", CPU)
+def fixed_size(tiles: tuple[GpuTile, ...], geometry: Geometry = GEOMETRY, execution: str = "serial") -> GpuPlan:
+    plan = reserve(LIMITS, tiles, geometry, DEVICE_INFO, execution, CPU)
     refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
+    return plan
+
+
+@pytest.mark.parametrize("execution", ["serial", "overlapped", "streams"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_plan_of_fixed_size_is_one_launch_of_all_heights_and_the_merge(
+    kernels: dict[str, Recorder], head_dim: int, execution: str
+) -> None:
+    """The launch is one grid of an SM's CTA each for every CTA that an SM holds."""
+    tiles = hopper_tiles(2, head_dim, 16)
+    plan = fixed_size(tiles, replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim), execution)
+    assert [launch.buckets for launch in plan.launches] == [(0, 1, 2), ()]
+    execute(plan.without_chunks(), make_tensors(), tiles, DEVICE_INFO, False)
     launched = of(kernels["hopper"])
-    assert [num_programs for num_programs, _ in launched] == [DEVICE_INFO.num_sms, DEVICE_INFO.num_sms]
-    assert all((given.first_bucket, given.last_bucket) == (1, 2) for _, given in launched)
-    ((_, _, options),) = kernels["any"].calls
-    assert options["BUCKETS"] == (0, 3, True)
+    assert [num_programs for num_programs, _ in launched] == [DEVICE_INFO.num_sms] * tiles[0].ctas_per_sm
+    assert all((given.first_bucket, given.last_bucket) == (0, 2) for _, given in launched)
+    assert [len(kernels[name].calls) for name in ("any", "merge")] == [0, 1]
+
+
+def test_a_portable_low_tile_has_a_launch_of_its_own_that_merges(kernels: dict[str, Recorder]) -> None:
+    tiles = hopper_tiles(1, 128, 16)
+    execute(fixed_size(tiles), make_tensors(kv_dtype=torch.float8_e4m3fn), tiles, DEVICE_INFO, False)
+    assert [(given.first_bucket, given.last_bucket) for _, given in of(kernels["hopper"])] == [(1, 2), (1, 2)]
+    ((num_programs, _, options),) = kernels["any"].calls
+    assert num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+    assert options["BUCKETS"] == (0, 3, True, decode.spread_stride(num_programs))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_itemsize, page_size", [(2, 16), (2, 48), (1, 16), (1, 32), (2, 8), (2, 1), (1, 1), (1, 8)])
+def test_tiles(head_dim: int, kv_itemsize: int, page_size: int) -> None:
+    """One kernel computes all that are not portable. The low one is its own wherever a plan of fixed size is to be one
+    launch."""
+    source = hopper_source(kv_itemsize, page_size)
+    assert source == (2 if page_size % 16 else kv_itemsize == 1)
+    listed, tiles = HOPPER_TILES[source, head_dim], hopper_tiles(kv_itemsize, head_dim, page_size)
+    assert [tile.block_m for tile in tiles] == [16, 32, 64]
+    assert [tile.hopper for tile in tiles] == [listed.low is not None, True, True]
+    assert listed.low is not None or source is not HopperSource.LOADED
+    assert [tile.merges for tile in tiles] == [listed.low is None, False, False]
+    assert {(it.block_n, it.ctas_per_sm) for it in tiles if it.hopper} == {(listed.block_n, listed.ctas_per_sm)}
+    assert tiles[0].read_percent <= 100 == tiles[1].read_percent == tiles[2].read_percent
+    assert without_subtiles(tiles) == tiles
+    assert decode_tiles(kv_itemsize, head_dim, 4, tiles) == tiles
+    assert decode_tiles(kv_itemsize, head_dim, 20, tiles) == tiles[1:]
+
+
+def test_the_planner_sees_the_times_of_a_hopper_tile_as_they_are() -> None:
+    """They were measured with its head_dim; those of portable tiles with keys and values of 512 bytes."""
+    low, _, tall = hopper_tiles(1, 128, 16)
+    seen = [tile_config(tile, 132, 256) for tile in (low, tall)]
+    assert seen[0].block_ns == tuple(ns // 2 for ns in low.block_ns) and seen[0].paired
+    assert (seen[1].block_ns, seen[1].chain_ns, seen[1].paired) == (tall.block_ns, tall.chain_ns, False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}, {"in_order": True}])
 def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
-    tiles = decode_tiles(2, head_dim, shape.num_qo_heads // shape.num_kv_heads, hopper=True)
-    plan = reserve(LIMITS, tiles, shape, DEVICE_INFO, "serial", CPU)
-    refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(), tiles, DEVICE_INFO, False)
+    tiles = decode_tiles(2, head_dim, shape.num_qo_heads // shape.num_kv_heads, hopper_tiles(2, head_dim, 16))
+    execute(fixed_size(tiles, shape), make_tensors(), tiles, DEVICE_INFO, False)
     constants = {given.C for _, given in of(kernels["hopper"])}
     assert len(constants) == 1
     (found,) = constants
@@ -126,31 +180,53 @@ def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: in
 
 
 @pytest.mark.parametrize(
-    ("geometry", "tensors", "kind"),
+    ("geometry", "tensors", "source", "kind"),
     [
-        ({"page_size": 8, "segment_size": 8}, {}, 0),
-        ({"page_size": 1, "segment_size": 1}, {}, 0),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}, 1),
-        ({"head_dim": 256, "head_dim_v": 256}, {"kv_dtype": torch.float8_e4m3fn}, 1),
-        ({"page_size": 4, "segment_size": 4}, {"kv_dtype": torch.float8_e5m2}, 2),
+        ({"page_size": 8, "segment_size": 8}, {}, HopperSource.GATHERED, 0),
+        ({"page_size": 1, "segment_size": 1}, {}, HopperSource.GATHERED, 0),
+        ({"page_size": 4, "segment_size": 4}, {"kv_dtype": torch.float8_e5m2}, HopperSource.GATHERED, 2),
+        ({"page_size": 48}, {}, HopperSource.LOADED, 0),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}, HopperSource.WIDENED, 1),
+        ({"head_dim": 256, "head_dim_v": 256}, {"kv_dtype": torch.float8_e5m2}, HopperSource.WIDENED, 2),
     ],
 )
-def test_small_pages_and_8_bits_are_gathered(
-    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], kind: int
+def test_where_keys_and_values_come_from(
+    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], source: HopperSource, kind: int
 ) -> None:
     shape, given = replace(GEOMETRY, **geometry), make_tensors(**tensors)
-    tiles = decode_tiles(given.k_cache.element_size(), shape.head_dim, 4, hopper=True)
-    plan = reserve(LIMITS, tiles, shape, DEVICE_INFO, "serial", CPU)
-    refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, given, tiles, DEVICE_INFO, False)
+    assert hopper_decode.source_of(given, shape) is source
+    size = given.k_cache.element_size()
+    tiles = hopper_tiles(size, shape.head_dim, shape.page_size)
+    execute(fixed_size(tiles, shape), given, tiles, DEVICE_INFO, False)
     launched = of(kernels["hopper"])
     assert len(launched) == tiles[-1].ctas_per_sm
-    for _, arguments in launched:
-        assert (arguments.C.gathers, arguments.C.kv_kind) == (True, kind)
-        assert arguments.C.kv_bytes == given.k_cache.element_size()
-        for cache, source in ((arguments.k_desc, given.k_cache), (arguments.v_desc, given.v_cache)):
-            assert cache.data_ptr() == source.data_ptr()
-            assert cache.dtype == (torch.uint8 if kind else torch.bfloat16)
+    taken = hopper_decode.shape_of(shape.head_dim, source)
+    for (_, arguments), (_, _, options) in zip(launched, kernels["hopper"].calls, strict=True):
+        assert (arguments.C.source, arguments.C.kv_kind, arguments.C.kv_bytes) == (source, kind, size)
+        assert arguments.C.tile == hopper_decode.tile_of(shape.head_dim, source)
+        assert (arguments.C.tile.block_n, arguments.C.tile.head_dim) == (tiles[-1].block_n, shape.head_dim)
+        assert arguments.C.producer_registers == taken.producer_registers
+        assert options["maxnreg"] == taken.registers
+        for cache, its_own in ((arguments.k_desc, given.k_cache), (arguments.v_desc, given.v_cache)):
+            if source is HopperSource.GATHERED:
+                assert (cache.dtype, cache.data_ptr()) == (torch.int32, its_own.data_ptr())
+            else:
+                assert cache.base.data_ptr() == its_own.data_ptr()
+                assert cache.base.dtype == (torch.uint8 if size == 1 else torch.bfloat16)
+                assert cache.block_shape == [1, 16, 1, 128 if size == 1 else 64]
+
+
+@pytest.mark.parametrize("source", HopperSource)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_registers_suffice_for_all_warps(source: HopperSource, head_dim: int) -> None:
+    """Of an SM's 65,536. Warps that load are given out in whole fours; those that compute take what is left."""
+    shape, ctas_per_sm = hopper_decode.shape_of(head_dim, source), HOPPER_TILES[source, head_dim].ctas_per_sm
+    pipelines = 2 if source is HopperSource.LOADED else 1
+    producers = -(-pipelines * shape.producer_warps // 4) * 4
+    assert shape.producer_registers % 8 == 0 and 24 <= shape.producer_registers <= 255
+    assert shape.registers * (4 + producers) * 32 * ctas_per_sm <= 65536
+    left = shape.registers * (4 + producers) - shape.producer_registers * producers
+    assert left // 4 >= 168, "of a thread that computes"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +245,7 @@ def test_what_it_cannot_do_goes_to_the_other(
     execute(plan, make_tensors(**tensors), TILES, DEVICE_INFO, False)
     assert not kernels["hopper"].calls
     launched = [(options["BUCKETS"].first, options["TILE"].block_m) for _, _, options in kernels["any"].calls]
-    assert launched == [(1, 32), (2, 64), (0, 16)]
+    assert launched == [(0, 16), (1, 32), (2, 64)]
     dependent = [(options["PDL_TRIGGER"], options["PDL_WAIT"]) for _, _, options in kernels["any"].calls]
     assert dependent == [(True, False), (True, True), (True, True)]
 
@@ -202,9 +278,9 @@ def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
     plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, DEVICE_INFO, "serial", CPU)
     execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
-    assert not kernels["hopper"].calls
+    assert [(given.first_bucket, given.last_bucket) for _, given in of(kernels["hopper"])] == [(0, 0)]
     launched = [(options["BUCKETS"].first, options["BUCKETS"].merge) for _, _, options in kernels["any"].calls]
-    assert launched == [(0, False), (5, True), (4, True)]
+    assert launched == [(5, True), (4, True)]
 
 
 def test_a_plan_of_another_size_is_not_compiled_anew() -> None:

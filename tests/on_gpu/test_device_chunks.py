@@ -65,7 +65,7 @@ def test_decodes_and_chunks(heads: tuple[int, int], several: bool, window: int |
     plan = planned(attention, layer, number, window=window)
     plan.check()
     assert (int(plan.step.gpu_plan.arrays["overlapped"][1]) > 0) == hopper()
-    assert_right(layer, *run(attention, plan, layer), window=window)
+    assert_right(layer, *run(attention, plan, layer), sliding_window=window)
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,10 @@ FAMILY = (
 )
 
 
-def as_if_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the kernels for decoding and for prompts on Hopper compute all that they can, whatever was timed."""
-    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True, overlap=None)
+def as_if_timed(monkeypatch: pytest.MonkeyPatch, family: bool = True) -> None:
+    """Lets the kernels for decoding and for prompts on Hopper compute all that they can, whatever was timed. family:
+    False: only what is plain."""
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=family, overlap=None)
     monkeypatch.setattr(executor, "card_of", lambda *_: timed)
 
 
@@ -222,8 +223,7 @@ def test_the_family_with_lse_in_parts_and_whole(
     options = {"sinks": torch.linspace(-5, 9, config.num_qo_heads, device="cuda")} if config.sinks else {}
     inputs, results = (layer.q, layer.k_cache, layer.v_cache), []
     for family in (False, True):
-        if family:
-            as_if_timed(monkeypatch)
+        as_if_timed(monkeypatch, family)
         attention = BatchAttention(config)
         plan = attention.plan(*layer.step)
         scaled = {"q_scale": -0.5, "k_scale": torch.linspace(0.5, 2, config.num_kv_heads, device="cuda")}

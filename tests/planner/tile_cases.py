@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trunkattn.gpu.tuning.cards import H200
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, tile_config
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, hopper_tiles, tile_config
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates
@@ -24,6 +24,7 @@ WINDOWS = st.one_of(st.just(UNLIMITED), st.integers(1, 150))
 GROUP_SIZES = st.one_of(st.integers(1, 16), st.sampled_from([5, 7, 12, 16, 24, 32]))
 NUM_SMS = st.sampled_from([1, 3, 16, 132])
 CACHES = ((2, 128), (1, 128), (2, 256))  # bytes of an element and head_dim: the table has tiles for each of them
+HOPPER_CACHES = ((2, 64), *CACHES)
 
 
 def make_rule(
@@ -67,8 +68,8 @@ def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
 def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
     """Of the table, or, unless they must be `listed`, of low tiles."""
     group_size = draw(GROUP_SIZES)
-    hopper = decode_tiles(2, 128, group_size, hopper=True)
-    table = st.sampled_from([*(decode_tiles(*cache, group_size) for cache in CACHES), hopper])
+    hopper = (decode_tiles(*cache, group_size, hopper_tiles(*cache, 16)) for cache in HOPPER_CACHES)
+    table = st.sampled_from([*(decode_tiles(*cache, group_size) for cache in CACHES), *hopper])
     return make_rule(
         group_size,
         page_size,

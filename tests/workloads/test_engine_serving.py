@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
+import fcntl
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,28 @@ import pytest
 from .scripts import refusal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 import engine_serving
+import fake_engines
 import sglang_serving
 import vllm_serving
-from engine_serving import Arrival, Engine, Result, Sizes, ask, documents, replay, spread, toolagent
+from engine_serving import (
+    Arrival,
+    Engine,
+    Result,
+    Results,
+    Sizes,
+    Task,
+    announce,
+    ask,
+    command_line,
+    documents,
+    replay,
+    run_all,
+    run_backends,
+    spread,
+    toolagent,
+)
 
 
 async def tokens(*pairs: tuple[float, int]) -> AsyncIterator[int]:
@@ -109,3 +129,102 @@ def test_runs_by_workload_and_rate() -> None:
 def test_a_trace_is_wanted_or_left_out(script: object) -> None:
     said = refusal(Path(script.__file__).name, ["--model", "m"])
     assert "argument --trace: expected a file for the workload trace" in said
+
+
+@pytest.mark.parametrize("script", [sglang_serving, vllm_serving])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--turns", "lock", "--kv-gib", "8", "--parallel"], "not allowed with argument"),
+        (["--turns", "lock", "--workloads", "documents"], "several engines on one card need --kv-gib"),
+    ],
+)
+def test_turns_are_for_one_card(script: object, given: list[str], message: str) -> None:
+    assert message in refusal(Path(script.__file__).name, ["--model", "m", *given])
+
+
+def test_turns_and_caches_are_part_of_sglangs_options(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parser = command_line("", sglang_serving.BACKENDS)
+    parser.add_argument("--device", default="cuda")
+    given = ["--model", str(tmp_path), "--turns", "lock", "--kv-gib", "2"]
+    for options in sglang_serving.options_of(parser.parse_args(given)).values():
+        assert options.items() >= {"max_total_tokens": 16384, "sleep_on_idle": True}.items()
+    for options in sglang_serving.options_of(parser.parse_args(given[:2])).values():
+        assert not options.keys() & {"max_total_tokens", "sleep_on_idle"}
+
+
+def test_runs_and_the_warm_up_are_in_a_turn(tmp_path: Path) -> None:
+    lock, seen = tmp_path / "lock", []
+
+    async def note(what: str) -> None:
+        seen.append((what, fake_engines.free_for(lock, fcntl.LOCK_SH)))
+
+    async def generate(name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
+        await note(name)
+        yield output_tokens
+
+    answers, sender = Pipe(duplex=False)
+    arrivals = [Arrival(0.0, (("a", 3),), 4)]
+    task = Task("trunk", None, tmp_path, {}, {"a": arrivals, "b": arrivals}, lock)
+    asyncio.run(run_all(Engine(generate, lambda: note("empty"), 100, dict), task, sender))
+    assert seen == [(name, False) for run in ("warm-up-0", "a-0", "b-0") for name in (run, "empty")]
+    assert fake_engines.free_for(lock, fcntl.LOCK_EX)
+    assert [answers.recv()[0] for _ in range(2)] == ["a", "b"]
+
+
+def test_the_time_to_start_beside_others_is_no_fact() -> None:
+    answers, sender = Pipe(duplex=False)
+    for turns in (None, Path("lock")):
+        announce(Task("trunk", None, Path("m"), {}, {}, turns), 0.0, sender)
+    assert ["ready_s" in answers.recv()[1] for _ in range(2)] == [True, False]
+
+
+class Kept(list[tuple[dict[str, list[str]], list[str]]]):
+    """Runs by back end, and those that are lost, each time."""
+
+    def __call__(self, results: Results, lost: Sequence[str]) -> None:
+        self.append(({name: list(found) for name, found in results.items()}, list(lost)))
+
+
+@pytest.mark.parametrize("lost", [None, "fa3"])
+def test_back_ends_that_take_turns_start_at_once(lost: str | None) -> None:
+    barrier, kept = get_context("spawn").Barrier(2), Kept()
+    options = {name: {"barrier": barrier, "dies_after": 1 if name == lost else None} for name in ("fa3", "trunk")}
+    tasks = [Task(name, None, Path("m"), each, {"a": [], "b": []}, Path("lock")) for name, each in options.items()]
+    if lost:
+        with pytest.raises(RuntimeError, match=r"^fa3: the process ended after 1 of 2 runs$"):
+            run_backends(fake_engines.serve_runs, tasks, kept)
+        assert ({"fa3": ["", "a"], "trunk": ["", "a", "b"]}, ["fa3"]) in kept
+    else:
+        run_backends(fake_engines.serve_runs, tasks, kept)
+        assert kept[-1] == ({name: ["", "a", "b"] for name in ("fa3", "trunk")}, [])
+
+
+def test_a_result_names_the_lost_and_keeps_what_they_answered(tmp_path: Path) -> None:
+    path, facts, figures = tmp_path / "result.json", {"": {"card": "cpu"}}, {"requests": 1}
+    result = Result("sglang", {"turns": True}, "", path)
+    result.save({"fa3": {**facts, "a": figures}, "trunk": {**facts, "a": figures, "b": figures}}, ["fa3"])
+    held = json.loads(path.read_text())
+    assert held["lost"] == ["fa3"]
+    assert {name: list(runs) for name, runs in held["runs"].items()} == {"fa3": ["a"], "trunk": ["a", "b"]}
+    result.save({"fa3": {}, "trunk": {**facts, "c": figures}}, ["fa3"])
+    held = json.loads(path.read_text())
+    assert {name: list(runs) for name, runs in held["runs"].items()} == {"fa3": ["a"], "trunk": ["a", "b", "c"]}
+    path.unlink()
+    result.save({"fa3": {}, "trunk": facts}, ["fa3", "trunk"])
+    assert not path.exists()
+
+
+def test_runs_with_and_without_turns_are_not_mixed(tmp_path: Path) -> None:
+    path, both = tmp_path / "result.json", ("fa3", "trunk")
+
+    def runs_after(taken: dict[str, object], run: str) -> list[str]:
+        Result("sglang", taken, "", path).save({name: {"": {"card": "cpu"}, run: {}} for name in both})
+        return list(json.loads(path.read_text())["runs"]["trunk"])
+
+    assert runs_after({"seconds": 9.0}, "a") == ["a"], "as files were before there were turns"
+    assert runs_after({"seconds": 9.0, "turns": False}, "b") == ["a", "b"]
+    assert runs_after({"seconds": 9.0, "turns": True}, "c") == ["c"]
+    assert runs_after({"seconds": 9.0, "turns": False}, "d") == ["d"]

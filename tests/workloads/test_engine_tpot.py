@@ -1,31 +1,42 @@
-"""benchmarks/vllm_tpot.py without an engine: the pace of made-up token times, the table, what the options choose."""
+"""benchmarks/vllm_tpot.py and sglang_tpot.py without an engine: the pace of made-up token times, the table, what the
+options choose, and back ends that are lost."""
 
+import fcntl
 import json
+import os
+import socket
+import subprocess
 import sys
+from collections.abc import Sequence
+from multiprocessing import Pipe, get_context
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
+import fake_engines
+import sglang_tpot
+import vllm_tpot
 from engine_models import SHAPES, write_config
-from vllm_tpot import (
+from engine_tpot import (
     LONG,
-    OPTIONS,
     SHORT,
+    SIX,
     WORKLOADS,
+    Answers,
     Generated,
-    Run,
+    Results,
     Workload,
     measure,
-    name_of,
-    options_of,
+    outcome,
     pace,
-    read_arguments,
+    run_backends,
     table,
-    wanted_runs,
-    workloads_of,
 )
+from vllm_tpot import OPTIONS, Run, Setup, name_of, options_of, read_arguments, wanted_runs, workloads_of
 
 from .scripts import refusal
 
@@ -143,6 +154,12 @@ def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
         (["--shape", "gpt-oss", "--dcp", "2"], "leave out --shape and --workloads"),
         (["--shape", "gpt-oss", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
         (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
+        (
+            ["--shape", "gpt-oss", "--turns", "lock", "--kv-gib", "8", "--cold"],
+            "argument --turns: an engine's time until",
+        ),
+        (["--shape", "gpt-oss", "--turns", "lock"], "argument --turns: several engines on one card need --kv-gib"),
+        (["--shape", "gpt-oss", "--backends", "CUSTOM", "--invariant", "--turns", "lock"], "need --kv-gib"),
     ],
 )
 def test_wrong_options_are_refused(given: list[str], message: str) -> None:
@@ -167,3 +184,211 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
         "qwen3-next": {"linear_attention": 36, "full_attention": 12},
     }
     assert {kind: kinds.count(kind) for kind in kinds} == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
+        (["--quick", "--workloads", "six"], "not allowed with argument"),
+        (["--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+        (["--turns", "lock"], "argument --turns: several engines on one card need --kv-gib"),
+    ],
+)
+def test_wrong_options_are_refused_for_sglang(given: list[str], message: str, model: str) -> None:
+    assert message in refusal("sglang_tpot.py", ["--model", model, *given])
+
+
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+def test_the_size_of_a_cache_is_given_to_either_engine(model: str, tmp_path: Path) -> None:
+    given = ["--model", model, "--turns", str(tmp_path / "lock"), "--kv-gib", "1.5"]
+    assert options_of(read_arguments(given)).items() >= {
+        "kv_cache_memory_bytes": 3 * 2**29, "gpu_memory_utilization": 0.1,
+    }.items()  # fmt: skip
+    first, second = sglang_tpot.tasks_of(sglang_tpot.read_arguments([*given, "--backends", "fa3", "trunk@16"]), [7, 8])
+    assert (first.port, second.port, first.workloads) == (7, 8, WORKLOADS)
+    assert first.cache_tokens == 3 * 2**29 // (2 * 28 * 4 * 128 * 2)
+    options = second.options()
+    assert options["max_total_tokens"] == first.cache_tokens
+    assert options["mem_fraction_static"] > 0.95 and options["sleep_on_idle"]
+
+
+def test_without_it_engines_choose_as_before(model: str) -> None:
+    (task,) = sglang_tpot.tasks_of(
+        sglang_tpot.read_arguments(["--model", model, "--backends", "trunk@16", "--workloads", "six"]), []
+    )
+    assert task.workloads == SIX and task.port is None
+    options = task.options()
+    assert options["mem_fraction_static"] == sglang_tpot.ON_GPU["mem_fraction_static"]
+    assert not options.keys() & {"max_total_tokens", "sleep_on_idle"}
+    quick = sglang_tpot.read_arguments(["--model", model, "--quick", "--device", "cpu"])
+    assert {len(each.workloads) for each in sglang_tpot.tasks_of(quick, [])} == {2}
+
+
+@pytest.mark.parametrize(
+    ("config", "cards", "tokens"),
+    [
+        (LLAMA, 1, 8192),  # 128 KiB a token
+        (LLAMA, 2, 16384),
+        (LLAMA | {"num_key_value_heads": None}, 1, 2048),
+        (LLAMA | {"head_dim": 64}, 1, 16384),
+        (LLAMA | {"head_dim": None, "num_key_value_heads": 1}, 4, 65536),
+    ],
+)
+def test_tokens_of_a_cache(config: dict[str, Any], cards: int, tokens: int) -> None:
+    assert sglang_tpot.cache_tokens(config, 1.0, cards) == tokens
+    assert sglang_tpot.cache_tokens(config, None, cards) is None
+
+
+def test_a_smaller_cache_than_asked_for_is_an_error() -> None:
+    engine = SimpleNamespace(get_server_info=lambda: {"max_total_num_tokens": 4096})
+    sglang_tpot.check_cache(engine, {"max_total_tokens": 4097})
+    sglang_tpot.check_cache(engine, {})
+    with pytest.raises(RuntimeError, match="cache holds 4096 tokens: expected 8192"):
+        sglang_tpot.check_cache(engine, {"max_total_tokens": 8192})
+
+
+def test_two_commands_get_ports_of_their_own() -> None:
+    with sglang_tpot.own_ports(2) as ours, sglang_tpot.own_ports(2) as theirs:
+        assert len({*ours, *theirs}) == 4
+        gaps = [abs(a - b) for a in ours for b in theirs]
+        assert min(gaps) >= sglang_tpot.PORTS
+        with socket.socket() as nccl:
+            nccl.bind(("", ours[0]))
+    with socket.socket() as busy:
+        busy.bind(("", ours[0]))
+        with sglang_tpot.own_ports(1) as found:
+            assert found != ours[:1]
+    with pytest.raises(RuntimeError, match="of 1000 engines find free ports"), sglang_tpot.own_ports(1000):
+        pass
+
+
+NAMES = ("a", "b")
+
+
+class Kept(list[tuple[list[str], list[str]]]):
+    """Names of the back ends that were written, and of the lost, each time."""
+
+    def __call__(self, results: Results, lost: Sequence[str]) -> None:
+        self.append((list(results), list(lost)))
+
+
+def test_back_ends_that_take_turns_start_at_once() -> None:
+    barrier = get_context("spawn").Barrier(2)
+    kept = Kept()
+    runs = {name: (barrier, NAMES) for name in ("FLASH_ATTN", "CUSTOM")}
+    results = run_backends(fake_engines.meet, runs, 2, True, kept)
+    assert list(results) == ["FLASH_ATTN", "CUSTOM"] and list(results["CUSTOM"]) == ["a", "b", ""]
+    assert kept[-1] == (["FLASH_ATTN", "CUSTOM"], []) and all(names[0] == "FLASH_ATTN" for names, _ in kept)
+
+
+def test_others_run_one_after_the_other(tmp_path: Path) -> None:
+    kept = Kept()
+    runs = {name: (tmp_path / "marker", NAMES) for name in ("FLASH_ATTN", "CUSTOM")}
+    run_backends(fake_engines.alone, runs, 2, False, kept)
+    assert kept == [(["FLASH_ATTN"], []), (["FLASH_ATTN", "CUSTOM"], [])]
+
+
+def test_a_back_end_that_is_lost_ends_those_after_it(tmp_path: Path) -> None:
+    kept, marker = Kept(), tmp_path / "marker"
+    marker.touch()  # the first dies of it
+    runs: dict[str, tuple[Any, ...]] = {"FLASH_ATTN": (marker, NAMES), "CUSTOM": (tmp_path / "other", NAMES)}
+    with pytest.raises(RuntimeError, match=r"^FLASH_ATTN: the process ended after 0 of 2 workloads$"):
+        run_backends(fake_engines.alone, runs, 2, False, kept)
+    assert kept == []
+
+
+@pytest.mark.parametrize("lost", ["FLASH_ATTN", "CUSTOM"])
+def test_beside_others_their_figures_are_kept(lost: str) -> None:
+    kept, names = Kept(), ["FLASH_ATTN", "CUSTOM", "OTHER"]
+    runs: dict[str, tuple[Any, ...]] = {name: (name == lost, NAMES) for name in names}
+    with pytest.raises(RuntimeError, match=f"^{lost}: the process ended after 2 of 2 workloads$"):
+        run_backends(fake_engines.die_or_answer, runs, 2, True, kept)
+    assert kept[-1] == ([name for name in names if name != lost], [lost])
+
+
+def test_a_result_says_who_was_lost_and_whether_they_took_turns() -> None:
+    workload = Workload(1, ((1, 32),))
+    results: Results = {"CUSTOM": {str(workload): fake_engines.FIGURES, "": {"card": "cpu"}}}
+    assert outcome(results, [workload], True, ["FLASH_ATTN"]) == {
+        "turns": True, "lost": ["FLASH_ATTN"], "runs": {"CUSTOM": {"card": "cpu"}},
+        "rows": [{"workload": "1 x (32)", "CUSTOM": {"tpot_ms": 10.0, "tpot_ms_each": [10.0]}}],
+    }  # fmt: skip
+    assert "lost" not in outcome(results, [workload], False, [])
+
+
+class Engine:
+    """Stands for vLLM's LLM and SGLang's Engine: notes what the lock allows when it starts, measures and ends."""
+
+    def __init__(self, lock: Path | None) -> None:
+        self.lock, self.seen = lock, list[tuple[str, bool, bool]]()
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
+
+    def note(self, when: str) -> None:
+        if self.lock:
+            self.seen.append(
+                (when, *(fake_engines.free_for(self.lock, kind) for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX)))
+            )
+
+    def start(self, *_: object, **options: object) -> "Engine":
+        self.note("start")
+        assert os.environ["PROMETHEUS_MULTIPROC_DIR"]
+        return self
+
+    def generate(self, _: object, prompts: Sequence[list[int]], tokens: int) -> Generated:
+        self.note("measure")
+        return Generated([[1] * tokens] * len(prompts), [steady(0.0, 0.01, tokens)] * len(prompts))
+
+    def shutdown(self) -> None:
+        self.note("end")
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+@pytest.mark.parametrize("script", [vllm_tpot, sglang_tpot])
+def test_an_engine_measures_in_its_turn(
+    script: Any, takes_turns: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "lock" if takes_turns else None
+    engine, found = Engine(lock), []
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", engine.start, raising=False)
+    monkeypatch.setattr(sys.modules["sglang"], "Engine", engine.start, raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "cpu")
+    monkeypatch.setattr(vllm_tpot, "counters", dict)
+    monkeypatch.setattr(script, "generate", engine.generate)
+    for name in ("PROMETHEUS_MULTIPROC_DIR", "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    answers, sender = Pipe(duplex=False)
+    workloads = (Workload(2, ((1, 32),)), Workload(1, ((1, 16),)))
+    if script is vllm_tpot:
+        vllm_tpot.serve(Run("CUSTOM", "CUSTOM"), Setup(Path(model), {}, workloads, 1, False, lock), sender)
+    else:
+        sglang_tpot.serve(sglang_tpot.Task("trunk", Path(model), "cuda", 1, workloads, 1, None, lock), sender)
+    while answers.poll():
+        found.append(answers.recv())
+    assert [name for name, _ in found] == ["2 x (32)", "1 x (16)", ""]
+    assert ("ready_s" in found[-1][1]) != takes_turns
+    if takes_turns:
+        assert engine.seen == [("start", True, False), *[("measure", False, False)] * 4, ("end", False, False)]
+
+
+@pytest.mark.parametrize("script", ["vllm_tpot", "sglang_tpot", "vllm_serving", "sglang_serving"])
+def test_processes_of_engines_import_a_script_without_its_folder(script: str) -> None:
+    path = str(Path(vllm_tpot.__file__).with_name(f"{script}.py"))
+    code = f"import runpy; runpy.run_path({path!r}, run_name='__mp_main__')"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("first_ends", [("", {"card": "cpu"}), None])
+def test_figures_wait_for_those_that_they_are_compared_with(first_ends: tuple[str, dict[str, Any]] | None) -> None:
+    kept = Kept()
+    answers = Answers(["FLASH_ATTN", "CUSTOM"], 2, kept)
+    answers.receive("CUSTOM", ("", {"card": "cpu"}))
+    answers.receive("CUSTOM", None)
+    assert kept == []
+    answers.receive("FLASH_ATTN", first_ends)
+    assert kept == ([(["FLASH_ATTN", "CUSTOM"], [])] if first_ends else [(["CUSTOM"], ["FLASH_ATTN"])])

@@ -20,7 +20,14 @@ from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, r
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.step_choice import PackingChoice, StepChoice, choose_step
 from trunkattn.gpu.tuning.cards import Card, card_of
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
+from trunkattn.gpu.tuning.decode import (
+    GpuTile,
+    decode_tiles,
+    gpu_device,
+    hopper_tiles,
+    tile_config,
+    without_subtiles,
+)
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
@@ -316,8 +323,10 @@ def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[
     width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
     in_turn = config.execution in ("auto", "serial", "overlapped")
     fits = config.decodes_on_hopper if card.hopper_family else config.on_hopper
-    on_hopper = capability == 90 and in_turn and fits and card.hopper_tiles
-    tiles = decode_tiles(config.tile_itemsize, width, group_size, on_hopper, capability)
+    hopper = None
+    if capability == 90 and in_turn and fits and card.hopper_tiles:
+        hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)
+    tiles = decode_tiles(config.tile_itemsize, width, group_size, hopper, capability)
     if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
         return without_subtiles(tiles)[-1:]
     return tiles if config.policy == "auto" else without_subtiles(tiles)

@@ -135,17 +135,19 @@ class _Binder:
         return [replace(launch, buckets=(bucket,)) for bucket in launch.buckets]
 
     def _items(self, launch: Launch, trigger: bool, wait: bool, counts: torch.Tensor | None = None) -> Run:
-        """counts: where the buckets begin; None: the plan's."""
+        """counts: where the buckets begin, for the portable kernel; None: the plan's."""
         plan, t = self._plan, self._t
         tile, merges = self._tiles[launch.buckets[0] % len(self._tiles)], launch.buckets[-1] >= len(self._tiles)
-        if self._hopper_tile(launch):
+        if counts is None and self._hopper_tile(launch):
             from trunkattn.gpu.hopper import decode as hopper_decode
 
             most = (self._device_info.num_sms,) * tile.ctas_per_sm
             num_programs = most if launch.spread else (min(launch.num_programs, sum(most)),)
             first_and_last, pdl = (launch.buckets[0], launch.buckets[-1]), hopper_decode.Pdl(trigger, wait)
             return hopper_decode.bind(t, plan, first_and_last, num_programs, pdl, self._return_lse)
-        buckets = decode.Buckets(launch.buckets[0], launch.buckets[1] if len(launch.buckets) > 1 else -1, merges)
+        second = launch.buckets[1] if len(launch.buckets) > 1 else -1
+        stride = decode.spread_stride(launch.num_programs) if launch.spread else 1
+        buckets = decode.Buckets(launch.buckets[0], second, merges, stride)
         given = decode.launch_arguments(plan, t, tile, buckets, self._return_lse, counts)
         given |= {"PDL_TRIGGER": trigger, **_waits(wait)}
         grids, of_layer = [Grid(launch.num_programs, given)], arguments.of_layer(plan.geometry)

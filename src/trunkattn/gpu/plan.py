@@ -59,8 +59,9 @@ class DeviceInfo:
 @dataclass(frozen=True)
 class Launch:
     """buckets: whose items it computes, of one tile or of those of `hopper.decode`, ascending; none: it merges what no
-    item does. spread: for `hopper.decode` several launches side by side, of a program an SM each; of one launch some
-    SMs would get two programs with work, where items are few, and others none."""
+    item does. spread: where items are few, no SM gets two CTAs with work while others have none, though a launch ahead
+    may still be busy on some: `hopper.decode` has several launches side by side, of a CTA an SM each, and the portable
+    kernel spreads its tasks (`spread_stride`)."""
 
     buckets: tuple[int, ...]
     num_programs: int
@@ -142,9 +143,9 @@ def reserve(
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
-    launches = [Launch((bucket,), device_info.num_sms * tiles[bucket].ctas_per_sm) for bucket in alone]
+    launches = [Launch((bucket,), device_info.num_sms * tiles[bucket].ctas_per_sm, True) for bucket in alone]
     if execution in ("serial", "overlapped") and tiles[0].merges:
-        launches[0] = Launch((0, heights), launches[0].num_programs)
+        launches[0] = replace(launches[0], buckets=(0, heights))
     if of_hopper := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
         most = max(tiles[bucket].ctas_per_sm for bucket in of_hopper)
         launches.append(Launch(of_hopper, device_info.num_sms * most, True))

@@ -27,6 +27,9 @@ SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 NEG_INF = gl.constexpr(numerics.NEG_INF)
 PRODUCER_REGISTERS = gl.constexpr(24)  # of a thread; consumers take what producers leave
 
+_HAS_REINTERPRET = gl.constexpr(
+    hasattr(gl.shared_memory_descriptor, "reinterpret")
+)  # Triton 3.6 has it under another name
 _LINE = gl.constexpr(32)  # numbers in a cache line of 128 bytes
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
@@ -104,6 +107,15 @@ def prefetch_to_l2(array, size, cta, LINES: gl.constexpr):
         line = gl.minimum(first + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), lines - 1)
         address = [array + line * _LINE]
         gl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", address, gl.int32, False, 1)
+
+
+@gluon.jit
+def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory as another tensor."""
+    if _HAS_REINTERPRET:
+        return memory.reinterpret(dtype, shape, layout)
+    else:
+        return memory._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit

@@ -14,13 +14,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.dtypes import fits_hopper_decode
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
-    BOX_TOKENS,
     LAYER,
-    PRODUCER_REGISTERS,
     SWIZZLED,
     WARPGROUP_ROWS,
     Layer,
@@ -31,11 +30,12 @@ from trunkattn.gpu.hopper.common import (
     pdl_trigger,
     pdl_wait,
     prefetch_to_l2,
+    reinterpret,
     scheduled_task,
     write_partials,
 )
-from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of
-from trunkattn.gpu.hopper.gather import allocate_gathered, as_numbers, kind_of
+from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of, widen_items
+from trunkattn.gpu.hopper.gather import as_words
 from trunkattn.gpu.hopper.online_softmax import (
     MainloopTile,
     attend_block,
@@ -52,29 +52,37 @@ from trunkattn.gpu.hopper.pipeline import (
     make_pipeline,
 )
 from trunkattn.gpu.hopper.segments import BlockMask, RowTiles, mask_gathered, mask_rows, row_tiles_of
+from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16, kind_of, staged_descriptor
 from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
-from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tuning.decode import HOPPER_TILES, GpuTile, HopperSource, hopper_source
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 
-class _Shape(NamedTuple):
-    """By head_dim. block_n: keys of a block. producer_warps: of a pipeline. producer_registers: of a thread of theirs.
-    registers: of every thread at launch, when Triton rounds the warps up to whole fours."""
+class DecodeShape(NamedTuple):
+    """producer_warps: that fill a pipeline. producer_registers: of a thread of theirs. registers: of every thread at
+    launch, when Triton rounds the warps up to whole fours. Two CTAs fit on an SM, or one of 8-bit heads of 256."""
 
-    block_n: int
     producer_warps: int
     producer_registers: int
     registers: int
 
 
-# Two CTAs fit on an SM, or one that gathers heads of 256.
-_FEW: Final = PRODUCER_REGISTERS.value
-_LOADED: Final = MappingProxyType(
-    {64: _Shape(64, 1, _FEW, 128), 128: _Shape(64, 1, _FEW, 128), 256: _Shape(32, 1, _FEW, 128)}
+_SHAPES: Final = MappingProxyType(
+    {
+        HopperSource.LOADED: {64: DecodeShape(1, 56, 128), 128: DecodeShape(1, 24, 128), 256: DecodeShape(1, 24, 128)},
+        HopperSource.WIDENED: {
+            64: DecodeShape(4, 64, 128),
+            128: DecodeShape(4, 88, 128),
+            256: DecodeShape(8, 128, 168),
+        },
+        HopperSource.GATHERED: {
+            64: DecodeShape(4, 88, 128),
+            128: DecodeShape(4, 88, 128),
+            256: DecodeShape(8, 128, 168),
+        },
+    }
 )
-_GATHERED: Final = MappingProxyType(
-    {64: _Shape(64, 4, 88, 128), 128: _Shape(64, 4, 88, 128), 256: _Shape(64, 8, 128, 168)}
-)
+_LOADED, _WIDENED, _GATHERED = (gl.constexpr(int(source)) for source in HopperSource)
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
@@ -88,8 +96,10 @@ class DecodeConstants(NamedTuple):
         masked: queries of one sequence see different tokens.
         in_order: every CTA computes an item's blocks in the order of its keys.
         soft_cap: of logits; 0: none.
-        gathers: producer warps gather the tokens, instead of TMA.
-        kv_bytes, kv_kind: of numbers in the cache, which `gather` widens.
+        source: where keys and values come from, a `HopperSource`.
+        kv_bytes, kv_kind: of numbers in the cache; see `widen.kind_of`.
+        tile: constants of the main loop.
+        producer_registers: of a thread of the producer warps.
     """
 
     num_qo_heads: int
@@ -103,24 +113,23 @@ class DecodeConstants(NamedTuple):
     soft_cap: float
     sinks: bool
     return_lse: bool
-    gathers: bool
+    source: int
     kv_bytes: int
     kv_kind: int
+    tile: MainloopTile
+    producer_registers: int
 
 
-def _decode_tile(head_dim: int, shape: _Shape) -> MainloopTile:
-    """The constants of the main loop."""
-    return mainloop_tile(head_dim, shape.block_n, 2, 4, True, shape.producer_warps)
+def shape_of(head_dim: int, source: HopperSource) -> DecodeShape:
+    """The shape of the kernel."""
+    return _SHAPES[source][head_dim]
 
 
-def registers(head_dim: int, gathers: bool) -> int:
-    """Of a thread at launch."""
-    return (_GATHERED if gathers else _LOADED)[head_dim].registers
-
-
-_LOADED_64, _LOADED_128, _LOADED_256 = (gl.constexpr(_decode_tile(*each)) for each in _LOADED.items())
-_GATHERED_64, _GATHERED_128, _GATHERED_256 = (gl.constexpr(_decode_tile(*each)) for each in _GATHERED.items())
-_GATHER_REGISTERS, _WIDE_GATHER_REGISTERS = (gl.constexpr(_GATHERED[dim].producer_registers) for dim in (128, 256))
+def tile_of(head_dim: int, source: HopperSource) -> MainloopTile:
+    """The constants of its main loop."""
+    return mainloop_tile(
+        head_dim, HOPPER_TILES[source, head_dim].block_n, 2, 4, True, shape_of(head_dim, source).producer_warps
+    )
 
 
 class Pdl(NamedTuple):
@@ -174,7 +183,8 @@ class _Rows(NamedTuple):
 
 @gluon.jit
 def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.constexpr, T: gl.constexpr):
-    """Query rows [first, end) of the list to shared memory, for keys whose logits are multiplied by |scale|."""
+    """Query rows [first, end) of the list to shared memory, and the scale of their logits: |scale|, or if rows are
+    scaled too (`as_float16`), one for each."""
     m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.copy))
     used = first + m // C.group_size < end
     token = gl.load(queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
@@ -182,8 +192,14 @@ def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.cons
     query_head = kv_head * C.group_size + m % C.group_size
     at = (token * layer.q_token_stride + query_head * layer.q_head_stride)[:, None] + d
     values = gl.load(layer.q + at, mask=used[:, None], other=0.0)
-    q_tile.store(gl.where(scale < 0, -values, values))
+    values = gl.where(scale < 0, -values, values)
+    scale = gl.abs(scale)
+    if values.dtype != q_tile.dtype:
+        values, inverse = as_float16(values)
+        scale = scale * gl.convert_layout(inverse, gl.SliceLayout(1, T.scores))
+    q_tile.store(values)
     fence_async_shared()
+    return gl.maximum(scale, 1e-37)  # times 0 a masked score, which is infinite, would be NaN
 
 
 @gluon.jit
@@ -205,14 +221,18 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
         gl.store(layer.lse + rows.token * C.num_qo_heads + query_head, lse, mask=direct)
     if C.sinks:
         out = out / sink_divisor(lse, layer.sinks + query_head, direct)[:, None]
-    q_tile.store((out * v_scale).to(q_tile.dtype))
+    out_tile = q_tile
+    if q_tile.dtype != layer.out.dtype.element_ty:
+        OUT: gl.constexpr = (WARPGROUP_ROWS, T.head_dim)
+        out_tile = reinterpret(q_tile, layer.out.dtype.element_ty, OUT, SWIZZLED)
+    out_tile.store((out * v_scale).to(out_tile.dtype))
     COPY: gl.constexpr = T.copy
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     token = gl.convert_layout(gl.where(direct, rows.token, -1), COPY_ROW)
     query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (token.to(gl.int64) * layer.out_token_stride + query_head * layer.out_head_stride)[:, None] + d
-    gl.store(layer.out + at, q_tile.load(COPY), mask=(token >= 0)[:, None])
+    gl.store(layer.out + at, out_tile.load(COPY), mask=(token >= 0)[:, None])
 
 
 @gluon.jit
@@ -226,7 +246,7 @@ def _phase_begin(blocks, phase):
 @gluon.jit
 def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.constexpr):
     """Consumer warpgroup: attention of the items."""
-    MASK: gl.constexpr = mask_gathered if C.gathers else mask_rows
+    MASK: gl.constexpr = mask_gathered if C.source == _GATHERED else mask_rows
     query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores)) // C.group_size
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
@@ -235,8 +255,7 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
         if blocks.count > 0:  # an item that the device planner had no room for has no segments
             first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
             scale = gl.load(layer.logit_scale + task.kv_head)
-            _load_queries(q_tile, tiles.queries, first_query, end_query, task.kv_head, scale, layer, C, T)
-            scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
+            scale = _load_queries(q_tile, tiles.queries, first_query, end_query, task.kv_head, scale, layer, C, T)
             rows = _load_rows(tiles, first_query, end_query, gl.convert_layout(query, gl.SliceLayout(1, T.acc)))
             position = query
             if C.masked:
@@ -291,28 +310,38 @@ def hopper_decode_kernel(
     prefetch_to_l2(tiles.segments, segments_size, cta, 512)
     prefetch_to_l2(tiles.queries, queries_size, cta, 64)
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
-    LOADED: gl.constexpr = _LOADED_64 if C.head_dim == 64 else _LOADED_128 if C.head_dim == 128 else _LOADED_256
-    GATHERED: gl.constexpr = _GATHERED_64 if C.head_dim == 64 else _GATHERED_128 if C.head_dim == 128 else _GATHERED_256
-    T: gl.constexpr = GATHERED if C.gathers else LOADED
-    dtype: gl.constexpr = layer.q.dtype.element_ty
-    if C.gathers:
-        kv = KvPipelines(allocate_gathered(dtype, T), allocate_gathered(dtype, T))
-    else:
+    T: gl.constexpr = C.tile
+    # 8-bit numbers become float16 with fewer instructions than bfloat16
+    dtype: gl.constexpr = gl.float16 if C.kv_bytes == 1 else layer.q.dtype.element_ty
+    if C.source == _LOADED:
         k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
+    else:
+        ARRIVALS: gl.constexpr = 32 * T.num_producer_warps if C.kv_bytes == 2 else 1  # copies of each thread arrive
+        kv = KvPipelines(allocate_words(dtype, ARRIVALS, T), allocate_words(dtype, ARRIVALS, T))
     q_tile = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
-    if not C.gathers:
+    if C.source == _LOADED:
         kv = KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads
     tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, total_ctas)
-    if C.gathers:
+    if C.source == _GATHERED:
         gl.warp_specialize(
             [
                 (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
                 (gather_items, (tasks, tiles.segments, k_desc, v_desc, layer, kv, C, T)),
             ],
             [T.num_producer_warps],
-            [_WIDE_GATHER_REGISTERS if C.head_dim > 128 else _GATHER_REGISTERS],
+            [C.producer_registers],
+        )
+    elif C.source == _WIDENED:
+        staging = allocate_staging(k_desc, T)
+        gl.warp_specialize(
+            [
+                (_consume, (tasks, tiles, layer, work.window, q_tile, kv, C, T)),
+                (widen_items, (tasks, tiles.segments, k_desc, v_desc, staging, kv, C, T)),
+            ],
+            [T.num_producer_warps],
+            [C.producer_registers],
         )
     else:
         gl.warp_specialize(
@@ -322,7 +351,7 @@ def hopper_decode_kernel(
                 (load_items, (tasks, tiles.segments, v_desc, kv.v, BAR_V_EMPTY, C, T)),
             ],
             [1, 1],
-            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [C.producer_registers, C.producer_registers],
         )
     if work.pdl.overlaps & (gl.program_id(0) == 0):
         pdl_wait()
@@ -336,18 +365,14 @@ def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
         fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
         and is_aligned(t)
         and group <= tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (_shape_of(t, geometry).block_n, 1)
+        and (tile.block_n, tile.subtiles) == (HOPPER_TILES[source_of(t, geometry), geometry.head_dim].block_n, 1)
         and tile.block_n % geometry.segment_size == 0
     )
 
 
-def gathers(t: Tensors, geometry: Geometry) -> bool:
-    """Whether producer warps gather the tokens: TMA does not convert, and loads 16 tokens of a page at a time."""
-    return t.k_cache.element_size() == 1 or geometry.segment_size % BOX_TOKENS.value != 0
-
-
-def _shape_of(t: Tensors, geometry: Geometry) -> _Shape:
-    return (_GATHERED if gathers(t, geometry) else _LOADED)[geometry.head_dim]
+def source_of(t: Tensors, geometry: Geometry) -> HopperSource:
+    """Where keys and values come from."""
+    return hopper_source(t.k_cache.element_size(), geometry.page_size)
 
 
 class DecodeLaunch(NamedTuple):
@@ -365,7 +390,8 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
     g, bytes_and_kind = plan.geometry, (t.k_cache.element_size(), kind_of(t.k_cache.dtype))
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
     options = (g.masked, g.in_order, g.soft_cap or 0.0, g.sinks)
-    layer, keys, values = _of_gathered_layer(t) if gathers(t, g) else of_layer(t)
+    source = source_of(t, g)
+    layer, keys, values = _OF_LAYER[source](t)
     return DecodeArguments(
         layer,
         keys,
@@ -378,14 +404,33 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
         launch.first_cta,
         launch.total_ctas,
         DecodeConstants(
-            *(*heads, g.page_size, g.segment_size, *options), launch.return_lse, gathers(t, g), *bytes_and_kind
+            *(*heads, g.page_size, g.segment_size, *options),
+            launch.return_lse,
+            int(source),
+            *bytes_and_kind,
+            tile_of(g.head_dim, source),
+            shape_of(g.head_dim, source).producer_registers,
         ),
     )
 
 
 def _of_gathered_layer(t: Tensors) -> tuple[Layer, torch.Tensor, torch.Tensor]:
     """The arguments `LAYER`."""
-    return layer_of(t), as_numbers(t.k_cache), as_numbers(t.v_cache)
+    return layer_of(t), as_words(t.k_cache), as_words(t.v_cache)
+
+
+def _of_widened_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
+    """The same by TMA."""
+    return layer_of(t), staged_descriptor(t.k_cache), staged_descriptor(t.v_cache)
+
+
+_OF_LAYER: Final = MappingProxyType(
+    {
+        HopperSource.LOADED: of_layer,
+        HopperSource.WIDENED: _of_widened_layer,
+        HopperSource.GATHERED: _of_gathered_layer,
+    }
+)
 
 
 def bind(
@@ -396,10 +441,11 @@ def bind(
 
     num_programs: of each of the launches, which run side by side. pdl: of all of them: the first overlaps what is
     ahead, and the last triggers what comes next."""
-    gathered, grids = gathers(t, plan.geometry), []
+    source, grids = source_of(t, plan.geometry), []
     for number, count in enumerate(num_programs):
         its_pdl = Pdl(pdl.trigger or number + 1 < len(num_programs), pdl.overlaps or number > 0)
         each = DecodeLaunch(buckets, sum(num_programs[:number]), sum(num_programs), its_pdl, return_lse)
-        options = {"num_warps": 4, "maxnreg": registers(plan.geometry.head_dim, gathered), "launch_pdl": True}
+        registers = shape_of(plan.geometry.head_dim, source).registers
+        options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
         grids.append(Grid(count, arguments(t, plan, each)._asdict() | options))
-    return BoundLaunches(hopper_decode_kernel, grids, LAYER, _of_gathered_layer if gathered else of_layer)
+    return BoundLaunches(hopper_decode_kernel, grids, LAYER, _OF_LAYER[source])

@@ -1,5 +1,5 @@
 """The producer warps of the Hopper decode kernel: keys and values of its items, in the order in which blocks are
-computed. Two warps load them by TMA, or more gather them."""
+computed. Two warps load them by TMA, or more widen or gather them."""
 
 from typing import Any, NamedTuple
 
@@ -7,9 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trunkattn.gpu.hopper.common import scheduled_task
-from trunkattn.gpu.hopper.gather import load_rows, locate_rows, store_rows
+from trunkattn.gpu.hopper.gather import copy_rows, load_rows, locate_rows
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_V_EMPTY, load_block
 from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_FULL, ITEM_SEGMENT_START, locate_boxes
+from trunkattn.gpu.hopper.widen import IS_SAME, read_staged, stage, store_words
 
 
 class Tasks(NamedTuple):
@@ -74,25 +75,111 @@ def load_items(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.c
 
 
 @gluon.jit
+def widen_items(tasks, segments, k_desc, v_desc, staging, kv, C: gl.constexpr, T: gl.constexpr):
+    """Producer warps of keys and of values of 8 bits: TMA loads them two blocks ahead of those that are widened."""
+    ACROSS: gl.constexpr = min(T.head_dim // 8, 32)  # threads of a row, which read 8 bytes each and store 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32 // ACROSS, ACROSS], [T.num_producer_warps, 1], [1, 0])
+    index = 0
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        blocks = blocks_of(task.item, tasks, C, T)
+        for nth in gl.static_range(2):
+            if nth < blocks.count:
+                boxes = locate_boxes(segments, segment_of(blocks, nth, C, T), blocks.end, C, T.block_n)
+                stage(k_desc, staging, 2 * (index + nth), boxes, task.kv_head, T)
+                stage(v_desc, staging, 2 * (index + nth) + 1, boxes, task.kv_head, T)
+        for nth in range(blocks.count):
+            boxes = locate_boxes(segments, segment_of(blocks, nth + 2, C, T), blocks.end, C, T.block_n)
+            keys = read_staged(staging, 2 * index, LAYOUT)
+            if nth + 2 < blocks.count:
+                stage(k_desc, staging, 2 * index + 4, boxes, task.kv_head, T)
+            store_words(kv.k, index, (keys,), BAR_K_EMPTY, C.kv_kind, T)
+            values = read_staged(staging, 2 * index + 1, LAYOUT)
+            if nth + 2 < blocks.count:
+                stage(v_desc, staging, 2 * index + 5, boxes, task.kv_head, T)
+            store_words(kv.v, index, (values,), BAR_V_EMPTY, C.kv_kind, T)
+            index += 1
+
+
+@gluon.jit
 def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, T: gl.constexpr):
-    """Producer warps of keys and of values, which they gather."""
+    """Producer warps of keys and of values, which they gather. The places of tokens are known two blocks ahead, so that
+    no thread waits for them."""
     ACROSS: gl.constexpr = T.head_dim * C.kv_bytes // 16  # threads of a row, which load 16 bytes each
     WARPS: gl.constexpr = T.num_producer_warps
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // C.kv_bytes], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    PER_WORD: gl.constexpr = 4 // C.kv_bytes
     ROWS: gl.constexpr = min(T.block_n, 2 * 32 * WARPS // ACROSS)  # that a thread has 32 bytes of
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         head = task.kv_head.to(gl.int64)
-        k, v = k_cache + head * layer.k_head_stride, v_cache + head * layer.v_head_stride
-        places = locate_rows(segments, segment_of(blocks, 0, C, T), blocks.end, C, T, ROWS, LAYOUT)
-        keys = load_rows(k, places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
-        for nth in range(blocks.count):
-            values = load_rows(v, places, layer.v_page_stride, layer.v_token_stride, C, T, LAYOUT)
-            store_rows(kv.k, index, keys, BAR_K_EMPTY, C.kv_kind, T)
-            end = gl.where(nth + 1 < blocks.count, blocks.end, 0)  # behind the last block nothing is loaded
-            places = locate_rows(segments, segment_of(blocks, nth + 1, C, T), end, C, T, ROWS, LAYOUT)
-            keys = load_rows(k, places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
-            store_rows(kv.v, index, values, BAR_V_EMPTY, C.kv_kind, T)
-            index += 1
+        k = k_cache + head * (layer.k_head_stride // PER_WORD)
+        v = v_cache + head * (layer.v_head_stride // PER_WORD)
+        if C.kv_kind == IS_SAME:
+            index = _copy_item(blocks, index, segments, k, v, layer, kv, C, T, ROWS, LAYOUT)
+        else:
+            index = _gather_item(blocks, index, segments, k, v, layer, kv, C, T, ROWS, LAYOUT)
+
+
+@gluon.jit
+def _places_of(segments, blocks, nth, C: gl.constexpr, T: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The places of the block that is computed as nth; behind the last block there are none."""
+    end = gl.where(nth < blocks.count, blocks.end, 0)
+    return locate_rows(segments, segment_of(blocks, nth, C, T), end, C, T, ROWS, LAYOUT)
+
+
+@gluon.jit
+def _copy_item(
+    blocks,
+    index,
+    segments,
+    k,
+    v,
+    layer,
+    kv,
+    C: gl.constexpr,
+    T: gl.constexpr,
+    ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The blocks of an item whose numbers have 16 bits, from block `index` on. Returns the next block's index."""
+    places = _places_of(segments, blocks, 0, C, T, ROWS, LAYOUT)
+    next_places = _places_of(segments, blocks, 1, C, T, ROWS, LAYOUT)
+    for nth in range(blocks.count):
+        places_behind = _places_of(segments, blocks, nth + 2, C, T, ROWS, LAYOUT)
+        copy_rows(kv.k, index, k, places, layer.k_page_stride, layer.k_token_stride, BAR_K_EMPTY, C, T, LAYOUT)
+        copy_rows(kv.v, index, v, places, layer.v_page_stride, layer.v_token_stride, BAR_V_EMPTY, C, T, LAYOUT)
+        places, next_places = next_places, places_behind
+        index += 1
+    return index
+
+
+@gluon.jit
+def _gather_item(
+    blocks,
+    index,
+    segments,
+    k,
+    v,
+    layer,
+    kv,
+    C: gl.constexpr,
+    T: gl.constexpr,
+    ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The same for numbers of 8 bits. Keys are on their way while values are stored, and the other way round."""
+    places = _places_of(segments, blocks, 0, C, T, ROWS, LAYOUT)
+    next_places = _places_of(segments, blocks, 1, C, T, ROWS, LAYOUT)
+    keys = load_rows(k, places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
+    for nth in range(blocks.count):
+        values = load_rows(v, places, layer.v_page_stride, layer.v_token_stride, C, T, LAYOUT)
+        places_behind = _places_of(segments, blocks, nth + 2, C, T, ROWS, LAYOUT)
+        store_words(kv.k, index, keys, BAR_K_EMPTY, C.kv_kind, T)
+        keys = load_rows(k, next_places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
+        store_words(kv.v, index, values, BAR_V_EMPTY, C.kv_kind, T)
+        places, next_places = next_places, places_behind
+        index += 1
+    return index

@@ -35,6 +35,7 @@ class MainloopTile(NamedTuple):
     num_stages: int
     num_threads: int
     num_producer_warps: int
+    gathered: bool
     k_empty: int
     v_empty: int
     mask_ahead: bool
@@ -51,7 +52,7 @@ def mainloop_tile(
     mask_ahead: bool,
     num_producer_warps: int = 1,
 ) -> MainloopTile:
-    """The constants of a main loop. num_producer_warps: that fill a pipeline."""
+    """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several gather."""
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
     scores, acc = (
@@ -65,6 +66,7 @@ def mainloop_tile(
         num_stages,
         num_threads,
         num_producer_warps,
+        num_producer_warps > 1,
         k_empty,
         v_empty,
         mask_ahead,
@@ -91,22 +93,31 @@ class AttentionState(NamedTuple):
 
 
 @gluon.jit
+def _columns(scale):
+    """A number for all scores, or one for each row of them."""
+    if scale.type.is_block():
+        return scale[:, None]
+    else:
+        return scale
+
+
+@gluon.jit
 def soft_capped(scores, scale, SOFT_CAP: gl.constexpr):
-    """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap."""
-    return 2.0 / (1.0 + gl.exp2(scores * (scale * (-2.0 * _LOG2_E / SOFT_CAP)))) - 1.0
+    """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap. scale: as of `softmax_step`."""
+    return 2.0 / (1.0 + gl.exp2(scores * _columns(scale * (-2.0 * _LOG2_E / SOFT_CAP)))) - 1.0
 
 
 @gluon.jit
 def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum. SOFT_CAP: of the
-    logits, which are then in base e before it; 0 for none."""
+    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum. scale: of all
+    rows, or of each. SOFT_CAP: of the logits, which are then in base e before it; 0 for none."""
     if SOFT_CAP > 0:
         scores = soft_capped(scores, scale, SOFT_CAP)
-        scale = SOFT_CAP * _LOG2_E
+        scale = gl.to_tensor(SOFT_CAP * _LOG2_E)
     if MASK:
         scores = gl.where(mask, scores, -float("inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
-    p = gl.exp2(gl.fma(scores, scale, -new_max[:, None]))
+    p = gl.exp2(gl.fma(scores, _columns(scale), -new_max[:, None]))
     rescale = gl.exp2(row_max - new_max)
     return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
 

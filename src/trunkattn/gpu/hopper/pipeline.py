@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from trunkattn.gpu.hopper.common import BOX_DIMS, BOX_TOKENS, SWIZZLED, opaque
+from trunkattn.gpu.hopper.common import BOX_DIMS, BOX_TOKENS, SWIZZLED, opaque, reinterpret
 
 # Empty barriers, by the number of the one of stage 0. An SM has 16 named barriers for a CTA; Triton takes 0, 1 and one
 # for each partition of warps.
@@ -22,18 +22,19 @@ NUM_BARRIERS: Final = 16
 # Names of Triton 3.9, and of 3.6
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 warps_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class PipelineShape(NamedTuple):
     """Constants of a pipeline. block_n: keys or values of a stage, of head_dim numbers each. num_threads: those of the
-    producer and of the consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0."""
+    producer and of the consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0.
+    gathered: producer warps store the blocks, instead of TMA."""
 
     head_dim: int
     block_n: int
     num_stages: int
     num_threads: int
     empty: int
+    gathered: bool = False
 
 
 class Pipeline(NamedTuple):
@@ -73,10 +74,8 @@ def make_pipeline(boxes, SHAPE: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=1)
-    if _HAS_REINTERPRET:
-        tiles = boxes.reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, SHAPE.head_dim], SWIZZLED)
-    else:
-        tiles = boxes._reinterpret(boxes.dtype, [NUM_STAGES, SHAPE.block_n, SHAPE.head_dim], SWIZZLED)
+    TILES: gl.constexpr = (NUM_STAGES, SHAPE.block_n, SHAPE.head_dim)
+    tiles = reinterpret(boxes, boxes.dtype, TILES, SWIZZLED)
     return Pipeline(boxes, tiles, full)
 
 
@@ -106,8 +105,11 @@ def load_block(desc, pipeline, index, boxes, kv_head, BAR_EMPTY: gl.constexpr, S
 
 @gluon.jit
 def consumer_wait(pipeline, index, SHAPE: gl.constexpr, pred=True):
-    """Waits until TMA has written block `index`, if `pred`."""
+    """Waits until block `index` has been written, if `pred`. The matrix products see at once what TMA writes, and what
+    producer warps store behind a fence."""
     mbarrier.wait(pipeline.full.index(index % SHAPE.num_stages), index // SHAPE.num_stages % 2, pred=pred)
+    if SHAPE.gathered:
+        fence_async_shared()
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ An item that merges adds the partials of earlier launches to its own state and w
 of the forest need no merge launch.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -71,11 +72,13 @@ class DecodeTile(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """Constants: a launch computes the items of bucket `first`, and of bucket `second` if that is not negative."""
+    """Constants: a launch computes the items of bucket `first`, and of bucket `second` if that is not negative. merge:
+    they merge partials. stride: CTA i begins with task i * stride; see `spread_stride`."""
 
     first: int
     second: int
     merge: bool
+    stride: int = 1
 
 
 class Item(NamedTuple):
@@ -332,7 +335,8 @@ def decode_kernel(
     if BUCKETS.second >= 0:
         second_item = tl.load(work.counts + BUCKETS.second) - num_items
         num_second = tl.load(work.counts + BUCKETS.second + 1) - second_item - num_items
-    for task in range(tl.program_id(0), (num_items + num_second) * SHAPE.num_kv_heads, tl.num_programs(0)):
+    first_task = tl.program_id(0) * BUCKETS.stride % tl.num_programs(0)
+    for task in range(first_task, (num_items + num_second) * SHAPE.num_kv_heads, tl.num_programs(0)):
         number = task // SHAPE.num_kv_heads
         row = work.items + (number + tl.where(number < num_items, first_item, second_item)) * _ITEM_COLUMNS
         compute_item(
@@ -377,6 +381,17 @@ def launch_arguments(
         "BUCKETS": buckets,
         "num_warps": tile.warps,
     }
+
+
+def spread_stride(num_programs: int) -> int:
+    """What spreads a launch's first tasks over all of its CTAs, however many tasks there are: task t goes to CTA
+    0.618 * num_programs * t, modulo num_programs, about as far as possible from the CTAs of the tasks before it.
+
+    CTAs with neighbouring numbers may start on one SM, if others are still busy with the launch ahead."""
+    step = round(num_programs * (math.sqrt(5) - 1) / 2)
+    while math.gcd(step, num_programs) > 1:
+        step += 1
+    return pow(step, -1, num_programs)
 
 
 def decode_tile(tile: GpuTile, segment_size: int) -> DecodeTile:

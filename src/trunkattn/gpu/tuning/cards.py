@@ -45,7 +45,7 @@ class Card:
     Attributes:
         description: for `stats.reason`.
         times: for the choice of row tiles.
-        hopper_tiles: whether the times of `DECODE_TILES_HOPPER` hold. Other cards of compute capability 9.0 may have
+        hopper_tiles: whether the times of `HOPPER_TILES` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
         hopper_family: whether they hold for everything else that the Hopper kernels compute, too: other heads than
             those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches, pages under 16 tokens and
@@ -72,6 +72,7 @@ H100: Final = Card(
         idle_percent=8,
     ),
     hopper_tiles=True,
+    hopper_family=True,  # timed on an H200, which has the same SMs
     overlap=OverlapTimes(
         flops_per_ns=585_000,
         narrow=Shares(80, 87),
@@ -95,6 +96,7 @@ H200: Final = Card(
         idle_percent=8,
     ),
     hopper_tiles=True,
+    hopper_family=True,
     overlap=OverlapTimes(
         flops_per_ns=544_000,
         narrow=Shares(90, 68),

@@ -24,7 +24,7 @@ from trunkattn.gpu.triton.arguments import Features, Shape
 from trunkattn.gpu.triton.decode import Buckets, decode_kernel, decode_tile
 from trunkattn.gpu.triton.merge import merge_kernel, merge_shape
 from trunkattn.gpu.triton.prefill import prefill_kernel, tile_shape
-from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, hopper_source
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.gpu.tuning.tile_solver import PipelineOps, Resources
 
@@ -112,18 +112,18 @@ def compile_hopper_decode(
     masked: bool = False,
     soft_cap: float = 0.0,
     sinks: bool = False,
-    gathers: bool = False,
+    page_size: int = _PAGE_SIZE,
     in_order: bool = False,
 ) -> Resources:
     """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
-    of their own. masked: requests have several query tokens."""
-    from trunkattn.gpu.hopper import decode, gather
+    of their own. masked: requests have several query tokens. page_size: tokens; under 16 they are gathered."""
+    from trunkattn.gpu.hopper import decode, widen
     from trunkattn.gpu.hopper.segments import RowTiles
 
-    tiles = _same(RowTiles, "*i32")
-    cache = _tma_descriptor(target)
-    if gathers:
-        cache = "*u8" if _TORCH_DTYPES[target.kv_dtype].itemsize == 1 else f"*{target.kv_dtype}"
+    tiles, kv_bytes = _same(RowTiles, "*i32"), _TORCH_DTYPES[target.kv_dtype].itemsize
+    source = hopper_source(kv_bytes, page_size)
+    shape = decode.shape_of(target.head_dim, source)
+    cache = "*i32" if source is HopperSource.GATHERED else _tma_descriptor(target)
     arguments = _same(
         decode.DecodeArguments,
         "i32",
@@ -134,19 +134,21 @@ def compile_hopper_decode(
         C=decode.DecodeConstants(
             *target.heads,
             head_dim=target.head_dim,
-            page_size=16,
-            segment_size=16,
+            page_size=page_size,
+            segment_size=min(page_size, _PAGE_SIZE),
             masked=masked,
             in_order=in_order,
             soft_cap=soft_cap,
             sinks=sinks,
             return_lse=False,
-            gathers=gathers,
-            kv_bytes=_TORCH_DTYPES[target.kv_dtype].itemsize,
-            kv_kind=gather.kind_of(_TORCH_DTYPES[target.kv_dtype]),
+            source=int(source),
+            kv_bytes=kv_bytes,
+            kv_kind=widen.kind_of(_TORCH_DTYPES[target.kv_dtype]),
+            tile=decode.tile_of(target.head_dim, source),
+            producer_registers=shape.producer_registers,
         ),
     )
-    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, decode.registers(target.head_dim, gathers))
+    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, shape.registers)
 
 
 def compile_hopper_prefill(
@@ -245,8 +247,11 @@ def _layer(target: Target) -> Any:
 
 
 def _tma_descriptor(target: Target) -> str:
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
-    return f"tensordesc<{target.kv_dtype}[1, 16, 1, 64],{layout}>"
+    kind, bits, dims = target.kv_dtype, 16, 64
+    if _TORCH_DTYPES[target.kv_dtype].itemsize == 1:
+        kind, bits, dims = "u8", 8, min(target.head_dim, 128)
+    layout = f"NVMMASharedLayout(swizzle_byte_width={dims * bits // 8}, element_bitwidth={bits}, rank=4)"
+    return f"tensordesc<{kind}[1, 16, 1, {dims}],{layout}>"
 
 
 def _compile_hopper(kernel: Any, target: Target, arguments: Any, registers: int) -> Resources:

@@ -1,8 +1,11 @@
 """Tiles of the decode kernels, as data (PAT §5.2)."""
 
 from dataclasses import dataclass, replace
-from typing import Final
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
+from trunkattn.dtypes import HOPPER_PAGE_UNIT
 from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
 from trunkattn.planner.row_tiles.choice import TileConfig
 from trunkattn.planner.work_list import DeviceModel
@@ -49,8 +52,9 @@ class GpuTile(Tile):
 
     @property
     def merges(self) -> bool:
-        """Whether its items may merge partial states of other launches. Tiles of more rows would spill."""
-        return self.block_m == 16
+        """Whether its items may merge partial states of other launches. Tiles of more rows would spill, and the Hopper
+        kernel does not."""
+        return self.block_m == 16 and not self.hopper
 
 
 # Two tiles are nearly as good as any number of them. `benchmarks/calibrate.py` fits the times of all tiles.
@@ -83,30 +87,140 @@ _FP32_UNTIMED: Final = (
     GpuTile(16, 32, 8, 2, ctas_per_sm=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
     GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
 )
-# For an sm_90 and 16 bits. The tile of 32 rows is for batches whose tiles of 64 rows would leave SMs idle; the low tile
-# computes single queries.
-DECODE_TILES_HOPPER: Final = (
-    replace(_LOW, read_percent=98),  # breaks ties with the taller tiles
-    GpuTile(32, 64, 4, 2, ctas_per_sm=2, block_ns=(1340, 1850), chain_ns=(870, 720), hopper=True),
-    GpuTile(64, 64, 4, 2, ctas_per_sm=2, block_ns=(1460, 1820), chain_ns=(1000, 800), hopper=True),
-)
-# With a head_dim over 128 blocks have fewer keys, so that two CTAs still fit on an SM.
-DECODE_TILES_HOPPER_WIDE: Final = (
-    replace(DECODE_TILES_WIDE[0], read_percent=98),
-    GpuTile(32, 32, 4, 2, ctas_per_sm=2, block_ns=(670, 925), chain_ns=(435, 360), hopper=True),
-    GpuTile(64, 32, 4, 2, ctas_per_sm=2, block_ns=(730, 910), chain_ns=(500, 400), hopper=True),
-)
-# 8-bit caches, whose keys producer warps convert. One CTA of wide heads fits on an SM.
-DECODE_TILES_HOPPER_FP8: Final = (replace(DECODE_TILES_FP8[0], read_percent=98), *DECODE_TILES_HOPPER[1:])
-DECODE_TILES_HOPPER_FP8_WIDE: Final = (
-    DECODE_TILES_HOPPER_WIDE[0],
-    *(replace(tile, ctas_per_sm=1) for tile in DECODE_TILES_HOPPER[1:]),
+
+
+class HopperSource(IntEnum):
+    """How the Hopper decode kernel gets its keys and values."""
+
+    LOADED = 0  # 16-bit numbers, by TMA
+    WIDENED = 1  # 8-bit numbers by TMA, which producer warps make 16-bit ones
+    GATHERED = 2  # from pages under 16 tokens, which TMA does not load, by producer warps
+
+
+class TileTimes(NamedTuple):
+    """As in `GpuTile`."""
+
+    block_ns: tuple[int, int]
+    chain_ns: tuple[int, int]
+
+
+class HopperTile(NamedTuple):
+    """Of the Hopper decode kernel, for one source and head_dim. low, middle, tall: times of tiles of 16, 32 and 64 rows;
+    None: those of a portable tile, which computes the low ones. low_read_percent: `read_percent` of a low tile of this
+    kernel; less than 100 breaks ties with the taller ones."""
+
+    block_n: int
+    ctas_per_sm: int
+    low: TileTimes | None
+    middle: TileTimes
+    tall: TileTimes
+    low_read_percent: int = 100
+
+
+# `benchmarks/calibrate_shapes.py` fits the times. Two CTAs fit on an SM, or one with 8-bit heads of 256.
+HOPPER_TILES: Final = MappingProxyType(
+    {
+        (HopperSource.LOADED, 64): HopperTile(
+            128,
+            2,
+            TileTimes((2000, 2130), (1300, 1100)),
+            TileTimes((2270, 1640), (1280, 1090)),
+            TileTimes((3520, 1160), (1240, 1090)),
+        ),
+        (HopperSource.LOADED, 128): HopperTile(
+            64,
+            2,
+            TileTimes((2130, 3470), (2150, 2160)),
+            TileTimes((1340, 1850), (870, 720)),
+            TileTimes((1460, 1820), (1000, 800)),
+            98,
+        ),
+        (HopperSource.LOADED, 256): HopperTile(
+            32,
+            2,
+            TileTimes((1390, 1510), (1030, 600)),
+            TileTimes((1470, 1740), (760, 590)),
+            TileTimes((2250, 680), (720, 590)),
+        ),
+        (HopperSource.WIDENED, 64): HopperTile(
+            128,
+            2,
+            None,
+            TileTimes((1960, 1520), (1270, 830)),
+            TileTimes((1880, 1490), (1130, 810)),
+        ),
+        (HopperSource.WIDENED, 128): HopperTile(
+            64,
+            2,
+            None,
+            TileTimes((1960, 1520), (1270, 830)),
+            TileTimes((1880, 1490), (1130, 810)),
+        ),
+        (HopperSource.WIDENED, 256): HopperTile(
+            64,
+            1,
+            TileTimes((1360, 1340), (1060, 1060)),
+            TileTimes((1190, 1270), (1080, 1050)),
+            TileTimes((1330, 1210), (1070, 1060)),
+        ),
+        (HopperSource.GATHERED, 64): HopperTile(
+            64,
+            2,
+            TileTimes((390, 490), (4000, 3380)),
+            TileTimes((2070, 1200), (1300, 760)),
+            TileTimes((2660, 730), (1270, 980)),
+        ),
+        (HopperSource.GATHERED, 128): HopperTile(
+            64,
+            2,
+            TileTimes((2830, 3730), (2130, 1890)),
+            TileTimes((2460, 2060), (1550, 940)),
+            TileTimes((2850, 1930), (1490, 930)),
+        ),
+        (HopperSource.GATHERED, 256): HopperTile(
+            64,
+            1,
+            None,
+            TileTimes((1190, 1270), (1080, 1050)),
+            TileTimes((1330, 1210), (1070, 1060)),
+        ),
+    }
 )
 WIDE: Final = 128
 
 
+def hopper_source(kv_itemsize: int, page_size: int) -> HopperSource:
+    """Where the Hopper decode kernel gets keys and values of such a cache from."""
+    if page_size % HOPPER_PAGE_UNIT:
+        return HopperSource.GATHERED
+    return HopperSource.WIDENED if kv_itemsize == 1 else HopperSource.LOADED
+
+
+def hopper_tiles(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, ...]:
+    """The tiles of an attention that the Hopper kernel computes. Tiles of 16 rows are for single queries and for decodes
+    beside prompt chunks, those of 32 rows for batches whose tiles of 64 rows would leave SMs idle.
+
+    One kernel computes them all, so that a plan of fixed size is one launch and the merge. Single queries of 8-bit
+    numbers, and of small pages, are read faster by a portable tile."""
+    source = hopper_source(kv_itemsize, page_size)
+    shape = HOPPER_TILES[source, head_dim]
+    tall = GpuTile(64, shape.block_n, 4, 2, shape.ctas_per_sm, *shape.tall, flat_n=shape.block_n, hopper=True)
+    middle = replace(tall, block_m=32, **shape.middle._asdict())
+    if source is HopperSource.LOADED or (source is HopperSource.WIDENED and head_dim > WIDE):
+        assert shape.low
+        low = replace(tall, block_m=16, read_percent=shape.low_read_percent, **shape.low._asdict())
+        return low, middle, tall
+    portable = DECODE_TILES_WIDE if head_dim > WIDE else DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
+    times = shape.low._asdict() if shape.low and kv_itemsize > 1 else {}
+    return replace(portable[0], read_percent=98, **times), middle, tall
+
+
 def decode_tiles(
-    kv_itemsize: int, width: int, group_size: int, hopper: bool = False, capability: int = TIMED_CAPABILITY
+    kv_itemsize: int,
+    width: int,
+    group_size: int,
+    hopper: tuple[GpuTile, ...] | None = None,
+    capability: int = TIMED_CAPABILITY,
 ) -> tuple[GpuTile, ...]:
     """The tiles of an attention, in ascending order of rows.
 
@@ -114,15 +228,13 @@ def decode_tiles(
         kv_itemsize: bytes of an element of the cache.
         width: the larger of head_dim and head_dim_v.
         group_size: query heads of a KV head.
-        hopper: the Hopper kernel computes the attention, of 8 or 16 bits.
+        hopper: those of an attention that the Hopper kernel computes (`hopper_tiles`).
         capability: of the card, 80 for 8.0.
     """
     timed, wide = capability == TIMED_CAPABILITY, width > WIDE
     tiles: tuple[GpuTile, ...] = DECODE_TILES
     if hopper:
-        tiles = DECODE_TILES_HOPPER_WIDE if wide else DECODE_TILES_HOPPER
-        if kv_itemsize == 1:
-            tiles = DECODE_TILES_HOPPER_FP8_WIDE if wide else DECODE_TILES_HOPPER_FP8
+        tiles = hopper
     elif kv_itemsize > 2:
         tiles = (DECODE_TILES_FP32_WIDE if wide else DECODE_TILES_FP32) if timed else _FP32_UNTIMED
     elif wide:
@@ -173,13 +285,15 @@ def gpu_device(num_sms: int, rows: int) -> DeviceModel:
 
 
 def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig:
-    """A tile of the table as the planner sees it. key_bytes: of a key and its value; the table's times are for 512."""
+    """A tile of the table as the planner sees it. key_bytes: of a key and its value; the times of portable tiles are for
+    512, those of the Hopper kernel for its head_dim."""
+    scale = 512 if tile.hopper else key_bytes
     return TileConfig(
         rows=tile.block_m,
         block_tokens=tile.block_n,
         num_programs=num_sms * tile.ctas_per_sm,
-        block_ns=(tile.block_ns[0] * key_bytes // 512, tile.block_ns[1] * key_bytes // 512),
-        chain_ns=(tile.chain_ns[0] * key_bytes // 512, tile.chain_ns[1] * key_bytes // 512),
+        block_ns=(tile.block_ns[0] * scale // 512, tile.block_ns[1] * scale // 512),
+        chain_ns=(tile.chain_ns[0] * scale // 512, tile.chain_ns[1] * scale // 512),
         subtiles=tile.subtiles,
         private_tokens=tile.private_n,
         paired=not tile.hopper,

@@ -1,0 +1,201 @@
+"""What vllm_tpot.py and sglang_tpot.py share: batches, their pace, runs of all back ends, the table of a result.
+
+The processes that engines start do not import this: see vllm_tpot.py.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from engine_processes import collect, start
+
+SHORT, LONG, COMPARED = 8, 136, 16
+LEAST = 32  # tokens of a request that give its pace
+
+
+@dataclass(frozen=True)
+class Workload:
+    """levels: (number of groups, tokens), from the root; a request is in one group of each, in turn."""
+
+    requests: int
+    levels: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        parts = [f"{groups} groups x {tokens}" if 1 < groups < self.requests else f"{tokens}"
+                 for groups, tokens in self.levels]  # fmt: skip
+        return f"{self.requests} x ({' + '.join(parts)})"
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """Random tokens, the same at every call; prompts of two workloads share nothing."""
+        rng = random.Random(str(self))
+        texts = [[rng.choices(range(vocabulary), k=tokens) for _ in range(groups)] for groups, tokens in self.levels]
+        return [[token for level in texts for token in level[i % len(level)]] for i in range(self.requests)]
+
+
+WORKLOADS = (
+    Workload(64, ((1, 8192), (64, 512))),
+    Workload(64, ((1, 1024), (8, 3072), (64, 256))),
+    Workload(256, ((1, 1024), (256, 128))),
+    Workload(64, ((1, 2048), (64, 256))),
+    Workload(8, ((1, 4096), (8, 128))),
+    Workload(32, ((32, 2048),)),
+    Workload(64, ((4, 12000), (64, 64))),
+    Workload(128, ((8, 512), (128, 128))),
+    Workload(128, ((1, 640), (128, 64))),
+    Workload(128, ((128, 704),)),
+    Workload(8, ((8, 8192),)),
+    Workload(1, ((1, 2048),)),
+)
+SIX = tuple(WORKLOADS[place] for place in (0, 1, 5, 6, 7, 9))
+CHOICES = MappingProxyType({"six": SIX, "all": WORKLOADS})
+SHARED_WORKLOADS = (Workload(64, ((1, 65536), (64, 128))),)
+
+
+class Generated(NamedTuple):
+    """tokens: of each request. arrivals: of each, (time, tokens by then) as they came."""
+
+    tokens: list[list[int]]
+    arrivals: list[list[tuple[float, int]]]
+
+
+def pace(arrivals: Sequence[Sequence[tuple[float, int]]]) -> float:
+    """Milliseconds per token while all requests decode: of the request that has its SHORT-th token last, from then on
+    until the first request ends.
+
+    Raises:
+        ValueError: all decode at once for less than LEAST tokens.
+    """
+    starts = [next(time for time, tokens in request if tokens >= SHORT) for request in arrivals]
+    start, end = max(starts), min(request[-1][0] for request in arrivals)
+    window = [arrival for arrival in arrivals[starts.index(start)] if start <= arrival[0] <= end]
+    tokens = window[-1][1] - window[0][1] if window else 0
+    if tokens < LEAST:
+        raise ValueError(
+            f"all requests decoded at once for {tokens} tokens: expected {LEAST} or more; lower the batch's tokens, or "
+            "give the cache room for its prompts"
+        )
+    return (window[-1][0] - window[0][0]) / tokens * 1e3
+
+
+def measure(
+    generate: Callable[[Sequence[list[int]], int], Generated], prompts: Sequence[list[int]], repeats: int
+) -> dict[str, Any]:
+    """One back end on one batch. generate: so many tokens of each prompt."""
+    generate(prompts, SHORT)
+    found = [generate(prompts, LONG) for _ in range(repeats)]
+    times = [pace(each.arrivals) for each in found]
+    figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
+    return figures | {"tokens": [sequence[:COMPARED] for sequence in found[-1].tokens]}
+
+
+def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Of the first tokens, before the first that differs."""
+    parted = [
+        next((step for step, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), COMPARED)
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    steps = sorted(step for step in parted if step < COMPARED)
+    return {"equal_tokens": round(sum(parted) / (COMPARED * len(parted)), 4), "parted_in_steps": steps}
+
+
+def table(results: Mapping[str, Mapping[str, Any]], workloads: Sequence[Workload] = WORKLOADS) -> list[dict[str, Any]]:
+    """A row per workload: each back end, and how the others compare with the first."""
+    first, *others = results
+    rows = []
+    for name in map(str, workloads):
+        row: dict[str, Any] = {"workload": name}
+        for backend, found in results.items():
+            row[backend] = {key: value for key, value in found[name].items() if key != "tokens"}
+        for backend in others:
+            row[backend] |= compare(results[backend][name]["tokens"], results[first][name]["tokens"])
+            row[backend]["speedup"] = round(results[first][name]["tpot_ms"] / results[backend][name]["tpot_ms"], 3)
+        rows.append(row)
+    return rows
+
+
+Results = dict[str, dict[str, Any]]  # figures by back end and workload; "": facts of the run
+
+
+@dataclass
+class Answers:
+    """What back ends have answered so far, in their order, and why some have not.
+
+    Attributes:
+        names: the first is what others are compared with.
+        workloads: how many each one answers.
+        keep: see `run_backends`.
+    """
+
+    names: Sequence[str]
+    workloads: int
+    keep: Callable[[Results, Sequence[str]], object]
+    found: Results = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def finished(self) -> Results:
+        return {name: self.found[name] for name in self.names if "" in self.found.get(name, ())}
+
+    def receive(self, name: str, answer: tuple[str, dict[str, Any]] | None) -> None:
+        """answer: (workload, figures), ("", facts of the run), or None when the process has ended."""
+        found = self.found.setdefault(name, {})
+        if answer is None:
+            if "" in found:
+                return
+            self.lost[name] = f"{name}: the process ended after {len(found)} of {self.workloads} workloads"
+            print(self.lost[name], flush=True)
+        else:
+            workload, figures = answer
+            found[workload] = figures
+            if workload:
+                print(f"{name} {workload}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
+                return
+        finished = self.finished()
+        first = next((name for name in self.names if name not in self.lost), None)
+        if first in finished:
+            self.keep(finished, list(self.lost))
+
+
+def run_backends(
+    target: Callable[..., None],
+    runs: Mapping[str, tuple[Any, ...]],
+    workloads: int,
+    together: bool,
+    keep: Callable[[Results, Sequence[str]], object],
+) -> Results:
+    """Figures of all back ends.
+
+    Args:
+        target: the function of a process, which gets arguments and a connection for its answers.
+        runs: the arguments of each back end's, by name.
+        workloads: how many each one answers.
+        together: all start at once, and one that is lost does not end the others; else one after the other.
+        keep: called with the figures of those that have finished, once the first has, and the names of the lost.
+
+    Raises:
+        RuntimeError: if a process ended before it had answered. The others' figures have been kept.
+    """
+    answers = Answers(list(runs), workloads, keep)
+    for group in [list(runs)] if together else [[name] for name in runs]:
+        collect([start(name, target, *runs[name]) for name in group], answers.receive)
+        if answers.lost:
+            raise RuntimeError("; ".join(answers.lost.values()))
+    return answers.finished()
+
+
+def outcome(results: Results, workloads: Sequence[Workload], turns: bool, lost: Sequence[str]) -> dict[str, Any]:
+    """What a result says of its runs. lost: back ends that ended before they had answered."""
+    found: dict[str, Any] = {"turns": turns, "rows": table(results, workloads)}
+    found |= {"runs": {name: figures[""] for name, figures in results.items()}}
+    return found | ({"lost": list(lost)} if lost else {})
+
+
+def check_common(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuses what neither script can run."""
+    if arguments.repeats < 1:
+        parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
+    if arguments.model and not (arguments.model / "config.json").is_file():
+        parser.error(f"argument --model: {arguments.model} has no config.json")

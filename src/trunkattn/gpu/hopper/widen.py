@@ -1,0 +1,155 @@
+"""Caches of 8-bit numbers, which tensor cores do not multiply with 16-bit queries: blocks that TMA loads as they are and
+producer warps widen.
+
+8-bit numbers become float16, exactly: that takes one instruction for two of them. Queries and weights are float16 then,
+too (`as_float16`).
+"""
+
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trunkattn.gpu.hopper.common import BOX_TOKENS, SWIZZLED, reinterpret
+from trunkattn.gpu.hopper.pipeline import producer_acquire, tma_load, warps_sync
+
+# The four numbers of a word $2, as two words of two.
+_E4M3_TO_FP16 = gl.constexpr("""
+{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+# The upper byte of a float16 is a float8_e5m2.
+_E5M2_TO_FP16 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
+_SAME, _E4M3, _E5M2 = 0, 1, 2
+_KINDS: Final = MappingProxyType({torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _E5M2})
+IS_SAME, _IS_E4M3 = gl.constexpr(_SAME), gl.constexpr(_E4M3)
+_SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes as SWIZZLED
+# Of the largest number of a row, as float16 queries: a float32 has 127 more
+_LARGEST_EXPONENT, _BIAS = gl.constexpr(14), gl.constexpr(127)
+_LINE_BYTES: Final = 128  # the most that TMA swizzles
+_AHEAD = gl.constexpr(2)  # blocks that are on their way
+
+
+class WordPipeline(NamedTuple):
+    """A `Pipeline` that producer warps fill. words [stages, block_n, head_dim / 2]: its tiles as int32."""
+
+    tiles: Any
+    words: Any
+    full: Any
+
+
+class Staging(NamedTuple):
+    """Blocks of keys and of values, in turn, as TMA writes them. boxes: as in `Pipeline`; words [2 * blocks ahead,
+    block_n, head_dim / 4]: the same memory as int32; full: barriers."""
+
+    boxes: Any
+    words: Any
+    full: Any
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """How a cache's numbers become 16-bit ones; 0: they are."""
+    return _KINDS.get(dtype, _SAME)
+
+
+def staged_descriptor(cache: torch.Tensor) -> TensorDescriptor:
+    """The TMA descriptor of an 8-bit cache: boxes of 16 tokens and up to 128 dims."""
+    cache = cache.view(torch.uint8)
+    dims = min(cache.shape[-1], _LINE_BYTES)
+    layout = gl.NVMMASharedLayout(dims, 8, 4)
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, BOX_TOKENS.value, 1, dims], layout)
+
+
+@gluon.jit
+def allocate_words(dtype: gl.constexpr, num_arrivals: gl.constexpr, T: gl.constexpr):
+    """A pipeline that producer warps fill, all stages empty. A stage is full after so many arrivals."""
+    NUM_STAGES: gl.constexpr = T.num_stages
+    WORDS: gl.constexpr = (NUM_STAGES, T.block_n, T.head_dim // 2)
+    tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, T.block_n, T.head_dim], SWIZZLED)
+    words = reinterpret(tiles, gl.int32, WORDS, _SWIZZLED_WORDS)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), count=num_arrivals)
+    return WordPipeline(tiles, words, full)
+
+
+@gluon.jit
+def allocate_staging(desc, T: gl.constexpr):
+    """Room for the blocks ahead, all of it empty."""
+    SLOTS: gl.constexpr = 2 * _AHEAD
+    LINE: gl.constexpr = desc.block_type.shape[3]
+    BOXES: gl.constexpr = SLOTS * (T.head_dim // LINE) * (T.block_n // BOX_TOKENS)
+    WORDS: gl.constexpr = (SLOTS, T.block_n, T.head_dim // 4)
+    WORD_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(LINE, 32, 2)
+    boxes = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, BOX_TOKENS, 1, LINE], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+    return Staging(boxes, reinterpret(boxes, gl.int32, WORDS, WORD_LAYOUT), full)
+
+
+@gluon.jit
+def stage(desc, staging, turn, boxes, kv_head, T: gl.constexpr):
+    """Starts the TMA loads of a block of keys or of values, the one in `turn`. Its slot has been read by all warps."""
+    LINE: gl.constexpr = desc.block_type.shape[3]
+    BOXES: gl.constexpr = T.block_n // BOX_TOKENS
+    PARTS: gl.constexpr = T.head_dim // LINE
+    slot = turn % (2 * _AHEAD)
+    full = staging.full.index(slot)
+    mbarrier.expect(full, T.block_n * T.head_dim)
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(BOXES):
+            box = staging.boxes.index((slot * PARTS + part) * BOXES + i)
+            tma_load(desc, [boxes.page[i], boxes.token[i], kv_head, part * LINE], full, box)
+
+
+@gluon.jit
+def read_staged(staging, turn, LAYOUT: gl.constexpr):
+    """The words of the block in `turn`, when TMA has written it."""
+    slot = turn % (2 * _AHEAD)
+    mbarrier.wait(staging.full.index(slot), turn // (2 * _AHEAD) % 2)
+    words = staging.words.index(slot).load(LAYOUT)
+    warps_sync()
+    return words
+
+
+@gluon.jit
+def widen(words, KIND: gl.constexpr):
+    """Words of 8-bit numbers as words of float16."""
+    ASM: gl.constexpr = _E4M3_TO_FP16 if KIND == _IS_E4M3 else _E5M2_TO_FP16
+    low, high = gl.inline_asm_elementwise(ASM, "=r,=r,r", [words], (gl.int32, gl.int32), True, 1)
+    return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
+def store_words(pipeline, index, words, BAR_EMPTY: gl.constexpr, KIND: gl.constexpr, T: gl.constexpr):
+    """Acquires the stage of block `index` and fills it with words of 8-bit numbers, a tuple of parts of the rows. The
+    consumers fence what is stored here (`consumer_wait`): a fence of the producers would wait for what they load
+    meanwhile."""
+    producer_acquire(index, BAR_EMPTY, T)
+    at = index % T.num_stages
+    tile = pipeline.words.index(at)
+    ROWS: gl.constexpr = T.block_n // len(words)
+    for i in gl.static_range(len(words)):
+        tile.slice(i * ROWS, ROWS).store(widen(words[i], KIND))
+    mbarrier.arrive(pipeline.full.index(at), count=1)
+
+
+@gluon.jit
+def as_float16(rows):
+    """Rows of queries as float16, each times a power of two with which its largest number has the exponent 14, for
+    bfloat16 has more exponents; and what undoes that to their logits. Numbers that are 2^29 times smaller than the
+    row's largest lose bits, those 2^39 times smaller are 0."""
+    largest = gl.max(gl.abs(rows.to(gl.float32)), 1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(_LARGEST_EXPONENT + 2 * _BIAS - largest, 2 * _BIAS)
+    factor, inverse = (exponent << 23), ((2 * _BIAS - exponent) << 23)
+    scaled = rows.to(gl.float32) * factor.to(gl.float32, bitcast=True)[:, None]
+    return scaled.to(gl.float16), inverse.to(gl.float32, bitcast=True)
