@@ -126,10 +126,12 @@ def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
 
 def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference, in root mean squares of the truth; NaN anywhere is an infinite error."""
+    """Largest difference, in root mean squares of the truth, or for a larger number in that number, as it is rounded;
+    NaN anywhere is an infinite error."""
     if out.shape != truth.shape:
         raise ValueError(f"the output has shape {tuple(out.shape)}: expected {tuple(truth.shape)}")
-    worst = float((out.double() - truth).abs().max() / truth.square().mean().sqrt())
+    size = truth.abs().clamp(min=float(truth.square().mean().sqrt()))
+    worst = float(((out.double() - truth).abs() / size).max())
     return math.inf if math.isnan(worst) else worst
 
 

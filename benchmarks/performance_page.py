@@ -77,15 +77,15 @@ def readme() -> str:
     loss = pair["CUSTOM"]["tpot_ms"] / pair["FLASH_ATTN"]["tpot_ms"] - 1
     cpu_engine = load("cpu-engine")["cases"]["32 × 256 unshared"]
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
-    eight = [decode.fp8_shared(card, heads) for card in ("h100", "h200") for heads in decode.HEADS]
+    eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
     cudnn = span(training.over_cudnn())
     head = ["use", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
     return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
 {table(head, rows)}
 
-Where it loses: nothing shared on two H200s costs {percent(loss)}. With an fp8 cache, shared trees take
-{1 / max(eight):.1f} to {1 / min(eight):.1f} times as long as with bf16. Training runs at {cudnn} of the
+Where it loses: nothing shared on two H200s costs {percent(loss)}. With an fp8 cache, shared batches take
+{min(eight):.2f} to {max(eight):.2f} times as long as with bf16. Training runs at {cudnn} of the
 speed of PyTorch's cuDNN back end on an H100. The engine on a CPU is {percent(cpu_loss)} behind vLLM's where nothing is
 shared."""
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from kernels import HEADS, Case, ceilings, make_case, measure, microseconds
+from kernels import HEAD_DIM, HEADS, PAGE_SIZE, Case, ceilings, make_case, measure, microseconds
 from report import short_name, write_result
 from tiled import list_tiles, make_run, planned_bytes, rule_on_card
 
-from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_FP8, DECODE_TILES_HOPPER, GpuTile, without_subtiles
+from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_FP8, GpuTile, hopper_tiles, without_subtiles
 from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
 from trunkattn.planner.work_list import SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
 
@@ -57,7 +57,7 @@ class Listed:
 def listed_tiles() -> list[Listed]:
     """Every tile for bf16 caches that the card runs, and the low one for fp8."""
     flat = [tile for tile in without_subtiles(DECODE_TILES) if tile not in DECODE_TILES]
-    hopper = DECODE_TILES_HOPPER[1:] if torch.cuda.get_device_capability() == (9, 0) else ()
+    hopper = hopper_tiles(2, HEAD_DIM, PAGE_SIZE)[1:] if torch.cuda.get_device_capability() == (9, 0) else ()
     found = [Listed(tile, torch.bfloat16) for tile in (*DECODE_TILES, *flat, *hopper)]
     return [*found, Listed(DECODE_TILES_FP8[0], torch.float8_e4m3fn)]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from page.common import Loss, Section, card_of, held, load, note_loss, percent, sources, table
-from page.vllm import NAMES, SERVING_HEAD, USES, serving_rows, timing_text
+from page.vllm import NAMES, SERVING_HEAD, USES, cut_text, serving_rows, timing_text
 
 
 def sections() -> list[Callable[[], Section]]:
@@ -48,7 +48,7 @@ Milliseconds, Llama-3-8B's shape with random weights, bf16, decode graphs and th
 back ends. `fa3` is FlashAttention-3, SGLang's own choice on Hopper, with its own pages of one token; `fa3+trunk@16`
 computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` does both here. Beside each is its speed
 over the first.
-{timing_text(names)}
+{timing_text(names)}{cut_text(names)}
 {tables}{sources(f"python benchmarks/sglang_tpot.py --model FOLDER {options}", *names)}
 """
     return Section(text, losses)

@@ -109,6 +109,12 @@ def speed_or_why(row: Row, way: str) -> str:
     return "wrong" if "wrong" in row.get(way, {}) else "?"
 
 
+def over_bfloat16(name: str) -> list[float]:
+    """Of each shape with an fp8 cache, the speed over that of a bf16 cache, mean of the shared batches, one graph."""
+    found = (shape.get("over_bfloat16", {}).get("trunkattn_one_graph", {}) for shape in load(name)["summary"].values())
+    return [speeds["shared_mean"] for speeds in found if speeds.get("shared_mean")]
+
+
 def fp8_text(names: Sequence[str]) -> str:
     """Speed of an fp8 cache over that of a bf16 cache."""
     rows: list[list[object]] = []

@@ -1,6 +1,6 @@
 """Time per token and serving in vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from page.common import Loss, Section, and_, card_of, load, note_loss, percent, sources, table, versions_of
@@ -56,37 +56,49 @@ It has in it what is left of the prompts, which differs from run to run: {far} o
 """
 
 
+def cut_text(names: Sequence[str]) -> str:
+    """Which runs ended early; empty: none."""
+    return "".join(f"\n`{name}`: {load(name)['cut']}.\n" for name in names if "cut" in load(name))
+
+
 def tpot() -> Section:
-    names = ("vllm-tpot-h100", "vllm-tpot-h200", "vllm-tpot-h200-tp2")
-    labels = ("H100", "H200", "two H200s")
-    version = versions_of("vllm", dict(zip(labels, names, strict=True)))
-    rows, losses = [], []
+    losses = list[Loss]()
+    newest = tpot_table({"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"}, losses)
+    older = tpot_table({"H200": "vllm-tpot-h200-0.26", "two H200s": "vllm-tpot-h200-tp2"}, losses)
+    text = f"""## In vLLM: time per output token
+
+Milliseconds, Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends. FA3 is
+FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure is the
+median of three runs.
+
+{newest}
+{older}"""
+    return Section(text, losses)
+
+
+def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
+    """The batches that several results have, with where they come from. results: names, by what they are of."""
+    labels, names = list(results), list(results.values())
+    version = versions_of("vllm", results)
+    rows = []
     for group in tpot_rows(*names):
         workload = group[0]["workload"]
         cells: list[object] = [USES[workload], f"`{workload}`"]
         for label, row in zip(labels, group, strict=True):
             stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
             cells += [f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"]
-            note_loss(losses, f"vLLM, {label}: {USES[workload]}, `{workload}`", FA3, ours / stock)
+            where = f"vLLM {load(results[label])['versions']['vllm']}, {label}"
+            note_loss(losses, f"{where}: {USES[workload]}, `{workload}`", FA3, ours / stock)
         rows.append(cells)
     head = ["use", "requests × (shared + private tokens)"]
     for label in labels:
         head += [f"{label}: FA3", "ours", ""]
-    each = [row["CUSTOM"]["tpot_ms_each"] for name in names[:2] for row in load(name)["rows"]]
-    spread = percent(max(max(times) / min(times) for times in each) - 1)
-    text = f"""## In vLLM: time per output token
-
-Milliseconds in vLLM {version}.
-Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends. FA3 is
-FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure is the
-median of three runs; runs of TrunkAttention differ by up to
-{spread} of each other, so that small differences mean little.
-{timing_text(names)}
+    return f"""In vLLM {version}:
+{timing_text(names)}{cut_text(names)}
 {table(head, rows, 2)}
 
-{sources("python benchmarks/vllm_tpot.py --model FOLDER [--tensor-parallel 2]", *names)}
+{sources("python benchmarks/vllm_tpot.py --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]", *names)}
 """
-    return Section(text, losses)
 
 
 def serving_rows(name: str, engine: str, backends: tuple[str, str], losses: list[Loss]) -> list[list[object]]:

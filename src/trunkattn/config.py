@@ -170,8 +170,10 @@ class AttentionConfig:
 
     @property
     def decodes_on_hopper(self) -> bool:
-        """Whether the Hopper kernel for decoding, for sm_90, computes this attention."""
-        return self.policy == "auto" and fits_hopper_decode(
+        """Whether the Hopper kernel for decoding, for sm_90, computes this attention. It does not if that is to be batch
+        invariant: where the tokens of a tile end decides where the last ones lie in a block."""
+        plans = self.policy == "auto" and not self.batch_invariant
+        return plans and fits_hopper_decode(
             (self.dtype, self.cache_dtype),
             (self.head_dim, self.value_dim),
             self.page_size,
@@ -191,7 +193,7 @@ class AttentionConfig:
     @property
     def overlaps_on_hopper(self) -> bool:
         """Whether the Hopper kernel for prompts and decodes together computes this attention."""
-        fits = self.decodes_on_hopper and self.prompts_on_hopper and not self.batch_invariant
+        fits = self.decodes_on_hopper and self.prompts_on_hopper
         group_size = self.num_qo_heads // self.num_kv_heads
         return fits and self.head_dim == HOPPER_HEAD_DIM and group_size in HOPPER_GROUPS
 

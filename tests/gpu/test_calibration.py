@@ -6,7 +6,7 @@ cannot see three kinds of change, because no batch chooses another tiling for th
 - a smaller `arithmetic_percent`, a later `filled_ns` and a faster L2 cache: memory or the longest item decides instead;
 - `unhidden_part` within the bounds: it decides between tilings of equal bytes, which differ by a few percent, so the
   test asks only that the regret rises;
-- the chains of the lowest tile: it has so many items that memory hides them.
+- the times of the lowest tile in PAT's trees: it has so many items that memory hides them.
 """
 
 import json
@@ -26,10 +26,21 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import calibrate  # noqa: E402
+import tile_families  # noqa: E402
 
 TILES = hopper_tiles(2, 128, 16)
 CARDS = {"h100": H100, "h200": H200}
 MEAN, WORST = 0.008, 0.10  # most regret that a choice may have
+MEAN_OF_SHAPES, WORST_OF_SHAPES = 0.02, 0.15
+FAMILIES = {
+    "16 bits, heads of 128": "llama3-8b 32/8x128",
+    "16 bits, heads of 64": "llama3.2-1b 32/8x64",
+    "16 bits, heads of 256": "gemma3-12b 16/8x256",
+    "8 bits, heads of 128": "llama3-8b fp8 32/8x128",
+    "8 bits, heads of 256": "gemma3-12b fp8 16/8x256",
+    "small pages, heads of 128": "llama3-8b page 1 32/8x128",
+    "small pages, heads of 64": "gpt-oss page 1 64/8x64 sinks",
+}  # a shape of each
 
 
 @dataclass(frozen=True)
@@ -100,26 +111,41 @@ def test_a_spoilt_share_of_what_is_not_hidden_raises_the_regret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tile", "field", "spoilt"),
+    ("name", "tile", "spoilt"),
     [
-        ("h100", 0, "read_percent", 100),
-        ("h200", 0, "block_ns", (2130, 1735)),
-        ("h100", 1, "read_percent", 90),
-        ("h100", 1, "block_ns", (2680, 1850)),
-        ("h100", 1, "block_ns", (1340, 2775)),
-        ("h200", 1, "block_ns", (1340, 925)),
-        ("h100", 1, "chain_ns", (1088, 720)),
-        ("h200", 1, "chain_ns", (870, 1080)),
-        ("h100", 2, "read_percent", 96),
-        ("h200", 2, "block_ns", (1168, 1820)),
-        ("h200", 2, "block_ns", (1460, 1456)),
-        ("h100", 2, "chain_ns", (1250, 800)),
-        ("h200", 2, "chain_ns", (1000, 1000)),
+        ("h100", 0, 100),
+        ("h100", 1, 80),
+        ("h100", 2, 96),
     ],
 )
-def test_a_spoilt_time_of_a_tile_is_found(name: str, tile: int, field: str, spoilt: object) -> None:
+def test_a_spoilt_share_of_the_bandwidth_is_found(name: str, tile: int, spoilt: int) -> None:
+    tiles = [replace(each, read_percent=spoilt) if number == tile else each for number, each in enumerate(TILES)]
+    assert not replay(name, CARDS[name].times, tuple(tiles)).is_small
+
+
+def times_of(tile: GpuTile, field: str, factors: tuple[float, float]) -> GpuTile:
+    """The tile with other times of blocks, full and masked."""
+    ns = (round(ns * factor) for ns, factor in zip(getattr(tile, field), factors, strict=True))
+    return replace(tile, **{field: tuple(ns)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "field", "factors"),
+    [
+        ("h100", 1, "block_ns", (2, 1)),
+        ("h100", 1, "block_ns", (1, 1.5)),
+        ("h200", 1, "block_ns", (1, 0.5)),
+        ("h100", 1, "chain_ns", (1.5, 1)),
+        ("h200", 1, "chain_ns", (1, 1.5)),
+        ("h200", 2, "block_ns", (2, 1)),
+        ("h200", 2, "block_ns", (1, 0.67)),
+        ("h100", 2, "chain_ns", (1.5, 1)),
+        ("h200", 2, "chain_ns", (1, 1.5)),
+    ],
+)
+def test_a_spoilt_time_of_a_tile_is_found(name: str, tile: int, field: str, factors: tuple[float, float]) -> None:
     tiles = list(TILES)
-    tiles[tile] = replace(tiles[tile], **{field: spoilt})  # type: ignore[arg-type]
+    tiles[tile] = times_of(tiles[tile], field, factors)
     assert not replay(name, CARDS[name].times, tuple(tiles)).is_small
 
 
@@ -128,3 +154,38 @@ def test_every_constant_is_spoilt() -> None:
     marks = [*test_a_spoilt_constant_of_a_card_is_found.pytestmark]  # type: ignore[attr-defined]
     spoilt = {field for mark in marks for _, field, _ in mark.args[1]}
     assert spoilt | {"unhidden_part"} == set(CardTimes._fields)
+
+
+@cache
+def families() -> list[tile_families.Family]:
+    """What the H200 measured of models' shapes."""
+    return tile_families.families_of(json.loads((BENCHMARKS / "results" / "calibration-shapes-h200.json").read_text()))
+
+
+def loses_little(family: tile_families.Family, tiles: tuple[GpuTile, ...]) -> bool:
+    """Of the choices that these tiles' times make."""
+    regrets = family.regrets(tiles)
+    return bool(regrets.mean() < MEAN_OF_SHAPES and regrets.max() < WORST_OF_SHAPES)
+
+
+def family_of(shape: str) -> tile_families.Family:
+    (found,) = (family for family in families() if any(row["shape"] == shape for row in family.rows))
+    return found
+
+
+def test_every_family_is_replayed() -> None:
+    assert [family.name for family in families()] == [family_of(shape).name for shape in FAMILIES.values()]
+
+
+@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES)
+def test_the_choice_loses_little_on_models_shapes(shape: str) -> None:
+    family = family_of(shape)
+    regrets = family.regrets(family.tiles)
+    assert loses_little(family, family.tiles), (regrets.mean(), regrets.max())
+
+
+@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES)
+def test_a_spoilt_time_of_the_tallest_tile_of_a_family_is_found(shape: str) -> None:
+    family = family_of(shape)
+    *others, tall = family.tiles
+    assert not loses_little(family, (*others, times_of(tall, "block_ns", (2, 1))))

@@ -58,7 +58,7 @@ UNTIMED = [
 
 @pytest.mark.parametrize(
     "options",
-    [*UNTIMED, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn}, {"batch_invariant": True}],
+    [*UNTIMED, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn}],
 )
 def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(options: dict[str, Any]) -> None:
     plain, config = AttentionConfig(**COMMON), AttentionConfig(**(COMMON | options))
@@ -69,6 +69,15 @@ def test_the_hopper_kernel_decodes_other_attentions_only_where_they_were_timed(o
     assert not any(
         tile.hopper for tile in choose_tiles(config, replace(H100, hopper_tiles=False, hopper_family=True), 90)
     )
+
+
+def test_a_batch_invariant_attention_is_not_decoded_by_the_hopper_kernel() -> None:
+    """A row's keys would lie in a block as other requests have them."""
+    config = AttentionConfig(**COMMON, batch_invariant=True)
+    assert not config.decodes_on_hopper and not config.overlaps_on_hopper
+    for card in (H100, H200):
+        (tile,) = choose_tiles(config, card, 90)
+        assert not tile.hopper and tile.block_m == 64 and tile.subtiles == 1
 
 
 @pytest.mark.parametrize("options", UNTIMED)

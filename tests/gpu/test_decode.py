@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig
+from trunkattn.gpu.plan import GpuPlan, upload
+from trunkattn.gpu.triton import decode
+from trunkattn.gpu.triton.decode import spread_stride
 from trunkattn.planner.row_tiles.choice import candidates
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import Step, random_step
+from . import gpu_cases
 from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
 
 WAYS = (*TILINGS, *POLICIES)
@@ -280,3 +286,60 @@ def test_an_empty_step_launches_nothing() -> None:
     case = Interpreted(random_step(0, config, replace(batch, query_lens=np.zeros(2, np.int32))), 8, "16x64")
     out, lse = case.run()
     assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 8, 132, 528])
+@pytest.mark.parametrize("way", ["16x64", "64x64+16x64", "pat"])
+def test_a_launch_that_spreads_its_tasks_computes_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, way: str, programs: int
+) -> None:
+    """By fewer CTAs than tasks, and by more. A stride that is no permutation would leave NaN."""
+    config = AttentionConfig(4, 2, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
+    case = Interpreted(random_step(0, config, batch), 8, way)
+    expected, strides = case.run(), []
+
+    def spread(*args: object) -> GpuPlan:
+        plan = upload(*args)  # type: ignore[arg-type]
+        launches = (replace(each, num_programs=programs, spread=True) for each in plan.launches if each.buckets)
+        return replace(plan, launches=(*launches, *(each for each in plan.launches if not each.buckets)))
+
+    def seen(num_programs: int) -> int:
+        strides.append(spread_stride(num_programs))
+        return strides[-1]
+
+    monkeypatch.setattr(gpu_cases, "upload", spread)
+    monkeypatch.setattr(decode, "spread_stride", seen)
+    out, lse = case.run()
+    assert strides and set(strides) == {spread_stride(programs)}
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def most_behind(num_sms: int, ctas_per_sm: int, stride: int, round_robin: bool) -> int:
+    """How many tasks the SM with most has over an even share, rounded up, for the number of tasks for which that is
+    worst. round_robin: CTA c is on SM c % num_sms, and not the CTAs of an SM one after another."""
+    ctas = np.arange(num_sms * ctas_per_sm)
+    of_task = np.argsort(ctas * stride % len(ctas))
+    tasks, worst = np.zeros(num_sms, np.int64), 0
+    for number, sm in enumerate(of_task % num_sms if round_robin else of_task // ctas_per_sm):
+        tasks[sm] += 1
+        worst = max(worst, int(tasks[sm]) - (number // num_sms + 1))
+    return worst
+
+
+@pytest.mark.property
+@given(st.integers(1, 3000))
+def test_a_stride_permutes_the_ctas(num_programs: int) -> None:
+    stride = spread_stride(num_programs)
+    assert len(set((np.arange(num_programs) * stride % num_programs).tolist())) == num_programs
+
+
+@pytest.mark.parametrize("round_robin", [True, False])
+@pytest.mark.parametrize("ctas_per_sm", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_sms", [132, 108, 114, 144, 148])
+def test_a_stride_spreads_any_number_of_tasks_over_the_sms(num_sms: int, ctas_per_sm: int, round_robin: bool) -> None:
+    """However CTAs fall to SMs, no SM has more than one task over an even share on the cards whose times are known, and
+    two on others. Without a stride an SM whose CTAs come one after another fills up first."""
+    stride = spread_stride(num_sms * ctas_per_sm)
+    assert most_behind(num_sms, ctas_per_sm, stride, round_robin) <= (0 if round_robin else 1 if num_sms == 132 else 2)
+    assert most_behind(num_sms, ctas_per_sm, 1, False) == ctas_per_sm - 1

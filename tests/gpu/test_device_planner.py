@@ -21,7 +21,7 @@ from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQU
 from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
 from trunkattn.gpu.plan import DeviceInfo
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, hopper_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from trunkattn.gpu.hopper import decode as hopper_decode
+from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper import prefill_decode
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.triton import decode, merge, prefill
-from trunkattn.gpu.tuning.decode import decode_tiles
+from trunkattn.gpu.tuning.decode import decode_tiles, hopper_tiles
 from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_ROWS, prefill_tile
 from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
 
@@ -167,8 +169,9 @@ def test_a_plan_without_room_for_chunks_is_not_its() -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> None:
-    low = decode_tiles(2, 128, group)[0]
-    assert (low.block_m, low.block_n, low.subtiles) == (PREFILL_DECODE_ROWS, PREFILL_DECODE_KEYS, 1)
+    for hopper in (None, hopper_tiles(2, 128, 16)):
+        low = decode_tiles(2, 128, group, hopper)[0]
+        assert (low.block_m, low.block_n, low.subtiles) == (PREFILL_DECODE_ROWS, PREFILL_DECODE_KEYS, 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])
@@ -202,3 +205,28 @@ def test_a_device_planned_step_overlaps_nothing() -> None:
     plan = make_mixed(GEOMETRY)
     plan.forget_prefill()
     assert plan.arrays["overlapped"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_tiles_beside_chunks(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """The Hopper decode kernel computes what follows the items that overlap chunks. Those are in one launch with the
+    chunks, or, where there is none for such heads, in a portable one that reads other counts."""
+    places = {
+        "hopper_prefill_decode_kernel": prefill_decode,
+        "hopper_prefill_kernel": hopper_prefill,
+        "decode_kernel": decode,
+        "hopper_decode_kernel": hopper_decode,
+    }
+    kernels = {name: Recorder() for name in places}
+    for name, module in places.items():
+        monkeypatch.setattr(module, name, kernels[name])
+    monkeypatch.setattr(merge, "merge_kernel", Recorder())
+    tiles, tensors = hopper_tiles(2, head_dim, 16)[::2], make_tensors()
+    plan = make_mixed(replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim))
+    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), tiles, DEVICE_INFO, False)
+    assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 0, 2] if head_dim == 128 else [0, 1, 1, 2])
+    for _, _, options in kernels["decode_kernel"].calls:
+        assert options["work"].counts.tolist()[:2] == [0, 2] and options["BUCKETS"].first == 0
+    launched = [options for _, _, options in kernels["hopper_decode_kernel"].calls]
+    assert [(options["first_bucket"], options["last_bucket"]) for options in launched] == [(1, 1), (0, 0)]
+    assert all(options["work"].counts.tolist()[:3] == [2, 3, 4] for options in launched)

@@ -13,8 +13,10 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.gpu import executor
+from trunkattn.gpu.executor import choose_tiles
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.gpu.tuning.decode import hopper_tiles
 from trunkattn.planner.row_tiles.choice import candidates
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.workloads.batch import PagedBatch
@@ -158,34 +160,35 @@ def test_head_dims_groups_sinks_and_soft_caps(
 ) -> None:
     timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
     monkeypatch.setattr(executor, "card_of", lambda *_: timed)
-    shape = hopper_decode.shape_of(config.head_dim, config.kv_dtype is not None or config.page_size % 16 != 0)
-    only(monkeypatch, f"{rows}x{shape.block_n}")
+    tall = hopper_tiles(config.cache_dtype.itemsize, config.head_dim, config.page_size)[-1]
+    low = choose_tiles(config, timed, 90)[0]
+    tile = low if rows == low.block_m else tall
+    only(monkeypatch, f"{rows}x{tile.block_n}")
     options = {} if window is None else {"sliding_window": window}
     queries = (1,) if window is None else (0, 1, 2)
     check(config, poisoned(config, uneven("1,8,64_512,128,100", config.page_size, queries)), 0.02, **options)
-    assert bool(launched) == runs_it()
+    assert bool(launched) == (runs_it() and tile.hopper)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("several", [False, True])
-def test_batch_invariant_bits(
-    monkeypatch: pytest.MonkeyPatch, launched: list[int], kv_dtype: torch.dtype | None, several: bool
-) -> None:
-    """Alone, in part of the batch, and in all of it, where every other CTA would begin with other blocks."""
-    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
-    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+def test_batch_invariant_bits(launched: list[int], kv_dtype: torch.dtype | None, several: bool) -> None:
+    """Alone, in part of the batch, and in all of it; and without the tokens of its request that came with it."""
     config = replace(GOOD, batch_invariant=True, kv_dtype=kv_dtype)
     layer = poisoned(config, uneven("1,8,96_512,256,300", 16, (1, 3) if several else (1,)))
     attention, starts = BatchAttention(config, "cuda"), layer.batch.query_start_loc
-    together = attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache)
+    caches = layer.k_cache, layer.v_cache
+    together = attention.run(attention.plan(*layer.step), layer.q, *caches)
     table, lens, _ = layer.step
     for rows in ([3], [50], [5, 9, 20], list(range(0, 96, 2)), list(range(95, -1, -1))):
         tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
         counts = torch.tensor([0, *np.diff(starts)[rows]]).cumsum(0).to(torch.int32)
         plan = attention.plan(table[rows].contiguous(), lens[rows], counts)
-        some = attention.run(plan, layer.q[tokens], layer.k_cache, layer.v_cache)
+        some = attention.run(plan, layer.q[tokens], *caches)
         assert torch.equal(some, together[tokens])
-    assert bool(launched) == runs_it()
+    last = torch.from_numpy(starts[1:] - 1).cuda().long()
+    assert torch.equal(attention.run(attention.plan(table, lens), layer.q[last], *caches), together[last])
+    assert not launched, "the Hopper kernel would move the last tokens of a request by what comes with them"
     chosen = sorted({0, 47, 95})
     taken = torch.cat([together[starts[row] : starts[row + 1]] for row in chosen]).double()
     assert (taken - expected(layer, config, chosen)).abs().max() < 0.02

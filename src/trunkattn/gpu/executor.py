@@ -274,7 +274,6 @@ class GpuExecutor:
             masked=several or window != UNLIMITED,
             soft_cap=config.logits_soft_cap,
             sinks=config.sinks,
-            in_order=config.batch_invariant,
         )
 
     def run(self, step: GpuStep | DeviceStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,6 @@ class Geometry:
     masked: bool  # queries of one sequence see different tokens
     soft_cap: float | None
     sinks: bool
-    in_order: bool = False  # a row sees its keys in one order, whatever the batch
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,6 @@ class DecodeConstants(NamedTuple):
     Attributes:
         segment_size: tokens.
         masked: queries of one sequence see different tokens.
-        in_order: every CTA computes an item's blocks in the order of its keys.
         soft_cap: of logits; 0: none.
         source: where keys and values come from, a `HopperSource`.
         kv_bytes, kv_kind: of numbers in the cache; see `widen.kind_of`.
@@ -109,7 +108,6 @@ class DecodeConstants(NamedTuple):
     page_size: int
     segment_size: int
     masked: bool
-    in_order: bool
     soft_cap: float
     sinks: bool
     return_lse: bool
@@ -389,7 +387,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
     """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
     g, bytes_and_kind = plan.geometry, (t.k_cache.element_size(), kind_of(t.k_cache.dtype))
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
-    options = (g.masked, g.in_order, g.soft_cap or 0.0, g.sinks)
+    options = (g.masked, g.soft_cap or 0.0, g.sinks)
     source = source_of(t, g)
     layer, keys, values = _OF_LAYER[source](t)
     return DecodeArguments(

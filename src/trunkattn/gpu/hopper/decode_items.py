@@ -43,12 +43,9 @@ def blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
     start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
     end = gl.load(item + ITEM_SEGMENT_END)
     count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
-    num_masked_first = 0
-    if not C.in_order:
-        half = gl.maximum(tasks.num_ctas // 2, 1)
-        masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
-        num_masked_first = gl.where(masked_first, count - num_full, 0)
-    return Blocks(start, end, count, num_full, num_masked_first)
+    half = gl.maximum(tasks.num_ctas // 2, 1)
+    masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
+    return Blocks(start, end, count, num_full, gl.where(masked_first, count - num_full, 0))
 
 
 @gluon.jit

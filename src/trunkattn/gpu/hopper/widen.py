@@ -1,5 +1,5 @@
-"""Caches of 8-bit numbers, which tensor cores do not multiply with 16-bit queries: blocks that TMA loads as they are and
-producer warps widen.
+"""Caches of 8-bit numbers, which tensor cores do not multiply with 16-bit queries: TMA loads blocks as they are, and
+producer warps widen them.
 
 8-bit numbers become float16, exactly: that takes one instruction for two of them. Queries and weights are float16 then,
 too (`as_float16`).

@@ -113,7 +113,6 @@ def compile_hopper_decode(
     soft_cap: float = 0.0,
     sinks: bool = False,
     page_size: int = _PAGE_SIZE,
-    in_order: bool = False,
 ) -> Resources:
     """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
     of their own. masked: requests have several query tokens. page_size: tokens; under 16 they are gathered."""
@@ -137,7 +136,6 @@ def compile_hopper_decode(
             page_size=page_size,
             segment_size=min(page_size, _PAGE_SIZE),
             masked=masked,
-            in_order=in_order,
             soft_cap=soft_cap,
             sinks=sinks,
             return_lse=False,

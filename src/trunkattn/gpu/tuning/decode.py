@@ -105,9 +105,13 @@ class TileTimes(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """Of the Hopper decode kernel, for one source and head_dim. low, middle, tall: times of tiles of 16, 32 and 64 rows;
-    None: those of a portable tile, which computes the low ones. low_read_percent: `read_percent` of a low tile of this
-    kernel; less than 100 breaks ties with the taller ones."""
+    """Of the Hopper decode kernel, for one source and head_dim.
+
+    Attributes:
+        block_n, ctas_per_sm: of all its tiles.
+        low, middle, tall: times of tiles of 16, 32 and 64 rows; None: those of a portable tile, which is the low one.
+        low_read_percent: of a low tile of this kernel; less than 100 breaks ties with the taller ones.
+    """
 
     block_n: int
     ctas_per_sm: int
@@ -197,11 +201,12 @@ def hopper_source(kv_itemsize: int, page_size: int) -> HopperSource:
 
 
 def hopper_tiles(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, ...]:
-    """The tiles of an attention that the Hopper kernel computes. Tiles of 16 rows are for single queries and for decodes
-    beside prompt chunks, those of 32 rows for batches whose tiles of 64 rows would leave SMs idle.
+    """The tiles of an attention that the Hopper kernel computes.
 
-    One kernel computes them all, so that a plan of fixed size is one launch and the merge. Single queries of 8-bit
-    numbers, and of small pages, are read faster by a portable tile."""
+    Tiles of 16 rows are for single queries and for decodes beside prompt chunks, those of 32 rows for batches whose
+    tiles of 64 rows would leave SMs idle. One kernel computes them all, so that a plan of fixed size is one launch and
+    the merge. Single queries of 8-bit numbers, and of small pages, are read faster by a portable tile.
+    """
     source = hopper_source(kv_itemsize, page_size)
     shape = HOPPER_TILES[source, head_dim]
     tall = GpuTile(64, shape.block_n, 4, 2, shape.ctas_per_sm, *shape.tall, flat_n=shape.block_n, hopper=True)
@@ -285,8 +290,8 @@ def gpu_device(num_sms: int, rows: int) -> DeviceModel:
 
 
 def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig:
-    """A tile of the table as the planner sees it. key_bytes: of a key and its value; the times of portable tiles are for
-    512, those of the Hopper kernel for its head_dim."""
+    """A tile of the table as the planner sees it. key_bytes: of a key and its value; times of portable tiles are for 512,
+    those of the Hopper kernel for its head_dim."""
     scale = 512 if tile.hopper else key_bytes
     return TileConfig(
         rows=tile.block_m,
