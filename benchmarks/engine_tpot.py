@@ -103,10 +103,12 @@ def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> d
 
 
 def table(results: Mapping[str, Mapping[str, Any]], workloads: Sequence[Workload] = WORKLOADS) -> list[dict[str, Any]]:
-    """A row per workload: each back end, and how the others compare with the first."""
+    """A row per workload that all have answered: each back end, and how the others compare with the first."""
     first, *others = results
     rows = []
     for name in map(str, workloads):
+        if any(name not in found for found in results.values()):
+            continue
         row: dict[str, Any] = {"workload": name}
         for backend, found in results.items():
             row[backend] = {key: value for key, value in found[name].items() if key != "tokens"}
@@ -122,41 +124,57 @@ Results = dict[str, dict[str, Any]]  # figures by back end and workload; "": fac
 
 @dataclass
 class Answers:
-    """What back ends have answered so far, in their order, and why some have not.
+    """What back ends have answered so far, and why some have not.
 
     Attributes:
-        names: the first is what others are compared with.
         workloads: how many each one answers.
         keep: see `run_backends`.
+        found: of those that have started, in their order.
+        finished: those that have answered all.
+        lost: those that ended before, and why.
     """
 
-    names: Sequence[str]
     workloads: int
     keep: Callable[[Results, Sequence[str]], object]
     found: Results = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
 
-    def finished(self) -> Results:
-        return {name: self.found[name] for name in self.names if "" in self.found.get(name, ())}
-
     def receive(self, name: str, answer: tuple[str, dict[str, Any]] | None) -> None:
-        """answer: (workload, figures), ("", facts of the run), or None when the process has ended."""
-        found = self.found.setdefault(name, {})
+        """answer: first ("card", its name), then (workload, figures) each, then ("", facts of the run); None when the
+        process has ended."""
         if answer is None:
-            if "" in found:
-                return
-            self.lost[name] = f"{name}: the process ended after {len(found)} of {self.workloads} workloads"
-            print(self.lost[name], flush=True)
-        else:
-            workload, figures = answer
-            found[workload] = figures
-            if workload:
-                print(f"{name} {workload}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
-                return
-        finished = self.finished()
-        first = next((name for name in self.names if name not in self.lost), None)
-        if first in finished:
-            self.keep(finished, list(self.lost))
+            self._end(name)
+            return
+        subject, figures = answer
+        self.found[name]["" if subject == "card" else subject] = figures
+        if subject == "":
+            self.finished.add(name)
+            self._keep()
+        elif subject != "card":
+            print(f"{name} {subject}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
+            if all(subject in other for other in self._left().values()):
+                self._keep()
+
+    def _end(self, name: str) -> None:
+        if name in self.finished:
+            return
+        answered = len(self.found[name].keys() - {""})
+        self.lost[name] = f"{name}: the process ended after {answered} of {self.workloads} workloads"
+        print(self.lost[name], flush=True)
+        # What the others have is kept with their next answer: where all are lost together, what all had stays kept.
+        if self._left().keys() <= self.finished:
+            self._keep()
+
+    def _left(self) -> Results:
+        """Of those that are not lost; the first is what the others are compared with."""
+        return {name: found for name, found in self.found.items() if name not in self.lost}
+
+    def _keep(self) -> None:
+        left = self._left()
+        results = {name: found for name, found in left.items() if found.keys() - {""}}
+        if results and next(iter(results)) == next(iter(left)):
+            self.keep(results, list(self.lost))
 
 
 def run_backends(
@@ -173,24 +191,29 @@ def run_backends(
         runs: the arguments of each back end's, by name.
         workloads: how many each one answers.
         together: all start at once, and one that is lost does not end the others; else one after the other.
-        keep: called with the figures of those that have finished, once the first has, and the names of the lost.
+        keep: called after each workload that all that have started have answered, and when one has finished: with the
+            figures of those that have any, and the names of the lost, for which nobody waits.
 
     Raises:
         RuntimeError: if a process ended before it had answered. The others' figures have been kept.
     """
-    answers = Answers(list(runs), workloads, keep)
+    answers = Answers(workloads, keep)
     for group in [list(runs)] if together else [[name] for name in runs]:
+        answers.found |= {name: {} for name in group}
         collect([start(name, target, *runs[name]) for name in group], answers.receive)
         if answers.lost:
             raise RuntimeError("; ".join(answers.lost.values()))
-    return answers.finished()
+    return answers.found
 
 
 def outcome(results: Results, workloads: Sequence[Workload], turns: bool, lost: Sequence[str]) -> dict[str, Any]:
-    """What a result says of its runs. lost: back ends that ended before they had answered."""
-    found: dict[str, Any] = {"turns": turns, "rows": table(results, workloads)}
+    """What a result says of its runs, and which workloads it lacks. lost: back ends that ended before they had
+    answered."""
+    rows = table(results, workloads)
+    found: dict[str, Any] = {"turns": turns, "rows": rows}
     found |= {"runs": {name: figures[""] for name, figures in results.items()}}
-    return found | ({"lost": list(lost)} if lost else {})
+    unfinished = [name for name in map(str, workloads) if name not in {row["workload"] for row in rows}]
+    return found | ({"unfinished": unfinished} if unfinished else {}) | ({"lost": list(lost)} if lost else {})
 
 
 def check_common(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -6,9 +6,9 @@
 A back end is NAME[@PAGE_SIZE], or PROMPTS+DECODING[@PAGE_SIZE] for one of each; without a page size it is SGLang's own,
 one token. FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One
 after the other, each back end is started in a process of its own, with decode graphs and the radix cache, and generates
-for the batches of vllm_tpot.py. Time per token is taken and tokens are compared as there, and the result is written
-after each back end. SGLang sends a request's tokens 8 at a time, so that its front end keeps up with all requests. What
-our back end read and saved is in the result, from the counters that SGLang would serve under /metrics.
+for the batches of vllm_tpot.py. Time per token is taken, tokens are compared and the result is written as there. SGLang
+sends a request's tokens 8 at a time, so that its front end keeps up with all requests. What our back end read and saved
+is in the result, from the counters that SGLang would serve under /metrics.
 
 With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
 --kv-gib: GiB of each one's KV cache. If one is lost the others' result is written, and names it (`lost`).
@@ -150,7 +150,7 @@ def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> "Generat
 
 
 def serve(task: Task, answers: Connection) -> None:
-    """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
+    """A process with one back end: sends the card, (workload, figures) as they come, then ("", facts of the run)."""
     from engine_tpot import measure
     from turns import starting, turn
     from vllm_tpot import counters, hide_benchmarks
@@ -167,13 +167,14 @@ def serve(task: Task, answers: Connection) -> None:
             check_cache(engine, task.options())
             ready = perf_counter() - start
             print(f"{task.backend}: ready after {ready:.0f} s", flush=True)
+            card = {"card": "cpu" if task.device == "cpu" else torch.cuda.get_device_name()}
+        answers.send(("card", card))
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
         for workload in task.workloads:
             with turn(task.turns):
                 figures = measure(partial(generate, engine), workload.prompts(vocabulary), task.repeats)
             answers.send((str(workload), figures))
-        card = "cpu" if task.device == "cpu" else torch.cuda.get_device_name()
-        facts = {"card": card, "options": task.options(), "counters": counters()}
+        facts = {**card, "options": task.options(), "counters": counters()}
         # The time beside others that start is no back end's own.
         answers.send(("", facts | ({} if task.turns else {"ready_s": round(ready, 1)})))
         with turn(task.turns):  # to end is work too
@@ -217,19 +218,15 @@ def tasks_of(arguments: argparse.Namespace, ports: Sequence[int]) -> list[Task]:
 
 
 def save(arguments: argparse.Namespace, first: Task, results: "Results", lost: Sequence[str]) -> None:
-    """Writes the figures of the back ends that have finished. first: a task. lost: those that ended before."""
+    """Writes the figures that there are. first: a task. lost: back ends that ended before they had answered."""
     from engine_tpot import outcome
-    from report import environment, short_name, write_result
+    from report import short_name, write_result
 
     card, cards = next(iter(results.values()))[""]["card"], arguments.tensor_parallel
     figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
     figures |= outcome(results, first.workloads, first.turns is not None, lost)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({**environment("sglang", "triton"), **figures}, indent=1) + "\n")
-        print(arguments.output, flush=True)
-    else:
-        result = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
-        print(write_result(result, figures, "sglang", "triton"), flush=True)
+    result = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
+    print(write_result(result, figures, "sglang", "triton", path=arguments.output), flush=True)
 
 
 def main() -> None:

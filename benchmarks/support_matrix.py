@@ -4,7 +4,8 @@
     python benchmarks/support_matrix.py --check    # only say whether they are up to date
 
 Each row is an `AttentionConfig`. `supports` says whether a device takes it and `decodes_on_hopper` whether the fast
-kernel for decoding on Hopper computes it, so the table changes when the code does. No GPU is needed: the card is a pretended one.
+kernel for decoding on Hopper computes it, so the table changes when the code does. No GPU is needed: the card is a
+pretended one.
 """
 
 import argparse

@@ -10,7 +10,8 @@ other, each back end is started in a process of its own, with full CUDA graphs a
 batches of prompts: REQUESTS × (levels of shared and private tokens). Each batch is generated once to fill the prefix
 cache, then for 136 tokens a request, timed as they arrive. TPOT is the median over repeats of the pace while all
 requests decode: from the 8th token of the request that has it last until the first request ends. So what is left of the
-prompts, which differs from run to run, is not in it. The result is written after each back end.
+prompts, which differs from run to run, is not in it. The result is written after each batch that all back ends that
+have started have answered, and says which batches it lacks (`unfinished`).
 
 The first 16 tokens of each request, greedy, are compared with those of the first back end: the fraction that is equal
 before the first that differs, and in which steps sequences part. With random weights logits lie close together, so that
@@ -134,7 +135,7 @@ def hide_benchmarks(path: list[str]) -> None:
 
 
 def serve(run: Run, setup: Setup, answers: Connection) -> None:
-    """A process with one back end: sends (workload, figures) as they come, then ("", facts of the run)."""
+    """A process with one back end: sends the card, (workload, figures) as they come, then ("", facts of the run)."""
     from engine_tpot import measure
     from turns import starting, turn
 
@@ -153,12 +154,14 @@ def serve(run: Run, setup: Setup, answers: Connection) -> None:
             llm: Any = LLM(str(setup.model), attention_backend=run.backend, **setup.options)
             ready = perf_counter() - start
             print(f"{run.name}: ready after {ready:.0f} s", flush=True)
+            card = {"card": torch.cuda.get_device_name()}
+        answers.send(("card", card))
         vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
         for workload in setup.workloads:
             with turn(setup.turns):
                 figures = measure(partial(generate, llm), workload.prompts(vocabulary), setup.repeats)
             answers.send((str(workload), figures))
-        facts: dict[str, Any] = {"card": torch.cuda.get_device_name(), "counters": counters()}
+        facts: dict[str, Any] = {**card, "counters": counters()}
         # The time beside others that start is no back end's own.
         answers.send(("", facts | ({} if setup.turns else {"ready_s": round(ready, 1)})))
         with turn(setup.turns):  # to end is work too
@@ -240,7 +243,7 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def save(arguments: argparse.Namespace, setup: Setup, results: "Results", lost: Sequence[str]) -> None:
-    """Writes the figures of the back ends that have finished. lost: those that ended before."""
+    """Writes the figures that there are. lost: back ends that ended before they had answered."""
     from engine_models import SHAPES
     from engine_tpot import outcome
     from report import short_name, write_result

@@ -67,9 +67,9 @@ def tpot() -> Section:
     older = tpot_table({"H200": "vllm-tpot-h200-0.26", "two H200s": "vllm-tpot-h200-tp2"}, losses)
     text = f"""## In vLLM: time per output token
 
-Milliseconds, Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends. FA3 is
-FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure is the
-median of three runs.
+Milliseconds, Llama-3-8B's shape with random weights, bf16, full CUDA graphs, the same prompts for both back ends. FA3
+is FlashAttention-3, vLLM's own choice; the last column of each card is our speed over it. On one card each figure is
+the median of three runs.
 
 {newest}
 {older}"""

@@ -170,8 +170,8 @@ class AttentionConfig:
 
     @property
     def decodes_on_hopper(self) -> bool:
-        """Whether the Hopper kernel for decoding, for sm_90, computes this attention. It does not if that is to be batch
-        invariant: where the tokens of a tile end decides where the last ones lie in a block."""
+        """Whether the Hopper kernel for decoding, for sm_90, computes this attention. It does not if that is to be
+        batch invariant: where the tokens of a tile end decides where the last ones lie in a block."""
         plans = self.policy == "auto" and not self.batch_invariant
         return plans and fits_hopper_decode(
             (self.dtype, self.cache_dtype),

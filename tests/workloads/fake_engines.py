@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from turns import starting, turn
 
 PATIENCE = 60  # seconds until a test gives up
+FACTS = {"card": "cpu", "counters": {}}
 FIGURES = {"tpot_ms": 10.0, "tpot_ms_each": [10.0], "tokens": [[1] * 16]}
 
 
@@ -55,11 +56,10 @@ def measure_often(lock: Path, marker: Path) -> None:
 def fork_and_die(lock: Path, born: Connection) -> None:
     """Dies while it starts; what it has forked lives on, as an engine's processes may."""
     with starting(lock):
-        child = os.fork()
-        if not child:
+        if not os.fork():
+            born.send(os.getpid())  # it has no lock any more
             time.sleep(PATIENCE)
             os._exit(0)
-        born.send(child)
         os.kill(os.getpid(), 9)
 
 
@@ -69,15 +69,19 @@ def meet(barrier: Barrier, workloads: tuple[str, ...], answers: Connection) -> N
     answer(workloads, answers)
 
 
-def answer(workloads: tuple[str, ...], answers: Connection) -> None:
+def send_figures(workloads: tuple[str, ...], answers: Connection) -> None:
+    answers.send(("card", {"card": "cpu"}))
     for name in workloads:
         answers.send((name, FIGURES))
-    answers.send(("", {"card": "cpu"}))
+
+
+def answer(workloads: tuple[str, ...], answers: Connection) -> None:
+    send_figures(workloads, answers)
+    answers.send(("", FACTS))
 
 
 def die(workloads: tuple[str, ...], answers: Connection) -> None:
-    for name in workloads:
-        answers.send((name, FIGURES))
+    send_figures(workloads, answers)
     os._exit(3)
 
 

@@ -1,5 +1,5 @@
-"""benchmarks/vllm_tpot.py and sglang_tpot.py without an engine: the pace of made-up token times, the table, what the
-options choose, and back ends that are lost."""
+"""benchmarks/vllm_tpot.py and sglang_tpot.py without an engine: the pace of made-up token times, the table and what
+the options choose."""
 
 import fcntl
 import json
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,14 +26,10 @@ from engine_tpot import (
     SHORT,
     SIX,
     WORKLOADS,
-    Answers,
     Generated,
-    Results,
     Workload,
     measure,
-    outcome,
     pace,
-    run_backends,
     table,
 )
 from vllm_tpot import OPTIONS, Run, Setup, name_of, options_of, read_arguments, wanted_runs, workloads_of
@@ -265,60 +261,6 @@ def test_two_commands_get_ports_of_their_own() -> None:
         pass
 
 
-NAMES = ("a", "b")
-
-
-class Kept(list[tuple[list[str], list[str]]]):
-    """Names of the back ends that were written, and of the lost, each time."""
-
-    def __call__(self, results: Results, lost: Sequence[str]) -> None:
-        self.append((list(results), list(lost)))
-
-
-def test_back_ends_that_take_turns_start_at_once() -> None:
-    barrier = get_context("spawn").Barrier(2)
-    kept = Kept()
-    runs = {name: (barrier, NAMES) for name in ("FLASH_ATTN", "CUSTOM")}
-    results = run_backends(fake_engines.meet, runs, 2, True, kept)
-    assert list(results) == ["FLASH_ATTN", "CUSTOM"] and list(results["CUSTOM"]) == ["a", "b", ""]
-    assert kept[-1] == (["FLASH_ATTN", "CUSTOM"], []) and all(names[0] == "FLASH_ATTN" for names, _ in kept)
-
-
-def test_others_run_one_after_the_other(tmp_path: Path) -> None:
-    kept = Kept()
-    runs = {name: (tmp_path / "marker", NAMES) for name in ("FLASH_ATTN", "CUSTOM")}
-    run_backends(fake_engines.alone, runs, 2, False, kept)
-    assert kept == [(["FLASH_ATTN"], []), (["FLASH_ATTN", "CUSTOM"], [])]
-
-
-def test_a_back_end_that_is_lost_ends_those_after_it(tmp_path: Path) -> None:
-    kept, marker = Kept(), tmp_path / "marker"
-    marker.touch()  # the first dies of it
-    runs: dict[str, tuple[Any, ...]] = {"FLASH_ATTN": (marker, NAMES), "CUSTOM": (tmp_path / "other", NAMES)}
-    with pytest.raises(RuntimeError, match=r"^FLASH_ATTN: the process ended after 0 of 2 workloads$"):
-        run_backends(fake_engines.alone, runs, 2, False, kept)
-    assert kept == []
-
-
-@pytest.mark.parametrize("lost", ["FLASH_ATTN", "CUSTOM"])
-def test_beside_others_their_figures_are_kept(lost: str) -> None:
-    kept, names = Kept(), ["FLASH_ATTN", "CUSTOM", "OTHER"]
-    runs: dict[str, tuple[Any, ...]] = {name: (name == lost, NAMES) for name in names}
-    with pytest.raises(RuntimeError, match=f"^{lost}: the process ended after 2 of 2 workloads$"):
-        run_backends(fake_engines.die_or_answer, runs, 2, True, kept)
-    assert kept[-1] == ([name for name in names if name != lost], [lost])
-
-
-def test_a_result_says_who_was_lost_and_whether_they_took_turns() -> None:
-    workload = Workload(1, ((1, 32),))
-    results: Results = {"CUSTOM": {str(workload): fake_engines.FIGURES, "": {"card": "cpu"}}}
-    assert outcome(results, [workload], True, ["FLASH_ATTN"]) == {
-        "turns": True, "lost": ["FLASH_ATTN"], "runs": {"CUSTOM": {"card": "cpu"}},
-        "rows": [{"workload": "1 x (32)", "CUSTOM": {"tpot_ms": 10.0, "tpot_ms_each": [10.0]}}],
-    }  # fmt: skip
-    assert "lost" not in outcome(results, [workload], False, [])
-
-
 class Engine:
     """Stands for vLLM's LLM and SGLang's Engine: notes what the lock allows when it starts, measures and ends."""
 
@@ -370,7 +312,8 @@ def test_an_engine_measures_in_its_turn(
         sglang_tpot.serve(sglang_tpot.Task("trunk", Path(model), "cuda", 1, workloads, 1, None, lock), sender)
     while answers.poll():
         found.append(answers.recv())
-    assert [name for name, _ in found] == ["2 x (32)", "1 x (16)", ""]
+    assert [name for name, _ in found] == ["card", "2 x (32)", "1 x (16)", ""]
+    assert found[0][1] == {"card": "cpu"} == {"card": found[-1][1]["card"]}
     assert ("ready_s" in found[-1][1]) != takes_turns
     if takes_turns:
         assert engine.seen == [("start", True, False), *[("measure", False, False)] * 4, ("end", False, False)]
@@ -381,14 +324,3 @@ def test_processes_of_engines_import_a_script_without_its_folder(script: str) ->
     path = str(Path(vllm_tpot.__file__).with_name(f"{script}.py"))
     code = f"import runpy; runpy.run_path({path!r}, run_name='__mp_main__')"
     subprocess.run([sys.executable, "-I", "-c", code], check=True)
-
-
-@pytest.mark.parametrize("first_ends", [("", {"card": "cpu"}), None])
-def test_figures_wait_for_those_that_they_are_compared_with(first_ends: tuple[str, dict[str, Any]] | None) -> None:
-    kept = Kept()
-    answers = Answers(["FLASH_ATTN", "CUSTOM"], 2, kept)
-    answers.receive("CUSTOM", ("", {"card": "cpu"}))
-    answers.receive("CUSTOM", None)
-    assert kept == []
-    answers.receive("FLASH_ATTN", first_ends)
-    assert kept == ([(["FLASH_ATTN", "CUSTOM"], [])] if first_ends else [(["CUSTOM"], ["FLASH_ATTN"])])

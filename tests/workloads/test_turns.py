@@ -126,11 +126,11 @@ def test_each_process_is_heard_until_it_ends(tmp_path: Path) -> None:
         )
     finally:
         os.kill(int(children.read_text()), signal.SIGKILL)
-    figures = fake_engines.FIGURES
+    card, figures = ("card", {"card": "cpu"}), fake_engines.FIGURES
     assert found == {
-        "dies": [("a", figures), None],
+        "dies": [card, ("a", figures), None],
         "leaves": [None],
-        "answers": [("a", figures), ("b", figures), ("", {"card": "cpu"}), None],
+        "answers": [card, ("a", figures), ("b", figures), ("", fake_engines.FACTS), None],
     }
 
 

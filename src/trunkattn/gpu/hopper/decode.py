@@ -1,10 +1,10 @@
 """Decoding in row tiles on Hopper over a paged cache, warp specialized, in Gluon: the kernel of `TileList` items.
 
 A CTA computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two producer warps
-load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; or more gather
-them token by token, from caches of 8 bits and from small pages (`gather`). One consumer warpgroup computes. Two CTAs
-share an SM: while one computes the softmax of a block, the tensor cores work for the other. A masked block is computed
-whole: tensor cores have time to spare, memory bandwidth does not.
+load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; or more widen
+what TMA loads of an 8-bit cache (`widen`), or gather small pages token by token (`gather`). One consumer warpgroup
+computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for the other. A masked
+block is computed whole: tensor cores have time to spare, memory bandwidth does not.
 """
 
 from types import MappingProxyType

@@ -41,6 +41,7 @@ from trunkattn.planner import work_list
 _ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
 _SEGMENT_START, _SHARED_END = tl.constexpr(work_list.SEGMENT_START), tl.constexpr(work_list.SEGMENT_FULL)
 _SEGMENT_END = tl.constexpr(work_list.SEGMENT_END)
+_NEAR = 32  # steps on either side of the golden section that `spread_stride` looks at
 _QUERY_START, _QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
 _PLACE, _QUERIES = tl.constexpr(work_list.SEGMENT_PLACE), tl.constexpr(work_list.SEGMENT_QUERIES)
 _POSITION, _SEGMENT_COLUMNS = tl.constexpr(work_list.SEGMENT_POSITION), tl.constexpr(work_list.SEGMENT_COLUMNS)
@@ -384,14 +385,24 @@ def launch_arguments(
 
 
 def spread_stride(num_programs: int) -> int:
-    """What spreads a launch's first tasks over all of its CTAs, however many tasks there are: task t goes to CTA
-    0.618 * num_programs * t, modulo num_programs, about as far as possible from the CTAs of the tasks before it.
+    """What spreads a launch's first tasks over all of its CTAs, however many tasks there are: CTA i begins with task
+    i * stride, so that task t goes to CTA t * step. A step of the golden section of all CTAs leaves the largest gaps
+    between any number of them; taken is one near it that is as far from a simple fraction of them.
 
     CTAs with neighbouring numbers may start on one SM, if others are still busy with the launch ahead."""
-    step = round(num_programs * (math.sqrt(5) - 1) / 2)
-    while math.gcd(step, num_programs) > 1:
-        step += 1
+    golden = round(num_programs * (math.sqrt(5) - 1) / 2)
+    near = range(max(1, golden - _NEAR), min(num_programs, golden + _NEAR) + 1)
+    steps = [step for step in near if math.gcd(step, num_programs) == 1]
+    step = min(steps, key=lambda step: (_largest_quotient(num_programs, step), abs(step - golden)))
     return pow(step, -1, num_programs)
+
+
+def _largest_quotient(a: int, b: int) -> int:
+    """Of Euclid's algorithm. The larger it is, the nearer b / a is to a simpler fraction."""
+    most = 0
+    while b:
+        most, a, b = max(most, a // b), b, a % b
+    return most
 
 
 def decode_tile(tile: GpuTile, segment_size: int) -> DecodeTile:
