@@ -57,8 +57,15 @@ It has in it what is left of the prompts, which differs from run to run: {far} o
 
 
 def cut_text(names: Sequence[str]) -> str:
-    """Which runs ended early; empty: none."""
-    return "".join(f"\n`{name}`: {load(name)['cut']}.\n" for name in names if "cut" in load(name))
+    """Which runs ended early, and what they lack; empty: none."""
+    found = ""
+    for name in names:
+        result = load(name)
+        if missing := result.get("unfinished"):
+            found += f"\n`{name}`: the run ended before {and_(f'`{batch}`' for batch in missing)}.\n"
+        elif "cut" in result:
+            found += f"\n`{name}`: {result['cut']}.\n"
+    return found
 
 
 def tpot() -> Section:

@@ -42,7 +42,7 @@ def test_every_loss_in_the_results_is_on_the_page() -> None:
     pair = common.load("vllm-tpot-h200-tp2")["rows"][-1]
     assert pair["CUSTOM"]["tpot_ms"] > pair["FLASH_ATTN"]["tpot_ms"]
     losses = performance_page.page().split("## Where it loses")[1]
-    assert "vLLM, two H200s: nothing shared" in losses
+    assert "vLLM 0.26.0, two H200s: nothing shared" in losses
     assert "PyTorch's cuDNN back end" in losses
 
 
@@ -88,6 +88,20 @@ def test_the_page_says_how_runs_were_timed_that_were_timed_in_another_way(result
     assert text.startswith("In `old` time per token is a difference. It has")
     assert text.endswith("2 of 6 runs are more than 10 % from their median and 2 not over 0.")
     assert vllm.timing_text(["new"]) == ""
+
+
+def test_the_page_says_which_runs_ended_early(results: Path) -> None:
+    for name, facts in {
+        "whole": {},
+        "cut": {"cut": "given back"},
+        "short": {"unfinished": ["1 x (2)", "3 x (4)"]},
+    }.items():
+        (results / f"{name}.json").write_text(json.dumps(facts))
+    assert vllm.cut_text(["whole"]) == ""
+    assert vllm.cut_text(["whole", "cut", "short"]).split("\n\n") == [
+        "\n`cut`: given back.",
+        "`short`: the run ended before `1 x (2)` and `3 x (4)`.\n",
+    ]
 
 
 def test_a_readme_without_markers_is_refused() -> None:

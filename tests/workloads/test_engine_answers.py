@@ -122,7 +122,7 @@ def test_a_result_is_written_before_a_back_end_has_finished(
     monkeypatch.setattr("report.RESULTS", tmp_path / "results")
     arguments = script.read_arguments(["--model", model, "--backends", "a", "b"])
     if script is vllm_tpot:
-        how: Any = Setup(Path(model), {"tensor_parallel_size": 1}, BOTH, 1, False)
+        how: Any = vllm_tpot.Setup(Path(model), {"tensor_parallel_size": 1}, BOTH, 1, False)
     else:
         how = sglang_tpot.tasks_of(arguments, [])[0]._replace(workloads=BOTH)
     answers = Answers(2, partial(script.save, arguments, how), {"a": {}, "b": {}})
