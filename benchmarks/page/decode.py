@@ -59,7 +59,7 @@ Nothing shared: time over that of the fastest peer in the same cell.
         )
     }
 
-fp8 (e4m3) caches: speed over that of a bf16 cache. Shared trees lose, because 8-bit caches run the portable kernel.
+fp8 (e4m3) caches in the portable kernel, which computed them then: speed over that of a bf16 cache.
 
 {table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], eight, 2)}
 

@@ -28,6 +28,7 @@ KV_KINDS: Final = MappingProxyType(
 
 # What the Hopper kernels take
 HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
+HOPPER_8_BIT_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 HOPPER_PAGE_UNIT: Final = 16  # tokens that TMA loads at a time
 HOPPER_BOX_DIMS: Final = 64
 HOPPER_HEAD_DIMS: Final = (64, 128, 256)
@@ -46,7 +47,7 @@ def fits_hopper_decode(
     of queries and of caches. head_dims: of keys and of values."""
     return (
         dtypes[0] in HOPPER_DTYPES
-        and all(dtype == dtypes[0] or dtype.itemsize == 1 for dtype in dtypes)
+        and all(dtype == dtypes[0] or dtype in HOPPER_8_BIT_DTYPES for dtype in dtypes)
         and len(set(dtypes[1:])) == 1
         and head_dims[0] in HOPPER_HEAD_DIMS
         and head_dims[0] == head_dims[1]

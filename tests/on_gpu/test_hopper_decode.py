@@ -109,7 +109,7 @@ def test_every_tiling(monkeypatch: pytest.MonkeyPatch, launched: list[int], way:
 
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (32, 2)])
-@pytest.mark.parametrize("page_size", [16, 32, 64, 48])
+@pytest.mark.parametrize("page_size", [16, 24, 32, 64, 48])
 def test_groups_and_pages(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], heads: tuple[int, int], page_size: int
 ) -> None:
@@ -140,6 +140,7 @@ def test_several_query_tokens_and_windows(
         replace(GOOD, head_dim=64, num_qo_heads=64, sinks=True),
         replace(GOOD, head_dim=64, page_size=32, dtype=torch.float16),
         *(replace(GOOD, page_size=page_size) for page_size in (1, 2, 8)),
+        replace(GOOD, kv_dtype=torch.float8_e4m3fn, page_size=8, num_qo_heads=12, num_kv_heads=1),
         replace(GOOD, kv_dtype=torch.float8_e4m3fn),
         replace(GOOD, kv_dtype=torch.float8_e5m2, num_kv_heads=4, dtype=torch.float16),
         replace(GOOD, kv_dtype=torch.float8_e4m3fn, page_size=1, num_qo_heads=28, num_kv_heads=4),
@@ -194,10 +195,13 @@ def test_batch_invariant_bits(launched: list[int], kv_dtype: torch.dtype | None,
     assert (taken - expected(layer, config, chosen)).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("scale", [1e-3, 3.0])
-def test_scales(monkeypatch: pytest.MonkeyPatch, launched: list[int], scale: float) -> None:
+def test_scales(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], scale: float, kv_dtype: torch.dtype | None
+) -> None:
     only(monkeypatch, "64x64")
-    config = replace(GOOD, sm_scale=scale)
+    config = replace(GOOD, sm_scale=scale, kv_dtype=kv_dtype)
     layer = poisoned(config, uneven("1,8,64_512,128,100", 16))
     check(config, layer, 0.04)
     attention = BatchAttention(config, "cuda")
@@ -273,8 +277,22 @@ def test_one_graph_serves_batches_of_all_heights(launched: list[int]) -> None:
     assert heights >= {"16x64", "32x64", "64x64"} or not runs_it()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_dtype": torch.float8_e4m3fn}, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn, "page_size": 4}],
+    ids=["loaded", "widened", "copied", "gathered"],
+)
 @pytest.mark.parametrize("way", ["32x64", "64x64 uncut"])
-def test_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str) -> None:
+def test_for_the_sanitizer(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str, options: dict[str, Any]
+) -> None:
     only(monkeypatch, way)
+    config = replace(GOOD, **options)
+    check(config, poisoned(config, uneven("1,4,20_96,48,40", config.page_size)), 0.02)
+    assert bool(launched) == runs_it()
+
+
+def test_low_tiles_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, launched: list[int]) -> None:
+    only(monkeypatch, "16x64 per query")
     check(GOOD, poisoned(GOOD, uneven("1,4,20_96,48,40", 16)), 0.02)
     assert bool(launched) == runs_it()

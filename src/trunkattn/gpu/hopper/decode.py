@@ -150,7 +150,7 @@ class DecodeWork(NamedTuple):
 
 class DecodeArguments(NamedTuple):
     """The parameters of `hopper_decode_kernel`. k_desc, v_desc: TMA descriptors of the caches; where it gathers, the
-    caches themselves."""
+    caches as int32."""
 
     layer: Layer
     k_desc: Any

@@ -35,7 +35,7 @@ class MainloopTile(NamedTuple):
     num_stages: int
     num_threads: int
     num_producer_warps: int
-    gathered: bool
+    stored: bool
     k_empty: int
     v_empty: int
     mask_ahead: bool
@@ -52,7 +52,7 @@ def mainloop_tile(
     mask_ahead: bool,
     num_producer_warps: int = 1,
 ) -> MainloopTile:
-    """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several gather."""
+    """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several store."""
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
     scores, acc = (

@@ -27,14 +27,14 @@ warps_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 class PipelineShape(NamedTuple):
     """Constants of a pipeline. block_n: keys or values of a stage, of head_dim numbers each. num_threads: those of the
     producer and of the consumers, which meet at an empty barrier. empty: number of the empty barrier of stage 0.
-    gathered: producer warps store the blocks, instead of TMA."""
+    stored: producer warps store the blocks, instead of TMA."""
 
     head_dim: int
     block_n: int
     num_stages: int
     num_threads: int
     empty: int
-    gathered: bool = False
+    stored: bool = False
 
 
 class Pipeline(NamedTuple):
@@ -108,7 +108,7 @@ def consumer_wait(pipeline, index, SHAPE: gl.constexpr, pred=True):
     """Waits until block `index` has been written, if `pred`. The matrix products see at once what TMA writes, and what
     producer warps store behind a fence."""
     mbarrier.wait(pipeline.full.index(index % SHAPE.num_stages), index // SHAPE.num_stages % 2, pred=pred)
-    if SHAPE.gathered:
+    if SHAPE.stored:
         fence_async_shared()
 
 

@@ -29,7 +29,14 @@ _E4M3_TO_FP16 = gl.constexpr("""
 # The upper byte of a float16 is a float8_e5m2.
 _E5M2_TO_FP16 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
 _SAME, _E4M3, _E5M2 = 0, 1, 2
-_KINDS: Final = MappingProxyType({torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _E5M2})
+_KINDS: Final = MappingProxyType(
+    {
+        torch.bfloat16: _SAME,
+        torch.float16: _SAME,
+        torch.float8_e4m3fn: _E4M3,
+        torch.float8_e5m2: _E5M2,
+    }
+)
 IS_SAME, _IS_E4M3 = gl.constexpr(_SAME), gl.constexpr(_E4M3)
 _SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes as SWIZZLED
 # Of the largest number of a row, as float16 queries: a float32 has 127 more
@@ -57,7 +64,7 @@ class Staging(NamedTuple):
 
 def kind_of(dtype: torch.dtype) -> int:
     """How a cache's numbers become 16-bit ones; 0: they are."""
-    return _KINDS.get(dtype, _SAME)
+    return _KINDS[dtype]
 
 
 def staged_descriptor(cache: torch.Tensor) -> TensorDescriptor:

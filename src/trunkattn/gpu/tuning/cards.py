@@ -47,9 +47,9 @@ class Card:
         times: for the choice of row tiles.
         hopper_tiles: whether the times of `HOPPER_TILES` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
-        hopper_family: whether they hold for everything else that the Hopper kernels compute, too: other heads than
-            those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches, pages under 16 tokens and
-            batch invariance.
+        hopper_family: whether they are trusted for everything else that the Hopper kernels compute, too: other heads
+            than those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches and pages that are
+            not of whole 16 tokens. Decoding was timed on an H200, prompts were not.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
@@ -72,7 +72,7 @@ H100: Final = Card(
         idle_percent=8,
     ),
     hopper_tiles=True,
-    hopper_family=True,  # timed on an H200, which has the same SMs
+    hopper_family=True,  # its SMs are an H200's
     overlap=OverlapTimes(
         flops_per_ns=585_000,
         narrow=Shares(80, 87),

@@ -317,4 +317,4 @@ def _pipeline_ops(ptx: str) -> PipelineOps | None:
     """The empty barriers of pipelines have numbers that are computed, other barriers have constant ones."""
     texts = (r"\.expect_tx\.", r"\bbar\.sync\s+%r", r"\bwgmma\.commit_group\.", r"\bbar\.arrive\s+%r")
     ops = PipelineOps(*(len(re.findall(text, ptx)) for text in texts))
-    return ops if ops.fills else None
+    return ops if ops.releases else None

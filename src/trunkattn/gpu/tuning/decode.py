@@ -94,7 +94,7 @@ class HopperSource(IntEnum):
 
     LOADED = 0  # 16-bit numbers, by TMA
     WIDENED = 1  # 8-bit numbers by TMA, which producer warps make 16-bit ones
-    GATHERED = 2  # from pages under 16 tokens, which TMA does not load, by producer warps
+    GATHERED = 2  # by producer warps, from pages that are not of whole 16 tokens, which TMA does not load
 
 
 class TileTimes(NamedTuple):
@@ -121,7 +121,9 @@ class HopperTile(NamedTuple):
     low_read_percent: int = 100
 
 
-# `benchmarks/calibrate_shapes.py` fits the times. Two CTAs fit on an SM, or one with 8-bit heads of 256.
+# `benchmarks/calibrate_shapes.py` fits the times, but for what no shape has: 8-bit heads of 64 have the times of heads
+# of 128, and gathered heads of 256 those of widened ones. 16-bit heads of 128 have times that suit an H100, too. Two
+# CTAs fit on an SM, or one with 8-bit heads of 256.
 HOPPER_TILES: Final = MappingProxyType(
     {
         (HopperSource.LOADED, 64): HopperTile(
@@ -205,7 +207,7 @@ def hopper_tiles(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTi
 
     Tiles of 16 rows are for single queries and for decodes beside prompt chunks, those of 32 rows for batches whose
     tiles of 64 rows would leave SMs idle. One kernel computes them all, so that a plan of fixed size is one launch and
-    the merge. Single queries of 8-bit numbers, and of small pages, are read faster by a portable tile.
+    the merge. Single queries of small pages, and of 8-bit heads up to 128, are read faster by a portable tile.
     """
     source = hopper_source(kv_itemsize, page_size)
     shape = HOPPER_TILES[source, head_dim]

@@ -12,8 +12,8 @@ from trunkattn.gpu.tuning.decode import GpuTile, Tile
 
 
 class PipelineOps(NamedTuple):
-    """Places in the code of a kernel with TMA pipelines: where a producer fills a stage, where it acquires one, where
-    consumers multiply with a stage, and where they release one."""
+    """Places in the code of a kernel with pipelines: where a producer fills a stage by TMA, where it acquires one,
+    where consumers multiply with a stage, and where they release one."""
 
     fills: int
     acquires: int
