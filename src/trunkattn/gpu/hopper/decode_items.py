@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trunkattn.gpu.hopper.common import scheduled_task
-from trunkattn.gpu.hopper.gather import copy_rows, load_rows, locate_rows
+from trunkattn.gpu.hopper.gather import HeadWords, copy_rows, load_rows, locate_rows
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_V_EMPTY, load_block
 from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_FULL, ITEM_SEGMENT_START, locate_boxes
 from trunkattn.gpu.hopper.widen import IS_SAME, read_staged, stage, store_words
@@ -101,7 +101,7 @@ def widen_items(tasks, segments, k_desc, v_desc, staging, kv, C: gl.constexpr, T
 @gluon.jit
 def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, T: gl.constexpr):
     """Producer warps of keys and of values, which they gather. The places of tokens are known two blocks ahead, so that
-    no thread waits for them."""
+    no thread waits for them. 8-bit keys are on their way while values are stored, and the other way round."""
     ACROSS: gl.constexpr = T.head_dim * C.kv_bytes // 16  # threads of a row, which load 16 bytes each
     WARPS: gl.constexpr = T.num_producer_warps
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
@@ -112,12 +112,27 @@ def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, 
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         head = task.kv_head.to(gl.int64)
-        k = k_cache + head * (layer.k_head_stride // PER_WORD)
-        v = v_cache + head * (layer.v_head_stride // PER_WORD)
-        if C.kv_kind == IS_SAME:
-            index = _copy_item(blocks, index, segments, k, v, layer, kv, C, T, ROWS, LAYOUT)
-        else:
-            index = _gather_item(blocks, index, segments, k, v, layer, kv, C, T, ROWS, LAYOUT)
+        k_words = k_cache + head * (layer.k_head_stride // PER_WORD)
+        v_words = v_cache + head * (layer.v_head_stride // PER_WORD)
+        k = HeadWords(k_words, layer.k_page_stride // PER_WORD, layer.k_token_stride // PER_WORD)
+        v = HeadWords(v_words, layer.v_page_stride // PER_WORD, layer.v_token_stride // PER_WORD)
+        places = _places_of(segments, blocks, 0, C, T, ROWS, LAYOUT)
+        next_places = _places_of(segments, blocks, 1, C, T, ROWS, LAYOUT)
+        if C.kv_kind != IS_SAME:
+            keys = load_rows(k, places, C, T, LAYOUT)
+        for nth in range(blocks.count):
+            if C.kv_kind == IS_SAME:
+                places_behind = _places_of(segments, blocks, nth + 2, C, T, ROWS, LAYOUT)
+                copy_rows(kv.k, index, k, places, BAR_K_EMPTY, C, T, LAYOUT)
+                copy_rows(kv.v, index, v, places, BAR_V_EMPTY, C, T, LAYOUT)
+            else:
+                values = load_rows(v, places, C, T, LAYOUT)
+                places_behind = _places_of(segments, blocks, nth + 2, C, T, ROWS, LAYOUT)
+                store_words(kv.k, index, keys, BAR_K_EMPTY, C.kv_kind, T)
+                keys = load_rows(k, next_places, C, T, LAYOUT)
+                store_words(kv.v, index, values, BAR_V_EMPTY, C.kv_kind, T)
+            places, next_places = next_places, places_behind
+            index += 1
 
 
 @gluon.jit
@@ -125,58 +140,3 @@ def _places_of(segments, blocks, nth, C: gl.constexpr, T: gl.constexpr, ROWS: gl
     """The places of the block that is computed as nth; behind the last block there are none."""
     end = gl.where(nth < blocks.count, blocks.end, 0)
     return locate_rows(segments, segment_of(blocks, nth, C, T), end, C, T, ROWS, LAYOUT)
-
-
-@gluon.jit
-def _copy_item(
-    blocks,
-    index,
-    segments,
-    k,
-    v,
-    layer,
-    kv,
-    C: gl.constexpr,
-    T: gl.constexpr,
-    ROWS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """The blocks of an item whose numbers have 16 bits, from block `index` on. Returns the next block's index."""
-    places = _places_of(segments, blocks, 0, C, T, ROWS, LAYOUT)
-    next_places = _places_of(segments, blocks, 1, C, T, ROWS, LAYOUT)
-    for nth in range(blocks.count):
-        places_behind = _places_of(segments, blocks, nth + 2, C, T, ROWS, LAYOUT)
-        copy_rows(kv.k, index, k, places, layer.k_page_stride, layer.k_token_stride, BAR_K_EMPTY, C, T, LAYOUT)
-        copy_rows(kv.v, index, v, places, layer.v_page_stride, layer.v_token_stride, BAR_V_EMPTY, C, T, LAYOUT)
-        places, next_places = next_places, places_behind
-        index += 1
-    return index
-
-
-@gluon.jit
-def _gather_item(
-    blocks,
-    index,
-    segments,
-    k,
-    v,
-    layer,
-    kv,
-    C: gl.constexpr,
-    T: gl.constexpr,
-    ROWS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """The same for numbers of 8 bits. Keys are on their way while values are stored, and the other way round."""
-    places = _places_of(segments, blocks, 0, C, T, ROWS, LAYOUT)
-    next_places = _places_of(segments, blocks, 1, C, T, ROWS, LAYOUT)
-    keys = load_rows(k, places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
-    for nth in range(blocks.count):
-        values = load_rows(v, places, layer.v_page_stride, layer.v_token_stride, C, T, LAYOUT)
-        places_behind = _places_of(segments, blocks, nth + 2, C, T, ROWS, LAYOUT)
-        store_words(kv.k, index, keys, BAR_K_EMPTY, C.kv_kind, T)
-        keys = load_rows(k, next_places, layer.k_page_stride, layer.k_token_stride, C, T, LAYOUT)
-        store_words(kv.v, index, values, BAR_V_EMPTY, C.kv_kind, T)
-        places, next_places = next_places, places_behind
-        index += 1
-    return index

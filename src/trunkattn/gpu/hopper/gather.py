@@ -3,6 +3,8 @@ small for TMA. Rows of 16-bit numbers are copied to shared memory asynchronously
 registers and are widened on the way.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,6 +16,14 @@ from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_QUERIES
 _SEGMENT_COLUMNS, _SEGMENT_QUERIES = gl.constexpr(SEGMENT_COLUMNS), gl.constexpr(SEGMENT_QUERIES)
 # Names of Triton 3.9, and of 3.6
 _async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+class HeadWords(NamedTuple):
+    """A KV head of a cache as int32. words: pointer to the head of the first token. Strides are in words."""
+
+    words: Any
+    page_stride: Any
+    token_stride: Any
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
@@ -37,27 +47,16 @@ def locate_rows(segments, at, end, C: gl.constexpr, T: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def _addresses(cache, place, page_stride, token_stride, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of the words of tokens at these places. Strides are in numbers of the cache."""
-    PER_WORD: gl.constexpr = 4 // C.kv_bytes
-    w = gl.arange(0, T.head_dim // PER_WORD, gl.SliceLayout(0, LAYOUT))
-    page = (place // C.page_size).to(gl.int64)
-    at = page * (page_stride // PER_WORD) + place % C.page_size * (token_stride // PER_WORD)
-    return cache + at[:, None] + w[None, :]
+def _addresses(cache, place, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of the words of tokens at these places."""
+    w = gl.arange(0, T.head_dim * C.kv_bytes // 4, gl.SliceLayout(0, LAYOUT))
+    at = (place // C.page_size).to(gl.int64) * cache.page_stride + place % C.page_size * cache.token_stride
+    return cache.words + at[:, None] + w[None, :]
 
 
 @gluon.jit
 def copy_rows(
-    pipeline,
-    index,
-    cache,
-    places,
-    page_stride,
-    token_stride,
-    BAR_EMPTY: gl.constexpr,
-    C: gl.constexpr,
-    T: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    pipeline, index, cache, places, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Acquires the stage of block `index` and starts to copy its 16-bit rows; zeros where there are none, for what lies
     behind the last token may be NaN."""
@@ -66,16 +65,16 @@ def copy_rows(
     tile = pipeline.words.index(stage)
     ROWS: gl.constexpr = T.block_n // len(places)
     for i in gl.static_range(len(places)):
-        at = _addresses(cache, places[i], page_stride, token_stride, C, T, LAYOUT)
+        at = _addresses(cache, places[i], C, T, LAYOUT)
         _async_load(tile.slice(i * ROWS, ROWS), at, mask=(places[i] >= 0)[:, None])
     async_copy.mbarrier_arrive(pipeline.full.index(stage), increment_count=False)
 
 
 @gluon.jit
-def load_rows(cache, places, page_stride, token_stride, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
+def load_rows(cache, places, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
     """The rows of a block as words, zeros where there are none."""
     rows: gl.tuple = ()
     for i in gl.static_range(len(places)):
-        at = _addresses(cache, places[i], page_stride, token_stride, C, T, LAYOUT)
+        at = _addresses(cache, places[i], C, T, LAYOUT)
         rows += (gl.load(at, mask=(places[i] >= 0)[:, None], other=0),)
     return rows
