@@ -15,7 +15,7 @@ from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.invariants import check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule
-from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_tiles
+from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import tree_batch
@@ -50,7 +50,7 @@ def random_batch(seed: int, page_size: int, window: int) -> StepTables:
 
 
 def host_list(rule: TilingRule, batch: StepTables) -> TileList:
-    return invariant_tiles(rule, forest_of(batch, rule.page_size), batch)
+    return invariant_list(rule, forest_of(batch, rule.page_size), batch)
 
 
 CASES = given(

@@ -25,6 +25,7 @@ from trunkattn.gpu.tuning.decode import (
     decode_tiles,
     gpu_device,
     hopper_tiles,
+    invariant_tiles,
     tile_config,
     without_subtiles,
 )
@@ -37,7 +38,7 @@ from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import Division, join
 from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, tile_limits, tile_work
-from trunkattn.planner.row_tiles.invariant import invariant_limits, invariant_tiles
+from trunkattn.planner.row_tiles.invariant import invariant_limits, invariant_list
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, PlanStats, TileLimits, TileList
@@ -208,16 +209,21 @@ class GpuExecutor:
         """Plans the rest, then the chunks in what is left of the capacity."""
         rest, division = halves
         chunks = division.chunks if division else None
-        if self._is_tiled:
-            rest, tile_list, choice = self._plan_tiles(rest, chunks)
-        else:
-            rest, tile_list, choice = self._plan_chunks(rest) if self._is_chunked else self._plan_packs(rest)
+        rest, tile_list, choice = self._plan_rest(rest, chunks)
         if self._limits and (broken := self._limits.broken_by(tile_list)):
             raise ValueError(no_room(self.config.policy, broken))
         if division is None or self._chunks is None:
             return _Lists(rest, tile_list, choice, None)
         free_slots = self._limits.slots - tile_list.num_slots if self._limits else None
         return _Lists(rest, tile_list, choice, self._chunks.plan(division, free_slots, choice.keeps_chunks_whole))
+
+    def _plan_rest(
+        self, rest: StepTables, chunks: StepTables | None
+    ) -> tuple[StepTables, TileList, StepChoice | PackingChoice]:
+        """What becomes rows of tiles; its table is the one that the forest was made of."""
+        if self._is_tiled:
+            return self._plan_tiles(rest, chunks)
+        return self._plan_chunks(rest) if self._is_chunked else self._plan_packs(rest)
 
     def _plan_tiles(self, rest: StepTables, chunks: StepTables | None) -> tuple[StepTables, TileList, StepChoice]:
         forest, table = self._planner.forest(rest)
@@ -229,7 +235,7 @@ class GpuExecutor:
     def _plan_chunks(self, rest: StepTables) -> tuple[StepTables, TileList, PackingChoice]:
         forest, table = self._planner.forest(rest)
         rest = StepTables(table, rest.seq_lens, rest.query_start_loc, rest.window)
-        return rest, invariant_tiles(self._rule, forest, rest), BATCH_INVARIANT
+        return rest, invariant_list(self._rule, forest, rest), BATCH_INVARIANT
 
     def _plan_packs(self, rest: StepTables) -> tuple[StepTables, TileList, PackingChoice]:
         planned = self._planner.plan(rest)
@@ -337,8 +343,8 @@ def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[
     if capability == 90 and in_turn and fits and card.hopper_tiles:
         hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)
     tiles = decode_tiles(config.tile_itemsize, width, group_size, hopper, capability)
-    if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
-        return without_subtiles(tiles)[-1:]
+    if config.batch_invariant:
+        return invariant_tiles(config.tile_itemsize, width, tiles, capability)
     return tiles if config.policy == "auto" else without_subtiles(tiles)
 
 

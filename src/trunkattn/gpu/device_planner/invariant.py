@@ -76,12 +76,14 @@ class ChunkArrays(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """A block of entries and a chunk. sees: it; run: the first of the entries that may be in one item; starts: begins
-    an item; is_whole: its item lists the whole chunk."""
+    """A block of entries and a chunk. sees: it; run: the first of the entries that may be in one item; is_last: of an
+    item; and if it is: the item's first entry, one past the last token that it lists, and whether that is all."""
 
     sees: Any
     run: Any
-    starts: Any
+    is_last: Any
+    first: Any
+    end: Any
     is_whole: Any
 
 
@@ -111,10 +113,15 @@ def _follows(at, entries, chunk, num_entries, window):
 def _scan(at, run, entries, chunk, num_entries, window, SIZES: tl.constexpr):
     """run: the first entry of those that reach the block."""
     sees, follows = _follows(at, entries, chunk, num_entries, window)
+    _, goes_on = _follows(at + 1, entries, chunk, num_entries, window)
     runs = tl.maximum(tl.associative_scan(tl.where(follows, -1, at), 0, _maximum), run)
-    length = tl.load(entries.length + at, mask=at < num_entries, other=0)
-    starts = sees & ((at - runs) % SIZES.height == 0)
-    return _Scan(sees, runs, starts, length >= (chunk + 1) * _CHUNK)
+    is_last = sees & ((goes_on == 0) | ((at + 1 - runs) % SIZES.height == 0))
+    first = at - (at - runs) % SIZES.height
+    row = tl.load(entries.row + at, mask=is_last, other=0)
+    is_one = row == tl.load(entries.row + first, mask=is_last, other=0)
+    position, all_of_it = tl.load(entries.position + at, mask=is_last, other=0), (chunk + 1) * _CHUNK
+    end = tl.where(is_one, tl.minimum(position + 1, all_of_it), all_of_it)
+    return _Scan(sees, runs, is_last, first, end, end == all_of_it)
 
 
 @triton.jit
@@ -123,8 +130,8 @@ def _count_chunk(chunk, entries, num_entries, window, chunks, SIZES: tl.constexp
     for begin in range(0, num_entries, SIZES.block):
         scan = _scan(begin + tl.arange(0, SIZES.block), run, entries, chunk, num_entries, window, SIZES)
         run = tl.max(scan.run, 0)
-        whole += tl.sum((scan.starts & scan.is_whole).to(tl.int32), 0)
-        others += tl.sum((scan.starts & (scan.is_whole == 0)).to(tl.int32), 0)
+        whole += tl.sum((scan.is_last & scan.is_whole).to(tl.int32), 0)
+        others += tl.sum((scan.is_last & (scan.is_whole == 0)).to(tl.int32), 0)
         queries += tl.sum(scan.sees.to(tl.int32), 0)
     tl.store(chunks.whole + chunk, whole)
     tl.store(chunks.others + chunk, others)
@@ -168,9 +175,10 @@ def _list_merges(entries, num_entries, window, status, chunks, plan, limits, SIZ
 @triton.jit
 def _summarize(tables, bounds, window, summary, SIZES: tl.constexpr):
     """The tokens that are read if every request reads its own; those that are read, which are added up later, are 0."""
-    alone = tl.zeros([SIZES.block], tl.int64)
-    for begin in range(0, bounds.num_rows, SIZES.block):
-        request = load_request(begin + tl.arange(0, SIZES.block), tables, bounds, SIZES)
+    BLOCK: tl.constexpr = SIZES.block
+    alone = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, bounds.num_rows, BLOCK):
+        request = load_request(begin + tl.arange(0, BLOCK), tables, bounds, SIZES)
         seen = tl.minimum(request.length.to(tl.int64), request.queries.to(tl.int64) + window - 1)
         alone += tl.where(request.queries > 0, seen, 0)
     tl.store(summary, tl.zeros([], tl.int64))
@@ -212,6 +220,7 @@ def chunk_items_kernel(
     """The items of each chunk, and their query tokens, one program for each."""
     trigger_and_wait(PDL)
     PER_ITEM: tl.constexpr = _CHUNK // SIZES.segment_size
+    BLOCK: tl.constexpr = SIZES.block
     chunk = tl.program_id(0)
     num_entries = tl.load(counts_of(status).num_entries)
     each = tl.arange(0, SIZES.lanes)
@@ -236,15 +245,11 @@ def chunk_items_kernel(
         at = begin + tl.arange(0, SIZES.block)
         used = at < num_entries
         scan = _scan(at, run, entries, chunk, num_entries, window, SIZES)
-        _, goes_on = _follows(at + 1, entries, chunk, num_entries, window)
-        is_last = scan.sees & ((goes_on == 0) | ((at + 1 - scan.run) % SIZES.height == 0))
-        begins_whole = (scan.starts & scan.is_whole).to(tl.int32)
-        begins_other = (scan.starts & (scan.is_whole == 0)).to(tl.int32)
+        ends_whole = (scan.is_last & scan.is_whole).to(tl.int32)
+        ends_other = (scan.is_last & (scan.is_whole == 0)).to(tl.int32)
         sees = scan.sees.to(tl.int32)
-        item = tl.where(scan.is_whole, whole + tl.cumsum(begins_whole, 0), other + tl.cumsum(begins_other, 0)) - 1
         place = query + tl.cumsum(sees, 0) - 1
         position = tl.load(entries.position + at, mask=used, other=0)
-        length = tl.load(entries.length + at, mask=used, other=0)
         listed = scan.sees & (place < limits.queries)
         slot = tl.load(chunks.first_slot + at, mask=used, other=0) + chunk - _first_chunk(position, window)
         slot = tl.where(_pieces(position, window) > 1, tl.minimum(slot, limits.slots - 1), _DIRECT)
@@ -252,19 +257,20 @@ def chunk_items_kernel(
         tl.store(plan.slots + place, slot, mask=listed)
         tl.store(plan.parts + 2 * place, 0, mask=listed)
         tl.store(plan.parts + 2 * place + 1, 0, mask=listed)
+        item = tl.where(scan.is_whole, whole + tl.cumsum(ends_whole, 0), other + tl.cumsum(ends_other, 0)) - 1
         fits = (item < limits.items) & ((item + 1) * PER_ITEM <= limits.segments) & (place < limits.queries)
-        row, first = plan.items + item * _ITEM_COLUMNS, item * PER_ITEM
-        segments = tl.minimum(tl.cdiv(length - chunk * _CHUNK, SIZES.segment_size), PER_ITEM)
-        tl.store(row + _SEGMENT_START, first, mask=scan.starts & fits)
-        tl.store(row + _SEGMENT_FULL, first, mask=scan.starts & fits)
-        tl.store(row + _SEGMENT_END, first + segments, mask=scan.starts & fits)
-        tl.store(row + _QUERY_START, place, mask=scan.starts & fits)
-        tl.store(row + _QUERY_END, place + 1, mask=is_last & fits)
-        tl.store(chunks.item_entry + item, at, mask=scan.starts & fits)
-        tl.store(chunks.item_chunk + item, tl.full([SIZES.block], 0, tl.int32) + chunk, mask=scan.starts & fits)
+        fits = fits & scan.is_last
+        row, begins = plan.items + item * _ITEM_COLUMNS, item * PER_ITEM
+        tl.store(row + _SEGMENT_START, begins, mask=fits)
+        tl.store(row + _SEGMENT_FULL, begins, mask=fits)
+        tl.store(row + _SEGMENT_END, begins + tl.cdiv(scan.end - chunk * _CHUNK, SIZES.segment_size), mask=fits)
+        tl.store(row + _QUERY_START, place - (at - scan.first), mask=fits)
+        tl.store(row + _QUERY_END, place + 1, mask=fits)
+        tl.store(chunks.item_entry + item, scan.first, mask=fits)
+        tl.store(chunks.item_chunk + item, tl.zeros([BLOCK], tl.int32) + chunk, mask=fits)
         run = tl.max(scan.run, 0)
-        whole += tl.sum(begins_whole, 0)
-        other += tl.sum(begins_other, 0)
+        whole += tl.sum(ends_whole, 0)
+        other += tl.sum(ends_other, 0)
         query += tl.sum(sees, 0)
 
 
@@ -272,23 +278,24 @@ def chunk_items_kernel(
 def chunk_segments_kernel(
     tables, row_stride, window, entries, chunks, plan, summary, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The segments of the items. Behind an item's last segment, and where none of its query tokens sees a segment of a
-    window, there is an empty one."""
+    """The segments of the items. What none of an item's query tokens sees of a window leaves an empty segment, and so
+    does what is left of the chunk."""
     trigger_and_wait(PDL)
     PER_ITEM: tl.constexpr = _CHUNK // SIZES.segment_size
     read = tl.zeros([], tl.int64)
     i = tl.arange(0, PER_ITEM)
     for item in range(tl.program_id(0), tl.load(plan.counts + 1), tl.num_programs(0)):
         entry, chunk = tl.load(chunks.item_entry + item), tl.load(chunks.item_chunk + item)
-        queries = plan.items + item * _ITEM_COLUMNS
-        count = tl.load(queries + _QUERY_END) - tl.load(queries + _QUERY_START)
+        columns = plan.items + item * _ITEM_COLUMNS
+        count = tl.load(columns + _QUERY_END) - tl.load(columns + _QUERY_START)
+        used = tl.load(columns + _SEGMENT_END) - tl.load(columns + _SEGMENT_START)
         row, length = tl.load(entries.row + entry), tl.load(entries.length + entry)
         member = tl.arange(0, SIZES.height_lanes)
         position = tl.load(entries.position + entry + member, mask=member < count, other=2**30)
         lowest = tl.min(position, 0) + 1 - window
         token = chunk * _CHUNK + i * SIZES.segment_size
         tokens = tl.minimum(tl.maximum(length - token, 0), SIZES.segment_size)
-        listed = (tokens > 0) & (token + SIZES.segment_size > lowest)
+        listed = (i < used) & (token + SIZES.segment_size > lowest)
         at = row.to(tl.int64) * row_stride + token // SIZES.page_size
         page = tl.load(tables.block_table + at, mask=listed, other=0)
         page = tl.minimum(tl.maximum(page, 0), limits.num_pages - 1)
@@ -316,7 +323,8 @@ class InvariantPlanner(DevicePlanner):
             lanes=power_of_two(self._num_chunks),
             block=min(power_of_two(capacity.max_query_tokens), _BLOCK),
         )
-        lengths = ChunkArrays(*[self._num_chunks] * 3, capacity.max_query_tokens, *[self._limits.items] * 2)
+        chunks, tokens, items = self._num_chunks, capacity.max_query_tokens, self._limits.items
+        lengths = ChunkArrays(chunks, chunks, chunks, tokens, items, items)
         arrays = {
             f"chunk_{name}": torch.zeros(length, dtype=torch.int32, device=self._device)
             for name, length in lengths._asdict().items()

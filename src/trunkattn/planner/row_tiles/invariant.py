@@ -60,9 +60,8 @@ class _Arrays(NamedTuple):
     num_slots: int
 
 
-def invariant_tiles(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
-    """The tile list of a step: items of whole chunks first, by chunk and by entry; then those of the chunks in which
-    sequences end."""
+def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
+    """The tile list of a step: items of whole chunks first, by chunk and by entry; then the others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
     (tile,) = rule.kinds
     sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size
@@ -127,6 +126,16 @@ def _starts(entries, chunk, height, window):
 
 
 @njit(inner=True)
+def _end_of(entries, first, last, chunk):
+    """One past the last token of a chunk that an item of entries [first, last] lists: of one request, the last that is
+    seen; of several, which have the whole chunk in common, the last of all."""
+    end = (chunk + 1) * CHUNK_TOKENS
+    if entries.row[first] == entries.row[last]:
+        end = min(end, np.int64(entries.position[last]) + 1)
+    return end
+
+
+@njit(inner=True)
 def _list_segments(segments, entries, first, last, chunk, seq_lens, table, sizes):
     """The segments of an item of entries [first, last). What none of them sees of a window leaves an empty segment, so
     that all others keep their places."""
@@ -147,7 +156,7 @@ def _list_segments(segments, entries, first, last, chunk, seq_lens, table, sizes
 @njit
 def _emit(entries, seq_lens, table, sizes):
     """sizes: query tokens of an item, window, tokens of a segment and of a page."""
-    height, window, segment_size, page_size = sizes
+    height, window, segment_size, _ = sizes
     count, per_item = len(entries.query), CHUNK_TOKENS // segment_size
     first_chunk, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)
     num_chunks = np.int64(0)
@@ -164,9 +173,11 @@ def _emit(entries, seq_lens, table, sizes):
     num_whole, num_others = 0, 0
     for chunk in range(num_chunks):
         starts = _starts(entries, chunk, height, window)
+        first = 0
         for entry in range(count):
-            if starts[entry] == 2:
-                is_whole = seq_lens[entries.row[entry]] >= (chunk + 1) * CHUNK_TOKENS
+            first = entry if starts[entry] == 2 else first
+            if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
+                is_whole = _end_of(entries, first, entry, chunk) == (chunk + 1) * CHUNK_TOKENS
                 num_whole, num_others = num_whole + is_whole, num_others + (not is_whole)
     items = np.zeros((num_whole + num_others, ITEM_COLUMNS), np.int32)
     segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
@@ -178,21 +189,17 @@ def _emit(entries, seq_lens, table, sizes):
         for entry in range(count):
             if starts[entry] == 0:
                 continue
-            if starts[entry] == 2:
-                first = entry
+            first = entry if starts[entry] == 2 else first
             queries[at] = entries.query[entry]
             if split[entry]:
                 slots[at] = first_slot[entry] + chunk - first_chunk[entry]
             at += 1
             if entry + 1 < count and starts[entry + 1] == 1:
                 continue
-            length = seq_lens[entries.row[first]]
-            item = whole if length >= (chunk + 1) * CHUNK_TOKENS else other
-            if item < num_whole:
-                whole += 1
-            else:
-                other += 1
-            used = min(per_item, (length - chunk * CHUNK_TOKENS + segment_size - 1) // segment_size)
+            end = _end_of(entries, first, entry, chunk)
+            item = whole if end == (chunk + 1) * CHUNK_TOKENS else other
+            whole, other = whole + (item < num_whole), other + (item >= num_whole)
+            used = (end - chunk * CHUNK_TOKENS + segment_size - 1) // segment_size
             begin = item * per_item
             items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END] = begin, begin, begin + used
             items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at
