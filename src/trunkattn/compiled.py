@@ -24,7 +24,6 @@ COMPILED_SOURCES: Final = (
     "compiled.py",
     "cpu",
     "dtypes.py",
-    "gpu/prefill_plan.py",
     "inputs.py",
     "numerics.py",
     "ops",
