@@ -109,7 +109,7 @@ def measured(shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, An
     until, trees = time.monotonic() + arguments.seconds, [parse_batch(text) for text in arguments.batches]
     if arguments.jobs:
         compile_ahead(shapes, trees, arguments.jobs, until)
-    facts = executor._facts_of(torch.device("cuda"))
+    facts = executor.facts_of(torch.device("cuda"))
     figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0]), "rows": []}
     for shape in shapes:
         for tree in trees:
