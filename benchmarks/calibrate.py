@@ -1,6 +1,7 @@
 """Measures every tiling of PAT's trees and of ragged batches on this card, and fits the tile table's times to them.
 
     python benchmarks/calibrate.py [--heads 32/8 16/8]     # results/calibration-CARD.json
+    python benchmarks/calibrate.py --trees 3_16384 --ragged      # these alone; the file keeps the other batches
     python benchmarks/calibrate.py --fit FILE              # the fit alone, on what was measured; needs no GPU
 
 The fit looks for the times (block_ns and chain_ns of each tile, and launch_ns) with the least error of the predicted
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from kernels import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, largest_error, make_case, microseconds
 from numpy.typing import NDArray
-from report import short_name, write_result
+from report import short_name, with_earlier, write_result
 from tiled import list_tiles, make_run, tile_rule
 from workloads_gpu import make_batches
 from workloads_gpu import make_case as make_ragged_case
@@ -117,10 +118,11 @@ def measure(heads: str, name: str, card: MeasuredCard) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch: what the prediction needs, and the measured ns of each tiling."""
+    """One batch: what the prediction needs, and the ns of each tiling that was measured, by its number in the rule."""
 
     heads: str
     loads: tile_costs.StageLoads
+    numbers: list[int]
     ns: NDArray[np.float64]
     names: list[str]
 
@@ -132,17 +134,20 @@ def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     ways, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
     loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.segment_size)
-    names = [way.name(rule) for way in ways]
-    return Measured(row["heads"], loads, 1e3 * np.array([row["us"][name] for name in names]), names)
+    numbers = [number for number, way in enumerate(ways) if way.name(rule) in row["us"]]
+    names = [ways[number].name(rule) for number in numbers]
+    return Measured(row["heads"], loads, numbers, 1e3 * np.array([row["us"][name] for name in names]), names)
 
 
 def predict(rows: list[Measured], card: MeasuredCard, times: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    """Predicted ns of every tiling of every batch."""
+    """Predicted ns of every measured tiling of every batch."""
     priced = {heads: make_rule(card, heads, times).priced for heads in {row.heads for row in rows}}
-    return [
-        tile_costs.tilings_ns(row.loads, priced[row.heads].stages, priced[row.heads].uses, priced[row.heads].costs)
-        for row in rows
-    ]
+    return [predicted(row, priced[row.heads]) for row in rows]
+
+
+def predicted(row: Measured, priced: tiling.PricedTilings) -> NDArray[np.int64]:
+    """Of every measured tiling of a batch."""
+    return tile_costs.tilings_ns(row.loads, priced.stages, priced.uses, priced.costs)[row.numbers]
 
 
 def losses(rows: Sequence[Any], predicted: list[NDArray[np.int64]]) -> tuple[float, float]:
@@ -183,12 +188,12 @@ def random_steps(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=("32/8", "16/8"), help="query heads / KV heads")
-    parser.add_argument("--trees", nargs="+", default=PAT_TREES)
+    parser.add_argument("--trees", nargs="*", default=PAT_TREES)
     parser.add_argument(
         "--ragged", nargs="*", default=RAGGED, help="workloads and their requests, such as conversation:64"
     )
     parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
-    parser.add_argument("--seconds", type=float, default=120, help="that the fit may take")
+    parser.add_argument("--seconds", type=float, default=120, help="that the fit may take; 0: no fit")
     arguments = parser.parse_args()
     if arguments.fit:
         result = json.loads(arguments.fit.read_text())
@@ -203,21 +208,24 @@ def main() -> None:
                 rows.append(measure(heads, name, card))
                 print(heads, name, sorted(rows[-1]["us"].items(), key=lambda item: item[1])[:4], flush=True)
                 torch.cuda.empty_cache()
-        name = short_name(torch.cuda.get_device_name())
-        print(write_result(f"calibration-{name}", {"card": card.figures, "rows": rows}, "triton"))
+        name = f"calibration-{short_name(torch.cuda.get_device_name())}"
+        rows = with_earlier(name, rows, ("heads", "batch"))
+        print(write_result(name, {"card": card.figures, "rows": rows}, "triton"))
     prepared = [prepare(row, card) for row in rows]
     print(
         "today's table: error {:.3f}, loss of the choice {:.4f}".format(
             *losses(prepared, predict(prepared, card, start(card)))
         )
     )
+    if not arguments.seconds:
+        return
     best = fit(prepared, card, arguments.seconds)
-    predicted = predict(prepared, card, best)
-    print("fitted: error {:.3f}, loss of the choice {:.4f}".format(*losses(prepared, predicted)))
+    fitted = predict(prepared, card, best)
+    print("fitted: error {:.3f}, loss of the choice {:.4f}".format(*losses(prepared, fitted)))
     for tile, row in zip(card.tiles, best[:-1].reshape(-1, 4).round(-1).astype(int).tolist(), strict=True):
         print(replace(tile, block_ns=tuple(row[:2]), chain_ns=tuple(row[2:])))
     print(f"launch_ns={best[-1]:.0f}")
-    for batch, times, source in zip(prepared, predicted, rows, strict=True):
+    for batch, times, source in zip(prepared, fitted, rows, strict=True):
         chosen, least = int(np.argmin(times)), int(np.argmin(batch.ns))
         if batch.ns[chosen] > 1.02 * batch.ns[least]:
             ours, other = (f"{batch.names[i]} {batch.ns[i] / 1e3:.1f} µs" for i in (chosen, least))

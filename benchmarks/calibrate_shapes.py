@@ -1,6 +1,7 @@
 """Measures every tiling of the decode attention of models' shapes on this card, and fits the times of their tiles.
 
     python benchmarks/calibrate_shapes.py                        # results/calibration-shapes-CARD.json
+    python benchmarks/calibrate_shapes.py --batches "64 x (1024)"    # these alone; the file keeps the other batches
     python benchmarks/calibrate_shapes.py --fit FILE             # the fit alone, on what was measured; needs no GPU
 
 Shapes whose tiles are the same (`hopper_tiles`) are a family and have times of their own. The fit is that of
@@ -24,7 +25,7 @@ from given import integer
 from gpu_kernels import Case
 from inside import backend_of
 from kernels import ceilings, microseconds
-from report import short_name, write_result
+from report import short_name, with_earlier, write_result
 from shape_table import BATCHES, SHAPES, batch_name, parse_batch
 from shapes import compile_ahead
 from tile_families import config_of, families_of, fitted_text
@@ -110,15 +111,17 @@ def measured(shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, An
     if arguments.jobs:
         compile_ahead(shapes, trees, arguments.jobs, until)
     facts = executor.facts_of(torch.device("cuda"))
-    figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0]), "rows": []}
+    figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0])}
+    name, rows = f"calibration-shapes-{short_name(facts.name)}", list[Row]()
     for shape in shapes:
         for tree in trees:
             if time.monotonic() > until:
                 break
-            figures["rows"].append(measure(shape, tree))
-            print(shape.name, batch_name(tree), figures["rows"][-1]["us"], flush=True)
+            rows.append(measure(shape, tree))
+            print(shape.name, batch_name(tree), rows[-1]["us"], flush=True)
             torch.cuda.empty_cache()
-        print(write_result(f"calibration-shapes-{short_name(facts.name)}", figures, "triton"), flush=True)
+        figures["rows"] = with_earlier(name, rows, ("shape", "batch"))
+        print(write_result(name, figures, "triton"), flush=True)
     return figures
 
 

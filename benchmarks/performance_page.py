@@ -31,6 +31,8 @@ the wins and [together at the end](#where-it-loses). How the kernels got there, 
 def page() -> str:
     parts = (
         vllm.tpot,
+        vllm.models,
+        vllm.invariance,
         vllm.vllm_serving,
         *sglang.sections(),
         decode.decode,

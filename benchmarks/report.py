@@ -64,6 +64,17 @@ def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path 
     return unfinished.replace(path)
 
 
+def with_earlier(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows of results/NAME.json, with these in place of those that have the same `keys`, or behind them. New ones
+    name their commit and their date."""
+    path = RESULTS / f"{name}.json"
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    now = {key: value for key, value in environment().items() if key in ("date", "commit")}
+    merged = {tuple(row[key] for key in keys): row for row in earlier}
+    merged |= {tuple(row[key] for key in keys): row | now for row in rows}
+    return list(merged.values())
+
+
 def short_name(card: str) -> str:
     """What CUDA calls a card, as in the names of results: "h100" for "NVIDIA H100 80GB HBM3", "rtx-4090"."""
     model = card.removeprefix("NVIDIA ").removeprefix("GeForce ")

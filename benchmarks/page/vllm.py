@@ -3,10 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from report import RESULTS
+
 from page.common import Loss, Section, and_, card_of, load, note_loss, percent, sources, table, versions_of
 
 FA3 = "FlashAttention-3"
 NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
+MODELS = {
+    "gpt-oss": "GPT-OSS", "gemma-3": "Gemma 3", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-next": "Qwen3-Next",
+}  # fmt: skip
 FAR = 0.1  # of a run from the median of all
 SERVING_HEAD = ("card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean")
 
@@ -84,14 +89,17 @@ the median of three runs.
 
 
 def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
-    """The batches that several results have, with where they come from. results: names, by what they are of."""
+    """The batches of the first result, with where they come from. results: names, by what they are of."""
     labels, names = list(results), list(results.values())
     version = versions_of("vllm", results)
     rows = []
-    for group in tpot_rows(*names):
-        workload = group[0]["workload"]
+    for workload in (row["workload"] for row in load(names[0])["rows"]):
         cells: list[object] = [USES[workload], f"`{workload}`"]
-        for label, row in zip(labels, group, strict=True):
+        for label, name in results.items():
+            row = next((row for row in load(name)["rows"] if row["workload"] == workload), None)
+            if row is None:
+                cells += ["", "", ""]
+                continue
             stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
             cells += [f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"]
             where = f"vLLM {load(results[label])['versions']['vllm']}, {label}"
@@ -106,6 +114,54 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
 
 {sources("python benchmarks/vllm_tpot.py --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]", *names)}
 """
+
+
+def models() -> Section:
+    """Models of other shapes."""
+    rows, losses = list[list[object]](), list[Loss]()
+    names = [f"vllm-tpot-h100-{shape}" for shape in MODELS if (RESULTS / f"vllm-tpot-h100-{shape}.json").exists()]
+    for name in names:
+        for row in load(name)["rows"]:
+            stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
+            model = MODELS[name.removeprefix("vllm-tpot-h100-")]
+            rows.append([model, f"`{row['workload']}`", f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"])
+            where = f"vLLM {load(name)['versions']['vllm']}, {card_of(name)}: {model}, `{row['workload']}`"
+            note_loss(losses, where, FA3, ours / stock)
+    text = f"""## In vLLM: models of other shapes
+
+As above, on an H100.
+
+{table(["model", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 2)}
+
+{sources("python benchmarks/vllm_tpot.py --shape NAME --turns FILE --kv-gib N", *names)}
+"""
+    return Section(text, losses)
+
+
+def invariance() -> Section:
+    name, losses, rows = "vllm-tpot-h100-invariant", list[Loss](), list[list[object]]()
+    for row in load(name)["rows"]:
+        stock, ours, other = (row[each]["tpot_ms"] for each in ("FLASH_ATTN", "CUSTOM", "CUSTOM (not invariant)"))
+        cells = [f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×", f"{other:.1f}", f"{ours / other:.2f}"]
+        rows.append([USES[row["workload"]], f"`{row['workload']}`", *cells])
+        note_loss(losses, f"vLLM, batch invariance: `{row['workload']}`", FA3, ours / stock)
+    (equal,) = load("vllm-equality-h100-invariant")["rows"]
+    bits = equal["same_bits_CUSTOM"]
+    head = ["use", "requests × (shared + private tokens)", "FA3", "ours", "", "ours without it", "price"]
+    text = f"""## In vLLM: batch invariance
+
+Milliseconds per token with `VLLM_BATCH_INVARIANT=1`, model `{load(name)["model"]}`, on an H100. The price is the time
+over that of ours without it; vLLM's own part of it, in the linear layers, is in it. The tokens and log-probabilities of
+{bits["cold"]} of {bits["of"]} requests have the same bits alone and batched, and of {bits["cached"]} with a cached
+prefix.
+
+{table(head, rows, 2)}
+
+{sources("python benchmarks/vllm_tpot.py --model FOLDER --invariant", name)}
+
+{sources("python benchmarks/vllm_equality.py --cases invariant", "vllm-equality-h100-invariant")}
+"""
+    return Section(text, losses)
 
 
 def serving_rows(name: str, engine: str, backends: tuple[str, str], losses: list[Loss]) -> list[list[object]]:

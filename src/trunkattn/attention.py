@@ -183,16 +183,18 @@ class BatchAttention:
         self, inputs: StepInputs, window: int, earlier: PlannedStep | None, chunks: PromptChunks | None
     ) -> tuple[PlannedStep, int]:
         """The step, and the highest page that it may read."""
-        if self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs):
-            check_on_device(inputs)
-            if chunks is not None:
-                check_chunks(chunks, inputs, self.config.page_size, self.capacity)
-            return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
-        if chunks is not None:
+        on_device = self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs)
+        if chunks is not None and (not on_device or self.config.batch_invariant):
             raise ValueError(
                 "chunks is given: expected tables on a GPU, policy='auto' without batch_invariant, and a capacity with "
                 "max_chunk_tokens; leave it out, and the host finds prompt chunks itself"
             )
+        if on_device:
+            assert self.capacity is not None
+            check_on_device(inputs)
+            if chunks is not None:
+                check_chunks(chunks, inputs, self.config.page_size, self.capacity)
+            return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
         (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
         return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
 

@@ -19,7 +19,15 @@ from trunkattn.gpu.tuning.compile_ahead import (
     compile_merge,
     compile_prefill,
 )
-from trunkattn.gpu.tuning.decode import Tile, decode_tiles, hopper_source, hopper_tiles, without_subtiles
+from trunkattn.gpu.tuning.decode import (
+    INVARIANT_TILE,
+    Tile,
+    decode_tiles,
+    hopper_source,
+    hopper_tiles,
+    invariant_tiles,
+    without_subtiles,
+)
 from trunkattn.gpu.tuning.prefill import prefill_tile
 from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES, Resources
 
@@ -37,6 +45,8 @@ def tiles_of(target: Target) -> dict[str, dict[str, Any]]:
     tiles = decode_tiles(size, target.head_dim, group, capability=target.capability)
     variants = {f"{it.block_m}x{it.block_n}": (it, False) for it in tiles}
     variants |= {f"{it.block_m}x{it.block_n} merging": (it, True) for it in tiles if it.merges}
+    (alike,) = invariant_tiles(size, target.head_dim, tiles, target.capability)
+    variants |= {f"{it.block_m}x{it.block_n} invariant": (it, False) for it in [alike] if it is INVARIANT_TILE}
     variants |= {f"{it.block_m}x{it.block_n} flat": (it, False) for it in without_subtiles(tiles) if it not in tiles}
     report = {
         name: described(target, tile, compile_decode(target, tile, merging))

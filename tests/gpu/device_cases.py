@@ -8,6 +8,7 @@ import torch
 from trunkattn.config import Capacity
 from trunkattn.gpu import plan as plan_arrays
 from trunkattn.gpu.device_planner.choice import Candidates, candidates_of
+from trunkattn.gpu.device_planner.invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.planner import DevicePlanner, errors_of
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
 from trunkattn.gpu.tuning.decode import GpuTile
@@ -16,7 +17,7 @@ from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.row_tiles import layout as tiles
 from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, stages_of
 from trunkattn.planner.row_tiles.cost import shared_tokens, stage_tokens
-from trunkattn.planner.work_list import TileLimits
+from trunkattn.planner.work_list import TileLimits, TileList
 
 from ..planner.specs import forest_of
 from ..planner.tile_cases import arrays, tile, tiled
@@ -105,7 +106,10 @@ class Planned:
         forest = forest_of(batch, rule.page_size)
         assert self.plan.summary is not None
         assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
-        host = tile(rule, tiling, batch)
+        self.assert_holds(tile(rule, tiling, batch), batch)
+
+    def assert_holds(self, host: TileList, batch: StepTables) -> None:
+        """Bit equality with a list of the host, and nothing was written beside the arrays."""
         expected = {
             "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "segments": host.segments,
             "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
@@ -114,7 +118,7 @@ class Planned:
         }  # fmt: skip
         for name, array in expected.items():
             found = self.plan.arrays[name].cpu().numpy()[: array.size].reshape(array.shape)
-            assert np.array_equal(found, array), f"{name} of {tiling.name(rule)}"
+            assert np.array_equal(found, array), name
         self.assert_guarded()
 
 
@@ -127,7 +131,8 @@ def prepare(
     device_info: DeviceInfo | None = None,
 ) -> Planned:
     device_info = device_info or DeviceInfo(num_sms=1, overlaps=False)
-    planner = DevicePlanner(some_candidates(rule, way), capacity, limits, device_info, torch.device(device))
+    kind = InvariantPlanner if rule.uniform else DevicePlanner
+    planner = kind(some_candidates(rule, way), capacity, limits, device_info, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)

@@ -21,13 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
+from trunkattn.gpu.device_planner import common, cost, invariant, items, prefix_forest, row_tiles, work_list
 from trunkattn.gpu.device_planner.choice import candidates_of
+from trunkattn.gpu.device_planner.invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
 from trunkattn.gpu.tuning.cards import H100
-from trunkattn.gpu.tuning.decode import decode_tiles, tile_config
+from trunkattn.gpu.tuning.decode import INVARIANT_TILE, decode_tiles, tile_config
 from trunkattn.planner.row_tiles.choice import TilingRule, tile_limits
+from trunkattn.planner.row_tiles.invariant import invariant_limits
 
 KERNELS = {
     prefix_forest: ("hash_kernel", "links_kernel", "entries_kernel"),
@@ -35,11 +37,12 @@ KERNELS = {
     cost: ("candidates_kernel",),
     items: ("items_kernel",),
     work_list: ("lists_kernel",),
+    invariant: ("chunks_kernel", "chunk_items_kernel", "chunk_segments_kernel"),
 }
 TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
 
 
-def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str, Any]]]:
+def record(group_size: int, capability: int, is_invariant: bool = False) -> list[tuple[Any, tuple, dict[str, Any]]]:
     """(kernel, arguments, options) of each launch, for pages of 16 and the tiles of a 16-bit cache."""
     launches: list[tuple[Any, tuple, dict[str, Any]]] = []
 
@@ -54,14 +57,15 @@ def record(group_size: int, capability: int) -> list[tuple[Any, tuple, dict[str,
         for name in names:
             kernel = getattr(module, name)
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
-    kinds = tuple(tile_config(replace(it, ctas_per_sm=2), 132) for it in decode_tiles(2, 128, group_size))
-    rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20)
+    tiles = (INVARIANT_TILE,) if is_invariant else decode_tiles(2, 128, group_size)
+    kinds = tuple(tile_config(replace(it, ctas_per_sm=2), 132) for it in tiles)
+    rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20, uniform=is_invariant)
     capacity = Capacity(256, 256, 512, 1 << 16)
-    limits = tile_limits(rule, capacity)
+    limits = invariant_limits(256, 512 * 16, 16) if is_invariant else tile_limits(rule, capacity)
     device_info = DeviceInfo(132, capability >= 90)
-    planner = DevicePlanner(candidates_of(rule), capacity, limits, device_info, torch.device("cpu"))
+    kind = InvariantPlanner if is_invariant else DevicePlanner
+    planner = kind(candidates_of(rule), capacity, limits, device_info, torch.device("cpu"))
     geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.segment_size, 1 << 30, True, None, False)
-    tiles = decode_tiles(2, 128, group_size)
     plan = reserve(limits, tiles, geometry, DeviceInfo(132, True), "serial", torch.device("cpu"))
     table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((256, 512), 256, 257))
     planner.fill(plan, table, lens, starts, 1 << 30)
@@ -112,10 +116,12 @@ def compiled(kernel: Any, arguments: tuple, options: dict[str, Any], capability:
 
 def main() -> None:
     capability = int(sys.argv[1])
+    launches = {group_size: record(group_size, capability) for group_size in (1, 4)}
+    launches[4] += record(4, capability, is_invariant=True)[3:]  # behind those that order the requests
     report = {
         f"{kernel.__name__} {group_size}": compiled(kernel, arguments, options, capability)
-        for group_size in (1, 4)
-        for kernel, arguments, options in record(group_size, capability)
+        for group_size, recorded in launches.items()
+        for kernel, arguments, options in recorded
     }
     print(json.dumps(report))
 

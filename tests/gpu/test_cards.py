@@ -9,6 +9,7 @@ import torch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.executor import choose_chunk_tile, choose_tiles
 from trunkattn.gpu.tuning.cards import H100, H200, Card, card_of
+from trunkattn.gpu.tuning.decode import INVARIANT_TILE
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,10 @@ def test_a_batch_invariant_attention_is_not_decoded_by_the_hopper_kernel() -> No
     assert not config.decodes_on_hopper and not config.overlaps_on_hopper
     for card in (H100, H200):
         (tile,) = choose_tiles(config, card, 90)
-        assert not tile.hopper and tile.block_m == 64 and tile.subtiles == 1
+        assert not tile.hopper and tile.block_m == 32 and tile.subtiles == 1
+    for other in ({"num_qo_heads": 512}, {"head_dim": 256}, {"dtype": torch.float32}, {"kv_dtype": torch.float8_e5m2}):
+        (tile,) = choose_tiles(replace(config, **other), H100, 90)
+        assert not tile.hopper and tile is not INVARIANT_TILE and tile.subtiles == 1
 
 
 @pytest.mark.parametrize("options", UNTIMED)

@@ -91,7 +91,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
 
 def test_every_kernel_compiles(compiled: Compiled) -> None:
     tiles = {name for name in compiled.report if name[0].isdigit()}
-    assert len(tiles - PORTABLE) == 4, "low, merging, tall, flat"
+    assert len(tiles - PORTABLE - {"32x64 invariant"}) == 4, "low, merging, tall, flat"
     others = {"prefill"} | ({"merge"} if compiled.kv_dtype == "bf16" else set())
     others |= set(compiled.decodes_on_hopper)
     if (compiled.capability, compiled.kv_dtype) == (90, "bf16"):
@@ -113,6 +113,7 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     if compiled.head_dim == 256:
         allowed |= {"64x32 portable": 264}
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 752) | {"prefill portable": 432}  # Triton 3.6 has 200 of the former
+    allowed |= {"32x64 invariant": 8}
     if compiled.head_dim == 64:
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)  # Triton 3.6 has 24
     for name, used in compiled.report.items():

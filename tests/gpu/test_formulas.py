@@ -58,7 +58,7 @@ def _scalar_kernel(numbers, out):
     at, to = numbers + 5 * case, out + 5 * case
     a, b, c = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
     stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4))
-    tl.store(to, share_of(a, b, c))
+    tl.store(to, share_of(a, tl.load(at + 4), b, c))
     tl.store(to + 1, listed_segments(a, b, stage))
     full, masked = tile_blocks(a, a + b, stage)
     tl.store(to + 2, full)
@@ -112,7 +112,7 @@ def test_scalars() -> None:
         stage = Stage(np.int64(64), np.int64(1), np.int64(1), c, b, subtiles, private)
         blocks = cost.tile_blocks(a, a + b, stage)
         assert row == [
-            layout.share_of(a, b, c),
+            layout.share_of(a, private, b, c),
             cost.listed_segments(a, b, stage),
             *blocks,
             cost.memory_tokens(a, a // 2, a * b, c),

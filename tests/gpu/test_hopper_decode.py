@@ -129,6 +129,15 @@ def test_a_plan_of_fixed_size_is_one_launch_of_all_heights_and_the_merge(
     assert [len(kernels[name].calls) for name in ("any", "merge")] == [0, 1]
 
 
+def test_one_kv_head_takes_one_grid(kernels: dict[str, Recorder]) -> None:
+    geometry = replace(GEOMETRY, num_kv_heads=1)
+    tiles = hopper_tiles(2, geometry.head_dim, 16)
+    execute(fixed_size(tiles, geometry), make_tensors(), tiles, DEVICE_INFO, False)
+    ((num_programs, given),) = of(kernels["hopper"])
+    assert (num_programs, given.first_cta) == (given.total_ctas, 0)
+    assert num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+
+
 def test_a_portable_low_tile_has_a_launch_of_its_own_that_merges(kernels: dict[str, Recorder]) -> None:
     tiles = hopper_tiles(1, 128, 16)
     execute(fixed_size(tiles), make_tensors(kv_dtype=torch.float8_e4m3fn), tiles, DEVICE_INFO, False)

@@ -33,10 +33,10 @@ def test_a_plan_on_the_device_compiles_nothing_on_the_host(tmp_path: Path) -> No
 def test_plans_find_all_that_the_process_has_compiled(tmp_path: Path, batch_invariant: bool) -> None:
     arguments = json.dumps([*H100, batch_invariant])
     assert compiled_by(tmp_path, "ahead", arguments) == []
-    (index,) = tmp_path.rglob("planner._work_list_arrays*.nbi")
+    (index,) = tmp_path.rglob("prefix_forest.build_forest*.nbi")
     index.unlink()
     compiled = compiled_by(tmp_path, "host", arguments)
-    assert "_work_list_arrays" in compiled[0], "what is not found is compiled, and noticed"
+    assert "build_forest" in compiled[0], "what is not found is compiled, and noticed"
 
 
 def test_no_process_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,14 +127,29 @@ def test_one_graph_for_several_query_tokens_and_padding_rows() -> None:
         assert float((some - expected(layer, config, rows)).abs().max()) < 0.02
 
 
-def test_a_batch_invariant_graph_gives_the_bits_of_a_plan_of_its_own() -> None:
-    config = replace(GOOD, batch_invariant=True)
+@pytest.mark.parametrize("policy", ["auto", "cascade"])
+def test_a_batch_invariant_graph_gives_the_bits_of_a_plan_of_its_own(policy: str) -> None:
+    config = replace(GOOD, batch_invariant=True, policy=policy)
     layers = [make_layer(config, tree_batch(parse_tree(tree), 16)) for tree in TREES[:3]]
     attention, tensors, (graph, plan) = captured(config, Capacity(320, 320, 1024, 1 << 20), layers)
     own = BatchAttention(config)
     for layer in layers:
         found = replay(layer, attention, tensors, graph, plan)
         assert torch.equal(found, own.run(own.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache))
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_batch_invariant_plan_of_the_device_gives_the_same_bits(window: int | None) -> None:
+    config = replace(GOOD, batch_invariant=True)
+    own, options = BatchAttention(config), {"sliding_window": window}
+    for tree in TREES[:3]:
+        layer = make_layer(config, tree_batch(parse_tree(tree), 16))
+        attention = BatchAttention(config, "cuda", Capacity(320, 320, 1024, len(layer.k_cache)))
+        plan = attention.plan(*(table.cuda() for table in layer.step), **options)
+        assert attention.plans_on_device
+        found = attention.run(plan, layer.q, layer.k_cache, layer.v_cache)
+        wanted = own.run(own.plan(*layer.step, **options), layer.q, layer.k_cache, layer.v_cache)
+        assert torch.equal(found, wanted)
 
 
 def test_run_allocates_nothing_beyond_out() -> None:

@@ -9,13 +9,15 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.plan import DeviceInfo
+from trunkattn.gpu.tuning.decode import INVARIANT_TILE
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule, candidates
+from trunkattn.planner.row_tiles.invariant import invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..gpu.device_cases import ROOMY, Planned, capacity_for, prepare
-from ..planner.specs import as_batch
+from ..planner.specs import as_batch, forest_of
 from ..planner.tile_cases import arrays, make_rule
 from .test_card import ragged
 
@@ -45,6 +47,18 @@ def test_the_bits_of_the_host(group_size: int, window: int) -> None:
         planned.fill(batch)
         assert planned.errors == []
         planned.assert_equals_host(batch)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_batch_invariant_lists(window: int) -> None:
+    rule = replace(make_rule(4, 16, 132, shapes=(INVARIANT_TILE,), num_kv_heads=8), uniform=True)
+    limits = invariant_limits(256, 512 * 16, rule.segment_size)
+    planned = prepare(rule, Capacity(256, 256, 512, 1 << 20), None, limits, "cuda", DeviceInfo(132, overlaps=True))
+    for tree in TREES:
+        batch = batch_of(tree, window)
+        planned.fill(batch)
+        assert planned.errors == []
+        planned.assert_holds(invariant_list(rule, forest_of(batch, 16), batch), batch)
 
 
 @pytest.mark.parametrize("group_size", [1, 4])

@@ -18,13 +18,14 @@ from trunkattn.gpu.launch import execute
 from trunkattn.gpu.overlap import Overlap, make_overlap
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, reserve, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.step_choice import PackingChoice, StepChoice, choose_step
+from trunkattn.gpu.step_choice import BATCH_INVARIANT, PackingChoice, StepChoice, choose_step
 from trunkattn.gpu.tuning.cards import Card, GpuFacts, card_of, facts_of
 from trunkattn.gpu.tuning.decode import (
     GpuTile,
     decode_tiles,
     gpu_device,
     hopper_tiles,
+    invariant_tiles,
     tile_config,
     without_subtiles,
 )
@@ -37,9 +38,10 @@ from trunkattn.planner.packing.cost import CostModel
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import Division, join
 from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, tile_limits, tile_work
+from trunkattn.planner.row_tiles.invariant import invariant_limits, invariant_list
 from trunkattn.planner.row_tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, PlanStats, TileList
+from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, PlanStats, TileLimits, TileList
 
 _FUSE_UP_TO = 8  # partials that an item merges; more are spread over the merge kernel's programs
 
@@ -127,19 +129,21 @@ class GpuExecutor:
         self._device_info = DeviceInfo(facts.num_sms, overlaps=facts.capability >= 90, hopper=facts.capability == 90)
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         self._is_tiled = config.policy == "auto" and not config.batch_invariant
+        self._is_chunked = config.policy == "auto" and config.batch_invariant
         self._tiles = choose_tiles(config, card, facts.capability)
-        self._planner = make_planner(config, gpu_device(facts.num_sms, self._tiles[-1].block_m))
+        packing = replace(config, batch_invariant=False) if self._is_chunked else config
+        self._planner = make_planner(packing, gpu_device(facts.num_sms, self._tiles[-1].block_m))
         in_order = capacity is None or (self._is_tiled and self._execution == "serial")
         self._rule = make_rule(config, self._tiles, card, facts, self._planner.spec.model, may_fuse=in_order)
         self._chunks = make_chunk_planner(config, card, facts, capacity)
         self._overlap: Overlap | None = None
         if self._chunks and self._device_info.hopper:
             self._overlap = make_overlap(config, card, facts.num_sms, self._chunks.tile.block_m, self._rule)
-        self._limits = tile_limits(self._rule, capacity, _invariant_parts(config, capacity)) if capacity else None
+        self._limits = _limits_of(config, self._rule, capacity) if capacity else None
         self._workspace = Workspace(config, self._limits.slots if self._limits else 1, device)
         self._scales = Scales(config, device)
         self._on_device: OnDevice | None = None
-        if capacity and self._limits and self._is_tiled:
+        if capacity and self._limits and (self._is_tiled or self._is_chunked):
             self._on_device = OnDevice(self._rule, capacity, self._limits, self._device_info, device)
 
     def plan(self, batch: StepTables, into: GpuStep | DeviceStep | None = None) -> GpuStep:
@@ -213,7 +217,7 @@ class GpuExecutor:
         """Plans the rest, then the chunks in what is left of the capacity."""
         rest, division = halves
         chunks = division.chunks if division else None
-        rest, tile_list, choice = self._plan_tiles(rest, chunks) if self._is_tiled else self._plan_packs(rest)
+        rest, tile_list, choice = self._plan_rest(rest, chunks)
         if self._limits and (broken := self._limits.broken_by(tile_list)):
             raise ValueError(no_room(self.config.policy, broken))
         if division is None or self._chunks is None:
@@ -221,12 +225,25 @@ class GpuExecutor:
         free_slots = self._limits.slots - tile_list.num_slots if self._limits else None
         return _Lists(rest, tile_list, choice, self._chunks.plan(division, free_slots, choice.keeps_chunks_whole))
 
+    def _plan_rest(
+        self, rest: StepTables, chunks: StepTables | None
+    ) -> tuple[StepTables, TileList, StepChoice | PackingChoice]:
+        """What becomes rows of tiles; its table is the one that the forest was made of."""
+        if self._is_tiled:
+            return self._plan_tiles(rest, chunks)
+        return self._plan_chunks(rest) if self._is_chunked else self._plan_packs(rest)
+
     def _plan_tiles(self, rest: StepTables, chunks: StepTables | None) -> tuple[StepTables, TileList, StepChoice]:
         forest, table = self._planner.forest(rest)
         rest = StepTables(table, rest.seq_lens, rest.query_start_loc, rest.window)
         step = TiledStep(self._rule, forest, rest, self._limits)
         choice = choose_step(step, self._card_description, self._overlap, chunks)
         return rest, step.emit(choice.tiling), choice
+
+    def _plan_chunks(self, rest: StepTables) -> tuple[StepTables, TileList, PackingChoice]:
+        forest, table = self._planner.forest(rest)
+        rest = StepTables(table, rest.seq_lens, rest.query_start_loc, rest.window)
+        return rest, invariant_list(self._rule, forest, rest), BATCH_INVARIANT
 
     def _plan_packs(self, rest: StepTables) -> tuple[StepTables, TileList, PackingChoice]:
         planned = self._planner.plan(rest)
@@ -319,8 +336,8 @@ def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[
     if capability == 90 and in_turn and fits and card.hopper_tiles:
         hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)
     tiles = decode_tiles(config.tile_itemsize, width, group_size, hopper, capability)
-    if config.batch_invariant:  # one tile for every row: another would sum the same numbers in another order
-        return without_subtiles(tiles)[-1:]
+    if config.batch_invariant:
+        return invariant_tiles(config.tile_itemsize, width, tiles, capability)
     return tiles if config.policy == "auto" else without_subtiles(tiles)
 
 
@@ -371,8 +388,11 @@ def make_chunk_planner(
     return ChunkPlanner(config, choose_chunk_tile(config, card, facts.capability), facts.num_sms, capacity)
 
 
-def _invariant_parts(config: AttentionConfig, capacity: Capacity) -> int:
-    """Most parts that the plan of a query is cut into, if the plan is batch-invariant; 0: it is not."""
+def _limits_of(config: AttentionConfig, rule: TilingRule, capacity: Capacity) -> TileLimits:
+    """What every batch of a capacity keeps within."""
+    tokens = capacity.max_pages_per_request * config.page_size
     if not config.batch_invariant:
-        return 0
-    return -(-capacity.max_pages_per_request * config.page_size // INVARIANT_CHUNK_TOKENS) + 1
+        return tile_limits(rule, capacity)
+    if config.policy == "auto":
+        return invariant_limits(capacity.max_query_tokens, tokens, rule.segment_size)
+    return tile_limits(rule, capacity, -(-tokens // INVARIANT_CHUNK_TOKENS) + 1)

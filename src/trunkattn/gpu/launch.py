@@ -142,7 +142,8 @@ class _Binder:
             from trunkattn.gpu.hopper import decode as hopper_decode
 
             most = (self._device_info.num_sms,) * tile.ctas_per_sm
-            num_programs = most if launch.spread else (min(launch.num_programs, sum(most)),)
+            spread = launch.spread and plan.geometry.num_kv_heads > 1
+            num_programs = most if spread else (min(launch.num_programs, sum(most)),)
             first_and_last, pdl = (launch.buckets[0], launch.buckets[-1]), hopper_decode.Pdl(trigger, wait)
             return hopper_decode.bind(t, plan, first_and_last, num_programs, pdl, self._return_lse)
         second = launch.buckets[1] if len(launch.buckets) > 1 else -1

@@ -21,7 +21,7 @@ from trunkattn.planner.work_list import (
     TileList,
 )
 
-_MERGE_CTAS_PER_SM = 16  # of one warp; each reads a few kilobytes
+_MERGE_CTAS_PER_SM = 16  # of one warp, or a few; each reads a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Launch:
     """buckets: whose items it computes, of one tile or of those of `hopper.decode`, ascending; none: it merges what no
     item does. spread: where items are few, no SM gets two CTAs with work while others have none, though a launch ahead
     may still be busy on some: `hopper.decode` has several launches side by side, of a CTA an SM each, and the portable
-    kernel spreads its tasks (`spread_stride`)."""
+    kernel spreads its tasks (`spread_stride`). With one KV head a launch would cost more than that saves, and it has
+    one."""
 
     buckets: tuple[int, ...]
     num_programs: int

@@ -1,6 +1,7 @@
 """How a step is computed: the one place that decides on its tiling, its overlap and the cutting of its chunks."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ class PackingChoice:
     reason: str
     num_overlapped: int = 0
     keeps_chunks_whole: bool = False
+
+
+BATCH_INVARIANT: Final = PackingChoice("batch invariant", "each request is cut alike in any batch")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS
 
 # Of the prompts of a warm-up
 _PROMPT_TOKENS: Final = (2, 128)
-_PROMPT_LENS: Final = (2 * INVARIANT_CHUNK_TOKENS, 128)
+_PROMPT_LENS: Final = (4 * INVARIANT_CHUNK_TOKENS, 128)
 
 
 @cache  # one process compiles for all layers

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule
+from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS
 from trunkattn.planner.work_list import (
     DIRECT,
     KV_END,
@@ -156,6 +157,8 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule) -> None:
     final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
     size = (tiles.items[:, SEGMENT_END] - tiles.items[:, SEGMENT_START]).astype(np.int64)
+    if rule.uniform:  # whole chunks come first
+        size //= CHUNK_TOKENS // rule.segment_size
     for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
         late = np.flatnonzero(np.diff(size[first:last]) > 0)
         assert len(late) == 0, f"item {first + late[0] + 1} is longer than the item before it in its bucket"

@@ -27,7 +27,7 @@ class DeviceAttention(BatchAttention):
 
     @property
     def plans_on_device(self) -> bool:
-        return self.limits is not None and not self.config.batch_invariant
+        return self.limits is not None
 
     def overlaps(self, chunks: PromptChunks) -> bool:
         return self.may_overlap

@@ -175,7 +175,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         common=tl.load(at.common, mask=is_used, other=0),
         again=tl.load(at.again, mask=is_used, other=0),
     )
-    share = share_of(total.segments, a_pass.num_parts, a_pass.block_segments).to(tl.int32)
+    share = share_of(total.segments, num_tiles, a_pass.num_parts, a_pass.block_segments).to(tl.int32)
     num_items, sums = _cut(
         tile_arrays(layout.tiles, stage, SIZES.tokens),
         num_tiles,

@@ -76,6 +76,7 @@ class DevicePlanner:
             slots=limits.slots,
         )
         self._sizes = sizes_of(candidates, capacity)
+        self._height = int(candidates.stages[:, 0].max())  # query tokens of the tallest tile
         self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
         self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
         self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)
@@ -151,8 +152,7 @@ class DevicePlanner:
         self.check(block_table, seq_lens, query_start_loc)
         tables = Tables(block_table, seq_lens, query_start_loc)
         self._order(plan, tables, window)
-        self._tile(window, self._lowest if lowest_tile else self._every)
-        self._list(plan, tables, window)
+        self._list(plan, tables, window, lowest_tile)
 
     def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Raises what `fill` does."""
@@ -209,7 +209,12 @@ class DevicePlanner:
             **self._pdl(),
         )
 
-    def _tile(self, window: int, allowed: torch.Tensor) -> None:
+    def _list(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
+        """The plan's arrays, of the best tiling."""
+        self._choose(window, self._lowest if lowest_tile else self._every)
+        self._emit(plan, tables, window)
+
+    def _choose(self, window: int, allowed: torch.Tensor) -> None:
         """The tiles of every stage, and the time of every candidate. allowed: those that may be chosen."""
         arrays, sizes = self._arrays, self._sizes
         choice = arrays.choice._replace(allowed=allowed)
@@ -226,7 +231,7 @@ class DevicePlanner:
             **self._pdl(),
         )
 
-    def _list(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+    def _emit(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         """The items, and the plan's arrays."""
         arrays, sizes, limits = self._arrays, self._sizes, self._limits
         work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)

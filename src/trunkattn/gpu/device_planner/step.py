@@ -11,9 +11,11 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.compiling import is_compiling
 from trunkattn.gpu.device_planner.choice import candidates_of
 from trunkattn.gpu.device_planner.chunks import ListedChunks, place_chunks
+from trunkattn.gpu.device_planner.invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, errors_of
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
+from trunkattn.gpu.step_choice import BATCH_INVARIANT
 from trunkattn.planner.invariants import check_plan, check_tiles
 from trunkattn.planner.planner import StepTables, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
@@ -87,6 +89,8 @@ class DeviceStep:
         assert self.gpu_plan.summary is not None
         tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
         described = tiling.name(self.rule), "least predicted time, found on the device"
+        if self.rule.uniform:
+            described = BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
         stats = tile_stats(self.tile_list(), self.batch(), self.rule, *described)
         return stats.with_chunks(self.chunks.stats()) if self.chunks else stats
 
@@ -126,7 +130,8 @@ class OnDevice:
             if (value := getattr(capacity, name)) > bound:
                 raise ValueError(f"{name}={value}: expected at most {bound} to plan on the device")
         self._rule, self._device = rule, device
-        self._planner = DevicePlanner(candidates_of(rule), capacity, limits, device_info, device)
+        planner = InvariantPlanner if rule.uniform else DevicePlanner
+        self._planner = planner(candidates_of(rule), capacity, limits, device_info, device)
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
         if device.type == "cuda":
             # An engine pads a step to some numbers of rows, and may have one plan for each window.

@@ -11,10 +11,11 @@ from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, Softmax, add_part
 from trunkattn.numerics import padded_head_dim
 
 # Partials that are added at once: a block of _FEW for a query with a few partials, blocks of _MANY for one with dozens.
-# In rows wider than _NARROW a block of _MANY would spill registers.
+# Rows wider than _NARROW have several warps, in one of which a block of _MANY would spill.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
-_NARROW = tl.constexpr(128)
+_NARROW: Final = 128
+_WIDE_WARPS: Final = 4
 
 
 class MergeOperands(NamedTuple):
@@ -88,9 +89,8 @@ def merge_query(
     if last - first <= _FEW:
         state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
     else:
-        MANY: tl.constexpr = _MANY if DV <= _NARROW else _FEW
-        for start in range(first, last, MANY):
-            state = _add_block(state, operands, start, last, head, SHAPE, MANY)
+        for start in range(first, last, _MANY):
+            state = _add_block(state, operands, start, last, head, SHAPE, _MANY)
     lse = state.row_max * LN_2 + tl.log(state.row_sum)  # -inf if no partial saw a key
     result = state.acc / tl.where(state.row_sum > 0, state.row_sum, 1.0) * tl.load(v_scale + head // SHAPE.group_size)
     if SINKS:
@@ -135,7 +135,7 @@ def launch_arguments(plan: GpuPlan, t: Tensors, count_at: int, return_lse: bool)
         "SHAPE": merge_shape(geometry.num_qo_heads, geometry.num_kv_heads, geometry.head_dim_v),
         "SINKS": geometry.sinks,
         "RETURN_LSE": return_lse,
-        "num_warps": 1,
+        "num_warps": merge_warps(geometry.head_dim_v),
     }
 
 
@@ -145,6 +145,11 @@ LAYER: Final = ("operands", "v_scale", "sinks")  # the arguments that differ fro
 def of_layer(t: Tensors) -> tuple[Any, ...]:
     """The arguments `LAYER`."""
     return MergeOperands(t.out, t.lse, t.partial, t.partial_lse), t.v_scale, t.sinks
+
+
+def merge_warps(head_dim_v: int) -> int:
+    """Of a CTA."""
+    return 1 if padded_head_dim(head_dim_v) <= _NARROW else _WIDE_WARPS
 
 
 def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int) -> MergeShape:

@@ -90,7 +90,7 @@ H100: Final = Card(
         idle_percent=8,
     ),
     hopper_tiles=True,
-    hopper_family=True,  # its SMs are an H200's
+    hopper_family=True,
     overlap=OverlapTimes(
         flops_per_ns=585_000,
         narrow=Shares(80, 87),

@@ -22,7 +22,7 @@ from trunkattn.gpu.plan import Geometry
 from trunkattn.gpu.triton import arguments
 from trunkattn.gpu.triton.arguments import Features, Shape
 from trunkattn.gpu.triton.decode import Buckets, decode_kernel, decode_tile
-from trunkattn.gpu.triton.merge import merge_kernel, merge_shape
+from trunkattn.gpu.triton.merge import merge_kernel, merge_shape, merge_warps
 from trunkattn.gpu.triton.prefill import prefill_kernel, tile_shape
 from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, hopper_source
 from trunkattn.gpu.tuning.prefill import PrefillTile
@@ -212,7 +212,7 @@ def compile_merge(target: Target, features: Features | None = None) -> Resources
         "RETURN_LSE": features.return_lse,
         "PDL_WAIT": target.capability >= 90,
     }
-    return _compile(merge_kernel, target, constants, {"num_warps": 1})
+    return _compile(merge_kernel, target, constants, {"num_warps": merge_warps(target.head_dim)})
 
 
 def _compile(

@@ -89,6 +89,11 @@ _FP32_UNTIMED: Final = (
 )
 
 
+# For all rows of a batch-invariant plan: low enough for requests that share nothing, and tall enough for those that
+# share. Its times choose nothing.
+INVARIANT_TILE: Final = GpuTile(32, 64, 2, 2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
+
+
 class HopperSource(IntEnum):
     """How the Hopper decode kernel gets its keys and values."""
 
@@ -253,6 +258,17 @@ def decode_tiles(
     tiles = tuple(tile for tile in tiles if tile.block_m >= group_size)
     fits = all(tile.block_m // tile.subtiles >= group_size for tile in tiles)
     return tiles if fits else without_subtiles(tiles)
+
+
+def invariant_tiles(
+    kv_itemsize: int, width: int, tiles: tuple[GpuTile, ...], capability: int = TIMED_CAPABILITY
+) -> tuple[GpuTile, ...]:
+    """The tile of a batch-invariant attention, one for all rows: another would sum the same numbers in another order.
+    tiles: of the attention otherwise. The lower one was timed with 16-bit heads up to 128, and spills elsewhere."""
+    tallest = without_subtiles(tiles)[-1]
+    fits = tallest.block_m >= INVARIANT_TILE.block_m and tiles[0].block_m <= INVARIANT_TILE.block_m
+    is_timed = kv_itemsize == 2 and width <= WIDE and capability == TIMED_CAPABILITY
+    return (INVARIANT_TILE if fits and is_timed else tallest,)
 
 
 def _in_eight_warps(tile: GpuTile) -> GpuTile:

@@ -128,9 +128,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self._nothing_local: torch.Tensor | None = None
         self._local_lens: torch.Tensor | None = None
         # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device.
-        self.supports_draft_decode_metadata_update = self._ranks is None and not any(
-            spec.batch_invariant for spec in self.layers
-        )
+        self.supports_draft_decode_metadata_update = self._ranks is None
         # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
         # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
         # discards.

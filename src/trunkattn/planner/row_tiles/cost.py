@@ -171,6 +171,12 @@ def load_ns(load, tile, costs, is_flat, is_last):
 
 
 @njit
+def tiles_of(num_queries, stage):
+    """Tiles of a stage, of which some may have nothing to read."""
+    return (num_queries + stage.height - 1) // stage.height
+
+
+@njit
 def stage_blocks(forest, entries, stage, window, segment_size):
     """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; segments; entries."""
     indptr, nodes, num_segments = stage_spans(forest, entries, stage, window, segment_size)
@@ -271,7 +277,7 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
     leave partial states unless the stage is the last."""
     tile = tile_times(costs, kind)
     total = blocks[:, 2].sum()
-    share = share_of(total, stage.num_parts, stage.block_segments)
+    share = share_of(total, tiles_of(num_queries, stage), stage.num_parts, stage.block_segments)
     items, work, partials = np.int64(0), np.int64(0), np.int64(0)
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
@@ -321,7 +327,7 @@ def tilings_fit(loads, stages, uses, limits):
             stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             total = blocks[:, 2].sum()
-            share = share_of(total, num_parts, block_segments)
+            share = share_of(total, tiles_of(loads.num_queries, stage), num_parts, block_segments)
             items, pieces = np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
                 step = step_of(blocks[tile, 2], share, block_segments)

@@ -168,13 +168,17 @@ def _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size,
 
 
 @njit
-def share_of(total, num_parts, block_segments):
+def share_of(total, num_tiles, num_parts, block_segments):
     """Segments of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not.
 
-    The planner on the device compiles this function and `step_of`, too.
+    A tile is cut into the nearest whole number of items. Tiles are mostly of one size, and each is cut into as many
+    items as there is room for at once: otherwise a few would be left for a second round. The planner on the device
+    compiles this function and `step_of`, too.
     """
     share = total + 1
     if num_parts > 0:
+        if num_tiles <= num_parts:
+            num_parts = num_parts // max(num_tiles, 1) * max(num_tiles, 1)
         share = max(block_segments, (total + num_parts - 1) // num_parts)
     return share
 
@@ -212,7 +216,7 @@ def outline_stage(forest, entries, stage, window, segment_size):
     rows = _span_rows(forest, entries, stage, spans, window, segment_size)
     indptr, num_segments = spans.indptr, spans.num_segments
     num_tiles = len(indptr) - 1
-    share = share_of(np.int64(num_segments.sum()), stage.num_parts, stage.block_segments)
+    share = share_of(np.int64(num_segments.sum()), num_tiles, stage.num_parts, stage.block_segments)
     most = np.int64(0)
     for tile in range(num_tiles):
         size = num_segments[indptr[tile] : indptr[tile + 1]].sum()

@@ -1,0 +1,151 @@
+"""Batch-invariant plans: the host's lists and the device's, under Triton's interpreter.
+
+On a card tests/on_gpu compares the bits of outputs.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn.config import Capacity
+from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.row_tiles.choice import TilingRule
+from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_list
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import TileList
+from trunkattn.workloads import tree_batch
+from trunkattn.workloads.trees import PrefixTree
+
+from ..planner.specs import forest_of
+from ..planner.tile_cases import SEEDS, make_rule
+from .device_cases import prepare
+
+pytestmark = pytest.mark.slow
+
+
+def invariant_rule(group_size: int, page_size: int, rows: int = 32) -> TilingRule:
+    tile = GpuTile(max(rows, group_size), 64, 2, 2, 4, (2000, 3000), (1500, 2500))
+    return replace(make_rule(group_size, page_size, 1, shapes=(tile,), num_kv_heads=2), uniform=True)
+
+
+def random_batch(seed: int, page_size: int, window: int) -> StepTables:
+    """A ragged tree of up to 12 requests, whose levels may end within chunks; some have several query tokens."""
+    rng = np.random.default_rng(seed)
+    requests = int(rng.integers(1, 13))
+    pages = rng.integers(0, 1 + 1400 // page_size, 2) * rng.integers(0, 2, 2)
+    last = int(rng.integers(8, 1500))
+    levels = [(1, int(pages[0]) * page_size), (min(requests, int(rng.integers(1, 4))), int(pages[1]) * page_size)]
+    levels = [level for level in levels if level[1]] + [(requests, last)]
+    nodes, tokens = (tuple(each) for each in zip(*levels, strict=True))
+    batch = tree_batch(PrefixTree(nodes, tokens), page_size, row_seed=seed, page_seed=seed)
+    lens = (batch.seq_lens - rng.integers(0, last - 4, requests)).astype(np.int32)
+    query_lens = np.where(rng.random(requests) < 0.3, rng.integers(0, 5, requests), 1)
+    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    return StepTables(batch.block_table, lens, starts, window)
+
+
+def host_list(rule: TilingRule, batch: StepTables) -> TileList:
+    return invariant_list(rule, forest_of(batch, rule.page_size), batch)
+
+
+CASES = given(
+    seed=SEEDS,
+    group=st.sampled_from([1, 4, 7, 32]),
+    page_size=st.sampled_from([1, 16, 48, 64]),
+    window=st.one_of(st.just(UNLIMITED), st.integers(1, 1600)),
+)
+
+
+@pytest.mark.property
+@settings(max_examples=25)
+@CASES
+def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size: int, window: int) -> None:
+    rule, batch = invariant_rule(group, page_size), random_batch(seed, page_size, window)
+    host = host_list(rule, batch)
+    check_tiles(host, batch, rule)
+    requests, pages = batch.block_table.shape
+    tokens = max(1, int(batch.query_start_loc[-1]))
+    capacity = Capacity(requests + 1, tokens + 2, pages + 1, 1 << 20)
+    limits = invariant_limits(capacity.max_query_tokens, capacity.max_pages_per_request * page_size, rule.segment_size)
+    assert not limits.broken_by(host)
+    planned = prepare(rule, capacity, limits=limits)
+    for _ in range(2):  # the second time into arrays that hold something
+        planned.fill(batch)
+        planned.assert_holds(host, batch)
+    assert planned.errors == [] and planned.plan.summary is not None
+    assert int(planned.plan.summary[1]) == int((host.segments[:, 1] >> 16).sum())
+
+
+def pieces(tiles: TileList, query: int) -> list[tuple[int, list[list[int]]]]:
+    """What a query's partials are of, in the order in which they are merged: the places in blocks of all tokens."""
+    found = []
+    for start, _, end, begin, stop in tiles.items.tolist():
+        for entry in range(begin, stop):
+            if tiles.queries[entry] == query:
+                segments = [[int(place), int(packed) >> 16] for place, packed, _ in tiles.segments[start:end]]
+                found.append((int(tiles.slots[entry]), segments))
+    first = min(slot for slot, _ in found)
+    return sorted((slot - first, segments) for slot, segments in found)
+
+
+def seen_by(segments: list[list[int]], position: int, window: int, chunk: int, size: int) -> list[list[int]]:
+    """Without the segments that a query sees nothing of, whose place in a block is kept."""
+    kept = []
+    for i, segment in enumerate(segments):
+        token = chunk * CHUNK_TOKENS + i * size
+        is_seen = token <= position and token + size > position + 1 - window
+        kept.append([segment[0], min(segment[1], position + 1 - token)] if is_seen else [0, 0])
+    while kept and kept[-1] == [0, 0]:
+        kept.pop()
+    return kept
+
+
+@pytest.mark.property
+@settings(max_examples=60)
+@CASES
+def test_a_query_is_computed_alike_in_any_batch(seed: int, group: int, page_size: int, window: int) -> None:
+    rule, batch = invariant_rule(group, page_size), random_batch(seed, page_size, window)
+    together = host_list(rule, batch)
+    rng = np.random.default_rng(seed)
+    for row in rng.permutation(len(batch.seq_lens))[:3]:
+        first, count = int(batch.query_start_loc[row]), int(np.diff(batch.query_start_loc)[row])
+        if count == 0:
+            continue
+        some = slice(int(row), int(row) + 1)
+        starts = np.array([0, count], np.int32)
+        alone = host_list(rule, StepTables(batch.block_table[some], batch.seq_lens[some], starts, window))
+        for query in range(count):
+            position = int(batch.seq_lens[row]) - count + query
+            first_chunk = max(0, position + 1 - window) // CHUNK_TOKENS
+            here, there = pieces(together, first + query), pieces(alone, query)
+            assert [slot for slot, _ in here] == [slot for slot, _ in there]
+            for nth, ((_, a), (_, b)) in enumerate(zip(here, there, strict=True)):
+                args = position, window, first_chunk + nth, rule.segment_size
+                assert seen_by(a, *args) == seen_by(b, *args)
+
+
+def test_whole_chunks_are_read_once() -> None:
+    rule = invariant_rule(4, 16)
+    tree = tree_batch(PrefixTree((1, 8), (2 * CHUNK_TOKENS + 16, 40)), 16)
+    batch = StepTables(tree.block_table, tree.seq_lens, np.arange(9, dtype=np.int32), UNLIMITED)
+    tiles = host_list(rule, batch)
+    assert int((tiles.segments[:, 1] >> 16).sum()) == 2 * CHUNK_TOKENS + 8 * 56
+    assert len(tiles.items) == 2 + 8 and tiles.num_slots == 8 * 3
+
+
+def test_limits_are_flagged() -> None:
+    rule = invariant_rule(4, 16)
+    tree = tree_batch(PrefixTree((1, 4), (CHUNK_TOKENS, 40)), 16)
+    batch = StepTables(tree.block_table, tree.seq_lens, np.arange(5, dtype=np.int32), UNLIMITED)
+    roomy = invariant_limits(6, 2 * CHUNK_TOKENS, rule.segment_size)
+    messages = {"items": "items", "segments": "segments", "queries": "queries", "slots": "partial states"}
+    for name, message in messages.items():
+        planned = prepare(rule, Capacity(5, 6, 40, 1 << 20), limits=replace(roomy, **{name: 3}))
+        planned.fill(batch)
+        assert any(message in error for error in planned.errors), name
+        planned.assert_guarded()
