@@ -110,7 +110,7 @@ def measured(shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, An
     until, trees = time.monotonic() + arguments.seconds, [parse_batch(text) for text in arguments.batches]
     if arguments.jobs:
         compile_ahead(shapes, trees, arguments.jobs, until)
-    facts = executor._facts_of(torch.device("cuda"))
+    facts = executor.facts_of(torch.device("cuda"))
     figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0])}
     name, rows = f"calibration-shapes-{short_name(facts.name)}", list[Row]()
     for shape in shapes:

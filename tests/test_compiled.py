@@ -89,7 +89,7 @@ def test_the_second_long_compilation_is_announced_once(capsys: pytest.CaptureFix
         compile_events(announcer, "trunkattn.cpu.parallel", 0.0)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith("trunkattn: compiling the CPU kernels") and str(compiled.cache_folder()) in said
+    assert said.startswith("trunkattn: compiling what runs on the CPU") and str(compiled.cache_folder()) in said
 
 
 def test_without_a_folder_the_announcement_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

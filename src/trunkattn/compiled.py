@@ -24,7 +24,6 @@ COMPILED_SOURCES: Final = (
     "compiled.py",
     "cpu",
     "dtypes.py",
-    "gpu/prefill_plan.py",
     "inputs.py",
     "numerics.py",
     "ops",
@@ -118,13 +117,13 @@ def announce(folder: str | None) -> None:
     """On stderr what is happening, or a warning if it will happen again in every process."""
     if folder is None:
         warnings.warn(
-            "trunkattn compiles its CPU kernels, about 10 s, and finds no folder to keep them in, so every process "
-            "compiles them again; set NUMBA_CACHE_DIR to a folder that can be written",
+            "trunkattn compiles what runs on the CPU, 10 to 40 s, and finds no folder to keep it in, so every process "
+            "compiles it again; set NUMBA_CACHE_DIR to a folder that can be written",
             RuntimeWarning,
             stacklevel=2,
         )
     else:
-        print(f"trunkattn: compiling the CPU kernels, about 10 s once; they are kept in {folder}", file=sys.stderr)
+        print(f"trunkattn: compiling what runs on the CPU, 10 to 40 s once; it is kept in {folder}", file=sys.stderr)
 
 
 event.register("numba:compile", Announcer())

@@ -1,5 +1,10 @@
 """Inside `compiled_together` launches compile and run nothing; everywhere else, and afterwards, they run."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -70,3 +75,28 @@ def test_other_threads_run_their_launches_meanwhile() -> None:
         thread.join()
         assert is_compiling()
     assert (len(kernel.calls), kernel.warmed) == (1, [])
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, list[list[str]]]:
+    """By case, the kernels that a warm-up compiles, and those that the steps after it compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("warm_script.py")
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+    cases: dict[str, list[list[str]]] = json.loads(found.stdout)
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        ("chunks_beside_decodes", {"_count_kernel", "decode_kernel", "lists_kernel"}),
+        ("batch_invariant_prompts", {"decode_kernel", "merge_kernel"}),
+    ],
+)
+def test_steps_compile_nothing_after_the_warm_up(
+    asked: dict[str, list[list[str]]], case: str, kernels: set[str]
+) -> None:
+    warm, later = asked[case]
+    assert kernels <= set(warm)
+    assert later == []

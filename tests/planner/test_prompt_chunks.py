@@ -1,5 +1,7 @@
 """A step divided into prompt chunks and the rest, and put together again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 from trunkattn.config import Capacity
 from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.packing.cost import cost_model
-from trunkattn.planner.planner import Planner, PlannerSpec
-from trunkattn.planner.prompt_chunks import divide, join, limits_broken, prefill_limits
+from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
+from trunkattn.planner.prompt_chunks import divide, join, limits_broken, prefill_limits, whole_chunks
 from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.planner.work_list import DIRECT, DeviceModel, TileList
 from trunkattn.workloads import random_forest
@@ -23,6 +25,23 @@ def spec_of(policy: str, page_size: int, device: DeviceModel = DEVICE) -> Planne
     """8 query heads, 2 KV heads."""
     model = cost_model(device, 8, 2, 64, 64, 2)
     return PlannerSpec(page_size, policy, model, split_rule(device, model, 2, 128, 0))
+
+
+@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([1, 5, 40, UNLIMITED]))
+def test_whole_chunks_have_the_bits_of_the_planner(seed: int, window: int) -> None:
+    """Of one worker, for which nothing is cut, on requests that share no page."""
+    rng, page_size = np.random.default_rng(seed), 16
+    query_lens = rng.integers(1, 90, rng.integers(1, 9))
+    seq_lens = (query_lens + rng.integers(0, 200, len(query_lens))).astype(np.int32)
+    columns = -(-int(seq_lens.max()) // page_size)
+    table = np.arange(len(seq_lens) * columns, dtype=np.int32).reshape(-1, columns)
+    batch = StepTables(table, seq_lens, np.append(0, query_lens.cumsum()).astype(np.int32), window)
+    spec = spec_of("per_query", page_size, replace(DEVICE, num_workers=1))
+    planned = Planner(spec).plan(batch)
+    work = whole_chunks(batch, spec.model.queries_per_tile, spec.rule)
+    assert work.equals(planned.work)
+    assert {array.dtype for array in vars(work).values()} == {np.dtype(np.int32)}
+    assert planned.num_packs == len(seq_lens)
 
 
 def empty_tiles() -> TileList:

@@ -9,7 +9,7 @@ from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.planner import Planned, StepTables
-from trunkattn.planner.prompt_chunks import Division, divide, limits_broken, prefill_limits
+from trunkattn.planner.prompt_chunks import Division, divide, limits_broken, prefill_limits, whole_chunks
 from trunkattn.planner.split_schedule import work_time
 from trunkattn.planner.work_list import PrefillLimits
 
@@ -77,10 +77,9 @@ class ChunkPlanner:
 
     def list_whole(self, chunks: StepTables) -> Planned:
         """The work list of chunks that share nothing and are not cut."""
-        self._planner.forget()
-        self._planner.forest(chunks)
+        work = whole_chunks(chunks, self._whole.model.queries_per_tile, self._whole.rule)
         reason = "whole items, listed by the host, which does not know the pages"
-        return self._planner.plan_unshared(chunks, self._whole, reason)
+        return Planned(work, chunks, len(chunks.seq_lens), "per_query", reason, self._whole)
 
     def _keep_whole(self, chunks: StepTables) -> Planned:
         reason = "whole items, as decodes fill what their last round leaves of the device"

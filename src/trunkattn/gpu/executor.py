@@ -19,7 +19,7 @@ from trunkattn.gpu.overlap import Overlap, make_overlap
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, reserve, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.step_choice import BATCH_INVARIANT, PackingChoice, StepChoice, choose_step
-from trunkattn.gpu.tuning.cards import Card, card_of
+from trunkattn.gpu.tuning.cards import Card, GpuFacts, card_of, facts_of
 from trunkattn.gpu.tuning.decode import (
     GpuTile,
     decode_tiles,
@@ -113,8 +113,16 @@ class GpuExecutor:
     """Plans, on the host or on the device, and runs on a GPU."""
 
     @torch.inference_mode(False)  # what it keeps is written to outside of it too
-    def __init__(self, config: AttentionConfig, device: torch.device, capacity: Capacity | None = None) -> None:
-        facts = _facts_of(device)
+    def __init__(
+        self,
+        config: AttentionConfig,
+        device: torch.device,
+        capacity: Capacity | None = None,
+        *,
+        facts: GpuFacts | None = None,
+    ) -> None:
+        """facts: of another card than `device`, to plan for it."""
+        facts = facts or facts_of(device)
         card = card_of(facts.name, facts.num_sms)
         self.config, self.device, self._capacity = config, device, capacity
         self._card_description = card.description
@@ -317,21 +325,6 @@ class GpuExecutor:
         if computed is not out:
             out.copy_(computed)
         return lse
-
-
-class GpuFacts(NamedTuple):
-    """What CUDA says of a GPU. capability: 90 for 9.0."""
-
-    name: str
-    num_sms: int
-    capability: int
-    l2_bytes: int
-
-
-def _facts_of(device: torch.device) -> GpuFacts:
-    properties = torch.cuda.get_device_properties(device)
-    capability = 10 * properties.major + properties.minor
-    return GpuFacts(properties.name, properties.multi_processor_count, capability, properties.L2_cache_size)
 
 
 def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[GpuTile, ...]:

@@ -51,7 +51,7 @@ class Overlap:
 
     def work_of(self, chunks: StepTables) -> ChunkWork:
         """The work of prompt chunks that share nothing."""
-        return ChunkWork(*chunk_work(chunks.seq_lens, chunks.query_start_loc, chunks.window, self.chunk_queries))
+        return chunk_work(chunks.seq_lens, chunks.query_start_loc, chunks.window, self.chunk_queries)
 
     def chunk_times(self, work: ChunkWork) -> ChunkTimes:
         """Predicted times: of all chunks, or of the longest work item."""

@@ -6,12 +6,12 @@ a round, forwards and backwards in turn.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trunkattn.compiled import njit
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.planner.work_list import ITEM_COLUMNS, PrefillLimits, PrefillList
 
@@ -34,23 +34,18 @@ class Packed:
         return dict(zip(self.sizes, self.flat.split(list(self.sizes.values())), strict=True))
 
     @cached_property
-    def _begins(self) -> NDArray[np.int64]:
-        return np.cumsum([0, *self.sizes.values()])
+    def _begins(self) -> list[int]:
+        return list(accumulate(self.sizes.values(), initial=0))
 
     def send(self, host: dict[str, NDArray[np.int32]]) -> None:
         """Fills the first arrays, in one copy up to the end of what the last of them gets; host: in their order."""
         last = list(host)[-1]
-        used = int(self._begins[len(host) - 1]) + host[last].size
+        used = self._begins[len(host) - 1] + host[last].size
         staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda)
-        _scatter(staging.numpy(), self._begins, tuple([array.ravel() for array in host.values()]))
+        flat = staging.numpy()
+        for begin, array in zip(self._begins, host.values(), strict=False):
+            flat[begin : begin + array.size] = array.ravel()
         self.flat[:used].copy_(staging, non_blocking=True)
-
-
-@njit
-def _scatter(flat, begins, arrays):
-    """Copies arrays to where each begins in `flat`."""
-    for i in range(len(arrays)):
-        flat[begins[i] : begins[i] + len(arrays[i])] = arrays[i]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,27 @@
-"""A plug-in's kernels compiled, and run once, before a request waits for them."""
+"""A plug-in's kernels compiled, and run once, before a request waits for them; and its planner on the host."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
+from typing import Final
 
 import torch
 
 from trunkattn.attention import BatchAttention, Plan
 from trunkattn.gpu.compiling import compiled_together
+from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
+from trunkattn.gpu.tuning.cards import facts_of
+from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS
+
+# Of the prompts of a warm-up
+_PROMPT_TOKENS: Final = (2, 128)
+_PROMPT_LENS: Final = (4 * INVARIANT_CHUNK_TOKENS, 128)
+
+
+@cache  # one process compiles for all layers
+def host_planner(batch_invariant: bool) -> HostPlanner:
+    """The host's planner for this GPU. Another process compiles it from the first call on."""
+    return compile_ahead(facts_of(torch.device("cuda")), batch_invariant)
 
 
 def warm_up(work: Callable[[], None]) -> None:
@@ -14,6 +29,26 @@ def warm_up(work: Callable[[], None]) -> None:
     for context in (compiled_together(), nullcontext()):
         with context:
             work()
+
+
+def warm_prompts(
+    max_pages: int, page_size: int, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The tables of two steps, as of `BatchAttention.plan`, each of two prompts: one is rows of tiles and one a prompt
+    chunk, or both are rows of tiles, which a batch-invariant plan cuts, and merges, in the first step alone.
+
+    Args:
+        max_pages: columns of the block table.
+        page_size: tokens.
+        device: of the tables.
+    """
+    pages = torch.arange(2, dtype=torch.int32, device=device)  # each prompt has one page, again and again
+    steps = []
+    for length in _PROMPT_LENS:
+        length = min(length, max_pages * page_size)
+        starts = torch.tensor((0, *_PROMPT_TOKENS)).clamp(max=length).cumsum(0).to(torch.int32)
+        steps.append((pages[:, None].repeat(1, max_pages), torch.full_like(pages, length), starts.to(device)))
+    return steps
 
 
 def run_zeros(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.config import Capacity
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.split_schedule import MAX_ITEMS_PER_WORKER
+from trunkattn.planner.split_schedule import MAX_ITEMS_PER_WORKER, weight
 from trunkattn.planner.splitting import SplitRule
 from trunkattn.planner.work_list import DIRECT, PrefillLimits, PrefillList, TileList, WorkList
 
@@ -82,6 +82,23 @@ def _split_rows(seq_lens, query_start_loc, above):
                 rest_tokens[begin + i] = first + i
         rest_starts[row + 1] = begin + taken
     return _Split(rows, longest, rest_starts, chunk_starts, rest_tokens, chunk_tokens)
+
+
+def whole_chunks(chunks: StepTables, queries_per_tile: int, rule: SplitRule) -> WorkList:
+    """The work list of chunks that share nothing and are not cut, with the bits that the planner gives them. In NumPy:
+    nothing is compiled for a plan that is made on a GPU."""
+    starts, ends = chunks.query_start_loc[:-1].astype(np.int64), chunks.query_start_loc[1:].astype(np.int64)
+    tiles = -(-(ends - starts) // queries_per_tile)  # of each row
+    row = np.repeat(np.arange(len(tiles)), tiles)
+    nth = np.arange(len(row)) - (np.cumsum(tiles) - tiles)[row]
+    first = starts[row] + nth * queries_per_tile
+    last = np.minimum(first + queries_per_tile, ends[row])
+    before = chunks.seq_lens[row] - ends[row]  # a token's place in its sequence, less its place in the step
+    kv_start, kv_end = np.maximum(before + first + 1 - chunks.window, 0), before + last
+    items = np.stack((row, kv_start, kv_end, first, last), axis=1).astype(np.int32)
+    heaviest_first = np.argsort(-weight(rule, kv_end - kv_start, last - first), kind="stable")
+    queries, none = np.arange(chunks.query_start_loc[-1], dtype=np.int32), np.empty(0, np.int32)
+    return WorkList(items[heaviest_first], queries, np.full_like(queries, DIRECT), none, np.zeros(1, np.int32))
 
 
 class _Joined(NamedTuple):

@@ -15,7 +15,7 @@ at a time: a program (CTA) on a GPU, a thread on a CPU. `SplitRule.num_workers` 
 Times are in bytes: what a worker computes while so many bytes of KV are read.
 """
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,11 +39,14 @@ class _ItemLimit(NamedTuple):
 _LIMITS: Final = (_ItemLimit(17, 1), _ItemLimit(18, 1), _ItemLimit(17, 2), _ItemLimit(17, MAX_ITEMS_PER_WORKER))
 
 
-@njit(inline="always")
-def weight_of(rule, tokens, queries):
-    """Time of one item on one head, without the item's fixed cost. Rows are computed in whole units of `row_unit`."""
+def weight(rule: Any, tokens: Any, queries: Any) -> Any:
+    """Time of an item on one head, without the item's fixed cost, or of an array of items. Rows are computed in whole
+    units of `row_unit`."""
     rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) & -rule.row_unit
     return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
+
+
+weight_of = njit(weight, inline="always")  # for compiled functions
 
 
 @njit(inner=True)

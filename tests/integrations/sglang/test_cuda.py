@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from trunkattn.integrations import common, warm_up
 from trunkattn.integrations.sglang import cuda
 
-from ..vllm.device_attention import DeviceAttention
+from ..vllm.device_attention import DeviceAttention, HostPlanners
 from .fakes import DIM, HEADS, KV_HEADS, PAGE, ROWS, Step, error, make_runner
 
 CPU = torch.device("cpu")
@@ -36,7 +36,15 @@ class HostTables(cuda.DeviceTables):
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
+    """No process compiles a planner."""
+    planners = HostPlanners()
+    monkeypatch.setattr(cuda, "host_planner", planners)
+    return planners
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> Any:
     monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
     monkeypatch.setattr("trunkattn.integrations.sglang.backend.BatchAttention", DeviceAttention)
     monkeypatch.setattr(cuda, "DeviceTables", HostTables)
@@ -103,6 +111,25 @@ def test_prompts_between_graphs(card: None, hybrid: bool) -> None:
             backend.init_forward_metadata(batch)
         for layer in runner.model:
             assert error(backend, runner, layer, batch) < 1e-5
+
+
+def test_the_first_prompt_waits_for_the_planner(card: None, host_planners: HostPlanners) -> None:
+    """Which compiles from when the back end is made; a step that is planned on the device waits for nothing."""
+    runner = make_runner()
+    backend = make_backend(runner)
+    assert host_planners.begun == [False]
+    for step, waited in ((FIVE, 0), (Step([9], [41]), 1)):
+        batch = step.batch(runner)
+        backend.init_forward_metadata(batch)
+        error(backend, runner, runner.model[0], batch)
+        assert len(host_planners.waited) == waited
+
+
+def test_no_planner_is_compiled_where_another_back_end_runs_prompts(card: None, host_planners: HostPlanners) -> None:
+    runner = make_runner()
+    runner.server_args.get_attention_backends = lambda: ("triton", "trunk")
+    make_backend(runner)
+    assert host_planners.begun == []
 
 
 def test_decodes_without_graphs(card: None) -> None:

@@ -18,7 +18,7 @@ from trunkattn import write_kv
 from trunkattn.integrations.vllm import backend, cuda, cuda_impl, versions
 from trunkattn.integrations.vllm.flash import FlashPrefill
 
-from .device_attention import DeviceAttention
+from .device_attention import DeviceAttention, HostPlanners
 from .engine import Run, generate
 from .fakes import SEQUENCES, FlashRecorder
 from .models import write_eagle, write_model
@@ -62,7 +62,16 @@ def stock(model: Callable[[str], Path]) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
+def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
+    """No process compiles a planner."""
+    planners = HostPlanners()
+    for module in (cuda, cuda_impl):
+        monkeypatch.setattr(module, "host_planner", planners)
+    return planners
+
+
+@pytest.fixture
+def gpu_engine(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> Iterator[VllmConfig]:
     """The configuration of an engine whose back end is that for GPUs, with plans and kernels of the CPU."""
     config = VllmConfig()
     config.scheduler_config.max_num_seqs = SEQUENCES
@@ -100,7 +109,7 @@ def flash_kernel(monkeypatch: pytest.MonkeyPatch) -> FlashRecorder:
 
 
 @pytest.fixture
-def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def flash_calls(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> list[dict[str, Any]]:
     """The arguments of each call of FlashAttention by an engine that selects CUSTOM."""
 
     def write(key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:

@@ -1,6 +1,7 @@
 """A GPU's plans and kernels for machines without one: plans and attention are the CPU's, behind the interface that GPUs
 have."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,3 +58,14 @@ class DeviceAttention(BatchAttention):
             return super().run(plan, q[:rows], *caches, out=result[:rows], **options)
         _, lse[:rows] = super().run(plan, q[:rows], *caches, out=result[:rows], **options)
         return result, lse
+
+
+class HostPlanners:
+    """In the place of `warm_up.host_planner`: notes for which attentions a planner was begun, and waited for."""
+
+    def __init__(self) -> None:
+        self.begun, self.waited = list[bool](), list[bool]()
+
+    def __call__(self, batch_invariant: bool) -> Any:
+        self.begun.append(batch_invariant)
+        return SimpleNamespace(wait=lambda: self.waited.append(batch_invariant))

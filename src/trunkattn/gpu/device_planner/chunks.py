@@ -82,21 +82,19 @@ def place_chunks(plan: GpuPlan, listed: ListedChunks, block_table: torch.Tensor,
     to.copy_(prefill.arrays["positions"][: len(positions)])
     launch(_count_kernel, (1,))(
         *(plan.arrays[name] for name in ("counts", "items", "overlapped", "prefill_count")),
-        len(items),
-        OVERLAPS=listed.overlaps,
+        *(len(items), int(listed.overlaps)),
         BLOCK=_BLOCK,
     )
 
 
-@triton.jit(do_not_specialize=["num_chunk_items"])
-def _count_kernel(
-    counts, items, overlapped, prefill_count, num_chunk_items, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["num_chunk_items", "overlaps"])
+def _count_kernel(counts, items, overlapped, prefill_count, num_chunk_items, overlaps, BLOCK: tl.constexpr):
     """Notes the chunks' items, and takes those of the lowest tile that merge nothing out of their bucket, to be
-    co-scheduled with the chunks: overlapped is their range, and the most queries of one."""
+    co-scheduled with the chunks: overlapped is their range, and the most queries of one. overlaps: 0 or 1, which is no
+    constant, so that a step of either kind compiles the kernel for both."""
     tl.store(prefill_count, num_chunk_items)
     begin = tl.load(counts)
-    end = tl.load(counts + 1) if OVERLAPS else begin
+    end = tl.load(counts + overlaps)
     most = tl.zeros([BLOCK], tl.int32)
     for first in range(begin, end, BLOCK):
         item = first + tl.arange(0, BLOCK)

@@ -3,9 +3,27 @@
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import torch
+
 from trunkattn.planner.row_tiles.cost import CardTimes
 
 TIMED_CAPABILITY: Final = 90  # compute capability of the cards on which the tiles were timed
+
+
+class GpuFacts(NamedTuple):
+    """What CUDA says of a GPU. capability: 90 for 9.0."""
+
+    name: str
+    num_sms: int
+    capability: int
+    l2_bytes: int
+
+
+def facts_of(device: torch.device) -> GpuFacts:
+    """Of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return GpuFacts(properties.name, properties.multi_processor_count, capability, properties.L2_cache_size)
 
 
 class Shares(NamedTuple):

@@ -20,8 +20,8 @@ from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.backend import TrunkBackend
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.layers import LayerKind, check_supported
-from trunkattn.integrations.sglang.name import logger
-from trunkattn.integrations.warm_up import run_zeros, warm_up
+from trunkattn.integrations.sglang.name import NAME, logger
+from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_up
 
 _ROWS: Final = 256  # requests of a decode step that are planned on the device, or more if SGLang captures more
 _OLDEST: Final = (8, 0)  # compute capability
@@ -52,6 +52,8 @@ class TrunkCudaBackend(TrunkBackend):
             check_supported([f"this GPU of compute capability {found}, only {oldest} and newer"])
         super().__init__(runner)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        prefill, _ = versions.backends(runner)
+        self._host_planner = host_planner(batch_invariant=False) if prefill == NAME else None  # which plans prompts
         self._most_rows = min(_ROWS, self.req_to_token_pool.size)
         self._tables: DeviceTables | None = None
         self._attentions: dict[tuple[AttentionConfig, bool], BatchAttention] = {}
@@ -113,6 +115,8 @@ class TrunkCudaBackend(TrunkBackend):
 
     def _planned(self, kind: LayerKind) -> tuple[BatchAttention, Plan]:
         if not isinstance(self._step, DeviceStep):
+            if self._host_planner is not None:
+                self._host_planner.wait()
             return super()._planned(kind)
         if kind not in self._plans:  # the first step, which SGLang runs before it captures one
             attention, caches = self._attention(kind), self._caches(self._layer_of(kind))

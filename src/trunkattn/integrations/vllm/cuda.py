@@ -15,6 +15,7 @@ With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every s
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
-from trunkattn.integrations.warm_up import run_zeros, warm_up
+from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_prompts, warm_up
 
 logger = init_logger("vllm.trunkattn")
 # Of prompts beside decodes, up to which a layer has a graph of its own: longer ones keep the GPU busy while the host
@@ -270,17 +271,22 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         decode = DecodeRows(rows.block_table[:1], rows.seq_lens[:1], rows.query_start_loc[:2])
         one = torch.ones(1, dtype=torch.int32)
-        layers = {layer.impl.layer_spec: layer for layer in self.modules.values()}
+        prompts = warm_prompts(max_pages_per_request, self.kv_cache_spec.block_size, self.device)
+        caches = {layer.impl.layer_spec: layer.impl.caches_of(layer.kv_cache) for layer in self.modules.values()}
+        for spec in self._prefill_attentions:
+            host_planner(spec.batch_invariant).wait()
 
         def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
             for spec, (_, plan) in self._plan(rows, chunks).items():
-                caches = layers[spec].impl.caches_of(layers[spec].kv_cache)
-                run_zeros(self.attentions[spec], plan, caches, 2, return_lse=self._ranks is not None)
+                run_zeros(self.attentions[spec], plan, caches[spec], 2, return_lse=self._ranks is not None)
 
         def work() -> None:
             plan_and_run(decode)
             if self._may_overlap:
                 plan_and_run(rows, PromptChunks(1, one, one))
+            for tables, (spec, attention) in product(prompts, self._prefill_attentions.items()):
+                plan = attention.plan(*tables, sliding_window=spec.sliding_window)
+                run_zeros(attention, plan, caches[spec], plan.num_query_tokens)
 
         warm_up(work)
 

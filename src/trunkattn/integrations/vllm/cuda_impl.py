@@ -13,6 +13,7 @@ from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.context_parallel import ContextGroup, context_refusals, find_group
 from trunkattn.integrations.vllm.flash import find_flash
 from trunkattn.integrations.vllm.impl import StepTensors, TrunkAttentionImpl, check_supported
+from trunkattn.integrations.warm_up import host_planner
 
 
 def gpu_refusals(spec: LayerSpec, scaled: bool, vllm_config: Any) -> list[str]:
@@ -44,6 +45,8 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         vllm_config = get_current_vllm_config()
         check_supported(gpu_refusals(self.layer_spec, self.scaled, vllm_config))
         self.flash, self.flash_note = find_flash(self.layer_spec)
+        if self.flash is None:  # then the host plans the prompts
+            host_planner(self.layer_spec.batch_invariant)
         self.group: ContextGroup | None = None
         if self.dcp_world_size > 1:
             check_supported(context_refusals(self.layer_spec, self.flash, self.flash_note))

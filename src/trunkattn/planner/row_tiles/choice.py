@@ -253,14 +253,10 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     )
 
 
-@njit
-def query_positions(seq_lens, query_start_loc):
+def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32]) -> NDArray[np.int32]:
     """[num_query_tokens] int32: each query token's place in its sequence."""
-    positions = np.empty(query_start_loc[-1], np.int32)
-    for row in range(len(seq_lens)):
-        first, last = query_start_loc[row], query_start_loc[row + 1]
-        for query in range(first, last):
-            positions[query] = seq_lens[row] - last + query
+    positions = np.arange(query_start_loc[-1], dtype=np.int32)
+    positions += np.repeat(seq_lens - query_start_loc[1:], np.diff(query_start_loc))
     return positions
 
 

@@ -78,19 +78,18 @@ class _Profile(NamedTuple):
     is_wide: NDArray[np.int64]
 
 
-@njit
-def chunk_work(seq_lens, query_start_loc, window, queries_per_item):
-    """The work of prompt chunks that share nothing."""
-    pairs, kv_tokens, max_item_pairs, num_items = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for row in range(len(seq_lens)):
-        length = np.int64(seq_lens[row])
-        queries = np.int64(query_start_loc[row + 1] - query_start_loc[row])
-        longest = min(queries, queries_per_item)
-        pairs += min(length - queries // 2, window) * queries
-        kv_tokens += min(length, window + queries)
-        max_item_pairs = max(max_item_pairs, min(length, window + longest) * longest)
-        num_items += (queries + queries_per_item - 1) // queries_per_item
-    return ChunkWork(pairs, kv_tokens, max_item_pairs, num_items)
+def chunk_work(
+    seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32], window: int, queries_per_item: int
+) -> ChunkWork:
+    """The work of prompt chunks that share nothing. In NumPy: nothing is compiled for a plan that is made on a GPU."""
+    lengths, queries = seq_lens.astype(np.int64), np.diff(query_start_loc).astype(np.int64)
+    longest = np.minimum(queries, queries_per_item)
+    return ChunkWork(
+        pairs=int((np.minimum(lengths - queries // 2, window) * queries).sum()),
+        kv_tokens=int(np.minimum(lengths, window + queries).sum()),
+        max_item_pairs=int((np.minimum(lengths, window + longest) * longest).max(initial=0)),
+        num_items=int(-(-queries // queries_per_item).sum()),
+    )
 
 
 @njit

@@ -1,0 +1,61 @@
+"""Compiles the host's planner for a GPU into Numba's cache: the process that `host_planner` starts. It uses no GPU.
+
+    python -m trunkattn.gpu.compile_planner '["NVIDIA H100 80GB HBM3", 132, 90, 52428800, false]'
+
+Of several processes of a machine, such as those of tensor-parallel ranks, one compiles, and the others find its work.
+"""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from trunkattn.compiled import cache_folder
+from trunkattn.config import AttentionConfig
+from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.inputs import StepInputs, check_step
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
+
+_CPU: Final = torch.device("cpu")
+_PAGE_SIZE: Final = 16
+_LENGTH: Final = 1000  # tokens of each request
+_SHARED_PAGES: Final = 32  # more than a batch-invariant plan shares at once
+_STARTS: Final = (0, 1, 2, 202, 402)  # two requests decode and two are prompts
+
+
+def plan_every_kind(facts: GpuFacts, batch_invariant: bool) -> None:
+    """Plans steps that need every compiled function: of requests that share pages, then of requests that share none;
+    each again when they are a token longer, for which the planner patches its forest."""
+    config = AttentionConfig(8, 2, 128, _PAGE_SIZE, torch.bfloat16, batch_invariant=batch_invariant)
+    executor = GpuExecutor(config, _CPU, facts=facts)
+    starts = torch.tensor(_STARTS, dtype=torch.int32)
+    lens = torch.full((len(starts) - 1,), _LENGTH, dtype=torch.int32)
+    own = torch.arange(len(lens) * 64, dtype=torch.int32).view(len(lens), 64)
+    shared = own.clone()
+    shared[:, :_SHARED_PAGES] = own[0, :_SHARED_PAGES]
+    for table in (shared, own):
+        for later in (0, 1):
+            tables, _ = check_step(StepInputs(table, lens + later, starts, None, None), _PAGE_SIZE, None, _CPU)
+            executor.plan(StepTables(*tables, UNLIMITED)).stats()
+
+
+def main(arguments: str) -> None:
+    """Compiles for a card and attentions, as `compile_ahead` writes them, when no other process does."""
+    *facts, batch_invariant = json.loads(arguments)
+    folder = cache_folder()
+    assert folder is not None, "expected a folder that Numba can write, see NUMBA_CACHE_DIR"
+    with (Path(folder) / "trunkattn.lock").open("w") as lock:
+        with suppress(ImportError, OSError):  # a system, or a file system, without locks: each compiles
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        plan_every_kind(GpuFacts(*facts), batch_invariant)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,49 @@
+"""The host's planner for a GPU, compiled by another process while an engine loads its model.
+
+Compiling takes half a minute and holds the interpreter's lock, so a thread would stall the engine. Here another
+process (`compile_planner`) fills Numba's cache on disk. Whoever plans on the host first waits for it and loads the
+cache. If the process fails, that first plan compiles, as it would without one.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Final
+
+from trunkattn.compiled import cache_folder
+from trunkattn.gpu.tuning.cards import GpuFacts
+
+_MODULE: Final = "trunkattn.gpu.compile_planner"
+_LONGEST_WAIT_S: Final = 120.0
+
+
+class HostPlanner:
+    """The process that compiles. process: None if there is none."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
+        self._process = process
+
+    def wait(self) -> None:
+        """Returns when the planner is compiled, or will not be. To be called before a plan is made on the host."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            print("trunkattn: waiting for the planner to be compiled, up to 40 s once", file=sys.stderr)
+        try:
+            process.wait(_LONGEST_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def compile_ahead(facts: GpuFacts, batch_invariant: bool) -> HostPlanner:
+    """Begins to compile what plans of attentions on a card need on the host. batch_invariant: of the attentions."""
+    if cache_folder() is None:  # nothing that another process compiles would be found
+        return HostPlanner(None)
+    command = [sys.executable, "-m", _MODULE, json.dumps([*facts, batch_invariant])]
+    quiet = subprocess.DEVNULL
+    try:
+        return HostPlanner(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet))
+    except OSError:
+        return HostPlanner(None)

@@ -1,0 +1,79 @@
+"""The host's planner compiled by another process: it compiles all that plans need, and its failure does no harm."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trunkattn.gpu import compile_planner, host_planner
+from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
+from trunkattn.gpu.tuning.cards import GpuFacts
+
+H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
+
+
+def compiled_by(folder: Path, *arguments: str) -> list[str]:
+    """What `plan_script` compiles in a process whose cache is in this folder."""
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("plan_script.py"), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["NUMBA_CACHE_DIR"] = str(folder)
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+
+
+def test_a_plan_on_the_device_compiles_nothing_on_the_host(tmp_path: Path) -> None:
+    assert compiled_by(tmp_path, "chunks") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_plans_find_all_that_the_process_has_compiled(tmp_path: Path, batch_invariant: bool) -> None:
+    arguments = json.dumps([*H100, batch_invariant])
+    assert compiled_by(tmp_path, "ahead", arguments) == []
+    (index,) = tmp_path.rglob("prefix_forest.build_forest*.nbi")
+    index.unlink()
+    compiled = compiled_by(tmp_path, "host", arguments)
+    assert "build_forest" in compiled[0], "what is not found is compiled, and noticed"
+
+
+def test_no_process_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_planner, "cache_folder", lambda: None)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert compile_ahead(H100, False)._process is None
+
+
+@pytest.mark.parametrize("program", ["", "/no/such/program", "/bin/false"])
+def test_a_process_that_fails_does_no_harm(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    planner = compile_ahead(H100, False)
+    planner.wait()
+    planner.wait()
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(host_planner, "_LONGEST_WAIT_S", 0.1)
+    process = subprocess.Popen(["sleep", "60"])
+    begin = time.monotonic()
+    HostPlanner(process).wait()
+    assert time.monotonic() - begin < 30
+    assert process.returncode is not None
+    assert "waiting for the planner" in capsys.readouterr().err
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    planned: list[tuple[GpuFacts, bool]] = []
+
+    def plan(facts: GpuFacts, batch_invariant: bool) -> None:
+        with (tmp_path / "trunkattn.lock").open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        planned.append((facts, batch_invariant))
+
+    monkeypatch.setattr(compile_planner, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(compile_planner, "plan_every_kind", plan)
+    for _ in range(2):
+        compile_planner.main(json.dumps([*H100, True]))
+    assert planned == [(H100, True)] * 2

@@ -1,0 +1,52 @@
+"""What the back end for GPUs compiles before the first step, without a GPU: kernels of prompts that ours run, and the
+host's planner for them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from trunkattn.integrations import warm_up
+
+from .device_attention import DeviceAttention, HostPlanners
+from .fakes import WIDTH, FlashRecorder, make_batch, make_builder, make_layer, run_step
+
+pytestmark = pytest.mark.usefixtures("gpu_engine")
+
+
+def test_prompts_of_our_own_kernels_are_warm_too(
+    gpu_engine: VllmConfig,
+    flash_kernel: FlashRecorder,
+    host_planners: HostPlanners,
+    set_batch_invariance: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their kernel has other constants than that of decodes: a batch-invariant prompt has several query tokens."""
+    runs: list[tuple[Any, int]] = []
+    set_batch_invariance(True)
+    layer = make_layer()
+    assert (host_planners.begun, host_planners.waited) == ([True], []), "it compiles while the model is loaded"
+    builder = make_builder(gpu_engine, layer)
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    with monkeypatch.context() as patched:
+        patched.setattr(warm_up, "compiled_together", nullcontext)
+        patched.setattr(
+            DeviceAttention, "run", lambda self, _, q, *caches, **options: runs.append((self.limits, len(q)))
+        )
+        builder._warm_up(WIDTH)
+    assert host_planners.waited == [True]
+    assert runs == [(builder.attentions[layer.layer_spec].limits, 2), *[(None, 2 + 128)] * 2] * 2
+    _, errors = run_step(builder, make_batch([1, 1, 30], [20, 40, 0]))
+    assert max(errors) < 0.02
+
+
+def test_no_planner_is_compiled_where_flash_attention_runs_prompts(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "compiled_together", nullcontext)
+    builder = make_builder(gpu_engine, make_layer())
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    builder._warm_up(WIDTH)
+    assert (host_planners.begun, host_planners.waited) == ([], [])
