@@ -10,7 +10,7 @@ FlashAttention, or in one kernel of ours together with the decodes where that is
 head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
 Their plan is made on the host, which waits for the device in steps with prompts.
 
-With VLLM_BATCH_INVARIANT=1 our kernels run all rows, and the host plans every step, for which it waits for the device.
+With VLLM_BATCH_INVARIANT=1 our kernels run all rows: decodes are planned on the device, prompts on the host.
 """
 
 from collections.abc import Callable
