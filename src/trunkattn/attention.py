@@ -159,9 +159,9 @@ class BatchAttention:
             into: a plan of this object, with the same window, that is to become the plan of this batch, and is
                 returned; only with a capacity. A CUDA graph that ran it runs the new batch.
             chunks: the last requests, which are prompt chunks whose lengths the host knows too; only for tables that
-                are planned on the device, with a max_chunk_tokens. A kernel of their own computes them then, on H100
-                and H200 together with the decodes (POD-Attention §4), and each reads its own KV. Without it they are
-                rows of tiles. Pages outside the cache are clamped.
+                are planned on the device, with a max_chunk_tokens and without batch invariance. A kernel of their own
+                computes them then, on H100 and H200 together with the decodes (POD-Attention §4), and each reads its
+                own KV. Without it they are rows of tiles. Pages outside the cache are clamped.
 
         Raises:
             ValueError, TypeError: naming the argument, the value and what was expected; no plan is made or changed.

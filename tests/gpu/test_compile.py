@@ -113,7 +113,8 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     if compiled.head_dim == 256:
         allowed |= {"64x32 portable": 264}
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 752) | {"prefill portable": 432}  # Triton 3.6 has 200 of the former
-    allowed |= {"32x64 invariant": 8}
+    if (compiled.capability, compiled.head_dim, compiled.kv_dtype) == (90, 128, "bf16"):
+        allowed |= {"32x64 invariant": 8}  # with all options, in Triton 3.6
     if compiled.head_dim == 64:
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)  # Triton 3.6 has 24
     for name, used in compiled.report.items():

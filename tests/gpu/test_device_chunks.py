@@ -180,6 +180,17 @@ def test_a_plan_of_the_host_finds_chunks_itself() -> None:
         attention.plan(torch.zeros(1, 1, dtype=torch.int32), one, chunks=PromptChunks(0, one, one))
 
 
+def test_a_batch_invariant_plan_takes_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is made on the device."""
+    attention = BatchAttention(replace(CONFIG, batch_invariant=True), "cpu")
+    monkeypatch.setattr("trunkattn.attention.all_on_gpu", lambda inputs: True)
+    monkeypatch.setattr(attention, "capacity", CAPACITY)
+    monkeypatch.setattr(attention, "_backend", SimpleNamespace(plans_on_device=True))
+    one = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="policy='auto' without batch_invariant"):
+        attention.plan(torch.zeros(1, 1, dtype=torch.int32), one, chunks=PromptChunks(0, one, one))
+
+
 def test_the_result_holds_no_row_of_another_token(executor: GpuExecutor) -> None:
     """Rows of q beyond the step's tokens are left as they are."""
     batch = batch_of(*(1,) * 8, 30)

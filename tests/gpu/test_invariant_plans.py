@@ -17,7 +17,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import QUERY_START, TileList
 from trunkattn.workloads import tree_batch
 from trunkattn.workloads.trees import PrefixTree
 
@@ -67,7 +67,7 @@ CASES = given(
 def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size: int, window: int) -> None:
     rule, batch = invariant_rule(group, page_size), random_batch(seed, page_size, window)
     host = host_list(rule, batch)
-    check_tiles(host, batch, rule)
+    check_tiles(host, batch, rule, in_chunks=True)
     requests, pages = batch.block_table.shape
     tokens = max(1, int(batch.query_start_loc[-1]))
     capacity = Capacity(requests + 1, tokens + 2, pages + 1, 1 << 20)
@@ -136,6 +136,16 @@ def test_whole_chunks_are_read_once() -> None:
     tiles = host_list(rule, batch)
     assert int((tiles.segments[:, 1] >> 16).sum()) == 2 * CHUNK_TOKENS + 8 * 56
     assert len(tiles.items) == 2 + 8 and tiles.num_slots == 8 * 3
+
+
+def test_a_chunk_that_ends_within_its_last_segment_comes_first() -> None:
+    rule = invariant_rule(4, 16)
+    table = np.arange(64, dtype=np.int32).reshape(2, 32)
+    lens = np.array([100, CHUNK_TOKENS - 7], np.int32)
+    batch = StepTables(table, lens, np.arange(3, dtype=np.int32), UNLIMITED)
+    tiles = host_list(rule, batch)
+    check_tiles(tiles, batch, rule, in_chunks=True)
+    assert tiles.queries[tiles.items[:, QUERY_START]].tolist() == [1, 0]
 
 
 def test_limits_are_flagged() -> None:

@@ -104,7 +104,7 @@ class GpuStep:
 
     def check(self) -> None:
         """Raises AssertionError if the lists break an invariant."""
-        check_tiles(self.tile_list, self.batch, self.rule)
+        check_tiles(self.tile_list, self.batch, self.rule, in_chunks=self.choice is BATCH_INVARIANT)
         if self.chunks:
             self.chunks.check()
 

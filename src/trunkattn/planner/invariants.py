@@ -140,12 +140,12 @@ def _unpack(segment: NDArray[np.int32]) -> _Segment:
     return _Segment(int(segment[SEGMENT_PLACE]), first_query, end_query, num_tokens, int(segment[SEGMENT_POSITION]))
 
 
-def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule) -> None:
+def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_chunks: bool = False) -> None:
     """Raises AssertionError, with what is wrong, unless a tile list keeps its invariants.
 
     Every (query token, visible KV token) pair is covered once, by the request's own page. Partial slots are written
     once, and merged once by items of the lowest tile or by none. Items fit their tile, and each bucket's longest comes
-    first.
+    first; in_chunks: those of whole chunks do (`row_tiles.invariant`).
     """
     reads = _Reads(batch)
     buckets = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts))
@@ -157,7 +157,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule) -> None:
     final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
     size = (tiles.items[:, SEGMENT_END] - tiles.items[:, SEGMENT_START]).astype(np.int64)
-    if rule.uniform:  # whole chunks come first
+    if in_chunks:
         size //= CHUNK_TOKENS // rule.segment_size
     for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
         late = np.flatnonzero(np.diff(size[first:last]) > 0)

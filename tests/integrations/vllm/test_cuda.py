@@ -322,7 +322,9 @@ def test_a_batch_invariant_engine_runs_prompts_on_our_kernels_too(
         assert max(errors) < 0.02
     assert (step.decodes, step.prefill.tokens) == (2, slice(2, 37))
     assert flash_kernel.calls == []
-    assert builder.attentions[layer.layer_spec].plans_on_device
+    builder._device_traffic.send()
+    run_step(builder, make_batch([1], [40]))
+    assert builder.traffic.read > 0, "what was planned on the device has arrived"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from trunkattn.gpu.device_planner.common import (
     trigger_and_wait,
 )
 from trunkattn.gpu.device_planner.planner import DevicePlanner
-from trunkattn.gpu.device_planner.prefix_forest import Bounds, load_request
+from trunkattn.gpu.device_planner.prefix_forest import Bounds
+from trunkattn.gpu.device_planner.stats import tokens_alone
 from trunkattn.gpu.device_planner.work_list import PlanArrays
 from trunkattn.gpu.plan import GpuPlan
 from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS
@@ -77,13 +78,13 @@ class ChunkArrays(NamedTuple):
 
 class _Scan(NamedTuple):
     """A block of entries and a chunk. sees: it; run: the first of the entries that may be in one item; is_last: of an
-    item; and if it is: the item's first entry, one past the last token that it lists, and whether that is all."""
+    item; and if it is: the item's first entry, the segments that it lists, and whether those are all."""
 
     sees: Any
     run: Any
     is_last: Any
     first: Any
-    end: Any
+    segments: Any
     is_whole: Any
 
 
@@ -119,9 +120,10 @@ def _scan(at, run, entries, chunk, num_entries, window, SIZES: tl.constexpr):
     first = at - (at - runs) % SIZES.height
     row = tl.load(entries.row + at, mask=is_last, other=0)
     is_one = row == tl.load(entries.row + first, mask=is_last, other=0)
-    position, all_of_it = tl.load(entries.position + at, mask=is_last, other=0), (chunk + 1) * _CHUNK
-    end = tl.where(is_one, tl.minimum(position + 1, all_of_it), all_of_it)
-    return _Scan(sees, runs, is_last, first, end, end == all_of_it)
+    seen = tl.load(entries.position + at, mask=is_last, other=0) + 1 - chunk * _CHUNK
+    tokens = tl.where(is_one, tl.minimum(seen, _CHUNK), _CHUNK)
+    segments = tl.cdiv(tokens, SIZES.segment_size)
+    return _Scan(sees, runs, is_last, first, segments, segments == _CHUNK // SIZES.segment_size)
 
 
 @triton.jit
@@ -175,15 +177,9 @@ def _list_merges(entries, num_entries, window, status, chunks, plan, limits, SIZ
 @triton.jit
 def _summarize(tables, bounds, window, summary, SIZES: tl.constexpr):
     """The tokens that are read if every request reads its own; those that are read, which are added up later, are 0."""
-    BLOCK: tl.constexpr = SIZES.block
-    alone = tl.zeros([BLOCK], tl.int64)
-    for begin in range(0, bounds.num_rows, BLOCK):
-        request = load_request(begin + tl.arange(0, BLOCK), tables, bounds, SIZES)
-        seen = tl.minimum(request.length.to(tl.int64), request.queries.to(tl.int64) + window - 1)
-        alone += tl.where(request.queries > 0, seen, 0)
     tl.store(summary, tl.zeros([], tl.int64))
     tl.store(summary + 1, tl.zeros([], tl.int64))
-    tl.store(summary + 2, tl.sum(alone, 0))
+    tl.store(summary + 2, tokens_alone(tables, bounds, window, SIZES))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -263,7 +259,7 @@ def chunk_items_kernel(
         row, begins = plan.items + item * _ITEM_COLUMNS, item * PER_ITEM
         tl.store(row + _SEGMENT_START, begins, mask=fits)
         tl.store(row + _SEGMENT_FULL, begins, mask=fits)
-        tl.store(row + _SEGMENT_END, begins + tl.cdiv(scan.end - chunk * _CHUNK, SIZES.segment_size), mask=fits)
+        tl.store(row + _SEGMENT_END, begins + scan.segments, mask=fits)
         tl.store(row + _QUERY_START, place - (at - scan.first), mask=fits)
         tl.store(row + _QUERY_END, place + 1, mask=fits)
         tl.store(chunks.item_entry + item, scan.first, mask=fits)

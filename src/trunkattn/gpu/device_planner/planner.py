@@ -2,7 +2,7 @@
 
 `DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.row_tiles.choice.tile_forest` and
 `gpu.plan.refill`, for the tiling that the host predicts to be the fastest. It reads nothing back and makes the same
-seven launches for every batch, so a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
+launches for every batch, so a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
 """
 
 from functools import cached_property

@@ -9,20 +9,27 @@ from trunkattn.gpu.device_planner.row_tiles import totals_of
 
 
 @triton.jit
+def tokens_alone(tables, bounds, window, SIZES: tl.constexpr):
+    """int64: the tokens that are read if every request reads its own."""
+    BLOCK: tl.constexpr = SIZES.block
+    alone = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, bounds.num_rows, BLOCK):
+        request = load_request(begin + tl.arange(0, BLOCK), tables, bounds, SIZES)
+        seen = tl.minimum(request.length.to(tl.int64), request.queries.to(tl.int64) + window - 1)
+        alone += tl.where(request.queries > 0, seen, 0)
+    return tl.sum(alone, 0)
+
+
+@triton.jit
 def summarize(candidate, tables, bounds, window, passes, totals, summary, SIZES: tl.constexpr):
     """summary [3] int64, of one plan: the candidate that was taken, the tokens that all of its tiles read, and those
     that are read if every request reads its own."""
-    BLOCK: tl.constexpr = SIZES.block
-    read, alone = tl.zeros([], tl.int64), tl.zeros([BLOCK], tl.int64)
+    read = tl.zeros([], tl.int64)
     for nth in tl.static_range(2):
         stage = tl.load(passes + (candidate * 2 + nth) * PASS_COLUMNS)
         if stage >= 0:
             total = totals_of(totals, stage)
             read += tl.load(total.once) + tl.load(total.again)
-    for begin in range(0, bounds.num_rows, BLOCK):
-        request = load_request(begin + tl.arange(0, BLOCK), tables, bounds, SIZES)
-        seen = tl.minimum(request.length.to(tl.int64), request.queries.to(tl.int64) + window - 1)
-        alone += tl.where(request.queries > 0, seen, 0)
     tl.store(summary, candidate.to(tl.int64))
     tl.store(summary + 1, read)
-    tl.store(summary + 2, tl.sum(alone, 0))
+    tl.store(summary + 2, tokens_alone(tables, bounds, window, SIZES))

@@ -87,16 +87,17 @@ class DeviceStep:
     def stats(self) -> PlanStats:
         """See PlanStats. Waits for the device."""
         assert self.gpu_plan.summary is not None
-        tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
-        described = tiling.name(self.rule), "least predicted time, found on the device"
         if self.rule.uniform:
             described = BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
+        else:
+            tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
+            described = tiling.name(self.rule), "least predicted time, found on the device"
         stats = tile_stats(self.tile_list(), self.batch(), self.rule, *described)
         return stats.with_chunks(self.chunks.stats()) if self.chunks else stats
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
-        check_tiles(self.tile_list(), self.batch(), self.rule)
+        check_tiles(self.tile_list(), self.batch(), self.rule, in_chunks=self.rule.uniform)
         if self.chunks:
             check_plan(self.chunks.planned)
 

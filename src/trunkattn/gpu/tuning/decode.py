@@ -264,7 +264,8 @@ def invariant_tiles(
     kv_itemsize: int, width: int, tiles: tuple[GpuTile, ...], capability: int = TIMED_CAPABILITY
 ) -> tuple[GpuTile, ...]:
     """The tile of a batch-invariant attention, one for all rows: another would sum the same numbers in another order.
-    tiles: of the attention otherwise. The lower one was timed with 16-bit heads up to 128, and spills elsewhere."""
+    tiles: of the attention otherwise. The lower one was timed with 16-bit heads up to 128 in groups up to 16, and holds
+    too few requests of larger groups."""
     tallest = without_subtiles(tiles)[-1]
     fits = tallest.block_m >= INVARIANT_TILE.block_m and tiles[0].block_m <= INVARIANT_TILE.block_m
     is_timed = kv_itemsize == 2 and width <= WIDE and capability == TIMED_CAPABILITY

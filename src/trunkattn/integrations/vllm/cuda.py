@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, StepTraffic, count_arrivals, count_step
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, count_arrivals
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
@@ -339,12 +339,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         plans = [plan for _, plan in step.plans.values()]
         if not plans:
             self.stats.count_unshared("no_decode")
-        elif all(attention.plans_on_device for attention in self.attentions.values()):
-            traffic.note([plan.traffic for plan in plans], step.requests)
         else:
-            stats = [plan.stats for plan in plans]
-            kv_tokens = [[each.kv_tokens_read, each.kv_tokens_per_query] for each in stats]
-            count_step(self.stats, StepTraffic(step.requests, kv_tokens), self._kv_token_bytes)
+            traffic.note([plan.traffic for plan in plans], step.requests)
         count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
 
 

@@ -104,8 +104,8 @@ class TilingRule:
 @dataclass(frozen=True)
 class Tiling:
     """One way to tile a step: `low` for all nodes, or `tall` for those of at least `least` entries. alone: a low tile
-    holds one query token. waves: long tiles are cut until there are about so many items for each of the device's slots;
-    0: none is."""
+    holds one query token. waves: long tiles are cut into at most so many items for each of the device's slots, as even
+    tiles can be (`layout.share_of`); 0: none is."""
 
     low: int
     tall: int | None = None

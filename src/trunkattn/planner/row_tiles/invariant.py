@@ -61,7 +61,7 @@ class _Arrays(NamedTuple):
 
 
 def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
-    """The tile list of a step: items of whole chunks first, by chunk and by entry; then the others."""
+    """The tile list of a step: items with all segments of a chunk first, by chunk and by entry; then the others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
     (tile,) = rule.kinds
     sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size
@@ -126,13 +126,13 @@ def _starts(entries, chunk, height, window):
 
 
 @njit(inner=True)
-def _end_of(entries, first, last, chunk):
-    """One past the last token of a chunk that an item of entries [first, last] lists: of one request, the last that is
-    seen; of several, which have the whole chunk in common, the last of all."""
-    end = (chunk + 1) * CHUNK_TOKENS
+def _num_segments(entries, first, last, chunk, segment_size):
+    """Of a chunk, for an item of entries [first, last]: of one request, up to the last that is seen; of several, which
+    have the whole chunk in common, all."""
+    tokens = np.int64(CHUNK_TOKENS)
     if entries.row[first] == entries.row[last]:
-        end = min(end, np.int64(entries.position[last]) + 1)
-    return end
+        tokens = min(tokens, np.int64(entries.position[last]) + 1 - chunk * CHUNK_TOKENS)
+    return (tokens + segment_size - 1) // segment_size
 
 
 @njit(inner=True)
@@ -177,7 +177,7 @@ def _emit(entries, seq_lens, table, sizes):
         for entry in range(count):
             first = entry if starts[entry] == 2 else first
             if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
-                is_whole = _end_of(entries, first, entry, chunk) == (chunk + 1) * CHUNK_TOKENS
+                is_whole = _num_segments(entries, first, entry, chunk, segment_size) == per_item
                 num_whole, num_others = num_whole + is_whole, num_others + (not is_whole)
     items = np.zeros((num_whole + num_others, ITEM_COLUMNS), np.int32)
     segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
@@ -196,10 +196,9 @@ def _emit(entries, seq_lens, table, sizes):
             at += 1
             if entry + 1 < count and starts[entry + 1] == 1:
                 continue
-            end = _end_of(entries, first, entry, chunk)
-            item = whole if end == (chunk + 1) * CHUNK_TOKENS else other
+            used = _num_segments(entries, first, entry, chunk, segment_size)
+            item = whole if used == per_item else other
             whole, other = whole + (item < num_whole), other + (item >= num_whole)
-            used = (end - chunk * CHUNK_TOKENS + segment_size - 1) // segment_size
             begin = item * per_item
             items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END] = begin, begin, begin + used
             items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     least: int
     below: int
     block_segments: int  # segments of a block of keys
-    num_parts: int  # items wanted: long tiles are cut until there are about as many; 0: none is cut
+    num_parts: int  # most items wanted of tiles that are cut, see `share_of`; 0: none is cut
     subtiles: int = 1  # see `tile_list.nest`
     private_segments: int = 1  # of a subtile's block
 
