@@ -114,7 +114,7 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
         allowed |= {"64x32 portable": 264}
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 752) | {"prefill portable": 432}  # Triton 3.6 has 200 of the former
     if (compiled.capability, compiled.head_dim, compiled.kv_dtype) == (90, 128, "bf16"):
-        allowed |= {"32x64 invariant": 8}  # with all options, in Triton 3.6
+        allowed |= {"32x64 invariant": 16}  # two reloads; Triton 3.6 has none
     if compiled.head_dim == 64:
         allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)  # Triton 3.6 has 24
     for name, used in compiled.report.items():
