@@ -5,7 +5,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from trunkattn.planner import work_list
+
 BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or segment
+
+# Of a plan's arrays, as in `planner.work_list`
+DIRECT = tl.constexpr(work_list.DIRECT)
+ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
+QUERY_START, QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
+SEGMENT_START = tl.constexpr(work_list.SEGMENT_START)
+SEGMENT_FULL = tl.constexpr(work_list.SEGMENT_FULL)
+SEGMENT_END = tl.constexpr(work_list.SEGMENT_END)
 
 # Bits of the sticky error word
 BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens

@@ -12,11 +12,18 @@ import triton.language as tl
 from trunkattn.gpu.compiling import launch
 from trunkattn.gpu.device_planner.choice import power_of_two
 from trunkattn.gpu.device_planner.common import (
+    DIRECT,
+    ITEM_COLUMNS,
     MANY_ITEMS,
     MANY_QUERIES,
     MANY_SEGMENTS,
     MANY_SLOTS,
     NUMBERS,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_START,
     EntryArrays,
     Tables,
     counts_of,
@@ -29,24 +36,8 @@ from trunkattn.gpu.device_planner.stats import tokens_alone
 from trunkattn.gpu.device_planner.work_list import PlanArrays
 from trunkattn.gpu.plan import GpuPlan
 from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS
-from trunkattn.planner.work_list import (
-    DIRECT,
-    ITEM_COLUMNS,
-    QUERY_END,
-    QUERY_START,
-    SEGMENT_END,
-    SEGMENT_FULL,
-    SEGMENT_START,
-)
 
 _CHUNK = tl.constexpr(CHUNK_TOKENS)
-_DIRECT = tl.constexpr(DIRECT)
-_ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
-_SEGMENT_START = tl.constexpr(SEGMENT_START)
-_SEGMENT_FULL = tl.constexpr(SEGMENT_FULL)
-_SEGMENT_END = tl.constexpr(SEGMENT_END)
-_QUERY_START = tl.constexpr(QUERY_START)
-_QUERY_END = tl.constexpr(QUERY_END)
 _CTAS_PER_SM: Final = 8  # that list segments
 _BLOCK: Final = 512
 
@@ -248,7 +239,7 @@ def chunk_items_kernel(
         position = tl.load(entries.position + at, mask=used, other=0)
         listed = scan.sees & (place < limits.queries)
         slot = tl.load(chunks.first_slot + at, mask=used, other=0) + chunk - _first_chunk(position, window)
-        slot = tl.where(_pieces(position, window) > 1, tl.minimum(slot, limits.slots - 1), _DIRECT)
+        slot = tl.where(_pieces(position, window) > 1, tl.minimum(slot, limits.slots - 1), DIRECT)
         tl.store(plan.queries + place, tl.load(entries.token + at, mask=used, other=0), mask=listed)
         tl.store(plan.slots + place, slot, mask=listed)
         tl.store(plan.parts + 2 * place, 0, mask=listed)
@@ -256,12 +247,12 @@ def chunk_items_kernel(
         item = tl.where(scan.is_whole, whole + tl.cumsum(ends_whole, 0), other + tl.cumsum(ends_other, 0)) - 1
         fits = (item < limits.items) & ((item + 1) * PER_ITEM <= limits.segments) & (place < limits.queries)
         fits = fits & scan.is_last
-        row, begins = plan.items + item * _ITEM_COLUMNS, item * PER_ITEM
-        tl.store(row + _SEGMENT_START, begins, mask=fits)
-        tl.store(row + _SEGMENT_FULL, begins, mask=fits)
-        tl.store(row + _SEGMENT_END, begins + scan.segments, mask=fits)
-        tl.store(row + _QUERY_START, place - (at - scan.first), mask=fits)
-        tl.store(row + _QUERY_END, place + 1, mask=fits)
+        row, begins = plan.items + item * ITEM_COLUMNS, item * PER_ITEM
+        tl.store(row + SEGMENT_START, begins, mask=fits)
+        tl.store(row + SEGMENT_FULL, begins, mask=fits)
+        tl.store(row + SEGMENT_END, begins + scan.segments, mask=fits)
+        tl.store(row + QUERY_START, place - (at - scan.first), mask=fits)
+        tl.store(row + QUERY_END, place + 1, mask=fits)
         tl.store(chunks.item_entry + item, scan.first, mask=fits)
         tl.store(chunks.item_chunk + item, tl.zeros([BLOCK], tl.int32) + chunk, mask=fits)
         run = tl.max(scan.run, 0)
@@ -282,9 +273,9 @@ def chunk_segments_kernel(
     i = tl.arange(0, PER_ITEM)
     for item in range(tl.program_id(0), tl.load(plan.counts + 1), tl.num_programs(0)):
         entry, chunk = tl.load(chunks.item_entry + item), tl.load(chunks.item_chunk + item)
-        columns = plan.items + item * _ITEM_COLUMNS
-        count = tl.load(columns + _QUERY_END) - tl.load(columns + _QUERY_START)
-        used = tl.load(columns + _SEGMENT_END) - tl.load(columns + _SEGMENT_START)
+        columns = plan.items + item * ITEM_COLUMNS
+        count = tl.load(columns + QUERY_END) - tl.load(columns + QUERY_START)
+        used = tl.load(columns + SEGMENT_END) - tl.load(columns + SEGMENT_START)
         row, length = tl.load(entries.row + entry), tl.load(entries.length + entry)
         member = tl.arange(0, SIZES.height_lanes)
         position = tl.load(entries.position + entry + member, mask=member < count, other=2**30)

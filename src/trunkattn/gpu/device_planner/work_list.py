@@ -11,10 +11,17 @@ import triton.language as tl
 
 from trunkattn.gpu.device_planner.common import (
     BIG,
+    DIRECT,
+    ITEM_COLUMNS,
     MANY_QUERIES,
     MANY_SEGMENTS,
     MANY_SLOTS,
     NUMBERS,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_START,
     counts_of,
     flag,
     trigger_and_wait,
@@ -22,23 +29,6 @@ from trunkattn.gpu.device_planner.common import (
 from trunkattn.gpu.device_planner.cost import load_pass
 from trunkattn.gpu.device_planner.items import count_pieces, item_arrays, load_item, piece_arrays, touches
 from trunkattn.gpu.device_planner.row_tiles import load_nodes, node_arrays
-from trunkattn.planner.work_list import (
-    DIRECT,
-    ITEM_COLUMNS,
-    QUERY_END,
-    QUERY_START,
-    SEGMENT_END,
-    SEGMENT_FULL,
-    SEGMENT_START,
-)
-
-_DIRECT = tl.constexpr(DIRECT)
-_ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
-_SEGMENT_START = tl.constexpr(SEGMENT_START)
-_SEGMENT_FULL = tl.constexpr(SEGMENT_FULL)
-_SEGMENT_END = tl.constexpr(SEGMENT_END)
-_QUERY_START = tl.constexpr(QUERY_START)
-_QUERY_END = tl.constexpr(QUERY_END)
 
 # What a program of `lists_kernel` does
 _LIST_SEGMENTS = tl.constexpr(0)
@@ -161,7 +151,7 @@ def _list_queries(item, number, at, count, num_tokens, entries, items, pieces, p
     is_direct = (num_pieces == 0) | merges
     is_fused = (num_pieces > 0) & merges
     tl.store(plan.queries + at + i, token, mask=used)
-    tl.store(plan.slots + at + i, tl.where(is_direct, _DIRECT, slot), mask=used)
+    tl.store(plan.slots + at + i, tl.where(is_direct, DIRECT, slot), mask=used)
     tl.store(plan.parts + 2 * (at + i), tl.where(is_fused, tl.minimum(first, slot), 0), mask=used)
     tl.store(plan.parts + 2 * (at + i) + 1, tl.where(is_fused, slot, 0), mask=used)
 
@@ -275,12 +265,12 @@ def _count_buckets(items, num_items, counts, SIZES: tl.constexpr, BLOCK: tl.cons
 def _store_plan_item(items, place, fits, size):
     """An item of the plan, empty unless it fits. size: of (leading segments, segments, queries)."""
     full, segments, queries = size
-    row = items + place.item * _ITEM_COLUMNS
-    tl.store(row + _SEGMENT_START, tl.where(fits, place.segment, 0))
-    tl.store(row + _SEGMENT_FULL, tl.where(fits, place.segment + full, 0))
-    tl.store(row + _SEGMENT_END, tl.where(fits, place.segment + segments, 0))
-    tl.store(row + _QUERY_START, tl.where(fits, place.query, 0))
-    tl.store(row + _QUERY_END, tl.where(fits, place.query + queries, 0))
+    row = items + place.item * ITEM_COLUMNS
+    tl.store(row + SEGMENT_START, tl.where(fits, place.segment, 0))
+    tl.store(row + SEGMENT_FULL, tl.where(fits, place.segment + full, 0))
+    tl.store(row + SEGMENT_END, tl.where(fits, place.segment + segments, 0))
+    tl.store(row + QUERY_START, tl.where(fits, place.query, 0))
+    tl.store(row + QUERY_END, tl.where(fits, place.query + queries, 0))
 
 
 @triton.jit
