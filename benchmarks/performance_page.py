@@ -90,8 +90,8 @@ def readme() -> str:
 {table(head, rows)}
 
 Where it loses: nothing shared on two H200s costs {percent(loss)}. One of six batches in GPT-OSS's shape takes
-{slowest:.2f} times as long. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f} times as long as
-with bf16 on average. Training runs at {cudnn} of the speed of PyTorch's cuDNN back end on an H100.
+{slowest:.2f} times as long. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f} times
+as long as with bf16 on average. Training runs at {cudnn} of the speed of PyTorch's cuDNN back end on an H100.
 The engine on a CPU is {percent(cpu_loss)} behind vLLM's where nothing is shared."""
 
 
