@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -43,24 +45,33 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     assert after["trunkattn_running_sequences[]"] == after["trunkattn_kv_pages_in_use[]"] == 0
 
 
-def snapshots(server: Server, seconds: float) -> list[dict[str, Any]]:
-    found = []
-    with httpx.stream("GET", f"{server.url}/live", timeout=10) as response:
-        end = time.monotonic() + seconds
+def snapshots(server: Server) -> Iterator[dict[str, Any]]:
+    """What the live page reads, every half second."""
+    with httpx.stream("GET", f"{server.url}/live", timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
-                found.append(json.loads(line[6:]))
-            if time.monotonic() > end:
-                break
-    return found
+                yield json.loads(line[6:])
 
 
 def test_the_forest_is_the_one_that_is_read(server: Server) -> None:
     trunk = "Every request begins with these words, which fill several pages of the cache. "
     body = {"prompt": [trunk + end for end in "abc"], "max_tokens": 300, "ignore_eos": True}
-    asking = threading.Thread(target=server.post, args=("/v1/completions", body))
+    seen = threading.Event()
+
+    def keep_asking() -> None:
+        """Until a snapshot falls into a step: the first step may compile for seconds, all of them may take less."""
+        while not seen.is_set():
+            server.post("/v1/completions", body)
+
+    asking = threading.Thread(target=keep_asking)
     asking.start()
-    shots = snapshots(server, 1.5)
+    shots, end = [], time.monotonic() + 60
+    with closing(snapshots(server)) as read:
+        while time.monotonic() < end:
+            shots.append(next(read))
+            if shots[-1]["forest"]["requests"] == 3:
+                break
+    seen.set()
     asking.join()
     forests = [shot["forest"] for shot in shots if shot["forest"]["requests"] == 3]
     assert forests, [shot["forest"] for shot in shots]
@@ -76,7 +87,8 @@ def test_the_forest_is_the_one_that_is_read(server: Server) -> None:
 
 
 def test_nobody_looks_and_nothing_is_made(server: Server) -> None:
-    snapshots(server, 0.0)
+    with closing(snapshots(server)) as read:
+        next(read)
     service = server.app.state.service
     end = time.monotonic() + 5
     while service.loop.watched:
