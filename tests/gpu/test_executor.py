@@ -137,6 +137,22 @@ def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
             assert len(pieces(some, query)) > 1
 
 
+@pytest.mark.parametrize("window", [1, 100, 600])
+def test_batch_invariant_windows(window: int) -> None:
+    """Items of several requests begin where the first of them sees something, those of one where it does."""
+    config = replace(CONFIG, batch_invariant=True, sinks=True)
+    batch = tree_batch(parse_tree("1,2,6_512,96,21"), 16, row_seed=0)
+    batch = replace(batch, seq_lens=batch.seq_lens - np.array([0, 7, 0, 20, 64, 0], np.int32))
+    executor, kv = GpuExecutor(config, torch.device("cpu")), caches(batch, config)
+    q, sinks = torch.randn(6, 4, 32), torch.randn(4)
+    want, _ = expected(batch, q, kv, sliding_window=window, sinks=sinks)
+    for rows in ([0, 1, 2, 3, 4, 5], [2], [0, 5], [1, 3, 4]):
+        step = plan(executor, batch, rows, window)
+        step.check()
+        out, _ = run(executor, step, q[rows], kv, sinks=sinks)
+        torch.testing.assert_close(out.double(), want[rows], rtol=0, atol=1e-5)
+
+
 def test_stats_tell_what_is_read_and_why() -> None:
     executor = GpuExecutor(CONFIG, torch.device("cpu"))
     stats = plan(executor, TREE).stats()

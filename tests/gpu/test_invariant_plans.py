@@ -17,7 +17,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import QUERY_START, TileList
+from trunkattn.planner.work_list import QUERY_START, SEGMENT_START, TileList
 from trunkattn.workloads import tree_batch
 from trunkattn.workloads.trees import PrefixTree
 
@@ -81,13 +81,19 @@ def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size:
     assert int(planned.plan.summary[1]) == int((host.segments[:, 1] >> 16).sum())
 
 
-def pieces(tiles: TileList, query: int) -> list[tuple[int, list[list[int]]]]:
-    """What a query's partials are of, in the order in which they are merged: the places in blocks of all tokens."""
-    found = []
-    for start, _, end, begin, stop in tiles.items.tolist():
+def pieces(tiles: TileList, query: int, rule: TilingRule) -> list[tuple[int, list[list[int]]]]:
+    """What a query's partials are of, in the order in which they are merged: the places in blocks of all tokens, from
+    the first of a chunk on. An item begins with a block, before which nothing is listed."""
+    found, block_segments = [], rule.kinds[0].block_tokens // rule.segment_size
+    for start, full, end, begin, stop in tiles.items.tolist():
+        hidden = start % (CHUNK_TOKENS // rule.segment_size)
+        assert start == full < end and hidden % block_segments == 0
         for entry in range(begin, stop):
             if tiles.queries[entry] == query:
-                segments = [[int(place), int(packed) >> 16] for place, packed, _ in tiles.segments[start:end]]
+                segments = [
+                    [int(place), int(packed) >> 16] for place, packed, _ in tiles.segments[start - hidden : end]
+                ]
+                assert segments[:hidden] == [[0, 0]] * hidden
                 found.append((int(tiles.slots[entry]), segments))
     first = min(slot for slot, _ in found)
     return sorted((slot - first, segments) for slot, segments in found)
@@ -122,7 +128,7 @@ def test_a_query_is_computed_alike_in_any_batch(seed: int, group: int, page_size
         for query in range(count):
             position = int(batch.seq_lens[row]) - count + query
             first_chunk = max(0, position + 1 - window) // CHUNK_TOKENS
-            here, there = pieces(together, first + query), pieces(alone, query)
+            here, there = pieces(together, first + query, rule), pieces(alone, query, rule)
             assert [slot for slot, _ in here] == [slot for slot, _ in there]
             for nth, ((_, a), (_, b)) in enumerate(zip(here, there, strict=True)):
                 args = position, window, first_chunk + nth, rule.segment_size
@@ -146,6 +152,22 @@ def test_a_chunk_that_ends_within_its_last_segment_comes_first() -> None:
     tiles = host_list(rule, batch)
     check_tiles(tiles, batch, rule, in_chunks=True)
     assert tiles.queries[tiles.items[:, QUERY_START]].tolist() == [1, 0]
+
+
+def test_blocks_that_a_window_hides_are_left_out() -> None:
+    rule = invariant_rule(4, 16)
+    lens = np.array([CHUNK_TOKENS - 8, CHUNK_TOKENS + 200], np.int32)
+    table = np.arange(96, dtype=np.int32).reshape(2, 48)
+    batch = StepTables(table, lens, np.arange(3, dtype=np.int32), 128)
+    tiles = host_list(rule, batch)
+    check_tiles(tiles, batch, rule, in_chunks=True)
+    per_chunk, block = CHUNK_TOKENS // rule.segment_size, 64 // rule.segment_size
+    # From token 376 on, and from 584, in blocks of 64 tokens
+    assert (tiles.items[:, SEGMENT_START] % per_chunk).tolist() == [5 * block, 1 * block]
+    assert [int(sum(packed >> 16 for packed in tiles.segments[begin:end, 1])) for begin, _, end, *_ in tiles.items] == [
+        CHUNK_TOKENS - 8 - 368,
+        200 - 64,
+    ]
 
 
 def test_limits_are_flagged() -> None:

@@ -145,7 +145,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_chunks:
 
     Every (query token, visible KV token) pair is covered once, by the request's own page. Partial slots are written
     once, and merged once by items of the lowest tile or by none. Items fit their tile, and each bucket's longest comes
-    first; in_chunks: those of whole chunks do (`row_tiles.invariant`).
+    first; in_chunks: those that reach the end of a chunk do (`row_tiles.invariant`).
     """
     reads = _Reads(batch)
     buckets = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts))
@@ -156,9 +156,10 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_chunks:
     assert tiles.counts[-1] == tiles.counts[len(rule.kinds) + 1], "an item of a taller tile than the lowest merges"
     final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
-    size = (tiles.items[:, SEGMENT_END] - tiles.items[:, SEGMENT_START]).astype(np.int64)
+    end = tiles.items[:, SEGMENT_END].astype(np.int64)
+    size = end - tiles.items[:, SEGMENT_START]
     if in_chunks:
-        size //= CHUNK_TOKENS // rule.segment_size
+        size = (end % (CHUNK_TOKENS // rule.segment_size) == 0).astype(np.int64)
     for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
         late = np.flatnonzero(np.diff(size[first:last]) > 0)
         assert len(late) == 0, f"item {first + late[0] + 1} is longer than the item before it in its bucket"

@@ -44,19 +44,20 @@ _BLOCK: Final = 512
 
 class ChunkSizes(NamedTuple):
     """Constants. tokens: query tokens; height: of an item; height_lanes, lanes: vectors of those and of all chunks;
-    block: entries looked at at once."""
+    key_block: keys that a tile computes at once; block: entries looked at at once."""
 
     tokens: int
     height: int
     height_lanes: int
     page_size: int
     segment_size: int
+    key_block: int
     lanes: int
     block: int
 
 
 class ChunkArrays(NamedTuple):
-    """By chunk: items that list all of it, its other items, and its query tokens. By entry: its first partial slot. By
+    """By chunk: items that reach its end, its other items, and its query tokens. By entry: its first partial slot. By
     item: its first entry, and its chunk."""
 
     whole: Any
@@ -69,7 +70,7 @@ class ChunkArrays(NamedTuple):
 
 class _Scan(NamedTuple):
     """A block of entries and a chunk. sees: it; run: the first of the entries that may be in one item; is_last: of an
-    item; and if it is: the item's first entry, the segments that it lists, and whether those are all."""
+    item; and if it is: the item's first entry, the segments up to its last, and whether the chunk ends there."""
 
     sees: Any
     run: Any
@@ -248,8 +249,6 @@ def chunk_items_kernel(
         fits = (item < limits.items) & ((item + 1) * PER_ITEM <= limits.segments) & (place < limits.queries)
         fits = fits & scan.is_last
         row, begins = plan.items + item * ITEM_COLUMNS, item * PER_ITEM
-        tl.store(row + SEGMENT_START, begins, mask=fits)
-        tl.store(row + SEGMENT_FULL, begins, mask=fits)
         tl.store(row + SEGMENT_END, begins + scan.segments, mask=fits)
         tl.store(row + QUERY_START, place - (at - scan.first), mask=fits)
         tl.store(row + QUERY_END, place + 1, mask=fits)
@@ -265,8 +264,9 @@ def chunk_items_kernel(
 def chunk_segments_kernel(
     tables, row_stride, window, entries, chunks, plan, summary, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The segments of the items. What none of an item's query tokens sees of a window leaves an empty segment, and so
-    does what is left of the chunk."""
+    """The segments of the items, and with which an item begins: blocks before the first that is seen are not computed.
+    What else none of its query tokens sees of a window leaves an empty segment, and so does what is left of the
+    chunk."""
     trigger_and_wait(PDL)
     PER_ITEM: tl.constexpr = _CHUNK // SIZES.segment_size
     read = tl.zeros([], tl.int64)
@@ -275,11 +275,15 @@ def chunk_segments_kernel(
         entry, chunk = tl.load(chunks.item_entry + item), tl.load(chunks.item_chunk + item)
         columns = plan.items + item * ITEM_COLUMNS
         count = tl.load(columns + QUERY_END) - tl.load(columns + QUERY_START)
-        used = tl.load(columns + SEGMENT_END) - tl.load(columns + SEGMENT_START)
+        used = tl.load(columns + SEGMENT_END) - item * PER_ITEM
         row, length = tl.load(entries.row + entry), tl.load(entries.length + entry)
         member = tl.arange(0, SIZES.height_lanes)
         position = tl.load(entries.position + entry + member, mask=member < count, other=2**30)
         lowest = tl.min(position, 0) + 1 - window
+        hidden = tl.maximum(lowest - chunk * _CHUNK, 0) // SIZES.key_block * (SIZES.key_block // SIZES.segment_size)
+        begins = hidden + item * PER_ITEM
+        tl.store(columns + SEGMENT_START, begins)
+        tl.store(columns + SEGMENT_FULL, begins)
         token = chunk * _CHUNK + i * SIZES.segment_size
         tokens = tl.minimum(tl.maximum(length - token, 0), SIZES.segment_size)
         listed = (i < used) & (token + SIZES.segment_size > lowest)
@@ -303,10 +307,11 @@ class InvariantPlanner(DevicePlanner):
         self._num_chunks = -(-capacity.max_pages_per_request * self._sizes.page_size // CHUNK_TOKENS)
         self._chunk_sizes = ChunkSizes(
             tokens=capacity.max_query_tokens,
-            height=self._height,
-            height_lanes=power_of_two(self._height),
+            height=self._tallest.height,
+            height_lanes=power_of_two(self._tallest.height),
             page_size=self._sizes.page_size,
             segment_size=self._sizes.segment_size,
+            key_block=self._tallest.block_segments * self._sizes.segment_size,
             lanes=power_of_two(self._num_chunks),
             block=min(power_of_two(capacity.max_query_tokens), _BLOCK),
         )

@@ -18,6 +18,7 @@ from trunkattn.gpu.device_planner.choice import Candidates, sizes_of
 from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Pdl, Status, Tables
 from trunkattn.gpu.device_planner.prefix_forest import Links
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
+from trunkattn.planner.row_tiles.layout import Stage
 from trunkattn.planner.work_list import TileLimits
 
 ERRORS: Final = MappingProxyType(
@@ -76,7 +77,7 @@ class DevicePlanner:
             slots=limits.slots,
         )
         self._sizes = sizes_of(candidates, capacity)
-        self._height = int(candidates.stages[:, 0].max())  # query tokens of the tallest tile
+        self._tallest = Stage(*max(candidates.stages.tolist()))  # whose first field is the height
         self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
         self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
         self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)

@@ -61,10 +61,11 @@ class _Arrays(NamedTuple):
 
 
 def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
-    """The tile list of a step: items with all segments of a chunk first, by chunk and by entry; then the others."""
+    """The tile list of a step: items that reach the end of a chunk first, by chunk and by entry; then the others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
     (tile,) = rule.kinds
-    sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size
+    block_segments = tile.block_tokens // rule.segment_size
+    sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size, block_segments
     arrays: _Arrays = _emit(entries, batch.seq_lens, batch.block_table, sizes)
     return TileList(
         items=arrays.items,
@@ -127,8 +128,8 @@ def _starts(entries, chunk, height, window):
 
 @njit(inner=True)
 def _num_segments(entries, first, last, chunk, segment_size):
-    """Of a chunk, for an item of entries [first, last]: of one request, up to the last that is seen; of several, which
-    have the whole chunk in common, all."""
+    """Of a chunk, up to the last of an item of entries [first, last]: of one request, up to the last that is seen; of
+    several, which have the whole chunk in common, all."""
     tokens = np.int64(CHUNK_TOKENS)
     if entries.row[first] == entries.row[last]:
         tokens = min(tokens, np.int64(entries.position[last]) + 1 - chunk * CHUNK_TOKENS)
@@ -136,27 +137,32 @@ def _num_segments(entries, first, last, chunk, segment_size):
 
 
 @njit(inner=True)
-def _list_segments(segments, entries, first, last, chunk, seq_lens, table, sizes):
-    """The segments of an item of entries [first, last). What none of them sees of a window leaves an empty segment, so
-    that all others keep their places."""
-    _, window, segment_size, page_size = sizes
-    row, begin = entries.row[first], chunk * CHUNK_TOKENS
+def _first_seen(entries, first, last, window):
+    """The first token that an entry of [first, last) sees; negative: there is none before it."""
     lowest = np.int64(entries.position[first])
     for entry in range(first + 1, last):
         lowest = min(lowest, np.int64(entries.position[entry]))
+    return lowest + 1 - window
+
+
+@njit(inner=True)
+def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, sizes):
+    """The segments of a chunk from token `begin` on, for an item of `count` entries. What none of them sees of a window
+    leaves an empty segment, so that all others keep their places."""
+    _, _, segment_size, page_size, _ = sizes
     for i in range(len(segments)):
         token = begin + i * segment_size
-        if token + segment_size > lowest + 1 - window:
+        if token + segment_size > first_seen:
             tokens = min(segment_size, seq_lens[row] - token)
             segments[i, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
-            segments[i, SEGMENT_QUERIES] = (last - first) << 8 | tokens << 16
+            segments[i, SEGMENT_QUERIES] = count << 8 | tokens << 16
             segments[i, SEGMENT_POSITION] = token
 
 
 @njit
 def _emit(entries, seq_lens, table, sizes):
-    """sizes: query tokens of an item, window, tokens of a segment and of a page."""
-    height, window, segment_size, _ = sizes
+    """sizes: query tokens of an item, window, tokens of a segment and of a page, segments of a block."""
+    height, window, segment_size, _, block_segments = sizes
     count, per_item = len(entries.query), CHUNK_TOKENS // segment_size
     first_chunk, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)
     num_chunks = np.int64(0)
@@ -199,10 +205,13 @@ def _emit(entries, seq_lens, table, sizes):
             used = _num_segments(entries, first, entry, chunk, segment_size)
             item = whole if used == per_item else other
             whole, other = whole + (item < num_whole), other + (item >= num_whole)
-            begin = item * per_item
-            items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END] = begin, begin, begin + used
+            begin, first_seen = item * per_item, _first_seen(entries, first, entry + 1, window)
+            # Blocks before the first that is seen are not computed; without them the others keep their places, too.
+            hidden = max(0, first_seen - chunk * CHUNK_TOKENS) // (block_segments * segment_size) * block_segments
+            items[item, SEGMENT_START], items[item, SEGMENT_FULL] = begin + hidden, begin + hidden
+            items[item, SEGMENT_END] = begin + used
             items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at
-            listed = segments[begin : begin + used]
-            _list_segments(listed, entries, first, entry + 1, chunk, seq_lens, table, sizes)
+            listed, row = segments[begin : begin + used], entries.row[first]
+            _list_segments(listed, row, chunk * CHUNK_TOKENS, first_seen, entry + 1 - first, seq_lens, table, sizes)
     merge_queries = entries.query[split]
     return _Arrays(items, segments, queries, slots, merge_queries, merge_ranges, int((pieces * split).sum()))
