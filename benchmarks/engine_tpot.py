@@ -7,14 +7,17 @@ import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine_processes import collect, start
+from engine_traces import busy, events_in
 
 SHORT, LONG, COMPARED = 8, 136, 16
 LEAST = 32  # tokens of a request that give its pace
+TRACED = 24  # tokens of a request whose steps are traced, within those
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,21 @@ def measure(
     times = [pace(each.arrivals) for each in found]
     figures = {"tpot_ms": round(median(times), 3), "tpot_ms_each": [round(time, 3) for time in times]}
     return figures | {"tokens": [sequence[:COMPARED] for sequence in found[-1].tokens]}
+
+
+def traced(folder: Path, steps: int) -> dict[str, Any]:
+    """What the card did in a step, from the traces of so many in a folder, which are removed.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    events = events_in(folder)
+    if not (events and steps):
+        raise RuntimeError("the engine's profiler wrote no trace of whole steps: leave out --busy")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    return busy(events, steps)
 
 
 def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -216,8 +234,40 @@ def outcome(results: Results, workloads: Sequence[Workload], turns: bool, lost: 
     return found | ({"unfinished": unfinished} if unfinished else {}) | ({"lost": list(lost)} if lost else {})
 
 
+def add_common(parser: argparse.ArgumentParser, batches: argparse._ActionsContainer | None = None) -> None:
+    """The options that both scripts have. batches: a group for --workloads."""
+    (batches or parser).add_argument(
+        "--workloads", nargs="+", help="six or all of the twelve batches, or some by their names, with --output"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    parser.add_argument("--busy", action="store_true", help="trace some steps of each batch, too")
+    parser.add_argument("--output", type=Path, help="write here instead of into results/")
+
+
+def workloads_named(names: Sequence[str]) -> tuple[Workload, ...]:
+    """One of CHOICES, or batches by name.
+
+    Raises:
+        ValueError: there is no such batch.
+    """
+    if len(names) == 1 and names[0] in CHOICES:
+        return CHOICES[names[0]]
+    known = {str(workload): workload for workload in WORKLOADS}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r}: expected six or all alone, or some of {', '.join(map(repr, known))}")
+    return tuple(known[name] for name in names)
+
+
 def check_common(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuses what neither script can run."""
+    if arguments.workloads:
+        try:
+            workloads_named(arguments.workloads)
+        except ValueError as error:
+            parser.error(f"argument --workloads: {error}")
+        if arguments.workloads[0] not in CHOICES and not arguments.output:
+            parser.error("argument --workloads: some batches would take the place of a whole result: give --output")
     if arguments.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
     if arguments.model and not (arguments.model / "config.json").is_file():

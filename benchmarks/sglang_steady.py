@@ -10,7 +10,6 @@ looked at every second; the first figure is of the first trace. FOLDER needs a c
 
 import argparse
 import asyncio
-import gzip
 import json
 import subprocess
 import sys
@@ -44,22 +43,14 @@ def used_mb(device: str) -> float:
     return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / 2**20
 
 
-def traced(folder: Path) -> list[dict[str, Any]]:
-    """Events of the traces in a folder."""
-    found = []
-    for path in folder.rglob("*.json*"):
-        content = path.read_bytes()
-        events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-        found += events.get("traceEvents", [])
-    return found
-
-
 async def work(engine: Any, asked: list[list[int]], steps: int, device: str, folder: Path) -> dict[str, Any]:
     """Generates, traces some steps on the way, and watches memory."""
+    from sglang_tpot import profile_request
+
     sampling = {"temperature": 0.0, "max_new_tokens": steps, "ignore_eos": True}
     running = asyncio.ensure_future(engine.async_generate(input_ids=asked, sampling_params=sampling))
     await asyncio.sleep(1 if device == "cpu" else 10)  # until all decode
-    await engine.tokenizer_manager.start_profile(_request(folder, device))
+    await engine.tokenizer_manager.start_profile(profile_request(folder, device, TRACED))
     memory: list[float] = []
     while not running.done():
         if memory or any(folder.rglob("*.json*")):
@@ -67,15 +58,6 @@ async def work(engine: Any, asked: list[list[int]], steps: int, device: str, fol
         await asyncio.wait({running}, timeout=1)
     answers = await running
     return {"tokens": sum(len(answer["output_ids"]) for answer in answers), "memory_mb": memory}
-
-
-def _request(folder: Path, device: str) -> Any:
-    """What SGLang's profiler is asked for."""
-    from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
-
-    activities = ["CPU"] if device == "cpu" else ["CPU", "GPU"]
-    options = {"output_dir": str(folder), "num_steps": TRACED, "activities": activities, "with_stack": False}
-    return ProfileReq(req_type=ProfileReqType.START_PROFILE, **options)
 
 
 def summarize(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -104,6 +86,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").is_file():
         parser.error(f"argument --model: {arguments.model} has no config.json")
+    from engine_traces import events_in
     from report import short_name, write_result
     from sglang_tpot import Task
     from vllm_tpot import hide_benchmarks
@@ -119,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = work(engine, asked, arguments.steps, arguments.device, Path(folder))
         found = engine.loop.run_until_complete(run)
-        found |= summarize(traced(Path(folder)))
+        found |= summarize(events_in(Path(folder)))
     engine.shutdown()
     card = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name()
     facts = {"card": card, "backend": arguments.backend, "requests": REQUESTS, "steps": arguments.steps}

@@ -13,6 +13,8 @@ is in the result, from the counters that SGLang would serve under /metrics.
 With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
 --kv-gib: GiB of each one's KV cache. If one is lost the others' result is written, and names it (`lost`).
 
+With --busy some steps are traced after a batch was timed, as there, by SGLang's own profiler.
+
 On a CPU, `--device cpu --quick` runs two small batches, to see that it works: FOLDER is a tiny model then.
 """
 
@@ -53,11 +55,13 @@ ELEMENT_BYTES = 2  # bfloat16
 FIRST_PORT, LAST_PORT, PORTS = 31000, 32600, 20
 BACKENDS = ("fa3", "fa3+trunk@16", "fa3+trunk")
 AT_ONCE = 8  # tokens of a request that SGLang sends together
+WRITE_SECONDS = 60  # that the profiler may take
 QUICK = ((8, ((1, 256), (8, 32))), (4, ((4, 64),)))  # arguments of Workload
 
 
 class Task(NamedTuple):
-    """What one process does. cache_tokens: None: SGLang's own choice. port: for NCCL. turns: see turns.py."""
+    """What one process does. cache_tokens: None: SGLang's own choice. port: for NCCL. turns: see turns.py. busy:
+    trace steps."""
 
     backend: str
     model: Path
@@ -68,6 +72,7 @@ class Task(NamedTuple):
     cache_tokens: int | None = None
     turns: Path | None = None
     port: int | None = None
+    busy: bool = False
 
     def options(self) -> dict[str, Any]:
         """The engine's."""
@@ -129,10 +134,12 @@ def check_cache(engine: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-async def _stream(engine: Any, prompt: list[int], tokens: int) -> tuple[list[int], list[tuple[float, int]]]:
-    """The tokens of one request, and (time, tokens by then) as they came."""
+async def _stream(
+    engine: Any, prompt: list[int], tokens: int, arrivals: list[tuple[float, int]]
+) -> tuple[list[int], list[tuple[float, int]]]:
+    """The tokens of one request, and (time, tokens by then) as they came, which are added to `arrivals`."""
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, "stream_interval": AT_ONCE}
-    arrivals, found = [], []
+    found: list[int] = []
     async for answer in await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True):
         found = answer["output_ids"]  # all so far
         arrivals.append((perf_counter(), len(found)))
@@ -144,9 +151,39 @@ def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> "Generat
     from engine_tpot import Generated
 
     async def together() -> list[tuple[list[int], list[tuple[float, int]]]]:
-        return await asyncio.gather(*(_stream(engine, prompt, tokens) for prompt in prompts))
+        return await asyncio.gather(*(_stream(engine, prompt, tokens, []) for prompt in prompts))
 
     return Generated(*map(list, zip(*engine.loop.run_until_complete(together()), strict=True)))
+
+
+def profile_request(folder: Path, device: str, steps: int) -> Any:
+    """What SGLang's profiler is asked for."""
+    from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
+
+    activities = ["CPU"] if device == "cpu" else ["CPU", "GPU"]
+    options = {"output_dir": str(folder), "num_steps": steps, "activities": activities, "with_stack": False}
+    return ProfileReq(req_type=ProfileReqType.START_PROFILE, **options)
+
+
+def trace(engine: Any, task: Task, prompts: Sequence[list[int]], folder: Path) -> dict[str, Any]:
+    """What the card does in a step in which all requests decode."""
+    from engine_tpot import LONG, TRACED, traced
+
+    async def together() -> None:
+        arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
+        streams = (_stream(engine, prompt, LONG, came) for prompt, came in zip(prompts, arrivals, strict=True))
+        running = asyncio.gather(*streams)
+        while not all(arrivals) and not running.done():
+            await asyncio.sleep(0.001)
+        await engine.tokenizer_manager.start_profile(profile_request(folder, task.device, TRACED))
+        await running
+        for _ in range(WRITE_SECONDS):
+            if any(folder.rglob("*.json*")):
+                break
+            await asyncio.sleep(1)
+
+    engine.loop.run_until_complete(together())
+    return traced(folder, TRACED)
 
 
 def serve(task: Task, answers: Connection) -> None:
@@ -156,7 +193,7 @@ def serve(task: Task, answers: Connection) -> None:
     from vllm_tpot import counters, hide_benchmarks
 
     hide_benchmarks(sys.path)
-    with tempfile.TemporaryDirectory() as shared:
+    with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as traces:
         with starting(task.turns):
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before SGLang is imported
             import sglang
@@ -172,7 +209,9 @@ def serve(task: Task, answers: Connection) -> None:
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
         for workload in task.workloads:
             with turn(task.turns):
-                figures = measure(partial(generate, engine), workload.prompts(vocabulary), task.repeats)
+                prompts = workload.prompts(vocabulary)
+                figures = measure(partial(generate, engine), prompts, task.repeats)
+                figures |= trace(engine, task, prompts, Path(traces)) if task.busy else {}
             answers.send((str(workload), figures))
         facts = {**card, "options": task.options(), "counters": counters()}
         # The time beside others that start is no back end's own.
@@ -184,36 +223,38 @@ def serve(task: Task, answers: Connection) -> None:
 def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, checked."""
     import turns
-    from engine_tpot import CHOICES, check_common
+    from engine_tpot import add_common, check_common
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with the config.json of a model")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     batches = parser.add_mutually_exclusive_group()
-    batches.add_argument("--workloads", choices=list(CHOICES), default="all", help="six batches or all twelve")
     batches.add_argument("--quick", action="store_true", help="two small batches instead of all")
-    parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    add_common(parser, batches)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
-    parser.add_argument("--output", type=Path, help="write here instead of into results/")
     turns.add_options(parser)
     arguments = parser.parse_args(given)
     check_common(parser, arguments)
     turns.check_options(parser, arguments, len(arguments.backends))
+    if arguments.busy and arguments.device == "cpu":
+        parser.error("argument --busy: it tells of a card: leave out --device cpu")
     return arguments
 
 
 def tasks_of(arguments: argparse.Namespace, ports: Sequence[int]) -> list[Task]:
     """Of each back end. ports: for as many; none: SGLang finds its own."""
-    from engine_tpot import CHOICES, Workload
+    from engine_tpot import Workload, workloads_named
 
-    workloads = tuple(Workload(*each) for each in QUICK) if arguments.quick else CHOICES[arguments.workloads]
+    some = [Workload(*each) for each in QUICK]
+    workloads = tuple(some) if arguments.quick else workloads_named(arguments.workloads or ["all"])
     cards, config = arguments.tensor_parallel, json.loads((arguments.model / "config.json").read_text())
     tokens = cache_tokens(config, arguments.kv_gib, cards)
     tasks = [
         Task(name, arguments.model, arguments.device, cards, workloads, arguments.repeats, tokens, arguments.turns)
         for name in arguments.backends
     ]
+    tasks = [task._replace(busy=arguments.busy) for task in tasks]
     return [task._replace(port=port) for task, port in zip(tasks, ports, strict=True)] if ports else tasks
 
 

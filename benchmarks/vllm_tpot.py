@@ -18,6 +18,9 @@ before the first that differs, and in which steps sequences part. With random we
 rounding parts some: this shows gross errors, and is no test of accuracy. For CUSTOM what was read and saved is in the
 result, from the counters that vLLM would serve under /metrics.
 
+With --busy some steps of each batch are traced after it was timed. `busy_ms` is how long the card computes in a step,
+and `kernels_ms` in which kernels. If that is much less than the time per token, the host bounds it.
+
 With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`).
 
 With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
@@ -36,7 +39,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -65,7 +68,7 @@ LEAST_FREE = 0.1  # of a card: vLLM does not start with less, and ignores it oth
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs have in common. cold: each starts with empty caches. turns: see turns.py."""
+    """What all runs have in common. cold: each starts with empty caches. turns: see turns.py. busy: trace steps."""
 
     model: Path
     options: dict[str, Any]
@@ -73,6 +76,7 @@ class Setup:
     repeats: int
     cold: bool
     turns: Path | None = None
+    busy: bool = False
 
 
 class Run(NamedTuple):
@@ -91,8 +95,10 @@ def wanted_runs(backends: Sequence[str], invariant: bool) -> list[Run]:
     return found
 
 
-def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> "Generated":
-    """So many tokens of each request, from vLLM step by step."""
+def generate(
+    llm: Any, prompts: Sequence[list[int]], tokens: int, watch: "Callable[[Generated], None] | None" = None
+) -> "Generated":
+    """So many tokens of each request, from vLLM step by step. watch: called after each with what there is."""
     from engine_tpot import Generated
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -110,7 +116,36 @@ def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> "Generated"
             number = int(output.request_id)
             found.tokens[number] += output.outputs[0].token_ids
             found.arrivals[number].append((now, len(found.tokens[number])))
+        if watch is not None:
+            watch(found)
     return found
+
+
+class Tracer:
+    """Traces some steps in which all requests decode. tokens: of a request meanwhile; 0 before the end."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._first, self.tokens = engine, 0, 0
+
+    def __call__(self, found: "Generated") -> None:
+        from engine_tpot import SHORT, TRACED
+
+        least = min(map(len, found.tokens))
+        if self._first == 0 and least >= SHORT:
+            self._engine.start_profile()
+            self._first = least
+        elif self._first and self.tokens == 0 and least >= self._first + TRACED:
+            self._engine.stop_profile()
+            self.tokens = least - self._first
+
+
+def trace(llm: Any, prompts: Sequence[list[int]], folder: Path) -> dict[str, Any]:
+    """What the card does in a step. folder: of vLLM's profiler."""
+    from engine_tpot import LONG, traced
+
+    tracer = Tracer(llm.llm_engine)
+    generate(llm, prompts, LONG, tracer)
+    return traced(folder, tracer.tokens)
 
 
 def counters() -> dict[str, float]:
@@ -140,7 +175,8 @@ def serve(run: Run, setup: Setup, answers: Connection) -> None:
     from turns import starting, turn
 
     hide_benchmarks(sys.path)
-    with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as caches:
+    folders = [tempfile.TemporaryDirectory() for _ in range(3)]
+    with folders[0] as shared, folders[1] as caches, folders[2] as traces:
         with starting(setup.turns):
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared  # before vLLM is imported
             os.environ["VLLM_BATCH_INVARIANT"] = str(int(run.invariant))
@@ -151,7 +187,8 @@ def serve(run: Run, setup: Setup, answers: Connection) -> None:
             from vllm import LLM
 
             start = perf_counter()
-            llm: Any = LLM(str(setup.model), attention_backend=run.backend, **setup.options)
+            options = setup.options | (profiler(traces) if setup.busy else {})
+            llm: Any = LLM(str(setup.model), attention_backend=run.backend, **options)
             ready = perf_counter() - start
             print(f"{run.name}: ready after {ready:.0f} s", flush=True)
             card = {"card": torch.cuda.get_device_name()}
@@ -159,13 +196,25 @@ def serve(run: Run, setup: Setup, answers: Connection) -> None:
         vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
         for workload in setup.workloads:
             with turn(setup.turns):
-                figures = measure(partial(generate, llm), workload.prompts(vocabulary), setup.repeats)
+                prompts = workload.prompts(vocabulary)
+                figures = measure(partial(generate, llm), prompts, setup.repeats)
+                figures |= trace(llm, prompts, Path(traces)) if setup.busy else {}
             answers.send((str(workload), figures))
         facts: dict[str, Any] = {**card, "counters": counters()}
         # The time beside others that start is no back end's own.
         answers.send(("", facts | ({} if setup.turns else {"ready_s": round(ready, 1)})))
         with turn(setup.turns):  # to end is work too
             llm.llm_engine.engine_core.shutdown()
+
+
+def profiler(folder: str) -> dict[str, Any]:
+    """vLLM's options for traces in a folder."""
+    return {
+        "profiler_config": {
+            "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False,
+            "torch_profiler_dump_cuda_time_total": False,
+        }
+    }  # fmt: skip
 
 
 def fixed_cache(kv_gib: float | None) -> dict[str, Any]:
@@ -192,12 +241,11 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def workloads_of(arguments: argparse.Namespace) -> "tuple[Workload, ...]":
     """The batches that are asked for."""
-    from engine_tpot import CHOICES, SHARED_WORKLOADS
+    from engine_tpot import SHARED_WORKLOADS, workloads_named
 
     if arguments.dcp > 1:
         return SHARED_WORKLOADS
-    chosen = arguments.workloads or ("six" if arguments.shape else "all")
-    return CHOICES[chosen]
+    return workloads_named(arguments.workloads or ["six" if arguments.shape else "all"])
 
 
 def name_of(arguments: argparse.Namespace) -> str:
@@ -216,7 +264,7 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, checked."""
     import turns
     from engine_models import SHAPES
-    from engine_tpot import CHOICES, check_common
+    from engine_tpot import add_common, check_common
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
@@ -224,8 +272,7 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--shape", choices=list(SHAPES), help="of a model in engine_models.py")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8", "fp8_e5m2"))
     parser.add_argument("--backends", nargs="+", default=BACKENDS, help="the first is what others are compared with")
-    parser.add_argument("--workloads", choices=list(CHOICES), help="six batches or all twelve")
-    parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    add_common(parser)
     parser.add_argument("--cold", action="store_true", help="with empty caches of compiled code")
     parser.add_argument("--invariant", action="store_true", help="with VLLM_BATCH_INVARIANT=1, and ours also without")
     spread = parser.add_mutually_exclusive_group()
@@ -256,7 +303,7 @@ def save(arguments: argparse.Namespace, setup: Setup, results: "Results", lost: 
         figures |= {"config": SHAPES[arguments.shape].config, "differs": SHAPES[arguments.shape].differs}
     figures |= outcome(results, setup.workloads, setup.turns is not None, lost)
     name = f"vllm-tpot-{short_name(card)}{name_of(arguments)}"
-    print(write_result(name, figures, "vllm", "triton"), flush=True)
+    print(write_result(name, figures, "vllm", "triton", path=arguments.output), flush=True)
 
 
 def main() -> None:
@@ -267,7 +314,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(arguments.shape, Path(folder)) if arguments.shape else arguments.model
         options, workloads = options_of(arguments), workloads_of(arguments)
-        setup = Setup(model, options, workloads, arguments.repeats, arguments.cold, arguments.turns)
+        given = arguments.repeats, arguments.cold, arguments.turns, arguments.busy
+        setup = Setup(model, options, workloads, *given)
         runs = {run.name: (run, setup) for run in wanted_runs(arguments.backends, arguments.invariant)}
         together, keep = setup.turns is not None, partial(save, arguments, setup)
         results = run_backends(serve, runs, len(workloads), together, keep)

@@ -25,6 +25,7 @@ from engine_tpot import (
     LONG,
     SHORT,
     SIX,
+    TRACED,
     WORKLOADS,
     Generated,
     Workload,
@@ -32,7 +33,7 @@ from engine_tpot import (
     pace,
     table,
 )
-from vllm_tpot import OPTIONS, Run, Setup, name_of, options_of, read_arguments, wanted_runs, workloads_of
+from vllm_tpot import OPTIONS, Run, Setup, Tracer, name_of, options_of, read_arguments, wanted_runs, workloads_of
 
 from .scripts import refusal
 
@@ -128,6 +129,35 @@ def test_a_folder_has_all_batches_and_a_shape_six(model: str) -> None:
     assert "hf_overrides" not in options_of(shape)
 
 
+def test_batches_by_name(model: str, tmp_path: Path) -> None:
+    names = [str(WORKLOADS[7]), str(WORKLOADS[0])]
+    given = ["--model", model, "--workloads", *names, "--output", str(tmp_path / "some.json")]
+    assert list(map(str, workloads_of(read_arguments(given)))) == names
+    assert [str(each) for each in sglang_tpot.tasks_of(sglang_tpot.read_arguments(given), [])[0].workloads] == names
+
+
+class Profiled:
+    """A vLLM engine of two requests, the second one step behind, that notes when it is traced."""
+
+    def __init__(self) -> None:
+        self.steps, self.traced = 0, list[int]()
+
+    def start_profile(self) -> None:
+        self.traced.append(self.steps)
+
+    stop_profile = start_profile
+
+
+def test_steps_in_which_all_decode_are_traced_once() -> None:
+    engine = Profiled()
+    tracer = Tracer(engine)
+    for step in range(1, LONG + 2):
+        engine.steps = step
+        tracer(Generated([[0] * min(step, LONG), [0] * (step - 1)], []))
+    assert engine.traced == [SHORT + 1, SHORT + 1 + TRACED]
+    assert tracer.tokens == TRACED
+
+
 def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
     given = ["--shape", "qwen3-next", "--kv-cache-dtype", "fp8", "--invariant", "--tensor-parallel", "2"]
     arguments = read_arguments(given)
@@ -150,6 +180,12 @@ def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
         (["--shape", "gpt-oss", "--dcp", "2"], "leave out --shape and --workloads"),
         (["--shape", "gpt-oss", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
         (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
+        (
+            ["--shape", "gpt-oss", "--workloads", "7"],
+            "argument --workloads: '7': expected six or all alone, or some of '64 x",
+        ),
+        (["--shape", "gpt-oss", "--workloads", "six", "all"], "argument --workloads: 'six': expected"),
+        (["--shape", "gpt-oss", "--workloads", "8 x (8192)"], "take the place of a whole result: give --output"),
         (
             ["--shape", "gpt-oss", "--turns", "lock", "--kv-gib", "8", "--cold"],
             "argument --turns: an engine's time until",
@@ -188,6 +224,8 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
         (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
         (["--quick", "--workloads", "six"], "not allowed with argument"),
         (["--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+        (["--device", "cpu", "--busy"], "argument --busy: it tells of a card: leave out --device cpu"),
+        (["--workloads", "8 x (8192)"], "take the place of a whole result: give --output"),
         (["--turns", "lock"], "argument --turns: several engines on one card need --kv-gib"),
     ],
 )
