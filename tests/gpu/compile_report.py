@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.gpu.hopper.decode import shape_of
 from trunkattn.gpu.tuning.compile_ahead import (
     Target,
@@ -71,6 +72,8 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     for tile in decode_tiles(2, target.head_dim, group, hopper_tiles(2, target.head_dim, 16)):
         name = f"{tile.block_m}x{tile.block_n} portable"  # where the Hopper kernel cannot compute them
         report[name] = described(target, tile, compile_decode(target, tile))
+    if target.head_dim in HOPPER_PADDED_HEAD_DIMS:  # for decoding alone
+        return report
     options: dict[str, dict[str, Any]] = {"": {}, " window": {"window": True}}
     options[" with all options"] = {"window": True, "soft_cap": 30.0, "sinks": True}
     for name, chosen in options.items():
@@ -90,7 +93,7 @@ def hopper_decodes(target: Target) -> dict[str, dict[str, Any]]:
     if target.capability != 90 or target.kv_dtype == "fp32":
         return {}
     size, report = ITEMSIZE[target.kv_dtype], {}
-    for page_size in (16, 4):
+    for page_size in (16,) if target.head_dim in HOPPER_PADDED_HEAD_DIMS else (16, 4):
         source = hopper_source(size, page_size)
         producers = shape_of(target.head_dim, source).producer_warps
         tile = hopper_tiles(size, target.head_dim, page_size)[-1]

@@ -114,7 +114,7 @@ def fixed_size(tiles: tuple[GpuTile, ...], geometry: Geometry = GEOMETRY, execut
 
 
 @pytest.mark.parametrize("execution", ["serial", "overlapped", "streams"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_plan_of_fixed_size_is_one_launch_of_all_heights_and_the_merge(
     kernels: dict[str, Recorder], head_dim: int, execution: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_the_planner_sees_the_times_of_a_hopper_tile_as_they_are() -> None:
     assert (seen[1].block_ns, seen[1].chain_ns, seen[1].paired) == (tall.block_ns, tall.chain_ns, False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
 def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
@@ -185,6 +185,7 @@ def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: in
     (found,) = constants
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
     assert (found.group_size, found.head_dim) == (shape.num_qo_heads // 2, head_dim)
+    assert found.tile.head_dim == {96: 128}.get(head_dim, head_dim)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert tiles.positions.tolist()[3:6] == [15, 16, 17]
     assert (given.layer.q_token_stride, given.layer.out_head_stride) == (8 * 128, 128)
     constants = prefill_decode.PrefillDecodeConstants(
-        8, 2, 4, 16, 16, masked, window != UNLIMITED, 0.0, False, return_lse=False, pdl_trigger=True
+        *(8, 2, 4, 128, 16, 16), masked, window != UNLIMITED, 0.0, False, return_lse=False, pdl_trigger=True
     )
     assert constants == given.C and work.window == window
     for desc, cache in ((given.k_desc, tensors.k_cache), (given.v_desc, tensors.v_cache)):

@@ -139,6 +139,9 @@ def test_several_query_tokens_and_windows(
         replace(GOOD, sinks=True),
         replace(GOOD, head_dim=64, num_qo_heads=64, sinks=True),
         replace(GOOD, head_dim=64, page_size=32, dtype=torch.float16),
+        replace(GOOD, head_dim=96, num_kv_heads=32),
+        replace(GOOD, head_dim=96, num_qo_heads=28, num_kv_heads=4, sinks=True, dtype=torch.float16),
+        replace(GOOD, head_dim=96, page_size=48, logits_soft_cap=30.0),
         *(replace(GOOD, page_size=page_size) for page_size in (1, 2, 8)),
         replace(GOOD, kv_dtype=torch.float8_e4m3fn, page_size=8, num_qo_heads=12, num_kv_heads=1),
         replace(GOOD, kv_dtype=torch.float8_e4m3fn),
@@ -159,7 +162,7 @@ def test_several_query_tokens_and_windows(
 def test_head_dims_groups_sinks_and_soft_caps(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, rows: int, window: int | None
 ) -> None:
-    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True, hopper_padded=True)
     monkeypatch.setattr(executor, "card_of", lambda *_: timed)
     tall = hopper_tiles(config.cache_dtype.itemsize, config.head_dim, config.page_size)[-1]
     low = choose_tiles(config, timed, 90)[0]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.gpu.chunk_planner import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.gpu.device_planner.chunks import ListedChunks, tables_of
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice, tile_stats
@@ -332,6 +333,7 @@ def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[
     width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
     in_turn = config.execution in ("auto", "serial", "overlapped")
     fits = config.decodes_on_hopper if card.hopper_family else config.on_hopper
+    fits = fits and (card.hopper_padded or config.head_dim not in HOPPER_PADDED_HEAD_DIMS)
     hopper = None
     if capability == 90 and in_turn and fits and card.hopper_tiles:
         hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)

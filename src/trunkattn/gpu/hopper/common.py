@@ -20,7 +20,7 @@ from trunkattn.dtypes import HOPPER_BOX_DIMS, HOPPER_PAGE_UNIT
 from trunkattn.gpu.plan import Tensors
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS
 
-BOX_DIMS = gl.constexpr(HOPPER_BOX_DIMS)  # dims of a TMA box; a head has a multiple of them
+BOX_DIMS = gl.constexpr(HOPPER_BOX_DIMS)  # dims of a TMA box; a head has a multiple of them, or is padded to one
 BOX_TOKENS = gl.constexpr(HOPPER_PAGE_UNIT)  # tokens of a TMA box; a page holds a multiple of them
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix product
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -125,13 +125,23 @@ def row_offset(index, stride):
 
 
 @gluon.jit
+def with_dims(mask, d, C: gl.constexpr, T: gl.constexpr):
+    """A mask of rows, without the dims `d` that a head is padded with."""
+    if C.head_dim < T.head_dim:
+        return mask & (d < C.head_dim)
+    else:
+        return mask
+
+
+@gluon.jit
 def write_partials(rows, lse, partial_slot, used, query_head, layer, C: gl.constexpr, T: gl.constexpr):
     """Writes the rows that have a partial slot, if any does. C, T: constants of the kernel and of its main loop."""
     if gl.max(partial_slot, 0) != _DIRECT:
         has_slot = used & (partial_slot != _DIRECT)
         at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
         d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.acc))[None, :]
-        gl.store(layer.partial + at[:, None] * T.head_dim + d, rows, mask=has_slot[:, None])
+        mask = with_dims(has_slot[:, None], d, C, T)
+        gl.store(layer.partial + at[:, None] * C.head_dim + d, rows, mask=mask)
         gl.store(layer.partial_lse + at, lse, mask=has_slot)
 
 
@@ -147,7 +157,8 @@ def layer_of(t: Tensors) -> Layer:
 
 
 def tma_descriptors(t: Tensors) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The arguments `k_desc` and `v_desc` of the kernels. A TMA box holds 16 tokens of a page and 64 dims of a head."""
+    """The arguments `k_desc` and `v_desc` of the kernels. A TMA box holds 16 tokens of a page and 64 dims of a head;
+    where the head has no more, TMA writes zeros."""
     return _tma_descriptor(t.k_cache), _tma_descriptor(t.v_cache)
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import fits_hopper_decode
+from trunkattn.dtypes import fits_hopper_decode, hopper_width
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     LAYER,
@@ -32,6 +32,7 @@ from trunkattn.gpu.hopper.common import (
     prefetch_to_l2,
     reinterpret,
     scheduled_task,
+    with_dims,
     write_partials,
 )
 from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of, widen_items
@@ -92,6 +93,7 @@ class DecodeConstants(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
+        head_dim: of a head in memory; the main loop's may be padded.
         segment_size: tokens.
         masked: queries of one sequence see different tokens.
         soft_cap: of logits; 0: none.
@@ -120,14 +122,13 @@ class DecodeConstants(NamedTuple):
 
 def shape_of(head_dim: int, source: HopperSource) -> DecodeShape:
     """The shape of the kernel."""
-    return _SHAPES[source][head_dim]
+    return _SHAPES[source][hopper_width(head_dim)]
 
 
 def tile_of(head_dim: int, source: HopperSource) -> MainloopTile:
     """The constants of its main loop."""
-    return mainloop_tile(
-        head_dim, HOPPER_TILES[source, head_dim].block_n, 2, 4, True, shape_of(head_dim, source).producer_warps
-    )
+    width, producer_warps = hopper_width(head_dim), shape_of(head_dim, source).producer_warps
+    return mainloop_tile(width, HOPPER_TILES[source, width].block_n, 2, 4, True, producer_warps)
 
 
 class Pdl(NamedTuple):
@@ -189,7 +190,7 @@ def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.cons
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     query_head = kv_head * C.group_size + m % C.group_size
     at = (token * layer.q_token_stride + query_head * layer.q_head_stride)[:, None] + d
-    values = gl.load(layer.q + at, mask=used[:, None], other=0.0)
+    values = gl.load(layer.q + at, mask=with_dims(used[:, None], d, C, T), other=0.0)
     values = gl.where(scale < 0, -values, values)
     scale = gl.abs(scale)
     if values.dtype != q_tile.dtype:
@@ -230,7 +231,7 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
     query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (token.to(gl.int64) * layer.out_token_stride + query_head * layer.out_head_stride)[:, None] + d
-    gl.store(layer.out + at, out_tile.load(COPY), mask=(token >= 0)[:, None])
+    gl.store(layer.out + at, out_tile.load(COPY), mask=with_dims((token >= 0)[:, None], d, C, T))
 
 
 @gluon.jit
@@ -358,12 +359,12 @@ def hopper_decode_kernel(
 def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
     """Whether `bind` takes this: what `fits_hopper_decode` and `is_aligned` accept, and segments that blocks hold
     whole."""
-    group = geometry.num_qo_heads // geometry.num_kv_heads
+    group, width = geometry.num_qo_heads // geometry.num_kv_heads, hopper_width(geometry.head_dim)
     return (
         fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
         and is_aligned(t)
         and group <= tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (HOPPER_TILES[source_of(t, geometry), geometry.head_dim].block_n, 1)
+        and (tile.block_n, tile.subtiles) == (HOPPER_TILES[source_of(t, geometry), width].block_n, 1)
         and tile.block_n % geometry.segment_size == 0
     )
 

@@ -102,6 +102,7 @@ class PrefillDecodeConstants(NamedTuple):
     num_qo_heads: int
     num_kv_heads: int
     group_size: int
+    head_dim: int
     page_size: int
     segment_size: int
     masked: bool
@@ -380,7 +381,7 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
     assert plan.prefill
     arrays, g = plan.arrays, plan.geometry
     chunks = prefill.chunks_of(plan.prefill)
-    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads)
+    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
     pages, masks = (g.page_size, g.segment_size), (g.masked, g.window != UNLIMITED)
     return PrefillDecodeArguments(
         layer_of(t),

@@ -189,6 +189,7 @@ def compile_hopper_prefill_decode(
         work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
         C=prefill_decode.PrefillDecodeConstants(
             *target.heads,
+            head_dim=target.head_dim,
             page_size=16,
             segment_size=16,
             masked=masked or window,

@@ -5,7 +5,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from trunkattn.dtypes import HOPPER_PAGE_UNIT
+from trunkattn.dtypes import HOPPER_PAGE_UNIT, hopper_width
 from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
 from trunkattn.planner.row_tiles.choice import TileConfig
 from trunkattn.planner.work_list import DeviceModel
@@ -214,7 +214,7 @@ def hopper_tiles(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTi
     tiles of 64 rows would leave SMs idle. One kernel computes them all, so that a plan of fixed size is one launch and
     the merge. Single queries of small pages, and of 8-bit heads up to 128, are read faster by a portable tile.
     """
-    source = hopper_source(kv_itemsize, page_size)
+    source, head_dim = hopper_source(kv_itemsize, page_size), hopper_width(head_dim)
     shape = HOPPER_TILES[source, head_dim]
     tall = GpuTile(64, shape.block_n, 4, 2, shape.ctas_per_sm, *shape.tall, flat_n=shape.block_n, hopper=True)
     middle = replace(tall, block_m=32, **shape.middle._asdict())
