@@ -53,6 +53,7 @@ WORKLOADS = (
     Workload(8, ((8, 8192),)),
     Workload(1, ((1, 2048),)),
 )
+COLD_WORKLOADS = (WORKLOADS[5],)
 SIX = tuple(WORKLOADS[place] for place in (0, 1, 5, 6, 7, 9))
 CHOICES = MappingProxyType({"six": SIX, "all": WORKLOADS})
 SHARED_WORKLOADS = (Workload(64, ((1, 65536), (64, 128))),)

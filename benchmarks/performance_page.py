@@ -33,6 +33,8 @@ def page() -> str:
         vllm.tpot,
         vllm.models,
         vllm.invariance,
+        vllm.ranks,
+        vllm.start,
         vllm.vllm_serving,
         *sglang.sections(),
         decode.decode,

@@ -3,6 +3,7 @@
     python benchmarks/vllm_tpot.py --model FOLDER                     # results/vllm-tpot-CARD.json
     python benchmarks/vllm_tpot.py --model FOLDER --dcp 2             # results/vllm-tpot-CARD-dcp2.json
     python benchmarks/vllm_tpot.py --model FOLDER --invariant         # results/vllm-tpot-CARD-invariant.json
+    python benchmarks/vllm_tpot.py --model FOLDER --cold              # results/vllm-tpot-CARD-cold.json
     python benchmarks/vllm_tpot.py --shape gpt-oss --kv-cache-dtype fp8    # results/vllm-tpot-CARD-gpt-oss-fp8.json
 
 FOLDER needs a config.json only: weights are random (load_format="dummy"), the same for each back end. One after the
@@ -21,7 +22,8 @@ result, from the counters that vLLM would serve under /metrics.
 With --busy some steps of each batch are traced after it was timed. `busy_ms` is how long the card computes in a step,
 and `kernels_ms` in which kernels. If that is much less than the time per token, the host bounds it.
 
-With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`).
+With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`),
+and runs one batch.
 
 With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
 --kv-gib: GiB of each one's KV cache. If one is lost the others' result is written, and names it (`lost`).
@@ -241,10 +243,12 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def workloads_of(arguments: argparse.Namespace) -> "tuple[Workload, ...]":
     """The batches that are asked for."""
-    from engine_tpot import SHARED_WORKLOADS, workloads_named
+    from engine_tpot import COLD_WORKLOADS, SHARED_WORKLOADS, workloads_named
 
     if arguments.dcp > 1:
         return SHARED_WORKLOADS
+    if arguments.cold and not arguments.workloads:
+        return COLD_WORKLOADS
     return workloads_named(arguments.workloads or ["six" if arguments.shape else "all"])
 
 
@@ -253,6 +257,7 @@ def name_of(arguments: argparse.Namespace) -> str:
     parts = [arguments.shape] if arguments.shape else []
     parts += [] if arguments.kv_cache_dtype == "auto" else [arguments.kv_cache_dtype]
     parts += ["invariant"] if arguments.invariant else []
+    parts += ["cold"] if arguments.cold else []
     if arguments.dcp > 1:
         parts.append(f"dcp{arguments.dcp}")
     elif arguments.tensor_parallel > 1:

@@ -1,17 +1,18 @@
 """Time per token and serving in vLLM."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from report import RESULTS
-
-from page.common import Loss, Section, and_, card_of, load, note_loss, percent, sources, table, versions_of
+from page.common import Loss, Section, and_, card_of, held, load, note_loss, percent, sources, table, versions_of
 
 FA3 = "FlashAttention-3"
 NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
 MODELS = {
     "gpt-oss": "GPT-OSS", "gemma-3": "Gemma 3", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-next": "Qwen3-Next",
 }  # fmt: skip
+FP8 = {"fp8": "fp8 cache", "fp8_e5m2": "fp8 cache (e5m2)"}
+OTHER = re.compile(rf"vllm-tpot-h\d+(-({'|'.join(map(re.escape, MODELS))}))?(-({'|'.join(FP8)}))?")  # models and caches
 FAR = 0.1  # of a run from the median of all
 SERVING_HEAD = ("card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean")
 
@@ -73,6 +74,25 @@ def cut_text(names: Sequence[str]) -> str:
     return found
 
 
+def busy_text(names: Sequence[str]) -> str:
+    """How long the card computes in a step, where that was traced; empty: nowhere."""
+    rows = [
+        [card_of(name), f"`{row['workload']}`", *(f"{row[each]['busy_ms']:.1f}" for each in ("FLASH_ATTN", "CUSTOM"))]
+        for name in names
+        for row in load(name)["rows"]
+        if all("busy_ms" in row[each] for each in ("FLASH_ATTN", "CUSTOM"))
+    ]
+    return (
+        f"""
+In how many of these milliseconds the card computes; in the others it waits for the host:
+
+{table(["card", "requests × (shared + private tokens)", "FA3", "ours"], rows, 2)}
+"""
+        if rows
+        else ""
+    )
+
+
 def tpot() -> Section:
     losses = list[Loss]()
     newest = tpot_table({"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"}, losses)
@@ -111,31 +131,80 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
     return f"""In vLLM {version}:
 {timing_text(names)}{cut_text(names)}
 {table(head, rows, 2)}
-
+{busy_text(names)}
 {sources("python benchmarks/vllm_tpot.py --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]", *names)}
 """
 
 
-def models() -> Section:
-    """Models of other shapes."""
-    rows, losses = list[list[object]](), list[Loss]()
-    names = [f"vllm-tpot-h100-{shape}" for shape in MODELS if (RESULTS / f"vllm-tpot-h100-{shape}.json").exists()]
-    for name in names:
-        for row in load(name)["rows"]:
-            stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
-            model = MODELS[name.removeprefix("vllm-tpot-h100-")]
-            rows.append([model, f"`{row['workload']}`", f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"])
-            where = f"vLLM {load(name)['versions']['vllm']}, {card_of(name)}: {model}, `{row['workload']}`"
-            note_loss(losses, where, FA3, ours / stock)
-    text = f"""## In vLLM: models of other shapes
+def other_models() -> dict[str, str]:
+    """Results of models of other shapes and of other caches, and what each is of."""
+    found = {}
+    for name in held("vllm-tpot-*"):
+        match = OTHER.fullmatch(name)
+        if match and (match[2] or match[4]):
+            cache = f", {FP8[match[4]]}" if match[4] else ""
+            found[name] = MODELS.get(match[2], "Llama-3-8B's shape") + cache
+    return found
 
-As above, on an H100.
 
-{table(["model", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 2)}
+def rows_beside(name: str, what: str, losses: list[Loss]) -> list[list[object]]:
+    """Rows of a result: card, what it is of, batch, both back ends and our speed."""
+    rows, where = list[list[object]](), f"vLLM {load(name)['versions']['vllm']}, {card_of(name)}: {what}"
+    for row in load(name)["rows"]:
+        stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
+        rows.append(
+            [card_of(name), what, f"`{row['workload']}`", f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"]
+        )
+        note_loss(losses, f"{where}, `{row['workload']}`", FA3, ours / stock)
+    return rows
 
-{sources("python benchmarks/vllm_tpot.py --shape NAME --turns FILE --kv-gib N", *names)}
+
+def models() -> Section | None:
+    """Models of other shapes, and other caches."""
+    losses, found = list[Loss](), other_models()
+    rows = [row for name, what in found.items() for row in rows_beside(name, what, losses)]
+    text = f"""## In vLLM: other models and caches
+
+As above.
+{cut_text(list(found))}
+{table(["card", "model", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 3)}
+{busy_text(list(found))}
+{sources("python benchmarks/vllm_tpot.py --shape NAME [--kv-cache-dtype fp8] --turns FILE --kv-gib N", *found)}
 """
-    return Section(text, losses)
+    return Section(text, losses) if found else None
+
+
+def ranks() -> Section | None:
+    """Decode context parallelism."""
+    losses, names = list[Loss](), held("vllm-tpot-*-dcp[0-9]")
+    rows = [row for name in names for row in rows_beside(name, f"{load(name)['cards']} cards", losses)]
+    text = f"""## In vLLM: cards that share each request
+
+Decode context parallelism: each card holds a part of each request's keys. Heads as of Llama-3-8B, but one KV head.
+
+{table(["card", "", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 3)}
+
+{sources("python benchmarks/vllm_tpot.py --model FOLDER --dcp 2", *names)}
+"""
+    return Section(text, losses) if names else None
+
+
+def start() -> Section | None:
+    """The time until an engine is ready."""
+    losses, names, rows = list[Loss](), held("vllm-tpot-*-cold"), list[list[object]]()
+    for name in names:
+        stock, ours = (load(name)["runs"][backend]["ready_s"] for backend in ("FLASH_ATTN", "CUSTOM"))
+        rows.append([card_of(name), f"{stock:.0f}", f"{ours:.0f}", f"{ours - stock:+.0f}"])
+        note_loss(losses, f"vLLM, {card_of(name)}: start with empty caches", FA3, ours / stock)
+    text = f"""## In vLLM: start
+
+Seconds until an engine is ready that finds no compiled code, neither vLLM's nor ours.
+
+{table(["card", "FA3", "ours", "more"], rows)}
+
+{sources("python benchmarks/vllm_tpot.py --model FOLDER --cold", *names)}
+"""
+    return Section(text, losses) if names else None
 
 
 def invariance() -> Section:

@@ -174,3 +174,43 @@ def test_sglang_has_a_section_for_each_result() -> None:
 def test_sglang_has_no_section_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert sglang.sections() == []
+
+
+def write_tpot(folder: Path, name: str, ours: dict[str, Any], stock: dict[str, Any], **more: Any) -> None:
+    """A result of vllm_tpot.py with one batch."""
+    origin = {"date": "2099-01-01", "commit": "abc", "device": "a host", "versions": {"vllm": "0.33.0"}, "cards": 2}
+    rows = [{"workload": "32 x (2048)", "FLASH_ATTN": stock, "CUSTOM": ours}]
+    (folder / f"{name}.json").write_text(json.dumps(origin | {"rows": rows} | more))
+
+
+def test_other_models_and_caches_are_found_by_their_names(results: Path) -> None:
+    assert (vllm.models(), vllm.ranks(), vllm.start()) == (None, None, None)
+    names = ("h100-gpt-oss", "h200-qwen2.5-7b-fp8", "h100-fp8", "h100", "h100-0.26", "h100-invariant", "h200-tp2")
+    for number, name in enumerate(names):
+        write_tpot(results, f"vllm-tpot-{name}", {"tpot_ms": 2.0}, {"tpot_ms": 2.0 + number})
+    section = vllm.models()
+    assert section is not None
+    assert [line for line in section.text.splitlines() if "| `32" in line] == [
+        "| H100 | Llama-3-8B's shape, fp8 cache | `32 x (2048)` | 4.0 | 2.0 | 2.00× |",
+        "| H100 | GPT-OSS | `32 x (2048)` | 2.0 | 2.0 | 1.00× |",
+        "| H200 | Qwen2.5-7B, fp8 cache | `32 x (2048)` | 3.0 | 2.0 | 1.50× |",
+    ]
+    assert "the card computes" not in section.text and section.losses == []
+
+
+def test_the_time_of_the_card_is_shown_where_it_was_traced(results: Path) -> None:
+    ours, stock = {"tpot_ms": 3.0, "busy_ms": 1.24}, {"tpot_ms": 2.0, "busy_ms": 2.0}
+    write_tpot(results, "vllm-tpot-h100-gpt-oss", ours, stock)
+    section = vllm.models()
+    assert section is not None and "| H100 | `32 x (2048)` | 2.0 | 1.2 |" in section.text
+    assert [loss.by for loss in section.losses] == ["1.50× the time"]
+
+
+def test_ranks_and_starts(results: Path) -> None:
+    write_tpot(results, "vllm-tpot-h100-dcp2", {"tpot_ms": 7.0}, {"tpot_ms": 10.5})
+    runs = {"FLASH_ATTN": {"ready_s": 97.1}, "CUSTOM": {"ready_s": 100.3}}
+    write_tpot(results, "vllm-tpot-h100-cold", {"tpot_ms": 1.0}, {"tpot_ms": 1.0}, runs=runs)
+    ranks, start = vllm.ranks(), vllm.start()
+    assert ranks is not None and "| H100 | 2 cards | `32 x (2048)` | 10.5 | 7.0 | 1.50× |" in ranks.text
+    assert start is not None and "| H100 | 97 | 100 | +3 |" in start.text
+    assert [loss.where for loss in start.losses] == ["vLLM, H100: start with empty caches"]

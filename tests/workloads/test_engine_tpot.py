@@ -166,6 +166,9 @@ def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
     assert options["kv_cache_dtype"] == "fp8"
     assert options["tensor_parallel_size"] == 2
     assert options["gdn_prefill_backend"] == "triton"
+    cold = read_arguments(["--model", model, "--cold"])
+    assert name_of(cold) == "-cold" and list(map(str, workloads_of(cold))) == ["32 x (2048)"]
+    assert workloads_of(read_arguments(["--model", model, "--cold", "--workloads", "six"])) == SIX
     shared = read_arguments(["--model", model, "--dcp", "2"])
     assert name_of(shared) == "-dcp2"
     assert [str(workload) for workload in workloads_of(shared)] == ["64 x (65536 + 128)"]
