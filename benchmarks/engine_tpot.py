@@ -104,11 +104,19 @@ def traced(folder: Path, steps: int) -> dict[str, Any]:
     """
     events = events_in(folder)
     if not (events and steps):
-        raise RuntimeError("the engine's profiler wrote no trace of whole steps: leave out --busy")
+        raise RuntimeError("the engine's profiler wrote no trace of whole steps")
     for path in folder.rglob("*"):
         if path.is_file():
             path.unlink()
     return busy(events, steps)
+
+
+def traced_or_why(trace: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a trace finds, or why it does not: what was timed stays in the result."""
+    try:
+        return trace()
+    except Exception as error:
+        return {"busy_missing": f"{type(error).__name__}: {error}"}
 
 
 def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -171,7 +179,8 @@ class Answers:
             self.finished.add(name)
             self._keep()
         elif subject != "card":
-            print(f"{name} {subject}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", flush=True)
+            busy = {key: value for key, value in figures.items() if key.startswith("busy")}
+            print(f"{name} {subject}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", busy or "", flush=True)
             if all(subject in other for other in self._left().values()):
                 self._keep()
 
@@ -257,7 +266,7 @@ def workloads_named(names: Sequence[str]) -> tuple[Workload, ...]:
     for name in names:
         if name not in known:
             raise ValueError(f"{name!r}: expected six or all alone, or some of {', '.join(map(repr, known))}")
-    return tuple(known[name] for name in names)
+    return tuple(known[name] for name in dict.fromkeys(names))
 
 
 def check_common(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

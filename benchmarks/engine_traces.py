@@ -40,8 +40,15 @@ def busy_us(events: Iterable[Event]) -> float:
 
 
 def busy(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Of one card: milliseconds of a step in which it computes, and in which kernels, the longest first."""
+    """Of one card and a step: milliseconds in which anything is under way, and those of each kernel, the longest first,
+    which may overlap. Kernels whose names begin alike count as one.
+
+    Raises:
+        RuntimeError: nothing was done on a card.
+    """
     of_card = on_first_card(events)
+    if not of_card:
+        raise RuntimeError("the engine's profiler saw no kernel of a card")
     names = Counter[str]()
     for event in of_card:
         names[event["name"][:NAME_LENGTH]] += event["dur"]

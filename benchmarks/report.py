@@ -58,7 +58,7 @@ def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path 
     """Writes the environment and the figures to results/NAME.json, or to the path that is given. A run that is ended
     meanwhile leaves the old file."""
     path = path or RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
     return unfinished.replace(path)

@@ -13,7 +13,7 @@ is in the result, from the counters that SGLang would serve under /metrics.
 With --turns FILE all back ends start at once, and take turns to measure: see turns.py. Several on one card need
 --kv-gib: GiB of each one's KV cache. If one is lost the others' result is written, and names it (`lost`).
 
-With --busy some steps are traced after a batch was timed, as there, by SGLang's own profiler.
+With --busy some steps of each batch are traced after all were timed, as there, by SGLang's own profiler.
 
 On a CPU, `--device cpu --quick` runs two small batches, to see that it works: FOLDER is a tiny model then.
 """
@@ -167,7 +167,9 @@ def profile_request(folder: Path, device: str, steps: int) -> Any:
 
 def trace(engine: Any, task: Task, prompts: Sequence[list[int]], folder: Path) -> dict[str, Any]:
     """What the card does in a step in which all requests decode."""
-    from engine_tpot import LONG, TRACED, traced
+    from engine_tpot import LONG, SHORT, TRACED, traced
+
+    generate(engine, prompts, SHORT)  # its prefixes may have left the cache
 
     async def together() -> None:
         arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
@@ -188,7 +190,7 @@ def trace(engine: Any, task: Task, prompts: Sequence[list[int]], folder: Path) -
 
 def serve(task: Task, answers: Connection) -> None:
     """A process with one back end: sends the card, (workload, figures) as they come, then ("", facts of the run)."""
-    from engine_tpot import measure
+    from engine_tpot import measure, traced_or_why
     from turns import starting, turn
     from vllm_tpot import counters, hide_benchmarks
 
@@ -207,12 +209,15 @@ def serve(task: Task, answers: Connection) -> None:
             card = {"card": "cpu" if task.device == "cpu" else torch.cuda.get_device_name()}
         answers.send(("card", card))
         vocabulary = json.loads((task.model / "config.json").read_text())["vocab_size"]
+        timed: dict[Workload, dict[str, Any]] = {}
         for workload in task.workloads:
             with turn(task.turns):
-                prompts = workload.prompts(vocabulary)
-                figures = measure(partial(generate, engine), prompts, task.repeats)
-                figures |= trace(engine, task, prompts, Path(traces)) if task.busy else {}
-            answers.send((str(workload), figures))
+                timed[workload] = measure(partial(generate, engine), workload.prompts(vocabulary), task.repeats)
+            answers.send((str(workload), timed[workload]))
+        for workload, figures in timed.items() if task.busy else ():
+            with turn(task.turns):
+                found = traced_or_why(partial(trace, engine, task, workload.prompts(vocabulary), Path(traces)))
+            answers.send((str(workload), figures | found))
         facts = {**card, "options": task.options(), "counters": counters()}
         # The time beside others that start is no back end's own.
         answers.send(("", facts | ({} if task.turns else {"ready_s": round(ready, 1)})))
@@ -265,6 +270,7 @@ def save(arguments: argparse.Namespace, first: Task, results: "Results", lost: S
 
     card, cards = next(iter(results.values()))[""]["card"], arguments.tensor_parallel
     figures = {"card": card, "cards": cards, "model": arguments.model.name, "repeats": arguments.repeats}
+    figures |= {"busy": arguments.busy}
     figures |= outcome(results, first.workloads, first.turns is not None, lost)
     result = f"sglang-tpot-{short_name(card)}" + (f"-tp{cards}" if cards > 1 else "")
     print(write_result(result, figures, "sglang", "triton", path=arguments.output), flush=True)

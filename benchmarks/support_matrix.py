@@ -3,9 +3,8 @@
     python benchmarks/support_matrix.py            # write both
     python benchmarks/support_matrix.py --check    # only say whether they are up to date
 
-Each row is an `AttentionConfig`. `supports` says whether a device takes it and `choose_tiles` whether the fast kernel
-for decoding on Hopper computes it, so the table changes when the code does. No GPU is needed: the card is a
-pretended one.
+Each row is an `AttentionConfig`. `supports` says whether a device takes it, and an H100's record whether the fast
+kernel for decoding computes it there, so the table changes when the code does. No GPU is needed: a card is pretended.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import torch
 from page.common import table
 
 from trunkattn import AttentionConfig, flash_attention
-from trunkattn.gpu.executor import choose_tiles
 from trunkattn.gpu.tuning.cards import H100
 
 ROOT = Path(__file__).parents[1]
@@ -104,13 +102,8 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
     return f"{first} and later" if takes == list(CAPABILITIES[-len(takes) :]) else f"{first} only"
 
 
-def decodes_fast(config: AttentionConfig) -> bool:
-    """Whether an H100 decodes it with the fast kernel, if only in taller tiles."""
-    return any(tile.hopper for tile in choose_tiles(config, H100, 90))
-
-
 def hopper_cell(configs: list[AttentionConfig]) -> str:
-    fast = [on_cuda(config, HOPPER) and decodes_fast(config) for config in configs]
+    fast = [on_cuda(config, HOPPER) and H100.decodes_on_hopper(config) for config in configs]
     if any(fast) != all(fast):
         raise ValueError(f"the fast kernels take some of {configs} and not others: expected all or none; split the row")
     return "yes" if all(fast) else "no"

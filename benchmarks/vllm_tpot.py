@@ -19,8 +19,10 @@ before the first that differs, and in which steps sequences part. With random we
 rounding parts some: this shows gross errors, and is no test of accuracy. For CUSTOM what was read and saved is in the
 result, from the counters that vLLM would serve under /metrics.
 
-With --busy some steps of each batch are traced after it was timed. `busy_ms` is how long the card computes in a step,
-and `kernels_ms` in which kernels. If that is much less than the time per token, the host bounds it.
+With --busy some steps of each batch are traced, by vLLM's own profiler, after all were timed. `busy_ms` is about how
+long kernels and copies are under way on the card in a step, those that wait for others included, and `kernels_ms` how
+long each is. If `busy_ms` is much less than the time per token, the host bounds it. Where a trace fails,
+`busy_missing` says why.
 
 With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`),
 and runs one batch.
@@ -143,9 +145,10 @@ class Tracer:
 
 def trace(llm: Any, prompts: Sequence[list[int]], folder: Path) -> dict[str, Any]:
     """What the card does in a step. folder: of vLLM's profiler."""
-    from engine_tpot import LONG, traced
+    from engine_tpot import LONG, SHORT, traced
 
     tracer = Tracer(llm.llm_engine)
+    generate(llm, prompts, SHORT)  # its prefixes may have left the cache
     generate(llm, prompts, LONG, tracer)
     return traced(folder, tracer.tokens)
 
@@ -173,7 +176,7 @@ def hide_benchmarks(path: list[str]) -> None:
 
 def serve(run: Run, setup: Setup, answers: Connection) -> None:
     """A process with one back end: sends the card, (workload, figures) as they come, then ("", facts of the run)."""
-    from engine_tpot import measure
+    from engine_tpot import measure, traced_or_why
     from turns import starting, turn
 
     hide_benchmarks(sys.path)
@@ -196,12 +199,15 @@ def serve(run: Run, setup: Setup, answers: Connection) -> None:
             card = {"card": torch.cuda.get_device_name()}
         answers.send(("card", card))
         vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
+        timed: dict[Workload, dict[str, Any]] = {}
         for workload in setup.workloads:
             with turn(setup.turns):
-                prompts = workload.prompts(vocabulary)
-                figures = measure(partial(generate, llm), prompts, setup.repeats)
-                figures |= trace(llm, prompts, Path(traces)) if setup.busy else {}
-            answers.send((str(workload), figures))
+                timed[workload] = measure(partial(generate, llm), workload.prompts(vocabulary), setup.repeats)
+            answers.send((str(workload), timed[workload]))
+        for workload, figures in timed.items() if setup.busy else ():
+            with turn(setup.turns):
+                found = traced_or_why(partial(trace, llm, workload.prompts(vocabulary), Path(traces)))
+            answers.send((str(workload), figures | found))
         facts: dict[str, Any] = {**card, "counters": counters()}
         # The time beside others that start is no back end's own.
         answers.send(("", facts | ({} if setup.turns else {"ready_s": round(ready, 1)})))
@@ -250,6 +256,12 @@ def workloads_of(arguments: argparse.Namespace) -> "tuple[Workload, ...]":
     if arguments.cold and not arguments.workloads:
         return COLD_WORKLOADS
     return workloads_named(arguments.workloads or ["six" if arguments.shape else "all"])
+
+
+def setup_of(arguments: argparse.Namespace, model: Path) -> Setup:
+    """What all runs have in common."""
+    asked = arguments.repeats, arguments.cold, arguments.turns, arguments.busy
+    return Setup(model, options_of(arguments), workloads_of(arguments), *asked)
 
 
 def name_of(arguments: argparse.Namespace) -> str:
@@ -303,7 +315,7 @@ def save(arguments: argparse.Namespace, setup: Setup, results: "Results", lost: 
     card = next(iter(results.values()))[""]["card"]
     figures = {"card": card, "model": setup.model.name, "dcp": arguments.dcp}
     figures |= {"cards": setup.options["tensor_parallel_size"], "options": setup.options}
-    figures |= {"repeats": arguments.repeats, "cold": arguments.cold}
+    figures |= {"repeats": arguments.repeats, "cold": arguments.cold, "busy": arguments.busy}
     if arguments.shape:
         figures |= {"config": SHAPES[arguments.shape].config, "differs": SHAPES[arguments.shape].differs}
     figures |= outcome(results, setup.workloads, setup.turns is not None, lost)
@@ -318,9 +330,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(arguments.shape, Path(folder)) if arguments.shape else arguments.model
-        options, workloads = options_of(arguments), workloads_of(arguments)
-        given = arguments.repeats, arguments.cold, arguments.turns, arguments.busy
-        setup = Setup(model, options, workloads, *given)
+        setup = setup_of(arguments, model)
+        workloads = setup.workloads
         runs = {run.name: (run, setup) for run in wanted_runs(arguments.backends, arguments.invariant)}
         together, keep = setup.turns is not None, partial(save, arguments, setup)
         results = run_backends(serve, runs, len(workloads), together, keep)

@@ -8,6 +8,7 @@ from page.common import Loss, Section, and_, card_of, held, load, note_loss, per
 
 FA3 = "FlashAttention-3"
 NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
+BOTH = ("FLASH_ATTN", "CUSTOM")
 MODELS = {
     "gpt-oss": "GPT-OSS", "gemma-3": "Gemma 3", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-next": "Qwen3-Next",
 }  # fmt: skip
@@ -77,14 +78,14 @@ def cut_text(names: Sequence[str]) -> str:
 def busy_text(names: Sequence[str]) -> str:
     """How long the card computes in a step, where that was traced; empty: nowhere."""
     rows = [
-        [card_of(name), f"`{row['workload']}`", *(f"{row[each]['busy_ms']:.1f}" for each in ("FLASH_ATTN", "CUSTOM"))]
+        [card_of(name), f"`{row['workload']}`", *(f"{row[each]['busy_ms']:.1f}" for each in BOTH)]
         for name in names
         for row in load(name)["rows"]
-        if all("busy_ms" in row[each] for each in ("FLASH_ATTN", "CUSTOM"))
+        if all("busy_ms" in row[each] for each in BOTH)
     ]
     return (
         f"""
-In how many of these milliseconds the card computes; in the others it waits for the host:
+In about how many of these milliseconds something is under way on the card; in the others it is idle:
 
 {table(["card", "requests × (shared + private tokens)", "FA3", "ours"], rows, 2)}
 """
@@ -141,7 +142,7 @@ def other_models() -> dict[str, str]:
     found = {}
     for name in held("vllm-tpot-*"):
         match = OTHER.fullmatch(name)
-        if match and (match[2] or match[4]):
+        if match and (match[2] or match[4]) and load(name)["runs"].keys() >= {*BOTH}:
             cache = f", {FP8[match[4]]}" if match[4] else ""
             found[name] = MODELS.get(match[2], "Llama-3-8B's shape") + cache
     return found
@@ -163,25 +164,32 @@ def models() -> Section | None:
     """Models of other shapes, and other caches."""
     losses, found = list[Loss](), other_models()
     rows = [row for name, what in found.items() for row in rows_beside(name, what, losses)]
+    command = "python benchmarks/vllm_tpot.py --shape NAME, or --model FOLDER,"
     text = f"""## In vLLM: other models and caches
 
 As above.
 {cut_text(list(found))}
 {table(["card", "model", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 3)}
 {busy_text(list(found))}
-{sources("python benchmarks/vllm_tpot.py --shape NAME [--kv-cache-dtype fp8] --turns FILE --kv-gib N", *found)}
+{sources(f"{command} [--kv-cache-dtype fp8] --turns FILE --kv-gib N", *found)}
 """
     return Section(text, losses) if found else None
 
 
+def of_both(pattern: str, figure: str = "card") -> list[str]:
+    """Results whose names match, and that have a figure of both back ends: one that was cut may lack it."""
+    names = [name for name in held("vllm-tpot-*") if re.fullmatch(pattern, name)]
+    return [name for name in names if all(figure in load(name)["runs"].get(each, {}) for each in BOTH)]
+
+
 def ranks() -> Section | None:
     """Decode context parallelism."""
-    losses, names = list[Loss](), held("vllm-tpot-*-dcp[0-9]")
+    losses, names = list[Loss](), of_both(r"vllm-tpot-h\d+-dcp\d+")
     rows = [row for name in names for row in rows_beside(name, f"{load(name)['cards']} cards", losses)]
     text = f"""## In vLLM: cards that share each request
 
 Decode context parallelism: each card holds a part of each request's keys. Heads as of Llama-3-8B, but one KV head.
-
+{cut_text(names)}
 {table(["card", "", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 3)}
 
 {sources("python benchmarks/vllm_tpot.py --model FOLDER --dcp 2", *names)}
@@ -191,9 +199,10 @@ Decode context parallelism: each card holds a part of each request's keys. Heads
 
 def start() -> Section | None:
     """The time until an engine is ready."""
-    losses, names, rows = list[Loss](), held("vllm-tpot-*-cold"), list[list[object]]()
+    losses, rows = list[Loss](), list[list[object]]()
+    names = of_both(r"vllm-tpot-h\d+-cold", "ready_s")
     for name in names:
-        stock, ours = (load(name)["runs"][backend]["ready_s"] for backend in ("FLASH_ATTN", "CUSTOM"))
+        stock, ours = (load(name)["runs"][backend]["ready_s"] for backend in BOTH)
         rows.append([card_of(name), f"{stock:.0f}", f"{ours:.0f}", f"{ours - stock:+.0f}"])
         note_loss(losses, f"vLLM, {card_of(name)}: start with empty caches", FA3, ours / stock)
     text = f"""## In vLLM: start

@@ -32,7 +32,8 @@ HOPPER_8_BIT_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 HOPPER_PAGE_UNIT: Final = 16  # tokens that TMA loads at a time
 HOPPER_BOX_DIMS: Final = 64
 HOPPER_HEAD_DIMS: Final = (64, 128, 256)
-HOPPER_PADDED_HEAD_DIMS: Final = MappingProxyType({96: 128})  # that decode as wider ones, of 16 bits in such pages
+# Heads that decode as wider ones: of 16 bits, in pages of whole HOPPER_PAGE_UNIT
+HOPPER_PADDED_HEAD_DIMS: Final = MappingProxyType({96: 128})
 HOPPER_DECODE_ROWS: Final = 64  # of a tile, which holds a query's heads of a group
 HOPPER_PREFILL_ROWS: Final = 128  # of an item, which holds whole groups
 # Of decodes together with prompts

@@ -180,7 +180,8 @@ def write_tpot(folder: Path, name: str, ours: dict[str, Any], stock: dict[str, A
     """A result of vllm_tpot.py with one batch."""
     origin = {"date": "2099-01-01", "commit": "abc", "device": "a host", "versions": {"vllm": "0.33.0"}, "cards": 2}
     rows = [{"workload": "32 x (2048)", "FLASH_ATTN": stock, "CUSTOM": ours}]
-    (folder / f"{name}.json").write_text(json.dumps(origin | {"rows": rows} | more))
+    runs = {each: {"card": "NVIDIA H100"} for each in ("FLASH_ATTN", "CUSTOM")}
+    (folder / f"{name}.json").write_text(json.dumps(origin | {"rows": rows, "runs": runs} | more))
 
 
 def test_other_models_and_caches_are_found_by_their_names(results: Path) -> None:
@@ -195,7 +196,7 @@ def test_other_models_and_caches_are_found_by_their_names(results: Path) -> None
         "| H100 | GPT-OSS | `32 x (2048)` | 2.0 | 2.0 | 1.00× |",
         "| H200 | Qwen2.5-7B, fp8 cache | `32 x (2048)` | 3.0 | 2.0 | 1.50× |",
     ]
-    assert "the card computes" not in section.text and section.losses == []
+    assert "under way on the card" not in section.text and section.losses == []
 
 
 def test_the_time_of_the_card_is_shown_where_it_was_traced(results: Path) -> None:
@@ -214,3 +215,15 @@ def test_ranks_and_starts(results: Path) -> None:
     assert ranks is not None and "| H100 | 2 cards | `32 x (2048)` | 10.5 | 7.0 | 1.50× |" in ranks.text
     assert start is not None and "| H100 | 97 | 100 | +3 |" in start.text
     assert [loss.where for loss in start.losses] == ["vLLM, H100: start with empty caches"]
+
+
+@pytest.mark.parametrize("runs", [{"FLASH_ATTN": {"ready_s": 97.1}}, {"FLASH_ATTN": {"ready_s": 97.1}, "CUSTOM": {}}])
+def test_a_result_that_was_cut_is_not_on_the_page(results: Path, runs: dict[str, Any]) -> None:
+    """Of a back end that was not ready, or had not ended."""
+    write_tpot(results, "vllm-tpot-h100-cold", {"tpot_ms": 1.0}, {"tpot_ms": 1.0}, runs=runs)
+    assert vllm.start() is None
+    write_tpot(results, "vllm-tpot-h100-dcp2", {"tpot_ms": 1.0}, {"tpot_ms": 1.0}, runs={"FLASH_ATTN": {"card": ""}})
+    write_tpot(results, "vllm-tpot-h100-fp8", {"tpot_ms": 1.0}, {"tpot_ms": 1.0}, runs={"FLASH_ATTN": {"card": ""}})
+    assert (vllm.ranks(), vllm.models()) == (None, None)
+    write_tpot(results, "vllm-tpot-h100-fp8-dcp2", {"tpot_ms": 1.0}, {"tpot_ms": 1.0})
+    assert vllm.ranks() is None

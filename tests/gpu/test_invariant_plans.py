@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.invariants import _check_chunks, check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.row_tiles.choice import TilingRule
 from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import QUERY_START, SEGMENT_START, TileList
+from trunkattn.planner.work_list import QUERY_START, SEGMENT_FULL, SEGMENT_START, TileList
 from trunkattn.workloads import tree_batch
 from trunkattn.workloads.trees import PrefixTree
 
@@ -152,6 +152,23 @@ def test_a_chunk_that_ends_within_its_last_segment_comes_first() -> None:
     tiles = host_list(rule, batch)
     check_tiles(tiles, batch, rule, in_chunks=True)
     assert tiles.queries[tiles.items[:, QUERY_START]].tolist() == [1, 0]
+
+
+def test_what_breaks_the_order_of_chunks_is_found() -> None:
+    rule = invariant_rule(4, 16)
+    table, lens = np.arange(96, dtype=np.int32).reshape(2, 48), np.array([CHUNK_TOKENS, 200], np.int32)
+    batch = StepTables(table, lens, np.arange(3, dtype=np.int32), 128)
+    tiles = host_list(rule, batch)
+    for change, message in (
+        (lambda items: items[:, [SEGMENT_START, SEGMENT_FULL]] + 1, "item 0 begins within a block of its chunk"),
+        (lambda items: items[::-1, [SEGMENT_START, SEGMENT_FULL]], "item 0 has segments of several chunks"),
+    ):
+        items = tiles.items.copy()
+        items[:, [SEGMENT_START, SEGMENT_FULL]] = change(tiles.items)
+        with pytest.raises(AssertionError, match=message):
+            _check_chunks(replace(tiles, items=items), rule)
+    with pytest.raises(AssertionError, match="item 1 ends with its chunk, and the item before it does not"):
+        check_tiles(replace(tiles, items=tiles.items[::-1].copy()), batch, rule, in_chunks=True)
 
 
 def test_blocks_that_a_window_hides_are_left_out() -> None:

@@ -185,15 +185,19 @@ def test_strided_tensors() -> None:
     assert torch.equal(out, expected_out)
 
 
-def test_a_batch_invariant_output_does_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("window", [None, 1, 100, 300, 600])
+def test_a_batch_invariant_output_does_not_depend_on_the_batch(window: int | None) -> None:
+    """Requests of one item see a window from different blocks on."""
     config = replace(GOOD, batch_invariant=True)
     batch = tree_batch(parse_tree("1,4,24_512,256,90"), 16, row_seed=0)
-    layer = make_layer(config, batch)
+    shorter = np.random.default_rng(0).integers(0, 80, len(batch.seq_lens)).astype(np.int32)
+    layer = make_layer(config, replace(batch, seq_lens=batch.seq_lens - shorter))
     attention = BatchAttention(config)
-    together = attention.run(attention.plan(*layer.step), layer.q, layer.k_cache, layer.v_cache)
+    options = {"sliding_window": window}
+    together = attention.run(attention.plan(*layer.step, **options), layer.q, layer.k_cache, layer.v_cache)
     for rows in ([3], [5, 9, 20], list(range(0, 24, 2))):
         table, lens = (array[rows] for array in layer.step[:2])
-        some = attention.run(attention.plan(table, lens), layer.q[rows], layer.k_cache, layer.v_cache)
+        some = attention.run(attention.plan(table, lens, **options), layer.q[rows], layer.k_cache, layer.v_cache)
         assert torch.equal(some, together[rows])
 
 

@@ -66,13 +66,15 @@ def test_the_forest_is_the_one_that_is_read(server: Server) -> None:
     asking = threading.Thread(target=keep_asking)
     asking.start()
     shots, end = [], time.monotonic() + 60
-    with closing(snapshots(server)) as read:
-        while time.monotonic() < end:
-            shots.append(next(read))
-            if shots[-1]["forest"]["requests"] == 3:
-                break
-    seen.set()
-    asking.join()
+    try:
+        with closing(snapshots(server)) as read:
+            while time.monotonic() < end:
+                shots.append(next(read))
+                if shots[-1]["forest"]["requests"] == 3:
+                    break
+    finally:
+        seen.set()
+        asking.join()
     forests = [shot["forest"] for shot in shots if shot["forest"]["requests"] == 3]
     assert forests, [shot["forest"] for shot in shots]
     root = forests[-1]["nodes"][0]

@@ -131,9 +131,16 @@ def test_a_folder_has_all_batches_and_a_shape_six(model: str) -> None:
 
 def test_batches_by_name(model: str, tmp_path: Path) -> None:
     names = [str(WORKLOADS[7]), str(WORKLOADS[0])]
-    given = ["--model", model, "--workloads", *names, "--output", str(tmp_path / "some.json")]
+    given = ["--model", model, "--workloads", *names, names[0], "--output", str(tmp_path / "some.json")]
     assert list(map(str, workloads_of(read_arguments(given)))) == names
     assert [str(each) for each in sglang_tpot.tasks_of(sglang_tpot.read_arguments(given), [])[0].workloads] == names
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_busy_reaches_the_engines(model: str, busy: bool) -> None:
+    given = ["--model", model, *(["--busy"] if busy else [])]
+    assert vllm_tpot.setup_of(read_arguments(given), Path(model)).busy is busy
+    assert all(task.busy is busy for task in sglang_tpot.tasks_of(sglang_tpot.read_arguments(given), []))
 
 
 class Profiled:

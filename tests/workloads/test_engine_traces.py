@@ -1,15 +1,18 @@
 """What benchmarks/engine_traces.py makes of traces, with events that a profiler could have written."""
 
+import asyncio
 import gzip
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from engine_tpot import traced
+import sglang_tpot
+from engine_tpot import LONG, SHORT, TRACED, traced, traced_or_why
 from engine_traces import NAME_LENGTH, busy, busy_us, events_in
 
 
@@ -41,5 +44,55 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "table.txt").write_text("not a trace")
     assert sorted(each["name"] for each in events_in(tmp_path)) == ["a", "b"]
     assert traced(tmp_path, 4) == {"busy_ms": 1.0, "kernels_ms": {"b": 0.75, "a": 0.25}}
-    with pytest.raises(RuntimeError, match="wrote no trace of whole steps: leave out --busy"):
+    with pytest.raises(RuntimeError, match="wrote no trace of whole steps"):
         traced(tmp_path, 4)
+
+
+def test_a_trace_without_a_card_is_no_idle_card(tmp_path: Path) -> None:
+    (tmp_path / "rank0.trace.json").write_text(json.dumps({"traceEvents": [event("a", 0, 1000, cat="cpu_op")]}))
+    found = traced_or_why(lambda: traced(tmp_path, 4))
+    assert found == {"busy_missing": "RuntimeError: the engine's profiler saw no kernel of a card"}
+
+
+class Engine:
+    """An SGLang engine whose profiler writes `events`, if any, after its requests have ended."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        self.events, self.loop, self.asked = events, asyncio.new_event_loop(), list[int]()
+        self.tokenizer_manager = self
+
+    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], stream: bool) -> Any:
+        self.asked.append(sampling_params["max_new_tokens"])
+
+        async def answers() -> AsyncIterator[dict[str, list[int]]]:
+            for count in range(1, sampling_params["max_new_tokens"] + 1):
+                await asyncio.sleep(0)
+                yield {"output_ids": [7] * count}
+
+        return answers()
+
+    async def start_profile(self, request: Path) -> None:
+        async def write() -> None:
+            await asyncio.sleep(0.2)
+            (request / "TP-0.trace.json").write_text(json.dumps({"traceEvents": self.events}))
+
+        if self.events:
+            self.writing = asyncio.ensure_future(write())
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sglang_tpot.Task:
+    monkeypatch.setattr(sglang_tpot, "WRITE_SECONDS", 1)
+    monkeypatch.setattr(sglang_tpot, "profile_request", lambda folder, device, steps: folder)
+    return sglang_tpot.Task("trunk@16", tmp_path, "cuda", 1, (), 1, busy=True)
+
+
+def test_sglang_is_traced_while_it_decodes(task: sglang_tpot.Task, tmp_path: Path) -> None:
+    engine = Engine([event("a", 0, 24_000 * TRACED)])
+    assert sglang_tpot.trace(engine, task, [[1], [2]], tmp_path)["busy_ms"] == 24.0
+    assert engine.asked == [SHORT, SHORT, LONG, LONG]
+
+
+def test_sglang_may_write_no_trace(task: sglang_tpot.Task, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="wrote no trace of whole steps"):
+        sglang_tpot.trace(Engine([]), task, [[1]], tmp_path)

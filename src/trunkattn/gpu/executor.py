@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.gpu.chunk_planner import ChunkPlanner, PlannedChunks, no_room
 from trunkattn.gpu.device_planner.chunks import ListedChunks, tables_of
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice, tile_stats
@@ -332,10 +331,8 @@ def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[
     """The decode tiles of an attention on a card, ascending heights."""
     width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
     in_turn = config.execution in ("auto", "serial", "overlapped")
-    fits = config.decodes_on_hopper if card.hopper_family else config.on_hopper
-    fits = fits and (card.hopper_padded or config.head_dim not in HOPPER_PADDED_HEAD_DIMS)
     hopper = None
-    if capability == 90 and in_turn and fits and card.hopper_tiles:
+    if capability == 90 and in_turn and card.decodes_on_hopper(config):
         hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)
     tiles = decode_tiles(config.tile_itemsize, width, group_size, hopper, capability)
     if config.batch_invariant:

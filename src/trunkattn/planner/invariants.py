@@ -145,7 +145,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_chunks:
 
     Every (query token, visible KV token) pair is covered once, by the request's own page. Partial slots are written
     once, and merged once by items of the lowest tile or by none. Items fit their tile, and each bucket's longest comes
-    first; in_chunks: those that reach the end of a chunk do (`row_tiles.invariant`).
+    first; in_chunks: items are as `row_tiles.invariant` orders them.
     """
     reads = _Reads(batch)
     buckets = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts))
@@ -156,13 +156,25 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_chunks:
     assert tiles.counts[-1] == tiles.counts[len(rule.kinds) + 1], "an item of a taller tile than the lowest merges"
     final = np.concatenate([tiles.queries[tiles.slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
-    end = tiles.items[:, SEGMENT_END].astype(np.int64)
-    size = end - tiles.items[:, SEGMENT_START]
     if in_chunks:
-        size = (end % (CHUNK_TOKENS // rule.segment_size) == 0).astype(np.int64)
+        _check_chunks(tiles, rule)
+        return
+    size = (tiles.items[:, SEGMENT_END] - tiles.items[:, SEGMENT_START]).astype(np.int64)
     for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
         late = np.flatnonzero(np.diff(size[first:last]) > 0)
         assert len(late) == 0, f"item {first + late[0] + 1} is longer than the item before it in its bucket"
+
+
+def _check_chunks(tiles: TileList, rule: TilingRule) -> None:
+    """Items lie in chunks, begin with a block, and come first if they end with a chunk."""
+    per_chunk, block_segments = CHUNK_TOKENS // rule.segment_size, rule.kinds[0].block_tokens // rule.segment_size
+    start, end = tiles.items[:, SEGMENT_START], tiles.items[:, SEGMENT_END]
+    across = np.flatnonzero(start // per_chunk != (end - 1) // per_chunk)
+    assert len(across) == 0, f"item {across[0]} has segments of several chunks"
+    within = np.flatnonzero(start % per_chunk % block_segments)
+    assert len(within) == 0, f"item {within[0]} begins within a block of its chunk"
+    late = np.flatnonzero(np.diff((end % per_chunk == 0).astype(np.int64)) > 0)
+    assert len(late) == 0, f"item {late[0] + 1} ends with its chunk, and the item before it does not"
 
 
 def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule: TilingRule, reads: _Reads) -> None:

@@ -60,7 +60,7 @@ class ChunkArrays(NamedTuple):
     """By chunk: items that reach its end, its other items, and its query tokens. By entry: its first partial slot. By
     item: its first entry, and its chunk."""
 
-    whole: Any
+    ending: Any
     others: Any
     queries: Any
     first_slot: Any
@@ -77,7 +77,7 @@ class _Scan(NamedTuple):
     is_last: Any
     first: Any
     segments: Any
-    is_whole: Any
+    ends: Any
 
 
 @triton.jit
@@ -120,14 +120,14 @@ def _scan(at, run, entries, chunk, num_entries, window, SIZES: tl.constexpr):
 
 @triton.jit
 def _count_chunk(chunk, entries, num_entries, window, chunks, SIZES: tl.constexpr):
-    run, whole, others, queries = 0, 0, 0, 0
+    run, ending, others, queries = 0, 0, 0, 0
     for begin in range(0, num_entries, SIZES.block):
         scan = _scan(begin + tl.arange(0, SIZES.block), run, entries, chunk, num_entries, window, SIZES)
         run = tl.max(scan.run, 0)
-        whole += tl.sum((scan.is_last & scan.is_whole).to(tl.int32), 0)
-        others += tl.sum((scan.is_last & (scan.is_whole == 0)).to(tl.int32), 0)
+        ending += tl.sum((scan.is_last & scan.ends).to(tl.int32), 0)
+        others += tl.sum((scan.is_last & (scan.ends == 0)).to(tl.int32), 0)
         queries += tl.sum(scan.sees.to(tl.int32), 0)
-    tl.store(chunks.whole + chunk, whole)
+    tl.store(chunks.ending + chunk, ending)
     tl.store(chunks.others + chunk, others)
     tl.store(chunks.queries + chunk, queries)
 
@@ -213,14 +213,14 @@ def chunk_items_kernel(
     num_entries = tl.load(counts_of(status).num_entries)
     each = tl.arange(0, SIZES.lanes)
     is_before, is_chunk = each < chunk, each < num_chunks
-    num_whole = tl.load(chunks.whole + each, mask=is_chunk, other=0)
+    num_ending = tl.load(chunks.ending + each, mask=is_chunk, other=0)
     num_others = tl.load(chunks.others + each, mask=is_chunk, other=0)
     num_queries = tl.load(chunks.queries + each, mask=is_chunk, other=0)
-    whole = tl.sum(tl.where(is_before, num_whole, 0), 0)
-    other = tl.sum(num_whole, 0) + tl.sum(tl.where(is_before, num_others, 0), 0)
+    ending = tl.sum(tl.where(is_before, num_ending, 0), 0)
+    other = tl.sum(num_ending, 0) + tl.sum(tl.where(is_before, num_others, 0), 0)
     query = tl.sum(tl.where(is_before, num_queries, 0), 0)
     if chunk == 0:
-        total, queries = tl.sum(num_whole + num_others, 0), tl.sum(num_queries, 0)
+        total, queries = tl.sum(num_ending + num_others, 0), tl.sum(num_queries, 0)
         most = tl.minimum(limits.items, limits.segments // PER_ITEM)
         flag(status, tl.where(total > limits.items, MANY_ITEMS, 0))
         flag(status, tl.where(total > limits.segments // PER_ITEM, MANY_SEGMENTS, 0))
@@ -233,8 +233,8 @@ def chunk_items_kernel(
         at = begin + tl.arange(0, SIZES.block)
         used = at < num_entries
         scan = _scan(at, run, entries, chunk, num_entries, window, SIZES)
-        ends_whole = (scan.is_last & scan.is_whole).to(tl.int32)
-        ends_other = (scan.is_last & (scan.is_whole == 0)).to(tl.int32)
+        is_ending = (scan.is_last & scan.ends).to(tl.int32)
+        is_other = (scan.is_last & (scan.ends == 0)).to(tl.int32)
         sees = scan.sees.to(tl.int32)
         place = query + tl.cumsum(sees, 0) - 1
         position = tl.load(entries.position + at, mask=used, other=0)
@@ -245,7 +245,7 @@ def chunk_items_kernel(
         tl.store(plan.slots + place, slot, mask=listed)
         tl.store(plan.parts + 2 * place, 0, mask=listed)
         tl.store(plan.parts + 2 * place + 1, 0, mask=listed)
-        item = tl.where(scan.is_whole, whole + tl.cumsum(ends_whole, 0), other + tl.cumsum(ends_other, 0)) - 1
+        item = tl.where(scan.ends, ending + tl.cumsum(is_ending, 0), other + tl.cumsum(is_other, 0)) - 1
         fits = (item < limits.items) & ((item + 1) * PER_ITEM <= limits.segments) & (place < limits.queries)
         fits = fits & scan.is_last
         row, begins = plan.items + item * ITEM_COLUMNS, item * PER_ITEM
@@ -255,8 +255,8 @@ def chunk_items_kernel(
         tl.store(chunks.item_entry + item, scan.first, mask=fits)
         tl.store(chunks.item_chunk + item, tl.zeros([BLOCK], tl.int32) + chunk, mask=fits)
         run = tl.max(scan.run, 0)
-        whole += tl.sum(ends_whole, 0)
-        other += tl.sum(ends_other, 0)
+        ending += tl.sum(is_ending, 0)
+        other += tl.sum(is_other, 0)
         query += tl.sum(sees, 0)
 
 

@@ -77,7 +77,7 @@ class DevicePlanner:
             slots=limits.slots,
         )
         self._sizes = sizes_of(candidates, capacity)
-        self._tallest = Stage(*max(candidates.stages.tolist()))  # whose first field is the height
+        self._tallest = max((Stage(*each) for each in candidates.stages.tolist()), key=lambda stage: stage.height)
         self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
         self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
         self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)

@@ -5,6 +5,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from trunkattn.config import AttentionConfig
+from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.planner.row_tiles.cost import CardTimes
 
 TIMED_CAPABILITY: Final = 90  # compute capability of the cards on which the tiles were timed
@@ -78,6 +80,12 @@ class Card:
     hopper_family: bool = False
     hopper_padded: bool = False
     overlap: OverlapTimes | None = None
+
+    def decodes_on_hopper(self, config: AttentionConfig) -> bool:
+        """Whether the Hopper decode kernel is trusted with an attention here."""
+        fits = config.decodes_on_hopper if self.hopper_family else config.on_hopper
+        is_padded = config.head_dim in HOPPER_PADDED_HEAD_DIMS
+        return self.hopper_tiles and fits and (self.hopper_padded or not is_padded)
 
 
 H100: Final = Card(

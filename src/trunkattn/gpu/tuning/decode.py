@@ -310,7 +310,7 @@ def gpu_device(num_sms: int, rows: int) -> DeviceModel:
 
 def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig:
     """A tile of the table as the planner sees it. key_bytes: of a key and its value; the times of portable tiles are
-    for 512, those of the Hopper kernel for its head_dim."""
+    for 512, those of the Hopper kernel for its head_dim, or that to which it is padded."""
     scale = 512 if tile.hopper else key_bytes
     return TileConfig(
         rows=tile.block_m,

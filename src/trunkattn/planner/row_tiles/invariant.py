@@ -138,9 +138,9 @@ def _num_segments(entries, first, last, chunk, segment_size):
 
 @njit(inner=True)
 def _first_seen(entries, first, last, window):
-    """The first token that an entry of [first, last) sees; negative: there is none before it."""
+    """The first token that an entry of [first, last] sees; at most 0: one of them sees its sequence from the start."""
     lowest = np.int64(entries.position[first])
-    for entry in range(first + 1, last):
+    for entry in range(first + 1, last + 1):
         lowest = min(lowest, np.int64(entries.position[entry]))
     return lowest + 1 - window
 
@@ -176,19 +176,19 @@ def _emit(entries, seq_lens, table, sizes):
     merge_ranges = np.empty((split.sum(), 2), np.int32)
     merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + pieces)[split]
 
-    num_whole, num_others = 0, 0
+    num_ending, num_others = 0, 0
     for chunk in range(num_chunks):
         starts = _starts(entries, chunk, height, window)
         first = 0
         for entry in range(count):
             first = entry if starts[entry] == 2 else first
             if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
-                is_whole = _num_segments(entries, first, entry, chunk, segment_size) == per_item
-                num_whole, num_others = num_whole + is_whole, num_others + (not is_whole)
-    items = np.zeros((num_whole + num_others, ITEM_COLUMNS), np.int32)
+                ends = _num_segments(entries, first, entry, chunk, segment_size) == per_item  # with the chunk
+                num_ending, num_others = num_ending + ends, num_others + (not ends)
+    items = np.zeros((num_ending + num_others, ITEM_COLUMNS), np.int32)
     segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
     queries, slots = np.empty(pieces.sum(), np.int32), np.full(pieces.sum(), DIRECT, np.int32)
-    whole, other, at = 0, num_whole, 0
+    ending, other, at = 0, num_ending, 0
     for chunk in range(num_chunks):
         starts = _starts(entries, chunk, height, window)
         first = 0
@@ -203,9 +203,9 @@ def _emit(entries, seq_lens, table, sizes):
             if entry + 1 < count and starts[entry + 1] == 1:
                 continue
             used = _num_segments(entries, first, entry, chunk, segment_size)
-            item = whole if used == per_item else other
-            whole, other = whole + (item < num_whole), other + (item >= num_whole)
-            begin, first_seen = item * per_item, _first_seen(entries, first, entry + 1, window)
+            item = ending if used == per_item else other
+            ending, other = ending + (item < num_ending), other + (item >= num_ending)
+            begin, first_seen = item * per_item, _first_seen(entries, first, entry, window)
             # Blocks before the first that is seen are not computed; without them the others keep their places, too.
             hidden = max(0, first_seen - chunk * CHUNK_TOKENS) // (block_segments * segment_size) * block_segments
             items[item, SEGMENT_START], items[item, SEGMENT_FULL] = begin + hidden, begin + hidden
