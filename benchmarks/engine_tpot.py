@@ -179,8 +179,8 @@ class Answers:
             self.finished.add(name)
             self._keep()
         elif subject != "card":
-            busy = {key: value for key, value in figures.items() if key.startswith("busy")}
-            print(f"{name} {subject}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}", busy or "", flush=True)
+            shown = "".join(f", {key} {value}" for key, value in figures.items() if key.startswith("busy"))
+            print(f"{name} {subject}: {figures['tpot_ms']} ms, each {figures['tpot_ms_each']}{shown}", flush=True)
             if all(subject in other for other in self._left().values()):
                 self._keep()
 

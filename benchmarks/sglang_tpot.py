@@ -134,26 +134,27 @@ def check_cache(engine: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-async def _stream(
-    engine: Any, prompt: list[int], tokens: int, arrivals: list[tuple[float, int]]
-) -> tuple[list[int], list[tuple[float, int]]]:
-    """The tokens of one request, and (time, tokens by then) as they came, which are added to `arrivals`."""
+async def _stream(engine: Any, prompt: list[int], tokens: int, arrivals: list[tuple[float, int]]) -> list[int]:
+    """The tokens of one request. arrivals: gets (time, tokens by then) as they come."""
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, "stream_interval": AT_ONCE}
     found: list[int] = []
     async for answer in await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True):
         found = answer["output_ids"]  # all so far
         arrivals.append((perf_counter(), len(found)))
-    return list(found), arrivals
+    return list(found)
 
 
 def generate(engine: Any, prompts: Sequence[list[int]], tokens: int) -> "Generated":
     """So many tokens of each request, from SGLang as they arrive."""
     from engine_tpot import Generated
 
-    async def together() -> list[tuple[list[int], list[tuple[float, int]]]]:
-        return await asyncio.gather(*(_stream(engine, prompt, tokens, []) for prompt in prompts))
+    arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
 
-    return Generated(*map(list, zip(*engine.loop.run_until_complete(together()), strict=True)))
+    async def together() -> list[list[int]]:
+        streams = (_stream(engine, prompt, tokens, came) for prompt, came in zip(prompts, arrivals, strict=True))
+        return await asyncio.gather(*streams)
+
+    return Generated(engine.loop.run_until_complete(together()), arrivals)
 
 
 def profile_request(folder: Path, device: str, steps: int) -> Any:

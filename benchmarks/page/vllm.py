@@ -13,7 +13,8 @@ MODELS = {
     "gpt-oss": "GPT-OSS", "gemma-3": "Gemma 3", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-next": "Qwen3-Next",
 }  # fmt: skip
 FP8 = {"fp8": "fp8 cache", "fp8_e5m2": "fp8 cache (e5m2)"}
-OTHER = re.compile(rf"vllm-tpot-h\d+(-({'|'.join(map(re.escape, MODELS))}))?(-({'|'.join(FP8)}))?")  # models and caches
+# Names of results of other models, and of other caches
+OTHER = re.compile(rf"vllm-tpot-h\d+(-(?P<shape>{'|'.join(map(re.escape, MODELS))}))?(-(?P<cache>{'|'.join(FP8)}))?")
 FAR = 0.1  # of a run from the median of all
 SERVING_HEAD = ("card", "workload", "first token, mean", "per token, mean", "per token, P99", "latency, mean")
 
@@ -76,22 +77,20 @@ def cut_text(names: Sequence[str]) -> str:
 
 
 def busy_text(names: Sequence[str]) -> str:
-    """How long the card computes in a step, where that was traced; empty: nowhere."""
+    """How long something is under way on the card in a step, where that was traced; empty: nowhere."""
     rows = [
         [card_of(name), f"`{row['workload']}`", *(f"{row[each]['busy_ms']:.1f}" for each in BOTH)]
         for name in names
         for row in load(name)["rows"]
         if all("busy_ms" in row[each] for each in BOTH)
     ]
-    return (
-        f"""
+    if not rows:
+        return ""
+    return f"""
 In about how many of these milliseconds something is under way on the card; in the others it is idle:
 
 {table(["card", "requests × (shared + private tokens)", "FA3", "ours"], rows, 2)}
 """
-        if rows
-        else ""
-    )
 
 
 def tpot() -> Section:
@@ -137,14 +136,19 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
 """
 
 
+def of_both(pattern: str, figure: str = "card") -> list[str]:
+    """Results whose names match, and that have a figure of both back ends: one that was cut may lack it."""
+    names = [name for name in held("vllm-tpot-*") if re.fullmatch(pattern, name)]
+    return [name for name in names if all(figure in load(name)["runs"].get(each, {}) for each in BOTH)]
+
+
 def other_models() -> dict[str, str]:
     """Results of models of other shapes and of other caches, and what each is of."""
     found = {}
-    for name in held("vllm-tpot-*"):
-        match = OTHER.fullmatch(name)
-        if match and (match[2] or match[4]) and load(name)["runs"].keys() >= {*BOTH}:
-            cache = f", {FP8[match[4]]}" if match[4] else ""
-            found[name] = MODELS.get(match[2], "Llama-3-8B's shape") + cache
+    for name in of_both(OTHER.pattern):
+        shape, cache = OTHER.fullmatch(name).group("shape", "cache")  # type: ignore[union-attr]  # as `of_both` found
+        if shape or cache:
+            found[name] = MODELS.get(shape, "Llama-3-8B's shape") + (f", {FP8[cache]}" if cache else "")
     return found
 
 
@@ -174,12 +178,6 @@ As above.
 {sources(f"{command} [--kv-cache-dtype fp8] --turns FILE --kv-gib N", *found)}
 """
     return Section(text, losses) if found else None
-
-
-def of_both(pattern: str, figure: str = "card") -> list[str]:
-    """Results whose names match, and that have a figure of both back ends: one that was cut may lack it."""
-    names = [name for name in held("vllm-tpot-*") if re.fullmatch(pattern, name)]
-    return [name for name in names if all(figure in load(name)["runs"].get(each, {}) for each in BOTH)]
 
 
 def ranks() -> Section | None:

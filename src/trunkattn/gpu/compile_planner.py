@@ -24,7 +24,7 @@ from trunkattn.planner.splitting import UNLIMITED
 _CPU: Final = torch.device("cpu")
 _PAGE_SIZE: Final = 16
 _LENGTH: Final = 1000  # tokens of each request
-_SHARED_PAGES: Final = 32  # more than a batch-invariant plan shares at once
+_SHARED_PAGES: Final = 32  # a chunk, the least that a batch-invariant plan shares
 _STARTS: Final = (0, 1, 2, 202, 402)  # two requests decode and two are prompts
 
 

@@ -15,6 +15,7 @@ from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
     QUERY_END,
     QUERY_START,
+    SEGMENT_COLUMNS,
     PrefillLimits,
     PrefillList,
     TileLimits,
@@ -102,9 +103,15 @@ class GpuPlan(Packed):
 
 
 def upload(
-    tiles: TileList, positions: NDArray[np.int32], geometry: Geometry, device_info: DeviceInfo, execution: str,
-    device: torch.device, chunks: Chunks | None = None, num_overlapped: int = 0,
-) -> GpuPlan:  # fmt: skip
+    tiles: TileList,
+    positions: NDArray[np.int32],
+    geometry: Geometry,
+    device_info: DeviceInfo,
+    execution: str,
+    device: torch.device,
+    chunks: Chunks | None = None,
+    num_overlapped: int = 0,
+) -> GpuPlan:
     """Sends a tile list, and prompt chunks, to the device. positions [num_query_tokens]: place in the sequence.
     num_overlapped: so many items of the first bucket are co-scheduled with the chunks; more than 0 only if `execution`
     is "overlapped"."""
@@ -128,19 +135,31 @@ def upload(
 
 @torch.inference_mode(False)
 def reserve(
-    limits: TileLimits, tiles: tuple[GpuTile, ...], geometry: Geometry, device_info: DeviceInfo, execution: str,
-    device: torch.device, chunks: tuple[PrefillLimits, PrefillTile] | None = None,
-) -> GpuPlan:  # fmt: skip
+    limits: TileLimits,
+    tiles: tuple[GpuTile, ...],
+    geometry: Geometry,
+    device_info: DeviceInfo,
+    execution: str,
+    device: torch.device,
+    chunks: tuple[PrefillLimits, PrefillTile] | None = None,
+) -> GpuPlan:
     """An empty plan for any tile list, and any prompt chunks, within the limits. Each tile's items, and those of all
     tiles of `hopper.decode`, are launched at fixed size. Items may merge only under `serial` or `overlapped`, only of
     the lowest tile, and only what taller tiles leave."""
     heights = len(tiles)
     sizes = {
-        "counts": 2 * heights + 2, "prefill_count": 1, "overlapped": 3, "positions": limits.query_tokens,
-        "items": limits.items * ITEM_COLUMNS, "queries": limits.queries, "slots": limits.queries,
-        "parts": 2 * limits.queries, "merge_queries": limits.merged, "merge_ranges": 2 * limits.merged,
-        "segments": 3 * limits.segments,
-    }  # fmt: skip
+        "counts": 2 * heights + 2,
+        "prefill_count": 1,
+        "overlapped": 3,
+        "positions": limits.query_tokens,
+        "items": limits.items * ITEM_COLUMNS,
+        "queries": limits.queries,
+        "slots": limits.queries,
+        "parts": 2 * limits.queries,
+        "merge_queries": limits.merged,
+        "merge_ranges": 2 * limits.merged,
+        "segments": SEGMENT_COLUMNS * limits.segments,
+    }
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
     launches = [Launch((bucket,), device_info.num_sms * tiles[bucket].ctas_per_sm, True) for bucket in alone]
@@ -157,9 +176,12 @@ def reserve(
 
 
 def refill(
-    plan: GpuPlan, tiles: TileList, positions: NDArray[np.int32], listed: PrefillList | None = None,
+    plan: GpuPlan,
+    tiles: TileList,
+    positions: NDArray[np.int32],
+    listed: PrefillList | None = None,
     num_overlapped: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Puts another tile list, and other prompt chunks, within the limits, into a reserved plan; launches that were
     captured read it. num_overlapped: as of `upload`."""
     if listed:
@@ -178,11 +200,18 @@ def _host_arrays(
     overlapped = tiles.items[:num_overlapped]
     most = int((overlapped[:, QUERY_END] - overlapped[:, QUERY_START]).max()) if num_overlapped else 0
     return {
-        "counts": counts, "prefill_count": np.array([chunk_items], np.int32),
-        "overlapped": np.array([0, num_overlapped, most], np.int32), "positions": positions,
-        "items": tiles.items, "queries": tiles.queries, "slots": tiles.slots, "parts": tiles.parts,
-        "merge_queries": tiles.merge_queries, "merge_ranges": tiles.merge_ranges, "segments": tiles.segments,
-    }  # fmt: skip
+        "counts": counts,
+        "prefill_count": np.array([chunk_items], np.int32),
+        "overlapped": np.array([0, num_overlapped, most], np.int32),
+        "positions": positions,
+        "items": tiles.items,
+        "queries": tiles.queries,
+        "slots": tiles.slots,
+        "parts": tiles.parts,
+        "merge_queries": tiles.merge_queries,
+        "merge_ranges": tiles.merge_ranges,
+        "segments": tiles.segments,
+    }
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ QUERY_START, QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_
 SEGMENT_START = tl.constexpr(work_list.SEGMENT_START)
 SEGMENT_FULL = tl.constexpr(work_list.SEGMENT_FULL)
 SEGMENT_END = tl.constexpr(work_list.SEGMENT_END)
+SEGMENT_PLACE = tl.constexpr(work_list.SEGMENT_PLACE)
+SEGMENT_QUERIES = tl.constexpr(work_list.SEGMENT_QUERIES)
+SEGMENT_POSITION = tl.constexpr(work_list.SEGMENT_POSITION)
+SEGMENT_COLUMNS = tl.constexpr(work_list.SEGMENT_COLUMNS)
 
 # Bits of the sticky error word
 BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens

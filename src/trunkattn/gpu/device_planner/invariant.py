@@ -21,6 +21,7 @@ from trunkattn.gpu.device_planner.common import (
     NUMBERS,
     QUERY_END,
     QUERY_START,
+    SEGMENT_COLUMNS,
     SEGMENT_END,
     SEGMENT_FULL,
     SEGMENT_START,
@@ -33,7 +34,7 @@ from trunkattn.gpu.device_planner.common import (
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
 from trunkattn.gpu.device_planner.stats import tokens_alone
-from trunkattn.gpu.device_planner.work_list import PlanArrays
+from trunkattn.gpu.device_planner.work_list import Pages, PlanArrays, store_segments
 from trunkattn.gpu.plan import GpuPlan
 from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS
 
@@ -271,6 +272,7 @@ def chunk_segments_kernel(
     PER_ITEM: tl.constexpr = _CHUNK // SIZES.segment_size
     read = tl.zeros([], tl.int64)
     i = tl.arange(0, PER_ITEM)
+    pages = Pages(tables.block_table, row_stride, limits.num_pages, entries.row)
     for item in range(tl.program_id(0), tl.load(plan.counts + 1), tl.num_programs(0)):
         entry, chunk = tl.load(chunks.item_entry + item), tl.load(chunks.item_chunk + item)
         columns = plan.items + item * ITEM_COLUMNS
@@ -287,14 +289,8 @@ def chunk_segments_kernel(
         token = chunk * _CHUNK + i * SIZES.segment_size
         tokens = tl.minimum(tl.maximum(length - token, 0), SIZES.segment_size)
         listed = (i < used) & (token + SIZES.segment_size > lowest)
-        at = row.to(tl.int64) * row_stride + token // SIZES.page_size
-        page = tl.load(tables.block_table + at, mask=listed, other=0)
-        page = tl.minimum(tl.maximum(page, 0), limits.num_pages - 1)
-        place = page * SIZES.page_size + token % SIZES.page_size
-        to = plan.segments + 3 * (item * PER_ITEM + i)
-        tl.store(to, tl.where(listed, place, 0))
-        tl.store(to + 1, tl.where(listed, count << 8 | tokens << 16, 0))
-        tl.store(to + 2, tl.where(listed, token, 0))
+        to = plan.segments + (i + item * PER_ITEM) * SEGMENT_COLUMNS
+        store_segments(to, listed, row, token, count << 8 | tokens << 16, pages, i < PER_ITEM, SIZES)
         read += tl.sum(tl.where(listed, tokens, 0), 0)
     tl.atomic_add(summary + 1, read, sem="relaxed")
 

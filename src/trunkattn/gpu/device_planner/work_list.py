@@ -19,8 +19,12 @@ from trunkattn.gpu.device_planner.common import (
     NUMBERS,
     QUERY_END,
     QUERY_START,
+    SEGMENT_COLUMNS,
     SEGMENT_END,
     SEGMENT_FULL,
+    SEGMENT_PLACE,
+    SEGMENT_POSITION,
+    SEGMENT_QUERIES,
     SEGMENT_START,
     counts_of,
     flag,
@@ -95,6 +99,23 @@ class Pages(NamedTuple):
     row_stride: Any
     num_pages: Any
     rows: Any
+
+
+@triton.jit
+def store_segments(to, is_listed, row, token, packed, pages, mask, SIZES: tl.constexpr):
+    """Stores segments that begin with `token` of a row of the block table; those that are not listed are empty.
+
+    Args:
+        to: pointer of each.
+        packed: their queries and tokens, as in SEGMENT_QUERIES.
+        mask: which are stored.
+    """
+    at = pages.block_table + row.to(tl.int64) * pages.row_stride + token // SIZES.page_size
+    page = tl.minimum(tl.maximum(tl.load(at, mask=is_listed, other=0), 0), pages.num_pages - 1)
+    place = page * SIZES.page_size + token % SIZES.page_size
+    tl.store(to + SEGMENT_PLACE, tl.where(is_listed, place, 0), mask=mask)
+    tl.store(to + SEGMENT_QUERIES, tl.where(is_listed, packed, 0), mask=mask)
+    tl.store(to + SEGMENT_POSITION, tl.where(is_listed, token, 0), mask=mask)
 
 
 @triton.jit
@@ -197,16 +218,10 @@ def _list_segments(to, wanted, subtile, deal, share, nodes, rows, pages, SIZES: 
         token = tl.where(segment == 0, node.start, (node.start // SIZES.segment_size + segment) * SIZES.segment_size)
         num_tokens = tl.minimum((token // SIZES.segment_size + 1) * SIZES.segment_size, node.end) - token
         row = tl.load(pages.rows + node.first, mask=is_listed, other=0)
-        column = token // SIZES.page_size
-        page = tl.load(pages.block_table + row.to(tl.int64) * pages.row_stride + column, mask=is_listed, other=0)
-        page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
-        place = page * SIZES.page_size + token % SIZES.page_size
         its_rows = (node.first - wanted.low) | (node.stop - wanted.low) << 8
         at = (x // deal.block_segments * deal.subtiles + subtile.number) * deal.block_segments + x % deal.block_segments
-        write = x < deal.places
-        tl.store(to + 3 * at, tl.where(is_listed, place, 0), mask=write)
-        tl.store(to + 3 * at + 1, tl.where(is_listed, its_rows | num_tokens << 16, 0), mask=write)
-        tl.store(to + 3 * at + 2, tl.where(is_listed, token, 0), mask=write)
+        queries = its_rows | num_tokens << 16
+        store_segments(to + SEGMENT_COLUMNS * at, is_listed, row, token, queries, pages, x < deal.places, SIZES)
 
 
 @triton.jit
@@ -225,7 +240,9 @@ def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.conste
         for task in range(worker.number, item.subtiles * sharers, worker.count):
             subtile = Subtile(task % item.subtiles, one.subtile_entries)
             share = Share(task // item.subtiles, sharers)
-            _list_segments(to + 3 * item.full, wanted, subtile, deal, share, nodes, item.rows, pages, SIZES, True)
+            _list_segments(
+                to + SEGMENT_COLUMNS * item.full, wanted, subtile, deal, share, nodes, item.rows, pages, SIZES, True
+            )
 
 
 @triton.jit
@@ -332,4 +349,5 @@ def lists_kernel(
             pages = Pages(tables.block_table, row_stride, limits.num_pages, entries.row + item.entry)
             its_nodes = node_arrays(layout.nodes + item.nodes, SIZES.tokens)
             share = Share(task % sharers, sharers)
-            _list_item_segments(item, plan.segments + 3 * place.segment, share, its_nodes, choice.passes, pages, SIZES)
+            to = plan.segments + SEGMENT_COLUMNS * place.segment
+            _list_item_segments(item, to, share, its_nodes, choice.passes, pages, SIZES)

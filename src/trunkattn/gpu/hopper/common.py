@@ -125,8 +125,8 @@ def row_offset(index, stride):
 
 
 @gluon.jit
-def with_dims(mask, d, C: gl.constexpr, T: gl.constexpr):
-    """A mask of rows, without the dims `d` that a head is padded with."""
+def without_padding(mask, d, C: gl.constexpr, T: gl.constexpr):
+    """A mask of rows, for those of the dims `d` that a head has in memory."""
     if C.head_dim < T.head_dim:
         return mask & (d < C.head_dim)
     else:
@@ -140,7 +140,7 @@ def write_partials(rows, lse, partial_slot, used, query_head, layer, C: gl.const
         has_slot = used & (partial_slot != _DIRECT)
         at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
         d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.acc))[None, :]
-        mask = with_dims(has_slot[:, None], d, C, T)
+        mask = without_padding(has_slot[:, None], d, C, T)
         gl.store(layer.partial + at[:, None] * C.head_dim + d, rows, mask=mask)
         gl.store(layer.partial_lse + at, lse, mask=has_slot)
 

@@ -32,7 +32,7 @@ from trunkattn.gpu.hopper.common import (
     prefetch_to_l2,
     reinterpret,
     scheduled_task,
-    with_dims,
+    without_padding,
     write_partials,
 )
 from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of, widen_items
@@ -190,7 +190,7 @@ def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.cons
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     query_head = kv_head * C.group_size + m % C.group_size
     at = (token * layer.q_token_stride + query_head * layer.q_head_stride)[:, None] + d
-    values = gl.load(layer.q + at, mask=with_dims(used[:, None], d, C, T), other=0.0)
+    values = gl.load(layer.q + at, mask=without_padding(used[:, None], d, C, T), other=0.0)
     values = gl.where(scale < 0, -values, values)
     scale = gl.abs(scale)
     if values.dtype != q_tile.dtype:
@@ -231,7 +231,7 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
     query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (token.to(gl.int64) * layer.out_token_stride + query_head * layer.out_head_stride)[:, None] + d
-    gl.store(layer.out + at, out_tile.load(COPY), mask=with_dims((token >= 0)[:, None], d, C, T))
+    gl.store(layer.out + at, out_tile.load(COPY), mask=without_padding((token >= 0)[:, None], d, C, T))
 
 
 @gluon.jit

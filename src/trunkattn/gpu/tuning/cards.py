@@ -69,7 +69,7 @@ class Card:
             less arithmetic to spare.
         hopper_family: whether they are trusted for everything else that the Hopper kernels compute, too: other heads
             than those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches and pages that are
-            not of whole 16 tokens. Decoding was timed on an H200, prompts were not.
+            not of whole 16 tokens. Decoding was timed on both cards, prompts were not.
         hopper_padded: whether heads that the Hopper decode kernel pads are trusted to it, too.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """

@@ -49,7 +49,7 @@ class ChunkEntries(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """Arrays of a TileList."""
+    """Fields of a TileList, in a form that compiled functions return."""
 
     items: NDArray[np.int32]
     segments: NDArray[np.int32]
@@ -68,15 +68,9 @@ def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileL
     sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size, block_segments
     arrays: _Arrays = _emit(entries, batch.seq_lens, batch.block_table, sizes)
     return TileList(
-        items=arrays.items,
-        segments=arrays.segments,
-        queries=arrays.queries,
-        slots=arrays.slots,
+        **arrays._asdict(),
         parts=np.zeros((len(arrays.queries), 2), np.int32),
         counts=np.array([0, len(arrays.items), len(arrays.items)], np.int32),
-        merge_queries=arrays.merge_queries,
-        merge_ranges=arrays.merge_ranges,
-        num_slots=arrays.num_slots,
         merges_taller=True,
     )
 
