@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -36,7 +37,21 @@ def page(browser: Browser) -> Iterator[Page]:
     assert not problems and all(host.startswith("127.0.0.1") or host == "," for host in hosts), (problems, hosts)
 
 
-def test_the_forest_and_the_figures(server: Server, page: Page) -> None:
+@pytest.fixture
+def looked_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set each step takes 50 ms: an answer then goes on for as long as a test looks at it."""
+    seen, step = threading.Event(), server.llm.engine.step
+
+    def slow_step() -> Any:
+        seen.wait(0.05)
+        return step()
+
+    monkeypatch.setattr(server.llm.engine, "step", slow_step)
+    yield seen
+    seen.set()
+
+
+def test_the_forest_and_the_figures(server: Server, page: Page, looked_at: threading.Event) -> None:
     page.goto(server.url)
     expect(page.locator("#state")).to_have_text("live")
     expect(page.locator("#model")).to_have_text(NAME)
@@ -51,6 +66,7 @@ def test_the_forest_and_the_figures(server: Server, page: Page) -> None:
     expect(page.locator("#tip")).to_contain_text("4 requests")
     expect(page.locator("#tip")).to_contain_text(TRUNK[:40])
     expect(page.locator("#running")).to_have_text("4")
+    looked_at.set()
     asking.join()
     page.mouse.move(0, 0)
     expect(page.locator("#no-forest")).to_be_visible()
@@ -68,6 +84,7 @@ def test_a_chat(server: Server, page: Page) -> None:
     server.wait_idle()
 
 
+@pytest.mark.usefixtures("looked_at")
 def test_a_stopped_answer_frees_its_pages(server: Server, page: Page) -> None:
     page.goto(server.url)
     page.fill("#question", "x" * 20)
