@@ -2,9 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,10 +56,8 @@ def test_a_process_that_fails_does_no_harm(monkeypatch: pytest.MonkeyPatch, prog
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(host_planner, "_LONGEST_WAIT_S", 0.1)
     process = subprocess.Popen(["sleep", "60"])
-    begin = time.monotonic()
     HostPlanner(process).wait()
-    assert time.monotonic() - begin < 30
-    assert process.returncode is not None
+    assert process.returncode == -signal.SIGKILL
     assert "waiting for the planner" in capsys.readouterr().err
 
 
