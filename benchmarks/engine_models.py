@@ -48,7 +48,7 @@ QWEN_3_NEXT = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "attention_bias": False,
     "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    "num_experts": 64, "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "num_experts": 32, "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "max_position_embeddings": 262144, "rope_theta": 10000000.0,
 }  # fmt: skip
