@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ON_CARD = ("kernel", "gpu_memcpy", "gpu_memset")  # kinds of events
+ON_HOST = ("cuda_runtime", "cuda_driver")
 LISTED, NAME_LENGTH = 12, 80
 Event = Mapping[str, Any]
 
@@ -40,8 +41,8 @@ def busy_us(events: Iterable[Event]) -> float:
 
 
 def busy(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Of one card and a step: milliseconds in which anything is under way, and those of each kernel, the longest first,
-    which may overlap. Kernels whose names begin alike count as one.
+    """Of one card and a step: milliseconds in which anything is under way; those of each kernel, the longest first,
+    which may overlap; and those that the host is in each of CUDA's calls. Names that begin alike count as one.
 
     Raises:
         RuntimeError: nothing was done on a card.
@@ -49,10 +50,17 @@ def busy(events: Sequence[Event], steps: int) -> dict[str, Any]:
     of_card = on_first_card(events)
     if not of_card:
         raise RuntimeError("the engine's profiler saw no kernel of a card")
-    names = Counter[str]()
-    for event in of_card:
-        names[event["name"][:NAME_LENGTH]] += event["dur"]
+    calls = (event for event in events if event.get("cat") in ON_HOST)
     return {
         "busy_ms": round(busy_us(of_card) / steps / 1e3, 3),
-        "kernels_ms": {name: round(us / steps / 1e3, 4) for name, us in names.most_common(LISTED)},
+        "kernels_ms": longest(of_card, steps),
+        "calls_ms": longest(calls, steps),
     }
+
+
+def longest(events: Iterable[Event], steps: int) -> dict[str, float]:
+    """Milliseconds in a step by name, of those that take longest."""
+    names = Counter[str]()
+    for event in events:
+        names[event["name"][:NAME_LENGTH]] += event["dur"]
+    return {name: round(us / steps / 1e3, 4) for name, us in names.most_common(LISTED)}

@@ -41,6 +41,7 @@ def page() -> str:
         shapes.shapes,
         decode.workloads,
         chunks.prefill,
+        chunks.shapes,
         chunks.hybrid,
         decode.device_planner,
         server.server,
@@ -92,9 +93,9 @@ def readme() -> str:
 {table(head, rows)}
 
 Where it loses: nothing shared on two H200s costs {percent(loss)}. One of six batches in GPT-OSS's shape takes
-{slowest:.2f} times as long. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f} times
-as long as with bf16 on average. Training runs at {cudnn} of the speed of PyTorch's cuDNN back end on an H100.
-The engine on a CPU is {percent(cpu_loss)} behind vLLM's where nothing is shared."""
+{slowest:.2f} times as long on an H100. With an fp8 cache, shared batches take {min(eight):.2f} to
+{max(eight):.2f} times as long as with bf16 on average. Training runs at {cudnn} of the speed of PyTorch's
+cuDNN back end on an H100. The engine on a CPU is {percent(cpu_loss)} behind vLLM's where nothing is shared."""
 
 
 def between(text: str, inner: str) -> str:

@@ -8,7 +8,9 @@ bf16, head_dim 128, 32/8 heads, pages of 16, or with --shapes those of `shape_ta
 of so many query tokens behind so many cached tokens, or so many requests with a short chunk each behind one shared
 prefix. `trunkattn` is what a card gets, `trunkattn_portable` the kernel for any card, `trunkattn_hopper` the one for
 Hopper, also of shapes with which it was not timed yet. Time is that of a CUDA graph of several runs, median of the
-replays. Some tokens of every output are checked against float64.
+replays. Some tokens of every output are checked against float64. `trunkattn_one_graph` is what a card gets where only
+the lengths are known on the host, as SGLang's prompts: a plan of fixed size, made on the device, in which as many CTAs
+as there are SMs take all items.
 """
 
 import argparse
@@ -118,6 +120,25 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks), plan
 
 
+def one_graph(case: Case) -> Run:
+    """The same in a plan of fixed size that is made on the device, where each prompt reads its own keys."""
+    window, soft_cap, sinks = case.features
+    options = {"logits_soft_cap": soft_cap, "sinks": sinks is not None, "execution": "serial"}
+    config = trunkattn.AttentionConfig(*case.heads, case.batch.page_size, case.q.dtype, **options)
+    batch = case.batch
+    requests, pages = batch.block_table.shape
+    capacity = trunkattn.Capacity(requests, 1, pages, len(case.kv[0][0]), 1, max_chunk_tokens=len(case.q))
+    attention = trunkattn.BatchAttention(config, case.q.device, capacity)
+    query_lens, lens = (torch.from_numpy(np.asarray(it, np.int32)) for it in (batch.query_lens, batch.seq_lens))
+    tables = (
+        torch.from_numpy(it).to(case.q.device) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)
+    )
+    chunks = trunkattn.PromptChunks(0, query_lens, lens, 0)
+    plan = attention.plan(*tables, sliding_window=window, chunks=chunks)
+    out = torch.full_like(case.q, math.nan)
+    return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks)
+
+
 def measure(case: Case, make: Callable[[Case], Run]) -> dict[str, Any]:
     """Time, rate and error, or why there are none."""
     try:
@@ -141,6 +162,7 @@ def cell(requests: int, tokens: int, cached: int, peers: list[str], shape: Shape
     row: dict[str, Any] = {"requests": requests, "tokens": tokens, "cached": cached}
     described = {"tiles": stats.tiles, "policy": stats.policy, "kv_tokens_read": stats.kv_tokens_read}
     row["trunkattn"] = measure(case, lambda case: ours(case)[0]) | described
+    row["trunkattn_one_graph"] = measure(case, one_graph)
     row["trunkattn_portable"] = measure(case, lambda case: ours(case, prefill_tile(2, shape.head_dim))[0])
     if shape != LLAMA and torch.cuda.get_device_capability() == (9, 0):
         row["trunkattn_hopper"] = measure(case, lambda case: ours(case, prefill_tile(2, shape.head_dim, True))[0])
@@ -197,7 +219,8 @@ def shapes(card: str, chosen: list[Shape], peers: list[str]) -> None:
             rows.append(cell(*each, peers, shape))
             show(rows[-1])
             torch.cuda.empty_cache()
-        speed = {name: speedups(rows, peers, name) for name in ("trunkattn", "trunkattn_portable", "trunkattn_hopper")}
+        ways = ("trunkattn", "trunkattn_one_graph", "trunkattn_portable", "trunkattn_hopper")
+        speed = {name: speedups(rows, peers, name) for name in ways}
         print(speed, flush=True)
         found.append({"shape": shape.name, "speedup": speed, "rows": rows})
     figures = {"card": torch.cuda.get_device_name(), "dtype": "bfloat16", "page_size": PAGE_SIZE, "shapes": found}

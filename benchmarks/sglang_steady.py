@@ -36,8 +36,11 @@ def prompts(shared: int, vocabulary: int) -> list[list[int]]:
 def used_mb(device: str) -> float:
     """Memory in use on the card, or of all processes that this one has started."""
     if device != "cpu":
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+        import torch
+
+        card = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # of several, the one that this process sees
+        query = ["nvidia-smi", card, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
     import psutil
 
     return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / 2**20

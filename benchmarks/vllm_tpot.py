@@ -20,9 +20,9 @@ rounding parts some: this shows gross errors, and is no test of accuracy. For CU
 result, from the counters that vLLM would serve under /metrics.
 
 With --busy some steps of each batch are traced, by vLLM's own profiler, after all were timed. `busy_ms` is about how
-long kernels and copies are under way on the card in a step, those that wait for others included, and `kernels_ms` how
-long each is. If `busy_ms` is much less than the time per token, the host bounds it. Where a trace fails,
-`busy_missing` says why.
+long kernels and copies are under way on the card in a step, those that wait for others included, `kernels_ms` how long
+each is, and `calls_ms` how long the host is in each of CUDA's calls. If `busy_ms` is much less than the time per token,
+the host bounds it. Where a trace fails, `busy_missing` says why.
 
 With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`),
 and runs one batch.

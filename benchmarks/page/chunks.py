@@ -2,7 +2,24 @@
 
 from statistics import geometric_mean
 
-from page.common import NOTICEABLE, Loss, Section, card_of, load, percent, slower, sources, span, table
+from page.common import (
+    NOTICEABLE,
+    Loss,
+    Section,
+    card_of,
+    cut_text,
+    held,
+    load,
+    percent,
+    slower,
+    sources,
+    span,
+    table,
+)
+
+PROMPT_WAYS = {
+    "trunkattn": "own plan", "trunkattn_one_graph": "made on the device", "trunkattn_portable": "portable kernel",
+}  # fmt: skip
 
 
 def prefill() -> Section:
@@ -34,6 +51,39 @@ Speed over a peer's on the same batch, geometric mean; bf16, 32/8 heads of 128. 
 {table(head, rows, 2)}
 
 {sources("python benchmarks/prefill.py", *names)}
+"""
+    return Section(text, losses)
+
+
+def shapes() -> Section | None:
+    """Prompts of other heads, with sinks and windows; None: there is no result."""
+    names = held("prefill-shapes-*")
+    if not names:
+        return None
+    rows, losses = list[list[object]](), list[Loss]()
+    for name in names:
+        for shape in load(name)["shapes"]:
+            ways = [way for way in PROMPT_WAYS if any("us" in row.get(way, {}) for row in shape["rows"])]
+            for row in shape["rows"]:
+                cells = [card_of(name), shape["shape"], f"{row['requests']} × {row['tokens']} behind {row['cached']:,}"]
+                peer = row["flash_attention_3"]["us"]
+                speeds = {way: peer / row[way]["us"] if "us" in row.get(way, {}) else None for way in PROMPT_WAYS}
+                rows.append([*cells, f"{peer:,.0f}", *(f"{it:.2f}" if it else "" for it in speeds.values())])
+            for way in ways:
+                slow = [row[way]["us"] / row["flash_attention_3"]["us"] for row in shape["rows"] if "us" in row[way]]
+                count = sum(each > NOTICEABLE for each in slow)
+                if count and way != "trunkattn_portable":
+                    where = f"prompts, {card_of(name)}, {shape['shape']}, {PROMPT_WAYS[way]}: {count} of {len(slow)}"
+                    losses.append(Loss(f"{where}, worst", "FlashAttention-3", slower(max(slow))))
+    head = ["card", "shape", "prompts × tokens", "FlashAttention-3, µs", *PROMPT_WAYS.values()]
+    text = f"""## Prompts of other models
+
+Speed over FlashAttention-3's: of a plan that the host makes; of one that the device makes, from the prompts' lengths;
+and of the kernel for any card. bf16, pages of 16 tokens. 1 is equal, higher is better.
+{cut_text(names)}
+{table(head, rows, 3)}
+
+{sources("python benchmarks/prefill.py --shapes", *names)}
 """
     return Section(text, losses)
 

@@ -83,6 +83,18 @@ def and_(parts: Iterable[str]) -> str:
     return f"{', '.join(before)} and {last}" if before else last
 
 
+def cut_text(names: Sequence[str]) -> str:
+    """Which runs ended early, and what they lack; empty: none."""
+    found = ""
+    for name in names:
+        result = load(name)
+        if missing := result.get("unfinished"):
+            found += f"\n`{name}`: the run ended before {and_(f'`{batch}`' for batch in missing)}.\n"
+        elif "cut" in result:
+            found += f"\n`{name}`: {result['cut']}.\n"
+    return found
+
+
 def is_card(name: str) -> bool:
     return "h100" in name or "h200" in name
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from page.common import Loss, Section, card_of, held, load, note_loss, percent, sources, table
-from page.vllm import NAMES, SERVING_HEAD, USES, cut_text, serving_rows, timing_text
+from page.common import Loss, Section, card_of, cut_text, held, load, note_loss, percent, sources, table
+from page.vllm import NAMES, SERVING_HEAD, USES, serving_rows, timing_text
 
 
 def sections() -> list[Callable[[], Section]]:

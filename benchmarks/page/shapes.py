@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from page.common import NOTICEABLE, Loss, Section, card_of, exists, load, slower, sources, table
+from page.common import NOTICEABLE, Loss, Section, card_of, cut_text, exists, load, slower, sources, table
 
 NAMES = ("shapes-h100", "shapes-h200")
 OURS = {"trunkattn": "plan of its own", "trunkattn_one_graph": "one graph for any batch"}
@@ -32,7 +32,7 @@ Decode attention of one layer, of the models that people serve. Time as a multip
 counts only what a window lets the queries see; geometric mean over the four batches that share most, lower is better.
 A goal is for one graph for any batch, which is what an engine replays. FlashAttention-3 reads fp8 caches with fp8
 queries, as in vLLM; TrunkAttention rounds no queries.
-
+{cut_text(names)}
 {table(head, goal_rows(names), 2)}
 
 {missed_text(names)}

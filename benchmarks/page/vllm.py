@@ -4,7 +4,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from page.common import Loss, Section, and_, card_of, held, load, note_loss, percent, sources, table, versions_of
+from page.common import (
+    Loss,
+    Section,
+    and_,
+    card_of,
+    cut_text,
+    held,
+    load,
+    note_loss,
+    percent,
+    sources,
+    table,
+    versions_of,
+)
 
 FA3 = "FlashAttention-3"
 NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
@@ -62,18 +75,6 @@ In {and_(f"`{name}`" for name in others)} time per token is {how}.
 It has in it what is left of the prompts, which differs from run to run: {far} of {len(runs)} runs are more than
 {percent(FAR)} from their median{below}.
 """
-
-
-def cut_text(names: Sequence[str]) -> str:
-    """Which runs ended early, and what they lack; empty: none."""
-    found = ""
-    for name in names:
-        result = load(name)
-        if missing := result.get("unfinished"):
-            found += f"\n`{name}`: the run ended before {and_(f'`{batch}`' for batch in missing)}.\n"
-        elif "cut" in result:
-            found += f"\n`{name}`: {result['cut']}.\n"
-    return found
 
 
 def busy_text(names: Sequence[str]) -> str:

@@ -97,8 +97,8 @@ def test_the_page_says_which_runs_ended_early(results: Path) -> None:
         "short": {"unfinished": ["1 x (2)", "3 x (4)"]},
     }.items():
         (results / f"{name}.json").write_text(json.dumps(facts))
-    assert vllm.cut_text(["whole"]) == ""
-    assert vllm.cut_text(["whole", "cut", "short"]).split("\n\n") == [
+    assert common.cut_text(["whole"]) == ""
+    assert common.cut_text(["whole", "cut", "short"]).split("\n\n") == [
         "\n`cut`: given back.",
         "`short`: the run ended before `1 x (2)` and `3 x (4)`.\n",
     ]

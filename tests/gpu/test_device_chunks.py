@@ -100,6 +100,19 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuExecutor) ->
     assert len(places) == 1
 
 
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_plan_for_prompts_alone(window: int | None) -> None:
+    """It has room for one query token of decodes, which no step has."""
+    made = GpuExecutor(replace(CONFIG, execution="serial"), CPU, Capacity(9, 1, 7, 200, 1, max_chunk_tokens=200))
+    step = None
+    for query_lens in ((20,) * 9, (100,), (1, 64, 3), (1,)):
+        batch = PagedBatch(TREE.block_table[: len(query_lens)], TREE.seq_lens[: len(query_lens)],
+                           np.array(query_lens, np.int32), 16, 200)  # fmt: skip
+        step = planned(made, batch, len(query_lens), step, UNLIMITED if window is None else window)
+        assert step.num_query_tokens == sum(query_lens)
+        assert_right(made, step, batch, window)
+
+
 def test_overlapping_takes_the_items_of_the_lowest_tile() -> None:
     made = GpuExecutor(CONFIG, CPU, CAPACITY)
     batch = batch_of(*(1,) * 7, 60, 60)

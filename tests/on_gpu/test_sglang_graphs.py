@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.tables import Requests, pages
 from trunkattn.reference import paged_attention
@@ -68,3 +68,39 @@ def test_a_graph_plans_and_attends(page: int, window: int | None) -> None:
                                       sliding_window=window)  # fmt: skip
         assert float((out.cpu().double() - expected).abs().max()) < 0.03
         assert out.isfinite().all(), "padded rows are harmless"
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_prompts_are_planned_without_a_wait(page: int, window: int | None) -> None:
+    """Steps of prompts alone, in a plan that has room for no decode to speak of."""
+    torch.manual_seed(0)
+    request_table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32, device="cuda")
+    requests = Requests(request_table, None, page)
+    tables = DeviceTables(requests, ROWS)
+    config = AttentionConfig(HEADS, KV_HEADS, DIM, page_size=page, dtype=torch.bfloat16, execution="serial")
+    k, v = torch.randn(2, SLOTS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    caches = pages(k, page), pages(v, page)
+    capacity = Capacity(8, 1, requests.max_pages, len(caches[0]), 1, max_chunk_tokens=1300)
+    attention, plan = BatchAttention(config, "cuda", capacity), None
+    steps = [([640], [640]), ([5, 640, 1], [300, 640, 17]), ([64] * 8, [600 + i for i in range(8)]), ([1], [1])]
+    for queries, lens in (*steps, *steps):
+        place(request_table, lens, page, 0)
+        rows, count = torch.arange(1, len(lens) + 1, device="cuda"), len(lens)
+        told = PromptChunks(0, *(torch.tensor(each, dtype=torch.int32) for each in (queries, lens)), 0)
+        on_device = torch.tensor(lens, device="cuda"), torch.tensor(queries, dtype=torch.int32, device="cuda")
+        q = torch.randn(sum(queries), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.full_like(q, torch.nan)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if plan else "default")
+        try:
+            tables.fill(rows, on_device[0], None, on_device[1])
+            step = tables.tables[False][:count], tables.seq_lens[:count], tables.query_start_loc[: count + 1]
+            plan = attention.plan(*step, sliding_window=window, into=plan, chunks=told)
+            attention.run(plan, q, *caches, out=out)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        attention.check()
+        inputs = (q, *caches, *step)
+        expected, _ = paged_attention(*(each.cpu() for each in inputs), sliding_window=window)
+        assert float((out.cpu().double() - expected).abs().max()) < 0.03

@@ -31,8 +31,10 @@ def test_a_step_of_one_card_by_kernel() -> None:
     events = [
         event(long, 0, 3000), event("copy", 3000, 500, cat="gpu_memcpy"), event(long, 4000, 3000),
         event("launch", 0, 9000, cat="cuda_runtime"), event("other card", 0, 9000, device=1), {"name": "process_name"},
+        event("forward", 0, 9000, cat="cpu_op"), event("wait", 0, 400, cat="cuda_driver"),
     ]  # fmt: skip
-    assert busy(events, 2) == {"busy_ms": 3.25, "kernels_ms": {long[:NAME_LENGTH]: 3.0, "copy": 0.25}}
+    kernels, calls = {long[:NAME_LENGTH]: 3.0, "copy": 0.25}, {"launch": 4.5, "wait": 0.2}
+    assert busy(events, 2) == {"busy_ms": 3.25, "kernels_ms": kernels, "calls_ms": calls}
 
 
 def test_traces_are_read_once(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
     (below / "rank1.trace.json.gz").write_bytes(packed)
     (tmp_path / "table.txt").write_text("not a trace")
     assert sorted(each["name"] for each in events_in(tmp_path)) == ["a", "b"]
-    assert traced(tmp_path, 4) == {"busy_ms": 1.0, "kernels_ms": {"b": 0.75, "a": 0.25}}
+    assert traced(tmp_path, 4) == {"busy_ms": 1.0, "kernels_ms": {"b": 0.75, "a": 0.25}, "calls_ms": {}}
     with pytest.raises(RuntimeError, match="wrote no trace of whole steps"):
         traced(tmp_path, 4)
 

@@ -57,12 +57,15 @@ def make_runner(
 
 @dataclass
 class Step:
-    """Rows of a step. lens: with the queries; shared: whole pages that all rows have in common."""
+    """Rows of a step. lens: with the queries; shared: whole pages that all rows have in common. prompts: it computes
+    prompts though each has one token left; mixed: SGLang put decodes behind prompts."""
 
     queries: list[int]
     lens: list[int]
     shared: int = 2
     padding: int = 0
+    prompts: bool = False
+    mixed: bool = False
 
     def batch(self, runner: Any) -> Any:
         """As SGLang announces it. The rows' slots are written to the request table."""
@@ -79,12 +82,14 @@ class Step:
             table[row + 1, :length] = places.to(torch.int32)
             slots.append(places[length - queries :])
         out = torch.cat([*slots, torch.zeros(self.padding, dtype=torch.int64)])
-        decodes = all(queries == 1 for queries in self.queries)
+        decodes = all(queries == 1 for queries in self.queries) and not self.prompts
+        prompts = ForwardMode.MIXED if self.mixed else ForwardMode.EXTEND
         lens = torch.tensor([*self.lens, *[1] * self.padding])
         return SimpleNamespace(
-            forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND, batch_size=len(lens), seq_lens=lens,
+            forward_mode=ForwardMode.DECODE if decodes else prompts, batch_size=len(lens), seq_lens=lens,
             req_pool_indices=torch.tensor([*range(1, len(self.lens) + 1), *[0] * self.padding]), out_cache_loc=out,
-            seq_lens_cpu=None, extend_seq_lens=torch.tensor(self.queries), extend_seq_lens_cpu=None,
+            seq_lens_cpu=None if decodes else lens, extend_seq_lens=torch.tensor(self.queries),
+            extend_seq_lens_cpu=None if decodes else self.queries,
             num_padding=self.padding,
         )  # fmt: skip
 

@@ -25,8 +25,16 @@ FIVE = Step([1] * 5, [130, 131, 132, 133, 134], shared=8, padding=3)
 class HostTables(cuda.DeviceTables):
     """Fills the same buffers from the host."""
 
-    def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, out_slots: torch.Tensor | None) -> None:
+    def fill(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_slots: torch.Tensor | None,
+        query_lens: torch.Tensor | None = None,
+    ) -> None:
         self.seq_lens[: len(rows)] = seq_lens
+        if query_lens is not None:
+            self.query_start_loc[1 : len(rows) + 1] = query_lens.cumsum(0)
         for pool, table in self.tables.items():
             found = self._requests.block_table(rows, int(seq_lens.max()), pool)
             table[: len(rows), : found.shape[1]] = found
@@ -111,6 +119,69 @@ def test_prompts_between_graphs(card: None, hybrid: bool) -> None:
             backend.init_forward_metadata(batch)
         for layer in runner.model:
             assert error(backend, runner, layer, batch) < 1e-5
+
+
+PROMPTS = {"chunked_prefill_size": 48}
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("page", [1, PAGE])
+def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanners, page: int, hybrid: bool) -> None:
+    """From their lengths, which SGLang tells the host; between graphs, whose plans they leave alone."""
+    runner = make_runner(*LAYERS, page=page, hybrid=hybrid, options=PROMPTS)
+    backend = make_backend(runner)
+    capture(backend, runner, 8)
+    decodes, prompts = dict(backend._plans), dict(backend._prompt_plans)
+    assert decodes.keys() == prompts.keys() and len(prompts) == 3, "no prompt waits for its kernels"
+    for step in (Step([9, 24, 1], [41, 56, 33]), FIVE, Step([48], [80]), Step([1] * 8, [40] * 8, prompts=True)):
+        batch = step.batch(runner)
+        if batch.forward_mode.is_decode():
+            replay(backend, batch)
+        else:
+            backend.init_forward_metadata(batch)
+            assert backend._step.chunks.query_lens.tolist() == step.queries
+        for layer in runner.model:
+            assert error(backend, runner, layer, batch) < 1e-5
+    assert (backend._plans, backend._prompt_plans) == (decodes, prompts)
+    for attention, plan in prompts.values():
+        assert attention.host_planned == 0 and attention.execution == "serial"
+        assert (attention.limits.max_query_tokens, attention.limits.max_chunk_tokens) == (1, 48)
+        assert attention is not decodes[next(kind for kind, each in prompts.items() if each[1] is plan)][0]
+    assert host_planners.waited == []
+    assert dict(backend.stats.paths) == {"mixed": 1, "full_graph": 1, "prefill": 1}
+    assert backend.stats.unshared["no_decode"] == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "most"),
+    [
+        (Step([9, 24, 16], [41, 56, 33]), 64),  # more tokens than SGLang said
+        (Step([9, 24, 15], [41, 56, 33]), 2),  # more requests
+        (Step([9, 24, 1], [41, 56, 33], mixed=True), 64),
+        (Step([9, 0, 1], [41, 56, 33]), 64),
+    ],
+)
+def test_other_prompts_are_planned_on_the_host(
+    card: None, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch, step: Step, most: int
+) -> None:
+    monkeypatch.setattr(cuda, "_PROMPTS", most)
+    runner = make_runner(*LAYERS, options=PROMPTS)
+    backend, batch = make_backend(runner), step.batch(runner)
+    backend.init_forward_metadata(batch)
+    assert not isinstance(backend._step, cuda.DeviceStep)
+    for layer in runner.model:
+        assert error(backend, runner, layer, batch) < 1e-5
+    assert host_planners.waited
+
+
+def test_the_first_prompt_without_graphs(card: None) -> None:
+    runner = make_runner(*LAYERS, options={"chunked_prefill_size": -1, "max_prefill_tokens": 48})
+    backend, batch = make_backend(runner), Step([9, 24, 1], [41, 56, 33]).batch(runner)
+    backend.init_forward_metadata(batch)
+    assert backend._prompt_plans == {}
+    for layer in runner.model:
+        assert error(backend, runner, layer, batch) < 1e-5
+    assert len(backend._prompt_plans) == 3 and backend._plans == {}
 
 
 def test_the_first_prompt_waits_for_the_planner(card: None, host_planners: HostPlanners) -> None:

@@ -1,6 +1,7 @@
 """A GPU's plans and kernels for machines without one: plans and attention are the CPU's, behind the interface that GPUs
 have."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ class DeviceAttention(BatchAttention):
     """A BatchAttention that plans into the same plan, as on a GPU, and runs more rows than the plan has."""
 
     def __init__(self, config: AttentionConfig, device: Any, capacity: Any = None) -> None:
-        super().__init__(config, "cpu")
+        super().__init__(replace(config, execution="auto"), "cpu")  # a CPU has no other
+        self.execution = config.execution
         self.limits, self.planned, self.host_planned = capacity, [], 0
         self.chunks: PromptChunks | None = None  # of the last plan
 

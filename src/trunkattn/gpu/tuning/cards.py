@@ -6,7 +6,6 @@ from typing import Final, NamedTuple
 import torch
 
 from trunkattn.config import AttentionConfig
-from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.planner.row_tiles.cost import CardTimes
 
 TIMED_CAPABILITY: Final = 90  # compute capability of the cards on which the tiles were timed
@@ -69,8 +68,7 @@ class Card:
             less arithmetic to spare.
         hopper_family: whether they are trusted for everything else that the Hopper kernels compute, too: other heads
             than those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches and pages that are
-            not of whole 16 tokens. Decoding was timed on both cards, prompts were not.
-        hopper_padded: whether heads that the Hopper decode kernel pads are trusted to it, too.
+            not of whole 16 tokens. Prompts were timed on an H200 alone.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
@@ -78,14 +76,11 @@ class Card:
     times: CardTimes
     hopper_tiles: bool = False
     hopper_family: bool = False
-    hopper_padded: bool = False
     overlap: OverlapTimes | None = None
 
     def decodes_on_hopper(self, config: AttentionConfig) -> bool:
         """Whether the Hopper decode kernel is trusted with an attention here."""
-        fits = config.decodes_on_hopper if self.hopper_family else config.on_hopper
-        is_padded = config.head_dim in HOPPER_PADDED_HEAD_DIMS
-        return self.hopper_tiles and fits and (self.hopper_padded or not is_padded)
+        return self.hopper_tiles and (config.decodes_on_hopper if self.hopper_family else config.on_hopper)
 
 
 H100: Final = Card(

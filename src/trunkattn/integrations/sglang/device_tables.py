@@ -1,4 +1,4 @@
-"""The tables of a decode step on a GPU: one launch fills buffers that stay where they are."""
+"""The tables of a step on a GPU: one launch fills buffers that stay where they are."""
 
 from typing import Final
 
@@ -12,11 +12,12 @@ _COLUMNS: Final = 1024  # of a program
 
 
 class DeviceTables:
-    """Block table and lengths of up to `rows` requests that decode, for graphs that read them at fixed places.
+    """Block table and lengths of up to `rows` requests, for graphs that read them at fixed places.
 
     Attributes:
         tables: [rows, pages of the longest request] int32, by whether it tells pages of the window pool.
         seq_lens: [rows] int32.
+        query_start_loc: [rows + 1] int32, of prompts; see `BatchAttention.plan`.
         window_slots: [rows] int64: where a step's keys and values go in the window pool; None: there is none.
     """
 
@@ -28,18 +29,28 @@ class DeviceTables:
         shape = (rows, requests.max_pages)
         self.tables = {pool: torch.zeros(shape, dtype=torch.int32, device=device) for pool in pools}
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.window_slots: torch.Tensor | None = None
         if requests.to_window is not None:
             self.window_slots = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, out_slots: torch.Tensor | None) -> None:
+    def fill(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_slots: torch.Tensor | None,
+        query_lens: torch.Tensor | None = None,
+    ) -> None:
         """Fills the first rows for a step, without a wait for the device.
 
         Args:
             rows: [requests] rows of the request table.
-            seq_lens: [requests], this step's token included.
+            seq_lens: [requests], this step's tokens included.
             out_slots: where keys and values go in the other pool; rows after them are padding, which goes to slot 0.
+            query_lens: [requests]; None: one query token each, and query_start_loc stays as it is.
         """
+        if query_lens is not None:
+            torch.cumsum(query_lens, 0, dtype=torch.int32, out=self.query_start_loc[1 : len(rows) + 1])
         requests, count = self._requests, len(rows)
         to_window = requests.to_window
         table = self.tables[False]

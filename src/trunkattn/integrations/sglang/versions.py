@@ -123,6 +123,12 @@ def backends(runner: Any) -> tuple[str, str]:
     return str(prefill), str(decode)
 
 
+def most_prompt_tokens(server_args: Any) -> int:
+    """Most query tokens of a step of prompts, but for single prompts that are longer and are not cut; 0: not known."""
+    sizes = (getattr(server_args, name, None) for name in ("chunked_prefill_size", "max_prefill_tokens"))
+    return next((int(size) for size in sizes if size is not None and size > 0), 0)
+
+
 def prompt_graphs(server_args: Any) -> str | None:
     """How prompts are captured in CUDA graphs: "breakable", "tc_piecewise", "full" or "disabled"."""
     config = getattr(server_args, "cuda_graph_config", None)
