@@ -54,6 +54,12 @@ class Plan:
         return self.step.stats()
 
     @property
+    def chunk_stats(self) -> PlanStats | None:
+        """The same of its prompt chunks alone, which the host lists: they are known at once, of a plan made on the
+        device too. None: it has none."""
+        return self.step.chunk_stats()
+
+    @property
     def traffic(self) -> torch.Tensor:
         """Of a plan made on the device, there: int64 [2], KV tokens that it reads, and those that it would read if
         every request read its own; for counters that must not wait. See `stats` for other plans."""

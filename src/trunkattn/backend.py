@@ -34,6 +34,9 @@ class PlannedStep(Protocol):
     def stats(self) -> PlanStats:
         """See PlanStats."""
 
+    def chunk_stats(self) -> PlanStats | None:
+        """Of the prompt chunks alone, without a wait; None: there are none."""
+
     def check(self) -> None:
         """Raises AssertionError if the work list breaks an invariant."""
 

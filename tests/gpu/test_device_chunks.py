@@ -90,12 +90,18 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuExecutor) ->
     for query_lens, num_chunks in (
         ((1,) * 9, 0),
         ((1,) * 7 + (40, 3), 2),
+        ((20,) * 9, 9),
         ((1,) * 9, 0),
     ):
         batch = batch_of(*query_lens)
         step = planned(executor, batch, num_chunks, step)
         places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.prefill.flat.data_ptr()))
         assert step.has_chunks == (num_chunks > 0)
+        assert bool(step.traffic.any()) == (num_chunks < 9), "chunks are not counted there"
+        stats, of_chunks = step.stats(), step.chunk_stats()
+        in_chunks = of_chunks.kv_tokens_read if of_chunks else 0
+        assert in_chunks + int(step.traffic[0]) == stats.kv_tokens_read
+        assert (of_chunks is None) == (num_chunks == 0) and (num_chunks < 9 or in_chunks >= int(batch.seq_lens.sum()))
         assert_right(executor, step, batch)
     assert len(places) == 1
 

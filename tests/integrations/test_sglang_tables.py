@@ -73,7 +73,8 @@ def test_a_gpu_fills_the_same_table(page: int, windows: bool, monkeypatch: pytes
         tables._requests.req_to_token.copy_(requests.req_to_token)
         rows, out = torch.tensor([2, 1, 5, 0]), torch.tensor([50, 60, 70])
         padded = torch.tensor([lens[1], lens[0], lens[4], 1])
-        tables.fill(rows, padded, out)
+        tables.fill(rows, padded, out, torch.tensor([9, 1, 16, 1]))
+        assert tables.query_start_loc[:5].tolist() == [0, 9, 10, 26, 27]
         assert tables.seq_lens[:4].tolist() == padded.tolist()
         for pool, table in tables.tables.items():
             expected = requests.block_table(rows, max(lens), pool)

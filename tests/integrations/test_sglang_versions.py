@@ -72,6 +72,19 @@ def test_how_prompts_are_captured() -> None:
     assert versions.prompt_graphs(SimpleNamespace()) is None
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"chunked_prefill_size": 8192, "max_prefill_tokens": 16384}, 8192),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 16384}, 16384),
+        ({"chunked_prefill_size": None, "max_prefill_tokens": 100}, 100),
+        ({}, 0),
+    ],
+)
+def test_how_many_tokens_of_prompts_a_step_has(options: dict[str, int | None], most: int) -> None:
+    assert versions.most_prompt_tokens(SimpleNamespace(**options)) == most
+
+
 def test_another_plugin_is_named_in_one_line() -> None:
     message = taken("other.plugin")
     assert "other.plugin" in message and "SGLANG_PLUGINS" in message and "\n" not in message

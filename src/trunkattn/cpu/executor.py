@@ -50,6 +50,9 @@ class CpuStep(NamedTuple):
         """See PlanStats."""
         return self.planned.stats()
 
+    def chunk_stats(self) -> None:
+        """A CPU has no kernel for prompt chunks."""
+
     def check(self) -> None:
         """Raises AssertionError if the work list breaks an invariant."""
         check_plan(self.planned)

@@ -100,7 +100,12 @@ class GpuStep:
     def stats(self) -> PlanStats:
         """See PlanStats."""
         stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, self.choice.reason)
-        return stats.with_chunks(self.chunks.planned.stats()) if self.chunks else stats
+        of_chunks = self.chunk_stats()
+        return stats.with_chunks(of_chunks) if of_chunks else stats
+
+    def chunk_stats(self) -> PlanStats | None:
+        """Of the prompt chunks alone; None: there are none."""
+        return self.chunks.planned.stats() if self.chunks else None
 
     def check(self) -> None:
         """Raises AssertionError if the lists break an invariant."""

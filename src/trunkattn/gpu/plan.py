@@ -94,6 +94,12 @@ class GpuPlan(Packed):
         execution = "serial" if self.execution == "overlapped" else self.execution
         return replace(self, execution=execution, prefill=None)
 
+    def forget_tiles(self) -> None:
+        """Takes all rows of tiles out of a plan that is filled on the device, on the current stream."""
+        assert self.summary is not None
+        self.arrays["counts"].zero_()
+        self.summary.zero_()
+
     def forget_prefill(self) -> None:
         """Takes the prompt chunks, if it may hold any, and the items that overlap them out of a plan that is filled on
         the device, on the current stream."""

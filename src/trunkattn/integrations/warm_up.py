@@ -34,8 +34,8 @@ def warm_up(work: Callable[[], None]) -> None:
 def warm_prompts(
     max_pages: int, page_size: int, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The tables of two steps, as of `BatchAttention.plan`, each of two prompts: one is rows of tiles and one a prompt
-    chunk, or both are rows of tiles, which a batch-invariant plan cuts, and merges, in the first step alone.
+    """The tables of two steps, as of `BatchAttention.plan`, each of two prompts, which a batch-invariant plan cuts, and
+    merges, in the first step alone.
 
     Args:
         max_pages: columns of the block table.

@@ -105,10 +105,14 @@ def error(backend: Any, runner: Any, layer: RadixAttention, batch: Any, sinks: t
     call = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
     options = {} if sinks is None else {"sinks": sinks}
     out = call(q, k.clone(), v.clone(), layer, batch, **options).view(total, HEADS, DIM)
-    slots = runner.req_to_token_pool.req_to_token[batch.req_pool_indices].long()
+    slots, written = runner.req_to_token_pool.req_to_token[batch.req_pool_indices].long(), batch.out_cache_loc
     mapping = getattr(pool, "full_to_swa_index_mapping", None)
     if mapping is not None and layer.sliding_window_size >= 0:
-        slots = mapping[slots]
+        slots, written = mapping[slots], mapping[written]
+    if pool.get_key_buffer(layer.layer_id).dtype == k.dtype:
+        new = written > 0
+        for buffer, given in zip(pool.get_kv_buffer(layer.layer_id), (k, v), strict=True):
+            assert torch.equal(buffer[written[new]], given[new]), "keys and values are where the table says"
     real = len(batch.seq_lens) - batch.num_padding
     queries = torch.ones(real) if batch.forward_mode.is_decode() else batch.extend_seq_lens
     starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(torch.int32)

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from trunkattn.integrations import common, warm_up
+from trunkattn.integrations import common, prompt_plans, warm_up
 from trunkattn.integrations.sglang import cuda
 
 from ..vllm.device_attention import DeviceAttention, HostPlanners
@@ -54,6 +54,7 @@ def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> Any:
     monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
+    monkeypatch.setattr(prompt_plans, "BatchAttention", DeviceAttention)
     monkeypatch.setattr("trunkattn.integrations.sglang.backend.BatchAttention", DeviceAttention)
     monkeypatch.setattr(cuda, "DeviceTables", HostTables)
     monkeypatch.setattr(warm_up, "compiled_together", nullcontext)  # a CPU compiles nothing
@@ -139,17 +140,22 @@ def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanne
             replay(backend, batch)
         else:
             backend.init_forward_metadata(batch)
-            assert backend._step.chunks.query_lens.tolist() == step.queries
+            assert (backend._step.chunks is None) == step.prompts, "prompts of one token share as decodes do"
         for layer in runner.model:
             assert error(backend, runner, layer, batch) < 1e-5
+    read = backend.traffic.read
+    backend._finish_step()
     assert (backend._plans, backend._prompt_plans) == (decodes, prompts)
     for attention, plan in prompts.values():
         assert attention.host_planned == 0 and attention.execution == "serial"
         assert (attention.limits.max_query_tokens, attention.limits.max_chunk_tokens) == (1, 48)
         assert attention is not decodes[next(kind for kind, each in prompts.items() if each[1] is plan)][0]
     assert host_planners.waited == []
-    assert dict(backend.stats.paths) == {"mixed": 1, "full_graph": 1, "prefill": 1}
-    assert backend.stats.unshared["no_decode"] == 2
+    assert dict(backend.stats.paths) == {"full_graph": 1, "prefill": 2, "decode": 1}
+    full, width = 3, 2 * KV_HEADS * DIM * 4
+    of_window = sum(min(length, queries + 19) for length, queries in ((41, 9), (56, 24), (33, 1), (80, 48)))
+    assert read == (full * (41 + 56 + 33 + 80) + of_window) * width, "each prompt reads its own keys"
+    assert dict(backend.stats.unshared) == {"nothing_shared": 1, "one_request": 1}
 
 
 @pytest.mark.parametrize(
@@ -158,13 +164,14 @@ def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanne
         (Step([9, 24, 16], [41, 56, 33]), 64),  # more tokens than SGLang said
         (Step([9, 24, 15], [41, 56, 33]), 2),  # more requests
         (Step([9, 24, 1], [41, 56, 33], mixed=True), 64),
+        (Step([2, 8, 1], [41, 56, 33]), 64),  # few tokens, which may share much
         (Step([9, 0, 1], [41, 56, 33]), 64),
     ],
 )
 def test_other_prompts_are_planned_on_the_host(
     card: None, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch, step: Step, most: int
 ) -> None:
-    monkeypatch.setattr(cuda, "_PROMPTS", most)
+    monkeypatch.setattr(cuda, "MOST_PROMPTS", most)
     runner = make_runner(*LAYERS, options=PROMPTS)
     backend, batch = make_backend(runner), step.batch(runner)
     backend.init_forward_metadata(batch)

@@ -15,7 +15,8 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
 
 from trunkattn import write_kv
-from trunkattn.integrations.vllm import backend, cuda, cuda_impl, versions
+from trunkattn.integrations import prompt_plans
+from trunkattn.integrations.vllm import backend, cuda, cuda_impl, own_prompts, versions
 from trunkattn.integrations.vllm.flash import FlashPrefill
 
 from .device_attention import DeviceAttention, HostPlanners
@@ -65,9 +66,15 @@ def stock(model: Callable[[str], Path]) -> Callable[..., Run]:
 def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
     """No process compiles a planner."""
     planners = HostPlanners()
-    for module in (cuda, cuda_impl):
+    for module in (cuda_impl, own_prompts):
         monkeypatch.setattr(module, "host_planner", planners)
     return planners
+
+
+def set_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and kernels are the CPU's."""
+    for module in (cuda, own_prompts, prompt_plans):
+        monkeypatch.setattr(module, "BatchAttention", DeviceAttention)
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def gpu_engine(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> 
     """The configuration of an engine whose back end is that for GPUs, with plans and kernels of the CPU."""
     config = VllmConfig()
     config.scheduler_config.max_num_seqs = SEQUENCES
-    monkeypatch.setattr("trunkattn.integrations.vllm.cuda.BatchAttention", DeviceAttention)
+    set_attention(monkeypatch)
     monkeypatch.setattr("trunkattn.AttentionConfig.supports", lambda self, device: [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with set_current_vllm_config(config):
@@ -120,7 +127,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) ->
     # vLLM remembers the class that a process got for a kind of layer: not here, and not for the tests that follow.
     monkeypatch.setattr(selector, "_cached_get_attn_backend", selector._cached_get_attn_backend.__wrapped__)
     monkeypatch.setattr(backend, "TrunkAttentionBackend", cuda.TrunkAttentionCudaBackend)
-    monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
+    set_attention(monkeypatch)
     monkeypatch.setattr(cuda_impl, "gpu_refusals", lambda *arguments: [])
     monkeypatch.setattr(cuda_impl, "find_flash", lambda spec: (FlashPrefill(spec, 3, kernel), "FlashAttention 3"))
     monkeypatch.setattr(cuda_impl._custom_ops, "reshape_and_cache_flash", write)

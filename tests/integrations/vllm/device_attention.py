@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Plan, PromptChunks
+from trunkattn import AttentionConfig, BatchAttention, Plan, PlanStats, PromptChunks
 
 
 class DevicePlan(Plan):
     """A plan whose traffic is what a test says."""
 
     traffic = torch.zeros(2, dtype=torch.int64)
+
+    @property
+    def chunk_stats(self) -> PlanStats:
+        return self.stats
 
 
 class DeviceAttention(BatchAttention):
@@ -42,6 +46,11 @@ class DeviceAttention(BatchAttention):
             self.host_planned += 1
             return super().plan(*batch, sliding_window=sliding_window, into=into)
         self.planned.append((*batch, into))
+        if chunks is not None:
+            _, lens, starts = batch
+            first = len(lens) - len(chunks.seq_lens)
+            assert chunks.first_token == int(starts[first]), "what the host is told is what the tables say"
+            assert torch.equal(chunks.query_lens, starts[first:].diff()) and torch.equal(chunks.seq_lens, lens[first:])
         fresh = super().plan(*batch, sliding_window=sliding_window)
         plan = into or fresh
         plan.__dict__.update(fresh.__dict__)

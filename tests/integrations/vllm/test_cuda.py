@@ -17,7 +17,7 @@ from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import with_regular_strides
 from trunkattn.integrations.vllm import cuda, cuda_impl
 
-from .device_attention import DeviceAttention
+from .device_attention import DeviceAttention, HostPlanners
 from .fakes import (
     DIM,
     HEADS,
@@ -296,16 +296,32 @@ def test_prompts_in_a_captured_graph_are_refused(
     ("dtype", "cache", "note"), [(torch.float32, "auto", "float32"), (torch.bfloat16, "fp8", "float8_e4m3fn")]
 )
 def test_what_flash_attention_cannot_do(
-    dtype: torch.dtype, cache: str, note: str, gpu_engine: VllmConfig, flash_kernel: FlashRecorder
+    dtype: torch.dtype,
+    cache: str,
+    note: str,
+    gpu_engine: VllmConfig,
+    flash_kernel: FlashRecorder,
+    host_planners: HostPlanners,
 ) -> None:
     layer = make_layer(dtype, cache=cache)
     assert layer.flash is None
     assert note in layer.flash_note
     builder = make_builder(gpu_engine, layer)
-    step, errors = run_step(builder, make_batch([1, 5, 30], [20, 60, 0]))
-    assert max(errors) < (1e-5 if cache == "auto" else 0.02)
-    attention, _ = step.prefill.plans[layer.layer_spec]
-    assert (attention.host_planned, attention.limits) == (1, None)
+    plans = []
+    for lens_known in (False, True, True):
+        batch = make_batch([1, 5, 30], [20, 60, 0])
+        if lens_known:
+            batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
+        step, errors = run_step(builder, batch)
+        assert max(errors) < (1e-5 if cache == "auto" else 0.02)
+        plans.append(step.prefill.plans[layer.layer_spec])
+    (attention, _), *on_device = plans
+    assert (attention.host_planned, attention.limits) == (1, None), "the host waits where it knows no lengths"
+    assert host_planners.waited == [False]
+    assert on_device[0] == on_device[1], "one plan serves every step"
+    limits, chunks = on_device[0][0].limits, on_device[0][0].chunks
+    assert (limits.max_requests, limits.max_query_tokens, limits.max_chunk_tokens) == (SEQUENCES, 1, 2048)
+    assert (chunks.first_token, chunks.query_lens.tolist(), chunks.seq_lens.tolist()) == (0, [5, 30], [65, 30])
     assert flash_kernel.calls == []
 
 

@@ -3,6 +3,7 @@ host's planner for them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,3 +51,23 @@ def test_no_planner_is_compiled_where_flash_attention_runs_prompts(
     builder.build(0, make_batch([1, 1], [20, 40]))
     builder._warm_up(WIDTH)
     assert (host_planners.begun, host_planners.waited) == ([], [])
+
+
+def test_prompts_that_are_planned_on_the_device_are_warm_too(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing waits for the host's planner, which many prompts alone need."""
+    runs: list[tuple[Any, int]] = []
+    layer = make_layer(cache="fp8")
+    builder = make_builder(gpu_engine, layer)
+    builder.build(0, make_batch([1, 1], [20, 40]))
+    with monkeypatch.context() as patched:
+        patched.setattr(warm_up, "compiled_together", nullcontext)
+        patched.setattr(
+            DeviceAttention, "run", lambda self, _, q, *caches, **options: runs.append((self.limits, len(q)))
+        )
+        builder._warm_up(WIDTH)
+    decodes = builder.attentions[layer.layer_spec].limits
+    prompts = replace(decodes, max_query_tokens=1, max_chunk_tokens=2048)
+    assert runs == [(decodes, 2), (prompts, 1)] * 2
+    assert (host_planners.begun, host_planners.waited) == ([False], [])

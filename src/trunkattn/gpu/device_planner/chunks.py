@@ -50,12 +50,13 @@ class ListedChunks(NamedTuple):
 
 
 def tables_of(chunks: PromptChunks, page_size: int, window: int) -> StepTables:
-    """The chunks as a batch of their own for the host's planner. Its pages are numbers that no two requests share, as
-    the real ones are not known there."""
+    """The chunks as a batch of their own for the host's planner. All pages of a request have its number, as the real
+    ones are not known there."""
     seq_lens = chunks.seq_lens.numpy().astype(np.int32)
     starts = np.append(0, np.cumsum(chunks.query_lens.numpy())).astype(np.int32)
-    columns = -(-int(seq_lens.max()) // page_size)
-    return StepTables(np.arange(len(seq_lens) * columns, dtype=np.int32).reshape(-1, columns), seq_lens, starts, window)
+    rows, columns = len(seq_lens), -(-int(seq_lens.max()) // page_size)
+    table = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], (rows, columns))  # takes no memory
+    return StepTables(table, seq_lens, starts, window)
 
 
 def place_chunks(plan: GpuPlan, listed: ListedChunks, block_table: torch.Tensor, num_pages: int) -> None:

@@ -92,8 +92,12 @@ class DeviceStep:
         else:
             tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
             described = tiling.name(self.rule), "least predicted time, found on the device"
-        stats = tile_stats(self.tile_list(), self.batch(), self.rule, *described)
-        return stats.with_chunks(self.chunks.stats()) if self.chunks else stats
+        stats, of_chunks = tile_stats(self.tile_list(), self.batch(), self.rule, *described), self.chunk_stats()
+        return stats.with_chunks(of_chunks) if of_chunks else stats
+
+    def chunk_stats(self) -> PlanStats | None:
+        """Of the prompt chunks alone, without a wait; None: there are none."""
+        return self.chunks.stats() if self.chunks else None
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
@@ -157,7 +161,11 @@ class OnDevice:
             rows = len(table) - chunks.num_requests
             kept = (table[:rows], lens[:rows], starts[: rows + 1])
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._fill(plan, kept, window, chunks is not None and chunks.overlaps)
+            if len(kept[0]):
+                self._fill(plan, kept, window, chunks is not None and chunks.overlaps)
+            else:
+                self._planner.check(*kept)
+                plan.forget_tiles()
             if chunks:
                 place_chunks(plan, chunks, table, self._planner.num_pages)
         return DeviceStep(kept, window, self._rule, plan, known, chunks)

@@ -5,19 +5,19 @@ one launch brings the block table there, from SGLang's request table, which SGLa
 graph runs. So no decode step waits for its plan. (The counts of KV reads are fetched without a wait too, unless 256
 steps pass before a fetch arrives.)
 
-Prompts, when they run here too, do not wait either: the host lists them by their lengths, which it knows, and their
-pages stay on the device. It cannot know what they share, so each reads its own keys, which costs little where
-arithmetic bounds them. Steps that mix prompts and decodes, and batches of more requests or tokens than the buffers
-hold, are planned on the host, which waits for the device.
+Steps of prompts, when they run here too, do not wait either (`prompt_plans`), and those of one token each are decodes.
+Steps that mix prompts and decodes, of several short prompts, and batches of more requests or tokens than the buffers
+hold are planned on the host, which waits for the device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, PromptChunks
-from trunkattn.integrations.common import DeviceTraffic, count_arrivals, step_path
+from trunkattn.integrations.common import DeviceTraffic, count_arrivals
+from trunkattn.integrations.prompt_plans import MOST_PROMPTS, PromptRoom, one_prompt
 from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.backend import TrunkBackend
 from trunkattn.integrations.sglang.device_tables import DeviceTables
@@ -26,7 +26,6 @@ from trunkattn.integrations.sglang.name import NAME, logger
 from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_up
 
 _ROWS: Final = 256  # requests of a decode step that are planned on the device, or more if SGLang captures more
-_PROMPTS: Final = 64  # the same of a step of prompts
 _OLDEST: Final = (8, 0)  # compute capability
 
 
@@ -37,7 +36,7 @@ class DeviceStep:
     Attributes:
         rows: requests, with padding.
         padding: rows of one token in the page that no request has.
-        path: for the counters; None: a step that SGLang captures, which is not counted.
+        path: for the counters; None: a step that SGLang captures, or that warms up, which is not counted.
         chunks: what the host knows of prompts; None: all rows decode.
     """
 
@@ -48,6 +47,7 @@ class DeviceStep:
 
 
 Plans = dict[LayerKind, tuple[BatchAttention, Plan]]
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # as of `BatchAttention.plan`
 
 
 class TrunkCudaBackend(TrunkBackend):
@@ -65,12 +65,9 @@ class TrunkCudaBackend(TrunkBackend):
         self._most_prompt_tokens = versions.most_prompt_tokens(runner.server_args) if prefill == NAME else 0
         self._most_rows = min(_ROWS, self.req_to_token_pool.size)
         self._tables: DeviceTables | None = None
-        self._forget_plans()
-        self._traffic: DeviceTraffic | None = None
-
-    def _forget_plans(self) -> None:
         self._attentions: dict[tuple[AttentionConfig, bool, bool], BatchAttention] = {}
         self._plans, self._prompt_plans = Plans(), Plans()  # every step refills them
+        self._traffic: DeviceTraffic | None = None
 
     def shared_read_ends(self, mode: Any) -> Any:
         """Where a step has read the request table; SGLang asks from 0.5.18 on."""
@@ -81,40 +78,40 @@ class TrunkCudaBackend(TrunkBackend):
         self._most_rows = max(self._most_rows, max_bs)
         if self._tables is not None and self._tables.rows < max_bs:
             self._tables, self._step = None, None
-            self._forget_plans()
+            self._attentions, self._plans, self._prompt_plans = {}, {}, {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Begins a step outside of any graph."""
-        mode, rows, step = forward_batch.forward_mode, forward_batch.batch_size, None
-        if mode.is_decode() and 0 < rows <= self._most_rows:
-            step = DeviceStep(rows, 0, "decode")
-        elif (chunks := self._chunks(forward_batch)) is not None:
-            step = DeviceStep(len(chunks.seq_lens), 0, step_path(chunks.query_lens, decode_query_len=1), chunks)
+        step = self._device_step(forward_batch)
         if step is None:
             super().init_forward_metadata(forward_batch)
             return
         self._finish_step()
         self._fill(forward_batch)
-        if step.chunks is not None:  # more tokens than the tables have room for
+        if not forward_batch.forward_mode.is_decode():  # prompts have more tokens than the tables have room for
             self._window_slots = self._in_window_pool(forward_batch.out_cache_loc)
         self._step = step
         self.init_forward_metadata_in_graph(forward_batch)
 
-    def _chunks(self, batch: Any) -> PromptChunks | None:
-        """What the host knows of a step of prompts; None: it is to plan the step."""
-        mode = batch.forward_mode
+    def _device_step(self, batch: Any) -> DeviceStep | None:
+        """None: the host plans the step."""
+        mode, rows = batch.forward_mode, batch.batch_size
+        if mode.is_decode():
+            return DeviceStep(rows, 0, "decode") if 0 < rows <= self._most_rows else None
         lens, queries = (getattr(batch, name, None) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
         if not self._most_prompt_tokens or not mode.is_extend() or mode.is_mixed() or lens is None or queries is None:
             return None
-        query_lens = torch.as_tensor(queries, dtype=torch.int32)
-        fits = 0 < len(query_lens) <= self._most_prompts and int(query_lens.sum()) <= self._most_prompt_tokens
-        if not fits or int(query_lens.min()) < 1:
+        query_lens = torch.as_tensor(queries, device="cpu")
+        if rows != len(query_lens) or rows > self._most_rows:
             return None
-        return PromptChunks(0, query_lens, lens[: len(query_lens)].to(torch.int32), 0)
+        if bool((query_lens == 1).all()):
+            return DeviceStep(rows, 0, "decode")
+        chunks = self._room.chunks(query_lens, lens[:rows])
+        return None if chunks is None else DeviceStep(rows, 0, "prefill", chunks)
 
     @property
-    def _most_prompts(self) -> int:
-        return min(_PROMPTS, self._most_rows)
+    def _room(self) -> PromptRoom:
+        return PromptRoom(min(MOST_PROMPTS, self._most_rows), self._most_prompt_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Brings a decode step's tables to where its graph reads them, before the graph is captured or replayed.
@@ -131,33 +128,33 @@ class TrunkCudaBackend(TrunkBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Plans a step. SGLang records it into the decode graph."""
-        for kind in self._plans_of(self._step):
-            self._plan(kind, self._step)
+        step = self._step
+        for kind in self._plans_of(step.chunks):
+            self._plan(kind, self._tables_of(kind, step), step.chunks)
 
     def _fill(self, batch: Any) -> None:
         if self._tables is None:
             self._tables = DeviceTables(self._requests, self._most_rows)
-        rows = batch.batch_size
-        starts = None if batch.forward_mode.is_decode_or_idle() else batch.extend_seq_lens[:rows]
-        slots = batch.out_cache_loc if starts is None else None
-        self._tables.fill(batch.req_pool_indices[:rows], batch.seq_lens[:rows], slots, starts)
+        rows, decodes = batch.batch_size, batch.forward_mode.is_decode_or_idle()
+        slots, query_lens = (batch.out_cache_loc, None) if decodes else (None, batch.extend_seq_lens[:rows])
+        self._tables.fill(batch.req_pool_indices[:rows], batch.seq_lens[:rows], slots, query_lens)
         self._window_slots = self._tables.window_slots
 
-    def _plans_of(self, step: DeviceStep) -> Plans:
-        return self._plans if step.chunks is None else self._prompt_plans
+    def _plans_of(self, chunks: PromptChunks | None) -> Plans:
+        return self._plans if chunks is None else self._prompt_plans
 
-    def _plan(self, kind: LayerKind, step: DeviceStep) -> Plan:
-        """Plans a step for a kind of layer, into the plan that it has, if any."""
+    def _tables_of(self, kind: LayerKind, step: DeviceStep) -> Tables:
         assert self._tables is not None
-        plans, attention, rows = self._plans_of(step), self._attention(kind, step.chunks is not None), slice(step.rows)
-        table, lens = self._tables.tables[kind.in_window_pool][rows], self._tables.seq_lens[rows]
+        table, lens = self._tables.tables[kind.in_window_pool][: step.rows], self._tables.seq_lens[: step.rows]
+        return table, lens, None if step.chunks is None else self._tables.query_start_loc[: step.rows + 1]
+
+    def _plan(self, kind: LayerKind, tables: Tables, chunks: PromptChunks | None) -> tuple[BatchAttention, Plan]:
+        """Plans a step for a kind of layer, into the plan that it has, if any."""
+        plans, attention = self._plans_of(chunks), self._attention(kind, chunks is not None)
         options: dict[str, Any] = {"sliding_window": kind.spec.sliding_window}
-        options["into"] = plans[kind][1] if kind in plans else None
-        starts = None
-        if step.chunks is not None:
-            starts, options["chunks"] = self._tables.query_start_loc[: step.rows + 1], step.chunks
-        plans[kind] = attention, attention.plan(table, lens, starts, **options)
-        return plans[kind][1]
+        options |= {"into": plans[kind][1] if kind in plans else None} | ({"chunks": chunks} if chunks else {})
+        plans[kind] = attention, attention.plan(*tables, **options)
+        return plans[kind]
 
     def _planned(self, kind: LayerKind) -> tuple[BatchAttention, Plan]:
         step = self._step
@@ -165,22 +162,21 @@ class TrunkCudaBackend(TrunkBackend):
             if self._host_planner is not None:
                 self._host_planner.wait()
             return super()._planned(kind)
-        if kind not in self._plans_of(step):  # the first step, which SGLang runs before it captures one
+        if kind not in self._plans_of(step.chunks):  # the first step, which SGLang runs before it captures one
             self._warm_up(kind, step)
-        return self._plans_of(step)[kind]
+        return self._plans_of(step.chunks)[kind]
 
     def _warm_up(self, kind: LayerKind, step: DeviceStep) -> None:
         """Plans the first step of a kind of layer. If that decodes, a prompt's kernels are compiled with its own: no
         prompt is to wait for them."""
-        caches, steps = self._caches(self._layer_of(kind)), [step]
+        caches, steps = self._caches(self._layer_of(kind)), [(self._tables_of(kind, step), step.chunks)]
         if step.chunks is None and self._most_prompt_tokens:
-            one = torch.ones(1, dtype=torch.int32)
-            steps.insert(0, DeviceStep(1, 0, None, PromptChunks(0, one, one, 0)))
+            steps.insert(0, one_prompt(self.device))
 
         def work() -> None:
-            for each in steps:
-                attention, plan = self._attention(kind, each.chunks is not None), self._plan(kind, each)
-                run_zeros(attention, plan, caches, each.rows if each.chunks is None else plan.num_query_tokens)
+            for tables, chunks in steps:
+                attention, plan = self._plan(kind, tables, chunks)
+                run_zeros(attention, plan, caches, plan.num_query_tokens)
 
         warm_up(work)
 
@@ -188,7 +184,7 @@ class TrunkCudaBackend(TrunkBackend):
         return next(layer_id for layer_id, each in self._kinds.items() if each == kind)
 
     def _attention(self, kind: LayerKind, prompts: bool) -> BatchAttention:
-        """Of decodes, or of prompts, which have plans of their own: room for prompts would cost each decode step."""
+        """Of decodes, or of prompts."""
         config = kind.spec.config(self.page_size)
         key = (config, kind.in_window_pool, prompts)
         if key not in self._attentions:
@@ -203,11 +199,8 @@ class TrunkCudaBackend(TrunkBackend):
                 num_pages=len(keys),
                 max_query_len=1,
             )
-            if prompts:
-                config = replace(config, execution="serial")  # nothing decodes beside them
-                few = {"max_requests": self._most_prompts, "max_query_tokens": 1}
-                capacity = replace(capacity, **few, max_chunk_tokens=self._most_prompt_tokens)
-            self._attentions[key] = BatchAttention(config, self.device, capacity)
+            made = self._room.attention if prompts else BatchAttention
+            self._attentions[key] = made(config, self.device, capacity)
         return self._attentions[key]
 
     def _finish_step(self) -> None:
@@ -215,19 +208,20 @@ class TrunkCudaBackend(TrunkBackend):
             super()._finish_step()
             return
         step, self._step = self._step, None
-        if step.path is None or not self._plans_of(step):
+        if step.path is None or not self._plans_of(step.chunks):
             return
+        self.stats.count_step(step.path)
+        layers = list(self._kinds.values())
+        token_bytes = {kind: kind.spec.kv_token_bytes * layers.count(kind) for kind in self._plans_of(step.chunks)}
         if step.chunks is not None:
-            self.stats.count_step(step.path)
-            self.stats.count_unshared("no_decode")
+            stats = {kind: plan.chunk_stats for kind, (_, plan) in self._prompt_plans.items()}
+            read = sum(found.kv_tokens_read * token_bytes[kind] for kind, found in stats.items() if found is not None)
+            self.stats.count_read(read, read, step.rows)
             self.stats.log()
             return
         if self._traffic is None:
             errors = [each.errors for each in self._attentions.values() if each.errors is not None]
             self._traffic = DeviceTraffic(len(self._plans), self.device, errors)
-        self.stats.count_step(step.path)
         plans = [plan.traffic for _, plan in self._plans.values()]
         self._traffic.note(plans, step.rows - step.padding, step.padding)
-        layers = list(self._kinds.values())
-        token_bytes = [kind.spec.kv_token_bytes * layers.count(kind) for kind in self._plans]
-        count_arrivals(self.stats, self._traffic, token_bytes, logger.error)
+        count_arrivals(self.stats, self._traffic, list(token_bytes.values()), logger.error)

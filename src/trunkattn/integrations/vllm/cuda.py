@@ -7,15 +7,14 @@ fetch arrives.)
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
 FlashAttention, or in one kernel of ours together with the decodes where that is sooner (H100 and H200, 16-bit caches,
-head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too.
-Their plan is made on the host, which waits for the device in steps with prompts.
+head_dim 128). For layers that FlashAttention does not support (8-bit caches, float32) our kernels run the prompts too
+(`own_prompts`).
 
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows: decodes are planned on the device, prompts on the host.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -26,12 +25,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, count_arrivals
+from trunkattn.integrations.prompt_plans import MOST_PROMPTS, PromptRoom
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
-from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_prompts, warm_up
+from trunkattn.integrations.vllm.own_prompts import OwnPrompts
+from trunkattn.integrations.warm_up import run_zeros, warm_up
 
 logger = init_logger("vllm.trunkattn")
 # Of prompts beside decodes, up to which a layer has a graph of its own: longer ones keep the GPU busy while the host
@@ -133,7 +134,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
         # discards.
         self.attentions: dict[LayerSpec, BatchAttention] = {}
-        self._prefill_attentions: dict[LayerSpec, BatchAttention] = {}
+        self._own_prompts: OwnPrompts | None = None
         self._device_traffic: DeviceTraffic | None = None
         self._plans: dict[LayerSpec, Plan] = {}
         self._decode_plans: dict[LayerSpec, Plan] = {}  # the same without the launch for prompt chunks
@@ -238,8 +239,10 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
             self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
-        shared = {self.configs[spec]: BatchAttention(self.configs[spec], self.device) for spec in own}
-        self._prefill_attentions = {spec: shared[self.configs[spec]] for spec in own}
+        if own:
+            tokens = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+            configs, room = {spec: self.configs[spec] for spec in own}, PromptRoom(min(MOST_PROMPTS, rows), tokens)
+            self._own_prompts = OwnPrompts(configs, self.device, capacity, room)
         if self.device.type == "cuda":
             self._warm_up(capacity.max_pages_per_request)
         errors = [attention.errors for attention in attentions if attention.errors is not None]
@@ -271,10 +274,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         )
         decode = DecodeRows(rows.block_table[:1], rows.seq_lens[:1], rows.query_start_loc[:2])
         one = torch.ones(1, dtype=torch.int32)
-        prompts = warm_prompts(max_pages_per_request, self.kv_cache_spec.block_size, self.device)
         caches = {layer.impl.layer_spec: layer.impl.caches_of(layer.kv_cache) for layer in self.modules.values()}
-        for spec in self._prefill_attentions:
-            host_planner(spec.batch_invariant).wait()
 
         def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
             for spec, (_, plan) in self._plan(rows, chunks).items():
@@ -284,9 +284,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             plan_and_run(decode)
             if self._may_overlap:
                 plan_and_run(rows, PromptChunks(1, one, one))
-            for tables, (spec, attention) in product(prompts, self._prefill_attentions.items()):
-                plan = attention.plan(*tables, sliding_window=spec.sliding_window)
-                run_zeros(attention, plan, caches[spec], plan.num_query_tokens)
+            if self._own_prompts is not None:
+                self._own_prompts.run_once(caches, self.kv_cache_spec.block_size)
 
         warm_up(work)
 
@@ -320,10 +319,12 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         if tokens.start:
             starts = starts - tokens.start
         table, lens = batch.block_table_tensor[rows], batch.seq_lens[rows]
-        plans = {
-            spec: (attention, attention.plan(table, lens, starts, sliding_window=spec.sliding_window))
-            for spec, attention in self._prefill_attentions.items()
-        }
+        plans: dict[LayerSpec, tuple[BatchAttention, Plan]] = {}
+        if self._own_prompts is not None:
+            bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)  # of prompts, the lengths themselves
+            query_lens = batch.query_start_loc_cpu[first : batch.num_reqs + 1].diff()
+            known = self._own_prompts.known(query_lens, None if bounds is None else bounds[rows])
+            plans = self._own_prompts.plan(table, lens, starts, known)
         context_lens, most = None, 0
         if self._ranks is not None and _any_context(batch, rows):
             context_lens = self._ranks.local_lens(lens - starts.diff())
