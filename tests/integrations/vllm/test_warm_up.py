@@ -37,7 +37,7 @@ def test_prompts_of_our_own_kernels_are_warm_too(
             DeviceAttention, "run", lambda self, _, q, *caches, **options: runs.append((self.limits, len(q)))
         )
         builder._warm_up(WIDTH)
-    assert host_planners.waited == [True]
+    assert set(host_planners.waited) == {True}
     assert runs == [(builder.attentions[layer.layer_spec].limits, 2), *[(None, 2 + 128)] * 2] * 2
     _, errors = run_step(builder, make_batch([1, 1, 30], [20, 40, 0]))
     assert max(errors) < 0.02
