@@ -17,7 +17,7 @@ from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import with_regular_strides
 from trunkattn.integrations.vllm import cuda, cuda_impl
 
-from .device_attention import DeviceAttention, HostPlanners
+from .device_attention import DeviceAttention
 from .fakes import (
     DIM,
     HEADS,
@@ -290,57 +290,6 @@ def test_prompts_in_a_captured_graph_are_refused(
     run_step(builder, make_batch([1, 1], [20, 40]))
     with pytest.raises(ValueError, match="FULL_AND_PIECEWISE"):
         run_step(builder, make_batch([1, 9], [20, 40]))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cache", "note"), [(torch.float32, "auto", "float32"), (torch.bfloat16, "fp8", "float8_e4m3fn")]
-)
-def test_what_flash_attention_cannot_do(
-    dtype: torch.dtype,
-    cache: str,
-    note: str,
-    gpu_engine: VllmConfig,
-    flash_kernel: FlashRecorder,
-    host_planners: HostPlanners,
-) -> None:
-    layer = make_layer(dtype, cache=cache)
-    assert layer.flash is None
-    assert note in layer.flash_note
-    builder = make_builder(gpu_engine, layer)
-    plans = []
-    for lens_known in (False, True, True):
-        batch = make_batch([1, 5, 30], [20, 60, 0])
-        if lens_known:
-            batch.seq_lens_cpu_upper_bound = batch.seq_lens.clone()
-        step, errors = run_step(builder, batch)
-        assert max(errors) < (1e-5 if cache == "auto" else 0.02)
-        plans.append(step.prefill.plans[layer.layer_spec])
-    (attention, _), *on_device = plans
-    assert (attention.host_planned, attention.limits) == (1, None), "the host waits where it knows no lengths"
-    assert host_planners.waited == [False]
-    assert on_device[0] == on_device[1], "one plan serves every step"
-    limits, chunks = on_device[0][0].limits, on_device[0][0].chunks
-    assert (limits.max_requests, limits.max_query_tokens, limits.max_chunk_tokens) == (SEQUENCES, 1, 2048)
-    assert (chunks.first_token, chunks.query_lens.tolist(), chunks.seq_lens.tolist()) == (0, [5, 30], [65, 30])
-    assert flash_kernel.calls == []
-
-
-def test_a_batch_invariant_engine_runs_prompts_on_our_kernels_too(
-    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, set_batch_invariance: Callable[[bool], None]
-) -> None:
-    set_batch_invariance(True)
-    layer = make_layer()
-    assert layer.layer_spec.config(PAGE).batch_invariant
-    assert (layer.flash, "than decoding does" in layer.flash_note) == (None, True)
-    builder = make_builder(gpu_engine, layer)
-    for _ in range(2):
-        step, errors = run_step(builder, make_batch([1, 1, 5, 30], [40, 40, 60, 0], shared=2))
-        assert max(errors) < 0.02
-    assert (step.decodes, step.prefill.tokens) == (2, slice(2, 37))
-    assert flash_kernel.calls == []
-    builder._device_traffic.send()
-    run_step(builder, make_batch([1], [40]))
-    assert builder.traffic.read > 0, "what was planned on the device has arrived"
 
 
 @pytest.mark.parametrize(
