@@ -134,7 +134,7 @@ def one_graph(case: Case) -> Run:
         torch.from_numpy(it).to(case.q.device) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)
     )
     chunks = trunkattn.PromptChunks(0, query_lens, lens, 0)
-    plan = attention.plan(*tables, sliding_window=window, chunks=chunks)
+    plan = attention.plan(*tables, sliding_window=window, chunks=chunks).of_chunks_alone()
     out = torch.full_like(case.q, math.nan)
     return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks)
 

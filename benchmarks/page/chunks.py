@@ -18,7 +18,7 @@ from page.common import (
 )
 
 PROMPT_WAYS = {
-    "trunkattn": "own plan", "trunkattn_one_graph": "made on the device", "trunkattn_portable": "portable kernel",
+    "trunkattn": "own plan", "trunkattn_one_graph": "plan made on the device", "trunkattn_portable": "portable kernel",
 }  # fmt: skip
 
 
@@ -61,25 +61,27 @@ def shapes() -> Section | None:
     if not names:
         return None
     rows, losses = list[list[object]](), list[Loss]()
+    measured = [row for name in names for shape in load(name)["shapes"] for row in shape["rows"]]
+    ways = [way for way in PROMPT_WAYS if any("us" in row.get(way, {}) for row in measured)]
     for name in names:
         for shape in load(name)["shapes"]:
-            ways = [way for way in PROMPT_WAYS if any("us" in row.get(way, {}) for row in shape["rows"])]
             for row in shape["rows"]:
                 cells = [card_of(name), shape["shape"], f"{row['requests']} × {row['tokens']} behind {row['cached']:,}"]
                 peer = row["flash_attention_3"]["us"]
-                speeds = {way: peer / row[way]["us"] if "us" in row.get(way, {}) else None for way in PROMPT_WAYS}
-                rows.append([*cells, f"{peer:,.0f}", *(f"{it:.2f}" if it else "" for it in speeds.values())])
+                speeds = [peer / row[way]["us"] if "us" in row.get(way, {}) else None for way in ways]
+                rows.append([*cells, f"{peer:,.0f}", *(f"{it:.2f}" if it else "" for it in speeds)])
             for way in ways:
-                slow = [row[way]["us"] / row["flash_attention_3"]["us"] for row in shape["rows"] if "us" in row[way]]
+                of_way = [row for row in shape["rows"] if "us" in row.get(way, {})]
+                slow = [row[way]["us"] / row["flash_attention_3"]["us"] for row in of_way]
                 count = sum(each > NOTICEABLE for each in slow)
                 if count and way != "trunkattn_portable":
                     where = f"prompts, {card_of(name)}, {shape['shape']}, {PROMPT_WAYS[way]}: {count} of {len(slow)}"
                     losses.append(Loss(f"{where}, worst", "FlashAttention-3", slower(max(slow))))
-    head = ["card", "shape", "prompts × tokens", "FlashAttention-3, µs", *PROMPT_WAYS.values()]
+    head = ["card", "shape", "prompts × tokens", "FlashAttention-3, µs", *(PROMPT_WAYS[way] for way in ways)]
     text = f"""## Prompts of other models
 
-Speed over FlashAttention-3's: of a plan that the host makes; of one that the device makes, from the prompts' lengths;
-and of the kernel for any card. bf16, pages of 16 tokens. 1 is equal, higher is better.
+Speed over FlashAttention-3's, of what an H100 or H200 gets and of the kernel for any card; bf16, pages of 16 tokens. 1
+is equal, higher is better.
 {cut_text(names)}
 {table(head, rows, 3)}
 

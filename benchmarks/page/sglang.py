@@ -66,7 +66,7 @@ Milliseconds, {"; ".join(sorted(pairs))}.
 
 {table(SERVING_HEAD, rows, 2)}
 
-{sources("python benchmarks/sglang_serving.py --model FOLDER --trace FILE --parallel", *names)}
+{sources("python benchmarks/sglang_serving.py --model FOLDER --trace FILE --backends fa3@16 trunk@16", *names)}
 """
     return Section(text, losses)
 

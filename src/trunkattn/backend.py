@@ -31,6 +31,9 @@ class PlannedStep(Protocol):
     def without_chunks(self) -> "PlannedStep":
         """The same arrays, run without the kernel for prompt chunks."""
 
+    def of_chunks_alone(self) -> "PlannedStep | None":
+        """The same arrays, run by the kernel for prompt chunks alone; None: others may have work."""
+
     def stats(self) -> PlanStats:
         """See PlanStats."""
 

@@ -97,6 +97,7 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuExecutor) ->
         step = planned(executor, batch, num_chunks, step)
         places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.prefill.flat.data_ptr()))
         assert step.has_chunks == (num_chunks > 0)
+        assert (step.of_chunks_alone() is None) == (num_chunks < 9), "decodes have launches of their own"
         assert bool(step.traffic.any()) == (num_chunks < 9), "chunks are not counted there"
         stats, of_chunks = step.stats(), step.chunk_stats()
         in_chunks = of_chunks.kv_tokens_read if of_chunks else 0
@@ -117,6 +118,9 @@ def test_a_plan_for_prompts_alone(window: int | None) -> None:
         step = planned(made, batch, len(query_lens), step, UNLIMITED if window is None else window)
         assert step.num_query_tokens == sum(query_lens)
         assert_right(made, step, batch, window)
+        alone = step.of_chunks_alone()
+        assert alone.gpu_plan.launches == () and alone.gpu_plan is step.of_chunks_alone().gpu_plan
+        assert_right(made, alone, batch, window)
 
 
 def test_overlapping_takes_the_items_of_the_lowest_tile() -> None:

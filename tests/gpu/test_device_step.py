@@ -117,6 +117,9 @@ def test_plans_of_the_host_have_no_traffic() -> None:
     attention = BatchAttention(AttentionConfig(8, 2, 64, 16, torch.float32), "cpu")
     with pytest.raises(ValueError, match="made on the host: expected one made on the device"):
         _ = attention.plan(TABLE, LENS).traffic
+    with pytest.raises(ValueError, match="of_chunks_alone: expected a plan made on the device"):
+        attention.plan(TABLE, LENS).of_chunks_alone()
+    assert attention.plan(TABLE, LENS).chunk_stats is None
     assert attention.errors is None
     attention.check()
 

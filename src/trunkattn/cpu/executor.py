@@ -46,6 +46,9 @@ class CpuStep(NamedTuple):
         """The step itself."""
         return self
 
+    def of_chunks_alone(self) -> None:
+        """A CPU has no kernel for prompt chunks."""
+
     def stats(self) -> PlanStats:
         """See PlanStats."""
         return self.planned.stats()

@@ -97,6 +97,9 @@ class GpuStep:
         """The same arrays without that launch."""
         return replace(self, gpu_plan=self.gpu_plan.without_chunks())
 
+    def of_chunks_alone(self) -> None:
+        """Chunks that the host plans may be cut, and then other kernels merge them."""
+
     def stats(self) -> PlanStats:
         """See PlanStats."""
         stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, self.choice.reason)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -93,6 +94,11 @@ class GpuPlan(Packed):
         """The same arrays, without the launch that computes prompt chunks."""
         execution = "serial" if self.execution == "overlapped" else self.execution
         return replace(self, execution=execution, prefill=None)
+
+    @cached_property
+    def of_chunks_alone(self) -> "GpuPlan":
+        """The same arrays, with no launch but the one that computes prompt chunks."""
+        return replace(self, execution="serial", launches=())
 
     def forget_tiles(self) -> None:
         """Takes all rows of tiles out of a plan that is filled on the device, on the current stream."""

@@ -15,6 +15,9 @@ class DevicePlan(Plan):
 
     traffic = torch.zeros(2, dtype=torch.int64)
 
+    def of_chunks_alone(self) -> Plan:
+        return self
+
     @property
     def chunk_stats(self) -> PlanStats:
         return self.stats

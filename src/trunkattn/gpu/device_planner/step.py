@@ -56,6 +56,12 @@ class DeviceStep:
         """The same arrays without the launch for prompt chunks."""
         return replace(self, gpu_plan=self.gpu_plan.without_chunks())
 
+    def of_chunks_alone(self) -> "DeviceStep | None":
+        """The same arrays with that launch alone, if all requests are prompt chunks, which are never cut."""
+        if self.chunks is None or len(self.tables[0]):
+            return None
+        return replace(self, gpu_plan=self.gpu_plan.of_chunks_alone)
+
     def tile_list(self) -> TileList:
         """What the plan's arrays hold. Waits for the device."""
         host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}

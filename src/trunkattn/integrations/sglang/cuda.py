@@ -153,10 +153,12 @@ class TrunkCudaBackend(TrunkBackend):
         plans, attention = self._plans_of(chunks), self._attention(kind, chunks is not None)
         options: dict[str, Any] = {"sliding_window": kind.spec.sliding_window}
         options |= {"into": plans[kind][1] if kind in plans else None} | ({"chunks": chunks} if chunks else {})
-        plans[kind] = attention, attention.plan(*tables, **options)
-        return plans[kind]
+        plan = attention.plan(*tables, **options)
+        plans[kind] = attention, plan
+        return attention, plan
 
     def _planned(self, kind: LayerKind) -> tuple[BatchAttention, Plan]:
+        """The current step's plan for a kind of layer, as it is run."""
         step = self._step
         if not isinstance(step, DeviceStep):
             if self._host_planner is not None:
@@ -164,7 +166,8 @@ class TrunkCudaBackend(TrunkBackend):
             return super()._planned(kind)
         if kind not in self._plans_of(step.chunks):  # the first step, which SGLang runs before it captures one
             self._warm_up(kind, step)
-        return self._plans_of(step.chunks)[kind]
+        attention, plan = self._plans_of(step.chunks)[kind]
+        return attention, _as_run(plan, step.chunks)
 
     def _warm_up(self, kind: LayerKind, step: DeviceStep) -> None:
         """Plans the first step of a kind of layer. If that decodes, a prompt's kernels are compiled with its own: no
@@ -176,7 +179,7 @@ class TrunkCudaBackend(TrunkBackend):
         def work() -> None:
             for tables, chunks in steps:
                 attention, plan = self._plan(kind, tables, chunks)
-                run_zeros(attention, plan, caches, plan.num_query_tokens)
+                run_zeros(attention, _as_run(plan, chunks), caches, plan.num_query_tokens)
 
         warm_up(work)
 
@@ -225,3 +228,7 @@ class TrunkCudaBackend(TrunkBackend):
         plans = [plan.traffic for _, plan in self._plans.values()]
         self._traffic.note(plans, step.rows - step.padding, step.padding)
         count_arrivals(self.stats, self._traffic, list(token_bytes.values()), logger.error)
+
+
+def _as_run(plan: Plan, chunks: PromptChunks | None) -> Plan:
+    return plan if chunks is None else plan.of_chunks_alone()
