@@ -92,8 +92,8 @@ class Plan:
         return Plan(self.step.without_chunks(), self.owner, self.last_page, self.window, refills=False)
 
     def of_chunks_alone(self) -> "Plan":
-        """The same plan, in the same arrays, but `run` launches only the kernel for prompt chunks, which spares a step of
-        prompts some µs a layer. Into the result nothing can be planned.
+        """The same plan, in the same arrays, but `run` launches only the kernel for prompt chunks, which spares a step
+        of prompts some µs a layer. Into the result nothing can be planned.
 
         Raises:
             ValueError: the plan was made on the host, or not all of its requests are prompt chunks.
