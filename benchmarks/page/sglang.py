@@ -60,13 +60,14 @@ def sglang_serving() -> Section:
         first, *_, ours = load(name)["runs"]
         pairs.add(f"`{first}` → `{ours}`")
         rows += serving_rows(name, "SGLang", (first, ours), losses)
+    backends = " or ".join(dict.fromkeys(" ".join(load(name)["runs"]) for name in names))
     text = f"""## In SGLang: requests that arrive
 
 Milliseconds, {"; ".join(sorted(pairs))}.
 
 {table(SERVING_HEAD, rows, 2)}
 
-{sources("python benchmarks/sglang_serving.py --model FOLDER --trace FILE --backends fa3@16 trunk@16", *names)}
+{sources(f"python benchmarks/sglang_serving.py --model FOLDER --trace FILE --backends {backends}", *names)}
 """
     return Section(text, losses)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
+from trunkattn.integrations.prompt_plans import PromptRoom
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.tables import Requests, pages
 from trunkattn.reference import paged_attention
@@ -21,6 +22,14 @@ def place(table: torch.Tensor, lens: list[int], page: int, shared: int) -> None:
         table[row + 1, :length] = (first[:, None] + torch.arange(page)).flatten()[:length].to(torch.int32).cuda()
 
 
+def setting(page: int) -> tuple[Requests, tuple[torch.Tensor, torch.Tensor]]:
+    """An empty request table, and caches of any numbers."""
+    torch.manual_seed(0)
+    request_table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32, device="cuda")
+    k, v = torch.randn(2, SLOTS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    return Requests(request_table, None, page), (pages(k, page), pages(v, page))
+
+
 def padding(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows of the request table, lengths) of all rows of a graph."""
     spare = ROWS - len(lens)
@@ -31,13 +40,9 @@ def padding(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_graph_plans_and_attends(page: int, window: int | None) -> None:
-    torch.manual_seed(0)
-    request_table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32, device="cuda")
-    requests = Requests(request_table, None, page)
+    requests, caches = setting(page)
     tables = DeviceTables(requests, ROWS)
     config = AttentionConfig(HEADS, KV_HEADS, DIM, page_size=page, dtype=torch.bfloat16)
-    k, v = torch.randn(2, SLOTS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    caches = pages(k, page), pages(v, page)
     attention = BatchAttention(config, "cuda", Capacity(ROWS, ROWS, requests.max_pages, len(caches[0]), 1))
     q = torch.randn(ROWS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
@@ -54,7 +59,7 @@ def test_a_graph_plans_and_attends(page: int, window: int | None) -> None:
         attention.plan(*step, sliding_window=window, into=plan)
         attention.run(plan, q, *caches, out=out)
     for lens, shared in (([640] * 16, 512), ([600 + i for i in range(9)], 592), ([5], 0), ([300, 17, 650], 0)):
-        place(request_table, lens, page, shared // page)
+        place(requests.req_to_token, lens, page, shared // page)
         q.normal_()
         rows, padded = padding(lens)
         torch.cuda.set_sync_debug_mode("error")  # a step does not wait for the device
@@ -74,18 +79,14 @@ def test_a_graph_plans_and_attends(page: int, window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_prompts_are_planned_without_a_wait(page: int, window: int | None) -> None:
     """Steps of prompts alone, in a plan that has room for no decode to speak of."""
-    torch.manual_seed(0)
-    request_table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32, device="cuda")
-    requests = Requests(request_table, None, page)
+    requests, caches = setting(page)
     tables = DeviceTables(requests, ROWS)
-    config = AttentionConfig(HEADS, KV_HEADS, DIM, page_size=page, dtype=torch.bfloat16, execution="serial")
-    k, v = torch.randn(2, SLOTS, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    caches = pages(k, page), pages(v, page)
-    capacity = Capacity(8, 1, requests.max_pages, len(caches[0]), 1, max_chunk_tokens=1300)
-    attention, plan = BatchAttention(config, "cuda", capacity), None
+    config = AttentionConfig(HEADS, KV_HEADS, DIM, page_size=page, dtype=torch.bfloat16)
+    decodes = Capacity(ROWS, ROWS, requests.max_pages, len(caches[0]), 1)
+    attention, plan = PromptRoom(8, 1300).attention(config, torch.device("cuda"), decodes), None
     steps = [([640], [640]), ([5, 640, 1], [300, 640, 17]), ([64] * 8, [600 + i for i in range(8)]), ([1], [1])]
     for queries, lens in (*steps, *steps):
-        place(request_table, lens, page, 0)
+        place(requests.req_to_token, lens, page, 0)
         rows, count = torch.arange(1, len(lens) + 1, device="cuda"), len(lens)
         told = PromptChunks(0, *(torch.tensor(each, dtype=torch.int32) for each in (queries, lens)), 0)
         on_device = torch.tensor(lens, device="cuda"), torch.tensor(queries, dtype=torch.int32, device="cuda")

@@ -13,7 +13,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
 
 MOST_PROMPTS: Final = 64  # of more, the host finds what they share
-FEW_TOKENS: Final = 8  # the same of several prompts of so many tokens; of twice as many it found none worth sharing
+FEW_TOKENS: Final = 8  # the same of several prompts, if none has more of them left
 
 
 class PromptRoom(NamedTuple):
@@ -47,10 +47,14 @@ class PromptRoom(NamedTuple):
         return PromptChunks(0, query_lens.to(torch.int32), seq_lens.to(torch.int32), 0)
 
 
+def room_for(requests: int, tokens: int) -> PromptRoom:
+    """The room of an engine whose steps have up to so many requests, and query tokens of prompts."""
+    return PromptRoom(min(MOST_PROMPTS, requests), tokens)
+
+
 def one_prompt(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PromptChunks]:
     """The tables on the device, as of `BatchAttention.plan`, and what the host knows of a step of one prompt of one
     token: the same kernels compute it as any."""
     one = torch.ones(1, dtype=torch.int32)
-    zero, to_one = (torch.zeros(1, size, dtype=torch.int32, device=device) for size in (1, 2))
-    to_one[0, 1] = 1
-    return (zero, one.to(device), to_one[0]), PromptChunks(0, one, one, 0)
+    table, starts = (torch.arange(size, dtype=torch.int32, device=device) for size in (1, 2))
+    return (table[None], one.to(device), starts), PromptChunks(0, one, one, 0)

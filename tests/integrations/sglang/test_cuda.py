@@ -171,7 +171,7 @@ def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanne
 def test_other_prompts_are_planned_on_the_host(
     card: None, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch, step: Step, most: int
 ) -> None:
-    monkeypatch.setattr(cuda, "MOST_PROMPTS", most)
+    monkeypatch.setattr(prompt_plans, "MOST_PROMPTS", most)
     runner = make_runner(*LAYERS, options=PROMPTS)
     backend, batch = make_backend(runner), step.batch(runner)
     backend.init_forward_metadata(batch)

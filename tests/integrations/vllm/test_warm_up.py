@@ -17,6 +17,18 @@ from .fakes import WIDTH, FlashRecorder, make_batch, make_builder, make_layer, r
 pytestmark = pytest.mark.usefixtures("gpu_engine")
 
 
+def runs_of_warm_up(builder: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """The capacity of each attention that runs, and how many queries it has."""
+    runs: list[tuple[Any, int]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(warm_up, "compiled_together", nullcontext)
+        patched.setattr(
+            DeviceAttention, "run", lambda self, _, q, *caches, **options: runs.append((self.limits, len(q)))
+        )
+        builder._warm_up(WIDTH)
+    return runs
+
+
 def test_prompts_of_our_own_kernels_are_warm_too(
     gpu_engine: VllmConfig,
     flash_kernel: FlashRecorder,
@@ -25,18 +37,12 @@ def test_prompts_of_our_own_kernels_are_warm_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their kernel has other constants than that of decodes: a batch-invariant prompt has several query tokens."""
-    runs: list[tuple[Any, int]] = []
     set_batch_invariance(True)
     layer = make_layer()
     assert (host_planners.begun, host_planners.waited) == ([True], []), "it compiles while the model is loaded"
     builder = make_builder(gpu_engine, layer)
     builder.build(0, make_batch([1, 1], [20, 40]))
-    with monkeypatch.context() as patched:
-        patched.setattr(warm_up, "compiled_together", nullcontext)
-        patched.setattr(
-            DeviceAttention, "run", lambda self, _, q, *caches, **options: runs.append((self.limits, len(q)))
-        )
-        builder._warm_up(WIDTH)
+    runs = runs_of_warm_up(builder, monkeypatch)
     assert set(host_planners.waited) == {True}
     assert runs == [(builder.attentions[layer.layer_spec].limits, 2), *[(None, 2 + 128)] * 2] * 2
     _, errors = run_step(builder, make_batch([1, 1, 30], [20, 40, 0]))
@@ -57,16 +63,10 @@ def test_prompts_that_are_planned_on_the_device_are_warm_too(
     gpu_engine: VllmConfig, flash_kernel: FlashRecorder, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing waits for the host's planner, which many prompts alone need."""
-    runs: list[tuple[Any, int]] = []
     layer = make_layer(cache="fp8")
     builder = make_builder(gpu_engine, layer)
     builder.build(0, make_batch([1, 1], [20, 40]))
-    with monkeypatch.context() as patched:
-        patched.setattr(warm_up, "compiled_together", nullcontext)
-        patched.setattr(
-            DeviceAttention, "run", lambda self, _, q, *caches, **options: runs.append((self.limits, len(q)))
-        )
-        builder._warm_up(WIDTH)
+    runs = runs_of_warm_up(builder, monkeypatch)
     decodes = builder.attentions[layer.layer_spec].limits
     prompts = replace(decodes, max_query_tokens=1, max_chunk_tokens=2048)
     assert runs == [(decodes, 2), (prompts, 1)] * 2

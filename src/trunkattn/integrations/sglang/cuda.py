@@ -17,7 +17,7 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.common import DeviceTraffic, count_arrivals
-from trunkattn.integrations.prompt_plans import MOST_PROMPTS, PromptRoom, one_prompt
+from trunkattn.integrations.prompt_plans import PromptRoom, one_prompt, room_for
 from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.backend import TrunkBackend
 from trunkattn.integrations.sglang.device_tables import DeviceTables
@@ -36,7 +36,7 @@ class DeviceStep:
     Attributes:
         rows: requests, with padding.
         padding: rows of one token in the page that no request has.
-        path: for the counters; None: a step that SGLang captures, or that warms up, which is not counted.
+        path: for the counters; None: a step that SGLang captures, which is not counted.
         chunks: what the host knows of prompts; None: all rows decode.
     """
 
@@ -111,7 +111,7 @@ class TrunkCudaBackend(TrunkBackend):
 
     @property
     def _room(self) -> PromptRoom:
-        return PromptRoom(min(MOST_PROMPTS, self._most_rows), self._most_prompt_tokens)
+        return room_for(self._most_rows, self._most_prompt_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Brings a decode step's tables to where its graph reads them, before the graph is captured or replayed.

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, count_arrivals
-from trunkattn.integrations.prompt_plans import MOST_PROMPTS, PromptRoom
+from trunkattn.integrations.prompt_plans import room_for
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
@@ -241,8 +241,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         if own:
             tokens = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
-            configs, room = {spec: self.configs[spec] for spec in own}, PromptRoom(min(MOST_PROMPTS, rows), tokens)
-            self._own_prompts = OwnPrompts(configs, self.device, capacity, room)
+            configs = {spec: self.configs[spec] for spec in own}
+            self._own_prompts = OwnPrompts(configs, self.device, capacity, room_for(rows, tokens))
         if self.device.type == "cuda":
             self._warm_up(capacity.max_pages_per_request)
         errors = [attention.errors for attention in attentions if attention.errors is not None]
