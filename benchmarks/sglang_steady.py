@@ -1,6 +1,7 @@
-"""Whether decode steps of SGLang wait for the device with our back end, and whether memory grows over many steps.
+"""Whether decode steps of SGLang wait for the device with a back end, and whether memory grows over many steps.
 
-    python benchmarks/sglang_steady.py --model FOLDER                  # results/sglang-steady-CARD.json
+    python benchmarks/sglang_steady.py --model FOLDER                  # results/sglang-steady-CARD-trunk.json
+    python benchmarks/sglang_steady.py --model FOLDER --backend fa3    # what SGLang's own does
     python benchmarks/sglang_steady.py --model FOLDER --device cpu --steps 60
 
 32 requests share a prefix and decode --steps tokens. 20 steps are traced by SGLang's own profiler: calls that wait for
@@ -110,7 +111,8 @@ def main() -> None:
     card = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name()
     facts = {"card": card, "backend": arguments.backend, "requests": REQUESTS, "steps": arguments.steps}
     print(json.dumps({key: found[key] for key in ("tokens", "memory_mb", "events", "waits", "copies_to_host")}))
-    print(write_result(f"sglang-steady-{short_name(card)}", facts | found, "sglang", "triton"))
+    name = f"sglang-steady-{short_name(card)}-{arguments.backend.partition('@')[0]}"
+    print(write_result(name, facts | found, "sglang", "triton"))
 
 
 if __name__ == "__main__":
