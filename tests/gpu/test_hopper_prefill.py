@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from trunkattn.gpu import prefill_plan
 from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.triton import prefill
-from trunkattn.gpu.tuning.prefill import prefill_tile
-from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
+from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, prefill_tile
+from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, PrefillList, TileList
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +100,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
     assert (given.C.windowed, given.work.window) == ((False, 0) if window == UNLIMITED else (True, 40))
     assert given.k_desc.block_shape == [1, 16, 1, 64]
-    constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, 0.0, False, True, False)
+    constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, False, 0.0, False, True, False)
     assert constants == given.C
 
 
@@ -132,11 +133,39 @@ def test_chunks_in_a_tile_of_the_portable_kernel_go_to_it(kernels: tuple[Recorde
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
-def test_registers_suffice_for_its_warps() -> None:
+@pytest.mark.parametrize("head_dim, window, two", [(64, 256, True), (64, 257, False), (128, 100, False)])
+def test_two_ctas_share_an_sm_under_a_short_window(
+    kernels: tuple[Recorder, Recorder], head_dim: int, window: int, two: bool
+) -> None:
+    shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, window=window)
+    execute(make_plan(shape), make_tensors(), (), DEVICE_INFO, False)
+    ((_, args, given_options),) = kernels[0].calls
+    assert hopper_prefill.PrefillArguments(*args).C.short_window == two
+    assert given_options["maxnreg"] == (hopper_prefill.SHORT_REGISTERS if two else hopper_prefill.REGISTERS)
+
+
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_registers_suffice_for_its_warps(ctas: int) -> None:
     """Two groups of 4 warps that compute; two producers are given out as the 4 warps that they start."""
-    consumers = hopper_prefill._CONSUMER_REGISTERS.value
+    short = ctas == SHORT_CTAS_PER_SM
+    consumers = (hopper_prefill._SHORT_CONSUMER_REGISTERS if short else hopper_prefill._CONSUMER_REGISTERS).value
+    launched = hopper_prefill.SHORT_REGISTERS if short else hopper_prefill.REGISTERS
     assert consumers % 8 == 0
-    assert (2 * consumers + PRODUCER_REGISTERS.value) * 128 <= hopper_prefill.REGISTERS * 384 <= 65536
+    assert (2 * consumers + PRODUCER_REGISTERS.value) * 128 <= launched * 384 <= 65536 // ctas
+
+
+@pytest.mark.parametrize("num_items, num_programs", [(2, 4), (500, 132)])
+@pytest.mark.parametrize("hopper", [True, False])
+def test_programs_of_the_hopper_kernel_stay_and_take_item_after_item(
+    hopper: bool, num_items: int, num_programs: int
+) -> None:
+    items = np.zeros((num_items, ITEM_COLUMNS), np.int32)
+    listed = PrefillList(items, *(np.zeros(size, np.int32) for size in (1, 1)), np.zeros((1, 1), np.int32))
+    chunks = Chunks(listed, prefill_tile(2, 64, hopper))
+    cpu = torch.device("cpu")
+    whole, short = (prefill_plan.upload(chunks, 2, 132, window, False, cpu).num_programs for window in (False, True))
+    assert whole == (num_programs if hopper else 2 * num_items)
+    assert short == (min(2 * num_items, 264) if hopper else 2 * num_items)
 
 
 @UNSUPPORTED

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trunkattn.gpu import prefill_plan
 from trunkattn.gpu.prefill_plan import Chunks, Packed, PrefillPlan, aligned
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import PrefillTile
+from trunkattn.gpu.tuning.prefill import PrefillTile, is_short_window
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
     QUERY_END,
@@ -137,8 +137,11 @@ def upload(
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
     merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, device_info.num_sms * _MERGE_CTAS_PER_SM))
-    shape = (geometry.num_kv_heads, device_info.num_sms, num_overlapped > 0, device)
-    prefill = prefill_plan.upload(chunks, *shape) if chunks else None
+    prefill = None
+    if chunks:
+        short = is_short_window(chunks.tile, geometry.head_dim, geometry.window)
+        shape = (geometry.num_kv_heads, device_info.num_sms, short)
+        prefill = prefill_plan.upload(chunks, *shape, num_overlapped > 0, device)
     kept = tuple(launch for launch in (*launches, merges) if launch.num_programs)
     plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
     plan.send(host)
@@ -183,7 +186,10 @@ def reserve(
     launches = [*reversed(launches), Launch((), device_info.num_sms * _MERGE_CTAS_PER_SM)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
-    prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, device_info.num_sms, device) if chunks else None
+    prefill = None
+    if chunks:
+        short = is_short_window(chunks[1], geometry.head_dim, geometry.window)
+        prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, device_info.num_sms, short, device)
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trunkattn.gpu.tuning.prefill import PrefillTile
+from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, PrefillTile
 from trunkattn.planner.work_list import ITEM_COLUMNS, PrefillLimits, PrefillList
 
 
@@ -50,12 +50,14 @@ class Packed:
 
 @dataclass(frozen=True)
 class PrefillPlan(Packed):
-    """A PrefillList on the device. table_stride: columns of its block table. num_programs: of its launch."""
+    """A PrefillList on the device. table_stride: columns of its block table. num_programs: of its launch. short_window:
+    as of `is_short_window`."""
 
     tile: PrefillTile
     num_kv_heads: int
     table_stride: int
     num_programs: int
+    short_window: bool
 
     def fill(self, listed: PrefillList) -> None:
         """Sends prompt chunks to the device."""
@@ -70,20 +72,29 @@ class Chunks:
     tile: PrefillTile
 
 
-def upload(chunks: Chunks, num_kv_heads: int, num_sms: int, overlapped: bool, device: torch.device) -> PrefillPlan:
-    """Sends prompt chunks to the device; a program for each item and head, or for each SM if decodes overlap them."""
+def upload(
+    chunks: Chunks, num_kv_heads: int, num_sms: int, short_window: bool, overlapped: bool, device: torch.device
+) -> PrefillPlan:
+    """Sends prompt chunks to the device. Programs of the Hopper kernel take one item after the other and load ahead;
+    the other kernel has a program for each item and head."""
     columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
-    num_programs = num_sms if overlapped else len(chunks.listed.items) * num_kv_heads
+    tasks, resident = len(chunks.listed.items) * num_kv_heads, _resident(chunks.tile, num_sms, short_window)
+    num_programs = num_sms if overlapped else min(tasks, resident) if chunks.tile.hopper else tasks
     host = host_arrays(chunks.listed, columns, num_kv_heads, num_programs)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, num_programs)
+    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, num_programs, short_window)
     plan.send(host)
     return plan
 
 
 def reserve(
-    limits: PrefillLimits, tile: PrefillTile, num_kv_heads: int, num_sms: int, device: torch.device
+    limits: PrefillLimits,
+    tile: PrefillTile,
+    num_kv_heads: int,
+    num_sms: int,
+    short_window: bool,
+    device: torch.device,
 ) -> PrefillPlan:
     """Room for any prompt chunks within the limits. positions: of their query tokens, on their way to the plan's."""
     sizes = {
@@ -92,7 +103,13 @@ def reserve(
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, num_sms * tile.ctas_per_sm)
+    num_programs = _resident(tile, num_sms, short_window)
+    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, num_programs, short_window)
+
+
+def _resident(tile: PrefillTile, num_sms: int, short_window: bool) -> int:
+    """Programs that the device runs at once."""
+    return num_sms * (SHORT_CTAS_PER_SM if short_window else tile.ctas_per_sm)
 
 
 def host_arrays(

@@ -66,24 +66,28 @@ from trunkattn.planner.work_list import (
 )
 
 REGISTERS: Final = 168  # of a thread at launch
+SHORT_REGISTERS: Final = 80  # the same for short windows
 _BLOCK_TOKENS: Final = MappingProxyType({64: 128, 128: 128, 256: 64})  # keys of a block, by head_dim
-_CONSUMER_REGISTERS = gl.constexpr(240)
+_SHORT_BLOCK_TOKENS: Final = 64  # of short windows
+_CONSUMER_REGISTERS, _SHORT_CONSUMER_REGISTERS = gl.constexpr(240), gl.constexpr(104)
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _DIRECT = gl.constexpr(DIRECT)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 
 
-def _prefill_tile(head_dim: int) -> MainloopTile:
+def _prefill_tile(head_dim: int, block_n: int | None = None) -> MainloopTile:
     """The constants of the main loop for heads of 64, 128 or 256."""
-    return mainloop_tile(head_dim, _BLOCK_TOKENS[head_dim], num_stages=2, num_consumer_warps=8, mask_ahead=False)
+    block_n = block_n or _BLOCK_TOKENS[head_dim]
+    return mainloop_tile(head_dim, block_n, num_stages=2, num_consumer_warps=8, mask_ahead=False)
 
 
 TILE_64, TILE_128, TILE_256 = (gl.constexpr(_prefill_tile(head_dim)) for head_dim in (64, 128, 256))
+TILE_64_SHORT = gl.constexpr(_prefill_tile(64, _SHORT_BLOCK_TOKENS))
 
 
 class PrefillConstants(NamedTuple):
-    """What the kernel is compiled for. soft_cap: of logits, 0 for none."""
+    """What the kernel is compiled for. short_window: as of `is_short_window`. soft_cap: of logits, 0 for none."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -91,6 +95,7 @@ class PrefillConstants(NamedTuple):
     head_dim: int
     page_size: int
     windowed: bool
+    short_window: bool
     soft_cap: float
     sinks: bool
     return_lse: bool
@@ -345,7 +350,9 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     if C.pdl_trigger:
         pdl_trigger()
     chunks, positions, window = work.chunks, work.positions, work.window
-    T: gl.constexpr = TILE_64 if C.head_dim == 64 else TILE_128 if C.head_dim == 128 else TILE_256
+    TILE: gl.constexpr = TILE_64 if C.head_dim == 64 else TILE_128 if C.head_dim == 128 else TILE_256
+    T: gl.constexpr = TILE_64_SHORT if C.short_window else TILE
+    CONSUMERS: gl.constexpr = _SHORT_CONSUMER_REGISTERS if C.short_window else _CONSUMER_REGISTERS
     memory = allocate_chunk_memory(k_desc, v_desc, T)
     num_tasks = gl.load(work.num_items) * C.num_kv_heads
     gl.warp_specialize(
@@ -356,7 +363,7 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
             (produce_chunks, (chunks, num_tasks, v_desc, memory.kv.v, BAR_V_EMPTY, C, T)),
         ],
         [4, 1, 1],
-        [_CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [CONSUMERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -387,9 +394,10 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
         *tma_descriptors(t),
         PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
         PrefillConstants(
-            *heads, g.head_dim, g.page_size, windowed, g.soft_cap or 0.0, g.sinks, return_lse, pdl_trigger
+            *heads, g.head_dim, g.page_size, windowed, plan.prefill.short_window, g.soft_cap or 0.0, g.sinks,
+            return_lse, pdl_trigger,
         ),
-    )
+    )  # fmt: skip
 
 
 def bind(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
@@ -398,5 +406,6 @@ def bind(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> Boun
     Without a window an item's KV_START is a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it
     are loaded and masked: they must be finite, as tokens of the sequence are."""
     assert plan.prefill
-    given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": REGISTERS}
+    registers = SHORT_REGISTERS if plan.prefill.short_window else REGISTERS
+    given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": registers}
     return BoundLaunches(hopper_prefill_kernel, [Grid(plan.prefill.num_programs, given)], LAYER, of_layer)

@@ -150,7 +150,7 @@ def compile_hopper_decode(
 
 
 def compile_hopper_prefill(
-    target: Target, window: bool = False, soft_cap: float = 0.0, sinks: bool = False
+    target: Target, window: bool = False, short_window: bool = False, soft_cap: float = 0.0, sinks: bool = False
 ) -> Resources:
     """`hopper_prefill_kernel`; as `compile_hopper_decode`."""
     from trunkattn.gpu.hopper import prefill
@@ -165,13 +165,15 @@ def compile_hopper_prefill(
             head_dim=target.head_dim,
             page_size=16,
             windowed=window,
+            short_window=short_window,
             soft_cap=soft_cap,
             sinks=sinks,
             return_lse=False,
             pdl_trigger=True,
         ),
     )
-    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS)
+    registers = prefill.SHORT_REGISTERS if short_window else prefill.REGISTERS
+    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, registers)
 
 
 def compile_hopper_prefill_decode(

@@ -54,15 +54,29 @@ def prefill_tile(kv_itemsize: int, width: int, hopper: bool = False, capability:
     return PREFILL_TILE if timed else _PREFILL_TILE_UNTIMED
 
 
+# Under so short a window an item has two or three blocks, and little but waits: two CTAs wait beside each other.
+SHORT_WINDOW: Final = 256  # tokens
+SHORT_HEAD_DIM: Final = 64  # two CTAs have too few registers for larger heads
+SHORT_CTAS_PER_SM: Final = 2
+
+
+def is_short_window(tile: PrefillTile, head_dim: int, window: int) -> bool:
+    """Whether two CTAs of the Hopper kernel share an SM under a window of so many tokens."""
+    return tile.hopper and head_dim == SHORT_HEAD_DIM and window <= SHORT_WINDOW
+
+
+# KV that an SM reads while an item begins and ends, about 4 µs. The rest of an item takes half the time on Hopper.
+_ITEM_BYTES, _HOPPER_ITEM_BYTES = 120_000, 240_000
+
+
 def prefill_device(num_sms: int, tile: PrefillTile) -> DeviceModel:
-    """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used. An
-    item takes 4 µs to begin and to end, in which an SM reads 120 kB."""
+    """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used."""
     return DeviceModel(
         name=f"{tile.block_m}x{tile.block_n} prefill",
         tile_rows=tile.block_m,
         row_unit=tile.block_m,
         num_workers=num_sms * tile.ctas_per_sm,
-        item_bytes=120_000,
+        item_bytes=_HOPPER_ITEM_BYTES if tile.hopper else _ITEM_BYTES,
         flops_per_byte=170,
         split_above_mean=False,
         split_grid=128,
