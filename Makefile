@@ -28,7 +28,7 @@ test-models: .venv/.stamp-model  ## Compare every model type of transformers, ti
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
 GPU_WORKERS ?= 8
 test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
-	$(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/on_gpu
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/on_gpu
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/on_gpu
 	$(PYTHON) tests/on_gpu/racecheck.py
 

@@ -46,7 +46,6 @@ TOKENS, QUICK_TOKENS, QUICK_PROMPTS = 48, 16, slice(None, None, 3)
 STEPS = {"cuda": 2**-4, "cpu": 1e-4}  # between two logits of 8 to 16 in bfloat16; float32 is not what limits there
 PATHS, LEAST_MIXED = ("decode", "full_graph", "prefill", "mixed"), 5
 PLAIN = {"llama": "bf16", "cohere2": "window"}  # by model
-FIRST_PORT, PORTS = 34000, 20  # for NCCL, of each process
 OPTIONS = {
     "load_format": "auto", "max_total_tokens": 65536, "max_running_requests": 32, "mem_fraction_static": 0.9,
     "log_level": "info",
@@ -179,14 +178,15 @@ def folder_name(shape: Mapping[str, Any]) -> str:
 def run_cases(cases: Mapping[str, Case], given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By case and back end."""
     from engine_equality import Job, run_jobs, save_model
+    from sglang_tpot import own_ports
 
-    jobs = []
-    for name, case in cases.items():
-        for backend in case.backends(given.device):
-            arguments = ["--device", given.device, "--port", str(FIRST_PORT + PORTS * len(jobs))]
-            arguments += ["--quick"] if given.quick else []
-            jobs.append(Job(name, backend, arguments, case.environment))
-    with tempfile.TemporaryDirectory() as folder:
+    wanted = [(name, case, backend) for name, case in cases.items() for backend in case.backends(given.device)]
+    with tempfile.TemporaryDirectory() as folder, own_ports(len(wanted)) as ports:
+        own = ["--device", given.device] + (["--quick"] if given.quick else [])
+        jobs = [
+            Job(name, backend, [*own, "--port", str(port)], case.environment)
+            for (name, case, backend), port in zip(wanted, ports, strict=True)
+        ]
         for case in {folder_name(case.shape): case for case in cases.values()}.values():
             shape = {**case.shape, **(QUICK if given.quick else {})}
             save_model(Path(folder, folder_name(shape)), shape, "float32" if given.device == "cpu" else "bfloat16")

@@ -26,7 +26,8 @@ ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
 CHECKER = ["compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "hazard", "--show-backtrace", "no"]
 ALL = ["--print-limit", "1000000"]
-CONTROL = "warp_specialized_kernel"  # of test_warp_specialization.py
+CONTROL = "warp_specialized_kernel"
+CONTROL_TEST = "tests/on_gpu/test_warp_specialization.py::test_partitions_alone_for_the_sanitizer"
 MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the other partitions come behind
 ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in ([\w.]+):(\d+)\n"
 HAZARD = re.compile(rf"(Potential \w+) hazard detected .*\n{ACCESS}{ACCESS}")
@@ -110,10 +111,11 @@ def verdict(hazards: list[Hazard]) -> tuple[list[str], bool]:
 
 
 def named(options: list[str]) -> list[str]:
-    """The tests for it. options: further ones of pytest, which collects them."""
+    """The tests for it, and the control whatever else is asked for. options: further ones of pytest, which collects
+    them."""
     command = [*PYTEST, "--collect-only", "-k", "sanitizer", str(HERE), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    return list(dict.fromkeys([*(line for line in done.stdout.splitlines() if "::" in line), CONTROL_TEST]))
 
 
 def check(test: str) -> tuple[bool, list[Hazard]]:

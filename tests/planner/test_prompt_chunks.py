@@ -18,7 +18,7 @@ from trunkattn.workloads import random_forest
 
 from .specs import as_batch, make_batch
 
-DEVICE = DeviceModel("test", 32, 32, 6, 2000, 25, False, 16, by_schedule=True)
+DEVICE = DeviceModel("test", 32, 32, 6, 2000, 25, False, 16, by_schedule=True, merge_bytes=4000)
 
 
 def spec_of(policy: str, page_size: int, device: DeviceModel = DEVICE) -> PlannerSpec:
@@ -103,7 +103,7 @@ def test_what_shares_nothing_and_is_not_cut_fits_every_capacity(seed: int, above
     division = divide(batch, above, 4)
     if division is None:
         return
-    one_slot = DeviceModel("test", 32, 32, 1, 2000, 25, False, 16, by_schedule=True)
+    one_slot = DeviceModel("test", 32, 32, 1, 2000, 25, False, 16, by_schedule=True, merge_bytes=4000)
     spec = spec_of("per_query", 4, one_slot)
     requests, pages = batch.block_table.shape
     capacity = Capacity(requests, int(batch.query_start_loc[-1]), pages, 10_000)

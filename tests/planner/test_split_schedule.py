@@ -19,7 +19,7 @@ from trunkattn.planner.splitting import SplitRule
 
 RULE = SplitRule(
     num_workers=132, num_kv_heads=8, grid=128, above_mean=False, fixed_chunk=0, head_bytes=512, row_bytes=3,
-    row_unit=128, group_size=4, by_schedule=True, item_bytes=120_000, partial_bytes=1032,
+    row_unit=128, group_size=4, by_schedule=True, item_bytes=120_000, partial_bytes=1032, merge_bytes=240_000,
 )  # fmt: skip
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 

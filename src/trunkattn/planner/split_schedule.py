@@ -23,7 +23,6 @@ from trunkattn.compiled import njit
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 
 _NEVER: Final = np.iinfo(np.int64).max
-_MERGE_ITEMS: Final = 2  # a merge is one more launch, which takes as long as it takes to begin and end so many items
 _TRUSTED: Final = 16  # predictions that differ by less than one part in so many are taken as equal
 MAX_ITEMS_PER_WORKER: Final = 3  # items per worker, at most, that tiles are split for
 
@@ -108,7 +107,7 @@ def scheduled_splits(rule, tiles):
         time = _schedule_time(rule, tiles, weights, splits)
         if time < best_time:
             best, best_time = splits, time
-    gains = best_time + _MERGE_ITEMS * rule.item_bytes < whole_time - whole_time // _TRUSTED
+    gains = best_time + rule.merge_bytes < whole_time - whole_time // _TRUSTED
     return best if gains else whole
 
 
@@ -148,7 +147,7 @@ def work_time(rule, items, num_partials):
         tokens, queries = items[i, KV_END] - items[i, KV_START], items[i, QUERY_END] - items[i, QUERY_START]
         weights[i] = weight_of(rule, tokens, queries) + rule.item_bytes
     partials = np.int64(num_partials) * rule.group_size * rule.partial_bytes * rule.num_kv_heads // rule.num_workers
-    return _last_end(rule, weights) + partials + (_MERGE_ITEMS * rule.item_bytes if num_partials else 0)
+    return _last_end(rule, weights) + partials + (rule.merge_bytes if num_partials else 0)
 
 
 @njit(inner=True)

@@ -63,6 +63,7 @@ class SplitRule(NamedTuple):
     by_schedule: bool | None = None  # True: by `split_schedule`; None: without it, and it is not compiled
     item_bytes: int = 0  # fixed cost of an item of one head
     partial_bytes: int = 0  # one row's partial output and lse, written and read
+    merge_bytes: int = 0  # fixed cost of a merge
 
 
 class RowTiles(NamedTuple):
@@ -95,7 +96,8 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
         group_size=model.group_size,
         by_schedule=True if device.by_schedule else None,
         item_bytes=device.item_bytes,
-        partial_bytes=model.partial_bytes // (num_kv_heads * model.group_size),
+        partial_bytes=device.partial_factor * model.partial_bytes // (num_kv_heads * model.group_size),
+        merge_bytes=device.merge_bytes,
     )
 
 

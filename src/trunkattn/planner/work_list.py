@@ -62,6 +62,8 @@ class DeviceModel:
         split_above_mean: no work item is longer than the mean (PAT §6).
         split_grid: splits begin at multiples of this many tokens from a pack's start.
         by_schedule: tiles are split only as far as all workers then end sooner, partials included.
+        partial_factor: with `by_schedule`, bytes of KV that are read while a byte of partials is written or read.
+        merge_bytes: the same for the fixed cost of a merge.
     """
 
     name: str
@@ -73,6 +75,8 @@ class DeviceModel:
     split_above_mean: bool
     split_grid: int
     by_schedule: bool = False
+    partial_factor: int = 1
+    merge_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Prefill tiles."""
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from trunkattn.gpu.tuning.cards import TIMED_CAPABILITY
 from trunkattn.gpu.tuning.decode import WIDE, Tile
@@ -65,22 +65,34 @@ def is_short_window(tile: PrefillTile, head_dim: int, window: int) -> bool:
     return tile.hopper and head_dim == SHORT_HEAD_DIM and window <= SHORT_WINDOW
 
 
-# KV that an SM reads while an item begins and ends, about 4 µs. The rest of an item takes half the time on Hopper.
-_ITEM_BYTES, _HOPPER_ITEM_BYTES = 120_000, 240_000
+class _Costs(NamedTuple):
+    """In bytes of KV that an SM reads meanwhile: an item's begin and end, a byte of partials, and a merge."""
+
+    item: int
+    partial: int
+    merge: int
+
+
+# An item begins and ends in about 4 µs. On Hopper the rest of it takes half the time, a merge begins while items end,
+# and 1.1 TB/s of partials are written and read: six times as long as they would take at an SM's pace.
+_COSTS, _HOPPER_COSTS = _Costs(120_000, 1, 240_000), _Costs(240_000, 6, 0)
 
 
 def prefill_device(num_sms: int, tile: PrefillTile) -> DeviceModel:
     """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used."""
+    costs = _HOPPER_COSTS if tile.hopper else _COSTS
     return DeviceModel(
         name=f"{tile.block_m}x{tile.block_n} prefill",
         tile_rows=tile.block_m,
         row_unit=tile.block_m,
         num_workers=num_sms * tile.ctas_per_sm,
-        item_bytes=_HOPPER_ITEM_BYTES if tile.hopper else _ITEM_BYTES,
+        item_bytes=costs.item,
         flops_per_byte=170,
         split_above_mean=False,
         split_grid=128,
         by_schedule=True,
+        partial_factor=costs.partial,
+        merge_bytes=costs.merge,
     )
 
 
