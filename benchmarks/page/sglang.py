@@ -119,13 +119,14 @@ def steady() -> Section:
         waits = ", ".join(f"{call} {count}" for call, count in result["waits"].items()) or "none"
         copies = ", ".join(f"{copy} {count}" for copy, count in result["copies_to_host"].items()) or "none"
         first, last = result["memory_mb"][0], result["memory_mb"][-1]
-        rows.append([label(name), f"`{result['backend']}`", waits, copies, f"{first:,.0f} → {last:,.0f}"])
+        steps = f"{result['steps']:,}"
+        rows.append([label(name), f"`{result['backend']}`", waits, copies, f"{first:,.0f} → {last:,.0f}", steps])
     text = f"""## In SGLang: steady decode steps
 
 Calls that wait for the device and copies to the host in 20 decode steps of 32 requests, SGLang's own included, and
-memory in use in MB after the first steps and after {load(names[0])["steps"]:,} of them.
+memory in use in MB after the first steps and after all.
 
-{table(["card", "back end", "waits", "copies to the host", "memory, MB"], rows, 4)}
+{table(["card", "back end", "waits", "copies to the host", "memory, MB", "steps"], rows, 4)}
 
 {sources("python benchmarks/sglang_steady.py --model FOLDER", *names)}
 """

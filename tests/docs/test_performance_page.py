@@ -160,7 +160,7 @@ def test_sglang_has_a_section_for_each_result() -> None:
     assert "| H100 | documents 6/s | 2 → 4 | 2.0 → 4.0 | 4.0 → 8.0 | 2 → 4 |" in text
     assert "| 2 × H100 | bf16 | `fa3@16`, `trunk@16` | 194 of 200 | 0.0312 | 0.0156 | 0.0312 | 3 % |" in text
     assert "| 2 × H100 | fp8 (**differs**) |" in text and "failed: trunk@16: no memory" in text
-    assert "| H100 | `trunk@16` | cudaEventSynchronize 20 | none | 700 → 702 |" in text
+    assert "| H100 | `trunk@16` | cudaEventSynchronize 20 | none | 700 → 702 | 10,000 |" in text
     assert text.count("sglang 0.5.17, commit abc") == 4
     losses = {(loss.where, loss.than, loss.by) for section in made for loss in section.losses}
     assert (
