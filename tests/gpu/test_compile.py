@@ -42,6 +42,7 @@ PREFILL_SPILLS = {  # what does not spill is slower on an sm_90 (tile_table.py)
 }  # fmt: skip
 OPTIONS = ("", " masked", " with all options")
 PROMPTS_ON_HOPPER = frozenset({"hopper prefill", "hopper prefill window", "hopper prefill with all options"})
+SHORT_WINDOWS = {"hopper prefill short window": 264, "hopper prefill short with all options": 392}  # spilled bytes
 BOTH_ON_HOPPER = frozenset({
     "hopper prefill and decode", "hopper prefill and decode masked", "hopper prefill and decode window",
     "hopper prefill and decode with all options",
@@ -100,6 +101,7 @@ def test_every_kernel_compiles(compiled: Compiled) -> None:
         others |= {f"{rows}x{keys} portable" for rows in (16, 32, 64)}
         others |= (PROMPTS_ON_HOPPER | {"prefill portable"}) if compiled.head_dim != 96 else set()
         others |= BOTH_ON_HOPPER if compiled.head_dim == 128 else set()
+        others |= SHORT_WINDOWS.keys() if compiled.head_dim == 64 else set()
     assert set(compiled.report) == tiles | others
     assert all(used["registers"] > 16 for used in compiled.report.values())
 
@@ -118,13 +120,13 @@ def test_no_listed_tile_spills(compiled: Compiled) -> None:
     if target in ((90, 96), (90, 128)) and compiled.kv_dtype == "bf16":
         allowed |= {"32x64 invariant": 16}  # two reloads; Triton 3.6 has none
     if compiled.head_dim == 64:
-        allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216)  # Triton 3.6 has 24
+        allowed |= dict.fromkeys(PROMPTS_ON_HOPPER, 216) | SHORT_WINDOWS  # Triton 3.6 has 24, and 152
     for name, used in compiled.report.items():
         assert used["spilled"] <= (SPILLED_AT_MOST | allowed).get(name, 0), name
 
 
 def test_triton_leaves_the_empty_barriers_of_pipelines_alone(compiled: Compiled) -> None:
-    on_hopper = PROMPTS_ON_HOPPER | BOTH_ON_HOPPER | set(compiled.decodes_on_hopper)
+    on_hopper = PROMPTS_ON_HOPPER | SHORT_WINDOWS.keys() | BOTH_ON_HOPPER | set(compiled.decodes_on_hopper)
     for name in on_hopper & set(compiled.report):
         assert 0 < compiled.report[name]["barriers"] <= BAR_K_EMPTY.value, name
 
