@@ -26,6 +26,7 @@ test-models: .venv/.stamp-model  ## Compare every model type of transformers, ti
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m models tests/models
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
+# Oracles that run there take one thread each: with all of them, processes wait for each other.
 GPU_WORKERS ?= 8
 test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/on_gpu

@@ -1,7 +1,7 @@
 """Whether decode steps of SGLang wait for the device with a back end, and whether memory grows over many steps.
 
-    python benchmarks/sglang_steady.py --model FOLDER                  # results/sglang-steady-CARD-trunk.json
-    python benchmarks/sglang_steady.py --model FOLDER --backend fa3    # what SGLang's own does
+    python benchmarks/sglang_steady.py --model FOLDER                  # results/sglang-steady-CARD-trunk-16.json
+    python benchmarks/sglang_steady.py --model FOLDER --backend fa3@16 # what SGLang's own does
     python benchmarks/sglang_steady.py --model FOLDER --device cpu --steps 60
 
 32 requests share a prefix and decode --steps tokens. 20 steps are traced by SGLang's own profiler: calls that wait for
@@ -111,7 +111,7 @@ def main() -> None:
     card = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name()
     facts = {"card": card, "backend": arguments.backend, "requests": REQUESTS, "steps": arguments.steps}
     print(json.dumps({key: found[key] for key in ("tokens", "memory_mb", "events", "waits", "copies_to_host")}))
-    name = f"sglang-steady-{short_name(card)}-{arguments.backend.partition('@')[0]}"
+    name = f"sglang-steady-{short_name(card)}-{arguments.backend.replace('@', '-')}"
     print(write_result(name, facts | found, "sglang", "triton"))
 
 

@@ -140,7 +140,7 @@ def results_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 {"case": "window", "failed": {"trunk@16": ["first line", "no memory"]}},
             ]
         },
-        "sglang-steady-h100-trunk": {
+        "sglang-steady-h100-trunk-16": {
             "backend": "trunk@16", "steps": 10_000, "waits": {"cudaEventSynchronize": 20}, "copies_to_host": {},
             "memory_mb": [700.0, 702.0],
         },

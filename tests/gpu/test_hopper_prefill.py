@@ -1,22 +1,25 @@
 """Which prompt chunks the kernel for Hopper gets, and its arguments; on a card: tests/on_gpu/test_prefill.py."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from trunkattn import AttentionConfig
 from trunkattn.gpu import prefill_plan
 from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, upload
+from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, reserve, upload
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.triton import prefill
-from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, prefill_tile
-from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, PrefillList, TileList
+from trunkattn.gpu.tuning.decode import decode_tiles
+from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, prefill_device, prefill_tile
+from trunkattn.planner.from_config import make_planner
+from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, PrefillLimits, PrefillList, TileLimits, TileList
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +136,7 @@ def test_chunks_in_a_tile_of_the_portable_kernel_go_to_it(kernels: tuple[Recorde
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
-@pytest.mark.parametrize("head_dim, window, two", [(64, 256, True), (64, 257, False), (128, 100, False)])
+@pytest.mark.parametrize("head_dim, window, two", [(64, 128, True), (64, 129, False), (128, 100, False)])
 def test_two_ctas_share_an_sm_under_a_short_window(
     kernels: tuple[Recorder, Recorder], head_dim: int, window: int, two: bool
 ) -> None:
@@ -166,6 +169,27 @@ def test_programs_of_the_hopper_kernel_stay_and_take_item_after_item(
     whole, short = (prefill_plan.upload(chunks, 2, 132, window, False, cpu).num_programs for window in (False, True))
     assert whole == (num_programs if hopper else 2 * num_items)
     assert short == (min(2 * num_items, 264) if hopper else 2 * num_items)
+    assert prefill_plan.upload(chunks, 2, 132, False, True, cpu).num_programs == 132, "decodes overlap"
+
+
+@pytest.mark.parametrize("window, num_programs", [(128, 264), (129, 132), (UNLIMITED, 132)])
+def test_a_plan_of_fixed_size_has_two_programs_an_sm_under_a_short_window(window: int, num_programs: int) -> None:
+    shape = replace(GEOMETRY, head_dim=64, head_dim_v=64, window=window)
+    tiles, room = decode_tiles(2, 64, 4), PrefillLimits(items=8, queries=64, rows=2, columns=16)
+    limits = TileLimits(*(64 for _ in fields(TileLimits)))
+    chunks = room, prefill_tile(2, 64, hopper=True)
+    found = reserve(limits, tiles, shape, DEVICE_INFO, "serial", torch.device("cpu"), chunks).prefill
+    assert found is not None
+    assert (found.num_programs, found.short_window) == (num_programs, num_programs == 264)
+
+
+def test_partials_weigh_six_times_as_much_as_on_the_portable_kernel() -> None:
+    config = AttentionConfig(16, 4, 64, page_size=16, dtype=torch.bfloat16)
+    hopper, portable = (
+        make_planner(config, prefill_device(132, prefill_tile(2, 64, hopper))).spec.rule for hopper in (True, False)
+    )
+    assert (hopper.partial_bytes, hopper.merge_bytes) == (6 * portable.partial_bytes, 0)
+    assert (hopper.item_bytes, portable.merge_bytes) == (2 * portable.item_bytes, 2 * portable.item_bytes)
 
 
 @UNSUPPORTED

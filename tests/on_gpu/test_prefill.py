@@ -327,8 +327,8 @@ def test_of_warp_specialization_for_the_sanitizer(monkeypatch: pytest.MonkeyPatc
     for window in (None, 50):
         check(GOOD, chunks("1,3,6_64,32,130", [130, 1, 40]), window=window)
     as_if_timed(monkeypatch)
-    for config in (FAMILY[0], FAMILY[4], FAMILY[6]):
-        check(config, chunks("1,3,6_64,32,130", [130, 1, 40], config.page_size), window=50)
+    for config, window in ((FAMILY[0], 50), (FAMILY[0], 300), (FAMILY[4], 50), (FAMILY[6], 50)):
+        check(config, chunks("1,3,6_64,32,130", [130, 1, 40], config.page_size), window=window)
 
 
 def test_for_the_sanitizer() -> None:

@@ -75,11 +75,14 @@ class Chunks:
 def upload(
     chunks: Chunks, num_kv_heads: int, num_sms: int, short_window: bool, overlapped: bool, device: torch.device
 ) -> PrefillPlan:
-    """Sends prompt chunks to the device. Programs of the Hopper kernel take one item after the other and load ahead;
-    the other kernel has a program for each item and head."""
+    """Sends prompt chunks to the device. Programs of a Hopper tile take one item after the other and load ahead, as
+    those do that decodes overlap; of another tile each item and head has its own program."""
     columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
-    tasks, resident = len(chunks.listed.items) * num_kv_heads, _resident(chunks.tile, num_sms, short_window)
-    num_programs = num_sms if overlapped else min(tasks, resident) if chunks.tile.hopper else tasks
+    num_programs = len(chunks.listed.items) * num_kv_heads
+    if overlapped:
+        num_programs = num_sms
+    elif chunks.tile.hopper:
+        num_programs = min(num_programs, _resident(chunks.tile, num_sms, short_window))
     host = host_arrays(chunks.listed, columns, num_kv_heads, num_programs)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)

@@ -62,7 +62,7 @@ class SplitRule(NamedTuple):
     group_size: int
     by_schedule: bool | None = None  # True: by `split_schedule`; None: without it, and it is not compiled
     item_bytes: int = 0  # fixed cost of an item of one head
-    partial_bytes: int = 0  # one row's partial output and lse, written and read
+    partial_bytes: int = 0  # cost of one row's partial output and lse, written and read
     merge_bytes: int = 0  # fixed cost of a merge
 
 

@@ -62,8 +62,9 @@ class DeviceModel:
         split_above_mean: no work item is longer than the mean (PAT §6).
         split_grid: splits begin at multiples of this many tokens from a pack's start.
         by_schedule: tiles are split only as far as all workers then end sooner, partials included.
-        partial_factor: with `by_schedule`, bytes of KV that are read while a byte of partials is written or read.
-        merge_bytes: the same for the fixed cost of a merge.
+        partial_factor: with `by_schedule`, bytes of KV that are read while a byte of partials is written or read. It
+            prices splits and whole work lists; packs are priced in bytes alone.
+        merge_bytes: with `by_schedule`, fixed cost of a merge, in bytes of KV that are read in the same time.
     """
 
     name: str

@@ -76,13 +76,12 @@ _DIRECT = gl.constexpr(DIRECT)
 _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 
 
-def _prefill_tile(head_dim: int, block_n: int | None = None) -> MainloopTile:
-    """The constants of the main loop for heads of 64, 128 or 256."""
-    block_n = block_n or _BLOCK_TOKENS[head_dim]
+def _prefill_tile(head_dim: int, block_n: int) -> MainloopTile:
+    """The constants of the main loop for heads of 64, 128 or 256, and blocks of so many keys."""
     return mainloop_tile(head_dim, block_n, num_stages=2, num_consumer_warps=8, mask_ahead=False)
 
 
-TILE_64, TILE_128, TILE_256 = (gl.constexpr(_prefill_tile(head_dim)) for head_dim in (64, 128, 256))
+TILE_64, TILE_128, TILE_256 = (gl.constexpr(_prefill_tile(*each)) for each in _BLOCK_TOKENS.items())
 TILE_64_SHORT = gl.constexpr(_prefill_tile(64, _SHORT_BLOCK_TOKENS))
 
 
@@ -350,8 +349,9 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     if C.pdl_trigger:
         pdl_trigger()
     chunks, positions, window = work.chunks, work.positions, work.window
-    TILE: gl.constexpr = TILE_64 if C.head_dim == 64 else TILE_128 if C.head_dim == 128 else TILE_256
-    T: gl.constexpr = TILE_64_SHORT if C.short_window else TILE
+    gl.static_assert(not C.short_window or C.head_dim == 64)
+    T_64: gl.constexpr = TILE_64_SHORT if C.short_window else TILE_64
+    T: gl.constexpr = T_64 if C.head_dim == 64 else TILE_128 if C.head_dim == 128 else TILE_256
     CONSUMERS: gl.constexpr = _SHORT_CONSUMER_REGISTERS if C.short_window else _CONSUMER_REGISTERS
     memory = allocate_chunk_memory(k_desc, v_desc, T)
     num_tasks = gl.load(work.num_items) * C.num_kv_heads

@@ -97,7 +97,8 @@ _WIDE_P = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 
 
 class PrefillDecodeConstants(NamedTuple):
-    """What the kernel is compiled for: the fields of `PrefillConstants` and of `DecodeConstants`."""
+    """What the kernel is compiled for: the fields of `DecodeConstants`, and of `PrefillConstants` but `short_window`,
+    which heads of 64 have alone."""
 
     num_qo_heads: int
     num_kv_heads: int

@@ -54,8 +54,9 @@ def prefill_tile(kv_itemsize: int, width: int, hopper: bool = False, capability:
     return PREFILL_TILE if timed else _PREFILL_TILE_UNTIMED
 
 
-# Under so short a window an item has two or three blocks, and little but waits: two CTAs wait beside each other.
-SHORT_WINDOW: Final = 256  # tokens
+# Under so short a window an item of a wide group has two or three blocks, and little but waits: two CTAs wait beside
+# each other.
+SHORT_WINDOW: Final = 128  # tokens; longer ones were not timed
 SHORT_HEAD_DIM: Final = 64  # two CTAs have too few registers for larger heads
 SHORT_CTAS_PER_SM: Final = 2
 
@@ -66,20 +67,22 @@ def is_short_window(tile: PrefillTile, head_dim: int, window: int) -> bool:
 
 
 class _Costs(NamedTuple):
-    """In bytes of KV that an SM reads meanwhile: an item's begin and end, a byte of partials, and a merge."""
+    """In bytes of KV that an SM reads in the same time: an item's begin and end, a byte of partials that is written or
+    read, and a merge."""
 
     item: int
     partial: int
     merge: int
 
 
-# An item begins and ends in about 4 µs. On Hopper the rest of it takes half the time, a merge begins while items end,
-# and 1.1 TB/s of partials are written and read: six times as long as they would take at an SM's pace.
+# An item takes about 4 µs to begin and to end. What is between takes the Hopper kernel half as long as the other, so that
+# these 4 µs, and partials, weigh more; and its merge begins while items end.
 _COSTS, _HOPPER_COSTS = _Costs(120_000, 1, 240_000), _Costs(240_000, 6, 0)
 
 
 def prefill_device(num_sms: int, tile: PrefillTile) -> DeviceModel:
-    """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used."""
+    """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used. That
+    two CTAs share an SM under a short window is left out: its items are too small to cut."""
     costs = _HOPPER_COSTS if tile.hopper else _COSTS
     return DeviceModel(
         name=f"{tile.block_m}x{tile.block_n} prefill",
