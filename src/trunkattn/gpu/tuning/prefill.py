@@ -75,7 +75,7 @@ class _Costs(NamedTuple):
     merge: int
 
 
-# An item takes about 4 µs to begin and to end. What is between takes the Hopper kernel half as long as the other, so that
+# An item takes about 4 µs to begin and to end. What is between takes the Hopper kernel half as long as the other, so
 # these 4 µs, and partials, weigh more; and its merge begins while items end.
 _COSTS, _HOPPER_COSTS = _Costs(120_000, 1, 240_000), _Costs(240_000, 6, 0)
 
