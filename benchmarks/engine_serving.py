@@ -47,7 +47,7 @@ from trunkattn.workloads import (
 )
 from trunkattn.workloads.serving import CONVERSATION_LEVELS
 
-RATES = {"conversation": (3.0, 5.0), "toolagent": (2.5, 4.0), "documents": (6.0, 12.0), "trace": (2.5,)}  # a second
+RATES = {"conversation": (3.0, 5.0), "toolagent": (2.5, 4.0), "documents": (6.0, 12.0), "trace": (1.5, 2.5)}  # a second
 LONGEST_PRIVATE, LONGEST_BLOCKS, LONGEST_OUTPUT, LONGEST_PROMPT = 4096, 16, 512, 11_000
 LANGUAGES, COUNTRIES = 4, 8
 QUESTIONS, BURST_SECONDS = 16, 0.5  # of a document
