@@ -104,7 +104,7 @@ first that differs; then come the 99th percentile of the difference of log-proba
 the first back end saw between two tokens where answers part, and the same percentile between the first back end's own
 two rounds. In the control, which has other tokens in the shared prefix, so many tokens stay equal. In `mixed` the first
 round has no log-probabilities, because SGLang mixes no steps while they are asked for.
-
+{cut_text(names)}
 {table(head, rows, 3)}
 
 {sources("python benchmarks/sglang_equality.py", *names)}
