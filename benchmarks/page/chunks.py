@@ -80,8 +80,8 @@ def shapes() -> Section | None:
     head = ["card", "shape", "prompts × tokens", "FlashAttention-3, µs", *(PROMPT_WAYS[way] for way in ways)]
     text = f"""## Prompts of other models
 
-Speed over FlashAttention-3's, of what an H100 or H200 gets and of the kernel for any card; bf16, pages of 16 tokens. 1
-is equal, higher is better.
+Speed over FlashAttention-3's: of what an H100 or H200 gets, in a plan that the host makes and in one that the device
+makes from the prompts' lengths; and of the kernel for any card. bf16, pages of 16 tokens. 1 is equal, higher is better.
 {cut_text(names)}
 {table(head, rows, 3)}
 

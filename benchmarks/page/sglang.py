@@ -60,7 +60,8 @@ def sglang_serving() -> Section:
         first, *_, ours = load(name)["runs"]
         pairs.add(f"`{first}` → `{ours}`")
         rows += serving_rows(name, "SGLang", (first, ours), losses)
-    backends = " or ".join(dict.fromkeys(" ".join(load(name)["runs"]) for name in names))
+    runs = (" ".join(load(name)["runs"]) + " --parallel" * load(name).get("side_by_side", False) for name in names)
+    backends = " or ".join(dict.fromkeys(runs))
     text = f"""## In SGLang: requests that arrive
 
 Milliseconds, {"; ".join(sorted(pairs))}.

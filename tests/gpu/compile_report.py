@@ -29,7 +29,7 @@ from trunkattn.gpu.tuning.decode import (
     invariant_tiles,
     without_subtiles,
 )
-from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, SHORT_HEAD_DIM, prefill_tile
+from trunkattn.gpu.tuning.prefill import SHORT_HEAD_DIM, SHORT_WINDOW, prefill_tile, tile_under
 from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES, Resources
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,9 +80,10 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
         report[f"hopper prefill{name}"] = asdict(compile_hopper_prefill(target, **chosen)) | {"ctas_per_sm": 1}
     chunk_tile = prefill_tile(2, target.head_dim, hopper=True)
     if target.head_dim == SHORT_HEAD_DIM:
-        tile = replace(chunk_tile, warps=12, ctas_per_sm=SHORT_CTAS_PER_SM)  # a whole four of producers
+        tile = tile_under(chunk_tile, target.head_dim, SHORT_WINDOW)
+        tile = replace(tile, warps=12)  # those that compute, and a whole four of producers
         for name in (" window", " with all options"):
-            used = compile_hopper_prefill(target, short_window=True, **options[name])
+            used = compile_hopper_prefill(target, ctas_per_sm=tile.ctas_per_sm, **options[name])
             report[f"hopper prefill short{name}"] = described(target, tile, used)
     report["prefill portable"] = described(target, chunk_tile, compile_prefill(target, chunk_tile))
     if target.head_dim != 128:

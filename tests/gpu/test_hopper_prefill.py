@@ -17,7 +17,7 @@ from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, reserve, 
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.triton import prefill
 from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, prefill_device, prefill_tile
+from trunkattn.gpu.tuning.prefill import prefill_device, prefill_tile, tile_under
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, PrefillLimits, PrefillList, TileLimits, TileList
 
@@ -103,7 +103,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
     assert (given.C.windowed, given.work.window) == ((False, 0) if window == UNLIMITED else (True, 40))
     assert given.k_desc.block_shape == [1, 16, 1, 64]
-    constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, False, 0.0, False, True, False)
+    constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, 1, 0.0, False, True, False)
     assert constants == given.C
 
 
@@ -125,7 +125,7 @@ def test_head_dims_groups_and_options(
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
     assert (found.num_qo_heads, found.group_size) == (shape.num_qo_heads, shape.num_qo_heads // 2)
     assert found.head_dim == head_dim
-    assert given_options == {"num_warps": 4, "maxnreg": hopper_prefill.REGISTERS}
+    assert given_options == {"num_warps": 4, "maxnreg": hopper_prefill.REGISTERS[1]}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -143,16 +143,15 @@ def test_two_ctas_share_an_sm_under_a_short_window(
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, window=window)
     execute(make_plan(shape), make_tensors(), (), DEVICE_INFO, False)
     ((_, args, given_options),) = kernels[0].calls
-    assert hopper_prefill.PrefillArguments(*args).C.short_window == two
-    assert given_options["maxnreg"] == (hopper_prefill.SHORT_REGISTERS if two else hopper_prefill.REGISTERS)
+    assert hopper_prefill.PrefillArguments(*args).C.ctas_per_sm == 1 + two
+    assert given_options["maxnreg"] == hopper_prefill.REGISTERS[1 + two]
 
 
 @pytest.mark.parametrize("ctas", [1, 2])
 def test_registers_suffice_for_its_warps(ctas: int) -> None:
     """Two groups of 4 warps that compute; two producers are given out as the 4 warps that they start."""
-    short = ctas == SHORT_CTAS_PER_SM
-    consumers = (hopper_prefill._SHORT_CONSUMER_REGISTERS if short else hopper_prefill._CONSUMER_REGISTERS).value
-    launched = hopper_prefill.SHORT_REGISTERS if short else hopper_prefill.REGISTERS
+    alone, shared = hopper_prefill._CONSUMER_REGISTERS, hopper_prefill._SHARED_SM_CONSUMER_REGISTERS
+    consumers, launched = (alone if ctas == 1 else shared).value, hopper_prefill.REGISTERS[ctas]
     assert consumers % 8 == 0
     assert (2 * consumers + PRODUCER_REGISTERS.value) * 128 <= launched * 384 <= 65536 // ctas
 
@@ -164,12 +163,12 @@ def test_programs_of_the_hopper_kernel_stay_and_take_item_after_item(
 ) -> None:
     items = np.zeros((num_items, ITEM_COLUMNS), np.int32)
     listed = PrefillList(items, *(np.zeros(size, np.int32) for size in (1, 1)), np.zeros((1, 1), np.int32))
-    chunks = Chunks(listed, prefill_tile(2, 64, hopper))
-    cpu = torch.device("cpu")
-    whole, short = (prefill_plan.upload(chunks, 2, 132, window, False, cpu).num_programs for window in (False, True))
+    tile, cpu = prefill_tile(2, 64, hopper), torch.device("cpu")
+    chunks, under = Chunks(listed, tile), Chunks(listed, tile_under(tile, 64, 128))
+    whole, short = (prefill_plan.upload(each, 2, 132, False, cpu).num_programs for each in (chunks, under))
     assert whole == (num_programs if hopper else 2 * num_items)
     assert short == (min(2 * num_items, 264) if hopper else 2 * num_items)
-    assert prefill_plan.upload(chunks, 2, 132, False, True, cpu).num_programs == 132, "decodes overlap"
+    assert prefill_plan.upload(chunks, 2, 132, True, cpu).num_programs == 132, "decodes overlap"
 
 
 @pytest.mark.parametrize("window, num_programs", [(128, 264), (129, 132), (UNLIMITED, 132)])
@@ -180,7 +179,7 @@ def test_a_plan_of_fixed_size_has_two_programs_an_sm_under_a_short_window(window
     chunks = room, prefill_tile(2, 64, hopper=True)
     found = reserve(limits, tiles, shape, DEVICE_INFO, "serial", torch.device("cpu"), chunks).prefill
     assert found is not None
-    assert (found.num_programs, found.short_window) == (num_programs, num_programs == 264)
+    assert (found.num_programs, found.tile.ctas_per_sm) == (num_programs, num_programs // 132)
 
 
 def test_partials_weigh_six_times_as_much_as_on_the_portable_kernel() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trunkattn.gpu import prefill_plan
 from trunkattn.gpu.prefill_plan import Chunks, Packed, PrefillPlan, aligned
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import PrefillTile, is_short_window
+from trunkattn.gpu.tuning.prefill import PrefillTile, tile_under
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
     QUERY_END,
@@ -139,8 +139,8 @@ def upload(
     merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, device_info.num_sms * _MERGE_CTAS_PER_SM))
     prefill = None
     if chunks:
-        short = is_short_window(chunks.tile, geometry.head_dim, geometry.window)
-        shape = (geometry.num_kv_heads, device_info.num_sms, short)
+        chunks = replace(chunks, tile=tile_under(chunks.tile, geometry.head_dim, geometry.window))
+        shape = (geometry.num_kv_heads, device_info.num_sms)
         prefill = prefill_plan.upload(chunks, *shape, num_overlapped > 0, device)
     kept = tuple(launch for launch in (*launches, merges) if launch.num_programs)
     plan = GpuPlan(flat, sizes, kept, geometry, execution, None, prefill)
@@ -188,8 +188,8 @@ def reserve(
     summary = torch.zeros(3, dtype=torch.int64, device=device)
     prefill = None
     if chunks:
-        short = is_short_window(chunks[1], geometry.head_dim, geometry.window)
-        prefill = prefill_plan.reserve(*chunks, geometry.num_kv_heads, device_info.num_sms, short, device)
+        room, tile = chunks[0], tile_under(chunks[1], geometry.head_dim, geometry.window)
+        prefill = prefill_plan.reserve(room, tile, geometry.num_kv_heads, device_info.num_sms, device)
     return GpuPlan(flat, sizes, tuple(launches), geometry, execution, summary, prefill)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trunkattn.gpu.tuning.prefill import SHORT_CTAS_PER_SM, PrefillTile
+from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.planner.work_list import ITEM_COLUMNS, PrefillLimits, PrefillList
 
 
@@ -50,14 +50,12 @@ class Packed:
 
 @dataclass(frozen=True)
 class PrefillPlan(Packed):
-    """A PrefillList on the device. table_stride: columns of its block table. num_programs: of its launch. short_window:
-    as of `is_short_window`."""
+    """A PrefillList on the device. table_stride: columns of its block table. num_programs: of its launch."""
 
     tile: PrefillTile
     num_kv_heads: int
     table_stride: int
     num_programs: int
-    short_window: bool
 
     def fill(self, listed: PrefillList) -> None:
         """Sends prompt chunks to the device."""
@@ -72,9 +70,7 @@ class Chunks:
     tile: PrefillTile
 
 
-def upload(
-    chunks: Chunks, num_kv_heads: int, num_sms: int, short_window: bool, overlapped: bool, device: torch.device
-) -> PrefillPlan:
+def upload(chunks: Chunks, num_kv_heads: int, num_sms: int, overlapped: bool, device: torch.device) -> PrefillPlan:
     """Sends prompt chunks to the device. Programs of a Hopper tile take one item after the other and load ahead, as
     those do that decodes overlap; of another tile each item and head has its own program."""
     columns = -(-chunks.listed.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
@@ -82,22 +78,17 @@ def upload(
     if overlapped:
         num_programs = num_sms
     elif chunks.tile.hopper:
-        num_programs = min(num_programs, _resident(chunks.tile, num_sms, short_window))
+        num_programs = min(num_programs, num_sms * chunks.tile.ctas_per_sm)
     host = host_arrays(chunks.listed, columns, num_kv_heads, num_programs)
     sizes = {name: aligned(array.size) for name, array in host.items()}
     flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, num_programs, short_window)
+    plan = PrefillPlan(flat, sizes, chunks.tile, num_kv_heads, columns, num_programs)
     plan.send(host)
     return plan
 
 
 def reserve(
-    limits: PrefillLimits,
-    tile: PrefillTile,
-    num_kv_heads: int,
-    num_sms: int,
-    short_window: bool,
-    device: torch.device,
+    limits: PrefillLimits, tile: PrefillTile, num_kv_heads: int, num_sms: int, device: torch.device
 ) -> PrefillPlan:
     """Room for any prompt chunks within the limits. positions: of their query tokens, on their way to the plan's."""
     sizes = {
@@ -106,13 +97,7 @@ def reserve(
     }  # fmt: skip
     sizes = {name: aligned(size) for name, size in sizes.items()}
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
-    num_programs = _resident(tile, num_sms, short_window)
-    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, num_programs, short_window)
-
-
-def _resident(tile: PrefillTile, num_sms: int, short_window: bool) -> int:
-    """Programs that the device runs at once."""
-    return num_sms * (SHORT_CTAS_PER_SM if short_window else tile.ctas_per_sm)
+    return PrefillPlan(flat, sizes, tile, num_kv_heads, limits.columns, num_sms * tile.ctas_per_sm)
 
 
 def host_arrays(

@@ -65,11 +65,10 @@ from trunkattn.planner.work_list import (
     UNLIMITED,
 )
 
-REGISTERS: Final = 168  # of a thread at launch
-SHORT_REGISTERS: Final = 80  # the same for short windows
+REGISTERS: Final = MappingProxyType({1: 168, 2: 80})  # of a thread at launch, by CTAs that share an SM
 _BLOCK_TOKENS: Final = MappingProxyType({64: 128, 128: 128, 256: 64})  # keys of a block, by head_dim
-_SHORT_BLOCK_TOKENS: Final = 64  # of short windows
-_CONSUMER_REGISTERS, _SHORT_CONSUMER_REGISTERS = gl.constexpr(240), gl.constexpr(104)
+_SHARED_SM_BLOCK_TOKENS: Final = 64  # the same where two CTAs share an SM
+_CONSUMER_REGISTERS, _SHARED_SM_CONSUMER_REGISTERS = gl.constexpr(240), gl.constexpr(104)
 _KV_ROW, _KV_START, _KV_END = gl.constexpr(KV_ROW), gl.constexpr(KV_START), gl.constexpr(KV_END)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 _DIRECT = gl.constexpr(DIRECT)
@@ -82,11 +81,11 @@ def _prefill_tile(head_dim: int, block_n: int) -> MainloopTile:
 
 
 TILE_64, TILE_128, TILE_256 = (gl.constexpr(_prefill_tile(*each)) for each in _BLOCK_TOKENS.items())
-TILE_64_SHORT = gl.constexpr(_prefill_tile(64, _SHORT_BLOCK_TOKENS))
+TILE_64_SHARED_SM = gl.constexpr(_prefill_tile(64, _SHARED_SM_BLOCK_TOKENS))
 
 
 class PrefillConstants(NamedTuple):
-    """What the kernel is compiled for. short_window: as of `is_short_window`. soft_cap: of logits, 0 for none."""
+    """What the kernel is compiled for. ctas_per_sm: as of a tile. soft_cap: of logits, 0 for none."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -94,7 +93,7 @@ class PrefillConstants(NamedTuple):
     head_dim: int
     page_size: int
     windowed: bool
-    short_window: bool
+    ctas_per_sm: int
     soft_cap: float
     sinks: bool
     return_lse: bool
@@ -349,10 +348,10 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     if C.pdl_trigger:
         pdl_trigger()
     chunks, positions, window = work.chunks, work.positions, work.window
-    gl.static_assert(not C.short_window or C.head_dim == 64)
-    T_64: gl.constexpr = TILE_64_SHORT if C.short_window else TILE_64
+    gl.static_assert(C.ctas_per_sm == 1 or C.head_dim == 64)
+    T_64: gl.constexpr = TILE_64 if C.ctas_per_sm == 1 else TILE_64_SHARED_SM
     T: gl.constexpr = T_64 if C.head_dim == 64 else TILE_128 if C.head_dim == 128 else TILE_256
-    CONSUMERS: gl.constexpr = _SHORT_CONSUMER_REGISTERS if C.short_window else _CONSUMER_REGISTERS
+    CONSUMERS: gl.constexpr = _CONSUMER_REGISTERS if C.ctas_per_sm == 1 else _SHARED_SM_CONSUMER_REGISTERS
     memory = allocate_chunk_memory(k_desc, v_desc, T)
     num_tasks = gl.load(work.num_items) * C.num_kv_heads
     gl.warp_specialize(
@@ -394,7 +393,7 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
         *tma_descriptors(t),
         PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
         PrefillConstants(
-            *heads, g.head_dim, g.page_size, windowed, plan.prefill.short_window, g.soft_cap or 0.0, g.sinks,
+            *heads, g.head_dim, g.page_size, windowed, plan.prefill.tile.ctas_per_sm, g.soft_cap or 0.0, g.sinks,
             return_lse, pdl_trigger,
         ),
     )  # fmt: skip
@@ -406,6 +405,6 @@ def bind(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> Boun
     Without a window an item's KV_START is a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it
     are loaded and masked: they must be finite, as tokens of the sequence are."""
     assert plan.prefill
-    registers = SHORT_REGISTERS if plan.prefill.short_window else REGISTERS
+    registers = REGISTERS[plan.prefill.tile.ctas_per_sm]
     given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": registers}
     return BoundLaunches(hopper_prefill_kernel, [Grid(plan.prefill.num_programs, given)], LAYER, of_layer)

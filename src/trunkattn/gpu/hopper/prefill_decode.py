@@ -97,8 +97,8 @@ _WIDE_P = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 
 
 class PrefillDecodeConstants(NamedTuple):
-    """What the kernel is compiled for: the fields of `DecodeConstants`, and of `PrefillConstants` but `short_window`,
-    which heads of 64 have alone."""
+    """What the kernel is compiled for: the fields of `DecodeConstants`, and of `PrefillConstants` but `ctas_per_sm`,
+    which is 1."""
 
     num_qo_heads: int
     num_kv_heads: int

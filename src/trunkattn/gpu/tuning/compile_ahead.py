@@ -150,7 +150,7 @@ def compile_hopper_decode(
 
 
 def compile_hopper_prefill(
-    target: Target, window: bool = False, short_window: bool = False, soft_cap: float = 0.0, sinks: bool = False
+    target: Target, window: bool = False, ctas_per_sm: int = 1, soft_cap: float = 0.0, sinks: bool = False
 ) -> Resources:
     """`hopper_prefill_kernel`; as `compile_hopper_decode`."""
     from trunkattn.gpu.hopper import prefill
@@ -165,15 +165,14 @@ def compile_hopper_prefill(
             head_dim=target.head_dim,
             page_size=16,
             windowed=window,
-            short_window=short_window,
+            ctas_per_sm=ctas_per_sm,
             soft_cap=soft_cap,
             sinks=sinks,
             return_lse=False,
             pdl_trigger=True,
         ),
     )
-    registers = prefill.SHORT_REGISTERS if short_window else prefill.REGISTERS
-    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, registers)
+    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS[ctas_per_sm])
 
 
 def compile_hopper_prefill_decode(

@@ -58,12 +58,12 @@ def prefill_tile(kv_itemsize: int, width: int, hopper: bool = False, capability:
 # each other.
 SHORT_WINDOW: Final = 128  # tokens; longer ones were not timed
 SHORT_HEAD_DIM: Final = 64  # two CTAs have too few registers for larger heads
-SHORT_CTAS_PER_SM: Final = 2
 
 
-def is_short_window(tile: PrefillTile, head_dim: int, window: int) -> bool:
-    """Whether two CTAs of the Hopper kernel share an SM under a window of so many tokens."""
-    return tile.hopper and head_dim == SHORT_HEAD_DIM and window <= SHORT_WINDOW
+def tile_under(tile: PrefillTile, head_dim: int, window: int) -> PrefillTile:
+    """The tile under a window of so many tokens: of the Hopper kernel two CTAs share an SM if it is short."""
+    short = tile.hopper and head_dim == SHORT_HEAD_DIM and window <= SHORT_WINDOW
+    return replace(tile, ctas_per_sm=2) if short else tile
 
 
 class _Costs(NamedTuple):
