@@ -307,6 +307,7 @@ class GpuExecutor:
             masked=several or window != UNLIMITED,
             soft_cap=config.logits_soft_cap,
             sinks=config.sinks,
+            batch_invariant=config.batch_invariant,
         )
 
     def run(self, step: GpuStep | DeviceStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from trunkattn.gpu import prefill_plan
 from trunkattn.gpu.prefill_plan import Chunks, Packed, PrefillPlan, aligned
 from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tuning.merge import MergeTile, merge_tile
 from trunkattn.gpu.tuning.prefill import PrefillTile, tile_under
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
@@ -22,8 +23,6 @@ from trunkattn.planner.work_list import (
     TileLimits,
     TileList,
 )
-
-_MERGE_CTAS_PER_SM = 16  # of one warp, or a few; each reads a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,12 @@ class Geometry:
     masked: bool  # queries of one sequence see different tokens
     soft_cap: float | None
     sinks: bool
+    batch_invariant: bool = False
+
+    @property
+    def merge_tile(self) -> MergeTile:
+        """The tile of the merges."""
+        return merge_tile(self.num_qo_heads, self.head_dim_v, self.batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,8 @@ def upload(
     if tiles.merges_taller and execution == "serial" and counts[0] and counts[heights]:
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
-    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, device_info.num_sms * _MERGE_CTAS_PER_SM))
+    most = device_info.num_sms * geometry.merge_tile.ctas_per_sm
+    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, most))
     prefill = None
     if chunks:
         chunks = replace(chunks, tile=tile_under(chunks.tile, geometry.head_dim, geometry.window))
@@ -183,7 +189,7 @@ def reserve(
     if of_hopper := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
         most = max(tiles[bucket].ctas_per_sm for bucket in of_hopper)
         launches.append(Launch(of_hopper, device_info.num_sms * most, True))
-    launches = [*reversed(launches), Launch((), device_info.num_sms * _MERGE_CTAS_PER_SM)]
+    launches = [*reversed(launches), Launch((), device_info.num_sms * geometry.merge_tile.ctas_per_sm)]
     flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
     summary = torch.zeros(3, dtype=torch.int64, device=device)
     prefill = None

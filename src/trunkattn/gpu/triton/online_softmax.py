@@ -69,13 +69,13 @@ def add_partial(state, partial, lse, valid):
 
 @triton.jit
 def add_partials(state, partials, lse, valid):
-    """Adds several partials to one row: acc [D], partials [N, D], lse and valid [N]."""
+    """Adds several partials to each row: partials [M, N, D], lse and valid [M, N] or [1, N]."""
     partial_max = lse * LOG2_E
-    row_max = tl.maximum(state.row_max, tl.max(partial_max, 0))
-    weights = tl.where(valid, tl.exp2(partial_max - row_max), 0.0)
+    row_max = tl.maximum(state.row_max, tl.max(partial_max, 1))
+    weights = tl.where(valid, tl.exp2(partial_max - row_max[:, None]), 0.0)
     rescale = tl.exp2(state.row_max - row_max)
-    acc = state.acc * rescale + tl.sum(partials * weights[:, None], 0)
-    return Softmax(acc, row_max, state.row_sum * rescale + tl.sum(weights, 0))
+    acc = state.acc * rescale[:, None] + tl.sum(partials * weights[:, :, None], 1)
+    return Softmax(acc, row_max, state.row_sum * rescale + tl.sum(weights, 1))
 
 
 @triton.jit

@@ -22,9 +22,10 @@ from trunkattn.gpu.plan import Geometry
 from trunkattn.gpu.triton import arguments
 from trunkattn.gpu.triton.arguments import Features, Shape
 from trunkattn.gpu.triton.decode import Buckets, decode_kernel, decode_tile
-from trunkattn.gpu.triton.merge import merge_kernel, merge_shape, merge_warps
+from trunkattn.gpu.triton.merge import merge_kernel, merge_shape
 from trunkattn.gpu.triton.prefill import prefill_kernel, tile_shape
 from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, hopper_source
+from trunkattn.gpu.tuning.merge import merge_tile
 from trunkattn.gpu.tuning.prefill import PrefillTile
 from trunkattn.gpu.tuning.tile_solver import PipelineOps, Resources
 
@@ -207,14 +208,15 @@ def compile_hopper_prefill_decode(
 def compile_merge(target: Target, features: Features | None = None) -> Resources:
     """`merge_kernel`; features: None for none."""
     features = features or target.no_features
+    tile = merge_tile(target.num_qo_heads, target.head_dim)
     constants: dict[str, object] = {
         "COUNT_AT": 5,
-        "SHAPE": merge_shape(target.num_qo_heads, target.num_kv_heads, target.head_dim),
+        "SHAPE": merge_shape(target.num_qo_heads, target.num_kv_heads, target.head_dim, tile),
         "SINKS": features.sinks,
         "RETURN_LSE": features.return_lse,
         "PDL_WAIT": target.capability >= 90,
     }
-    return _compile(merge_kernel, target, constants, {"num_warps": merge_warps(target.head_dim)})
+    return _compile(merge_kernel, target, constants, {"num_warps": tile.warps})
 
 
 def _compile(

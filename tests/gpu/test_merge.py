@@ -1,0 +1,100 @@
+"""The merge kernel under Triton's interpreter: any number of query tokens and partials, by tasks of one head and of
+several."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn.gpu.triton import merge
+from trunkattn.gpu.tuning.merge import MergeTile, merge_tile
+from trunkattn.numerics import NEG_INF
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")]
+HEADS = ((8, 2), (12, 4), (7, 1))  # query heads, KV heads
+
+
+class Partials:
+    """Query tokens in any order, each with its partials: their slots in turns, and some that saw no key."""
+
+    def __init__(self, counts: list[int], heads: tuple[int, int], width: int, seed: int = 0) -> None:
+        self.num_qo_heads, self.num_kv_heads = heads
+        self.width = width
+        torch.manual_seed(seed)
+        ends = torch.cumsum(torch.tensor([0, *counts]), 0).int()
+        self.ranges = torch.stack([ends[:-1], ends[1:]], 1).flip(0).contiguous()
+        self.queries = torch.randperm(len(counts)).int()
+        self.partial = torch.randn(int(ends[-1]), self.num_qo_heads, width)
+        self.lse = 5 * torch.randn(int(ends[-1]), self.num_qo_heads)
+        self.lse[torch.rand_like(self.lse) < 0.2] = NEG_INF
+        self.v_scale = torch.rand(self.num_kv_heads) + 0.5
+        self.sinks = torch.randn(self.num_qo_heads)
+
+    def merged(self, num_programs: int, tile: MergeTile, sinks: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the kernel: out and lse."""
+        out = torch.full((len(self.queries), self.num_qo_heads, self.width), torch.nan)
+        lse = torch.full(out.shape[:2], torch.nan)
+        kernel: Any = merge.merge_kernel[(num_programs,)]
+        kernel(
+            operands=merge.MergeOperands(out, lse, self.partial, self.lse),
+            work=merge.MergeWork(self.queries, self.ranges, torch.tensor([len(self.queries)], dtype=torch.int32)),
+            v_scale=self.v_scale,
+            sinks=self.sinks if sinks else None,
+            strides=merge.OutStrides(*out.stride()[:2]),
+            COUNT_AT=0,
+            SHAPE=merge.merge_shape(self.num_qo_heads, self.num_kv_heads, self.width, tile),
+            SINKS=sinks,
+            RETURN_LSE=True,
+            PDL_WAIT=False,
+        )
+        return out, lse
+
+    def expected(self, sinks: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in float64."""
+        out = torch.zeros(len(self.queries), self.num_qo_heads, self.width, dtype=torch.float64)
+        out_lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
+        scale = self.v_scale.double().repeat_interleave(self.num_qo_heads // self.num_kv_heads)[:, None]
+        for query, (first, last) in zip(self.queries.tolist(), self.ranges.tolist(), strict=True):
+            lse = self.lse[first:last]
+            logits = torch.where(lse == NEG_INF, -torch.inf, lse).double()
+            whole = out_lse[query] = logits.logsumexp(0)
+            if sinks:
+                whole = torch.logaddexp(whole, self.sinks.double())
+            weights = (logits - whole).exp().nan_to_num(0.0)  # NaN where no partial saw a key
+            out[query] = (weights[..., None] * self.partial[first:last].double()).sum(0) * scale
+        return out, out_lse
+
+
+@settings(max_examples=40)
+@given(
+    counts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    heads=st.sampled_from(HEADS),
+    width=st.sampled_from([16, 80, 256]),
+    num_programs=st.sampled_from([1, 3, 60]),
+    sinks=st.booleans(),
+)
+def test_any_partials(counts: list[int], heads: tuple[int, int], width: int, num_programs: int, sinks: bool) -> None:
+    case = Partials(counts, heads, width, seed=len(counts))
+    found = case.merged(num_programs, merge_tile(heads[0], width), sinks)
+    for given_, expected in zip(found, case.expected(sinks), strict=True):
+        torch.testing.assert_close(given_.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "several"),
+    [((32, 8), 128, 4), ((64, 8), 64, 8), ((28, 4), 128, 4), ((16, 8), 256, 2), ((14, 2), 64, 2), ((7, 1), 128, 1), ((8, 8), 512, 1)],
+)  # fmt: skip
+def test_as_many_heads_as_fit_and_divide_all(heads: tuple[int, int], width: int, several: int) -> None:
+    assert merge_tile(heads[0], width).heads == several
+    assert merge_tile(heads[0], width, batch_invariant=True).heads == 1
+
+
+def test_a_batch_invariant_merge_adds_in_one_order() -> None:
+    """However many programs there are, which decides what a task is."""
+    case = Partials([1, 2, 9, 17, 33], (8, 2), 64)
+    invariant, other = merge_tile(8, 64, batch_invariant=True), merge_tile(8, 64)
+    many, few = case.merged(40, invariant), case.merged(3, invariant)
+    assert all(torch.equal(one, two) for one, two in zip(many, few, strict=True))
+    assert not torch.equal(many[0], case.merged(3, other)[0]), "so there is something to keep"
