@@ -14,8 +14,11 @@ from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, add_partials, emp
 from trunkattn.gpu.tuning.merge import MergeTile
 from trunkattn.numerics import padded_head_dim
 
-# Partials of a head that are added at once: by a task of one head, and by one of several.
-_OF_ONE = tl.constexpr(8)
+# Partials of a head that are added at once. By a task of one head: a block of _FEW if there are no more, blocks of _MANY
+# where there are dozens, if so many are no wider together than registers hold. By a task of several heads: _OF_SEVERAL.
+_FEW = tl.constexpr(8)
+_MANY = tl.constexpr(32)
+_MOST_DIMS = tl.constexpr(4096)
 _OF_SEVERAL = tl.constexpr(2)
 
 
@@ -91,9 +94,12 @@ def _merge_heads(
     if PDL_WAIT:
         tl.extra.cuda.gdc_wait()  # from here on the partials of earlier launches are complete; the plan was before
     state = empty_state(HEADS, DV)
-    COUNT: tl.constexpr = _OF_SEVERAL if HEADS > 1 else _OF_ONE
-    for start in range(first, last, COUNT):
-        state = _add_block(state, operands, start, last, head, SHAPE, COUNT)
+    if HEADS == 1 and last - first <= _FEW:
+        state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
+    else:
+        COUNT: tl.constexpr = _OF_SEVERAL if HEADS > 1 else min(_MANY, _MOST_DIMS // DV)
+        for start in range(first, last, COUNT):
+            state = _add_block(state, operands, start, last, head, SHAPE, COUNT)
     lse = state.row_max * LN_2 + tl.log(state.row_sum)  # -inf if no partial saw a key
     result = output_of(state) * tl.load(v_scale + head // SHAPE.group_size)[:, None]
     if SINKS:
