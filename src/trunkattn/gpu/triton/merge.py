@@ -14,8 +14,8 @@ from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, add_partials, emp
 from trunkattn.gpu.tuning.merge import MergeTile
 from trunkattn.numerics import padded_head_dim
 
-# Partials of a head that are added at once. By a task of one head: a block of _FEW if there are no more, blocks of _MANY
-# where there are dozens, if so many are no wider together than registers hold. By a task of several heads: _OF_SEVERAL.
+# Partials of a head that are added at once. By a task of one head: a block of _FEW if there are no more, else blocks of
+# _MANY, or of what is _MOST_DIMS wide together, since registers hold no more. By a task of several heads: _OF_SEVERAL.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
 _MOST_DIMS = tl.constexpr(4096)
