@@ -127,13 +127,15 @@ def merge_kernel(
     """counts[COUNT_AT] query tokens; PDL_WAIT as in `decode_kernel`."""
     first, step = tl.program_id(0), tl.num_programs(0)
     num_heads = tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads
-    if num_heads <= step:
-        if first < num_heads:
-            _merge_heads(first, operands, work, v_scale, sinks, strides, SHAPE, 1, SINKS, RETURN_LSE, PDL_WAIT)
-    else:
-        HEADS: tl.constexpr = SHAPE.several
-        for task in range(first, num_heads // HEADS, step):
-            _merge_heads(task, operands, work, v_scale, sinks, strides, SHAPE, HEADS, SINKS, RETURN_LSE, PDL_WAIT)
+    alone = num_heads  # heads that are tasks
+    if SHAPE.several > 1:
+        alone = tl.where(num_heads > step, 0, num_heads)
+        for task in range(first, (num_heads - alone) // SHAPE.several, step):
+            _merge_heads(
+                task, operands, work, v_scale, sinks, strides, SHAPE, SHAPE.several, SINKS, RETURN_LSE, PDL_WAIT
+            )
+    for task in range(first, alone, step):
+        _merge_heads(task, operands, work, v_scale, sinks, strides, SHAPE, 1, SINKS, RETURN_LSE, PDL_WAIT)
     if PDL_WAIT and tl.program_id(0) == 0:  # if nothing is to be merged, too: what waits for this waits for those ahead
         tl.extra.cuda.gdc_wait()
 

@@ -26,8 +26,8 @@ class MergeTile:
 
 
 def merge_tile(num_qo_heads: int, head_dim_v: int, batch_invariant: bool = False) -> MergeTile:
-    """The tile of an attention. batch_invariant: a task is always one head, since one of several adds up its partials
-    in another order, and how many heads there are depends on the batch."""
+    """The tile of an attention. batch_invariant: a task is always one head, and the kernel has no other way to compute
+    one: the two add in different orders, and which is taken depends on the batch."""
     width = padded_head_dim(head_dim_v)
     heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, _SEVERAL // width))
     return MergeTile(heads, 1, 16) if width <= _NARROW else MergeTile(heads, 4, 8)
