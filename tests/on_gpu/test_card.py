@@ -45,29 +45,34 @@ def make_layer(config: AttentionConfig, batch: PagedBatch, seed: int = 0) -> Lay
 
 def expected(layer: Layer, config: AttentionConfig, rows: list[int], **options: Any) -> torch.Tensor:
     """float64 outputs of some requests' query tokens, one after the other."""
-    outputs = []
-    starts, group = layer.batch.query_start_loc, config.num_qo_heads // config.num_kv_heads
-    scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+    starts, outputs = layer.batch.query_start_loc, []
     for row in rows:
         length = int(layer.batch.seq_lens[row])
-        pages = torch.from_numpy(layer.batch.block_table[row, : -(-length // config.page_size)]).cuda().long()
-        k, v = (
-            cache[pages].double().flatten(0, 1)[:length].repeat_interleave(group, 1)
-            for cache in (layer.k_cache, layer.v_cache)
-        )
-        q = layer.q[starts[row] : starts[row + 1]].double()
-        logits = torch.einsum("qhd,lhd->hql", q, k) * scale
-        if config.logits_soft_cap:
-            logits = config.logits_soft_cap * torch.tanh(logits / config.logits_soft_cap)
-        position = torch.arange(length - len(q), length, device="cuda")[:, None]
-        token = torch.arange(length, device="cuda")
-        seen = (token <= position) & (token > position - options.get("window", 1 << 30))
-        logits = logits.masked_fill(~seen, -math.inf)
-        if "sinks" in options:
-            extra = options["sinks"].double()[:, None, None].expand(-1, len(q), 1)
-            logits = torch.cat([logits, extra], -1)
-        outputs.append(torch.einsum("hql,lhd->qhd", logits.softmax(-1)[..., :length], v))
+        pages = torch.from_numpy(layer.batch.block_table[row, : -(-length // config.page_size)])
+        k, v = (cache[pages.to(cache.device).long()].flatten(0, 1)[:length] for cache in (layer.k_cache, layer.v_cache))
+        q = layer.q[starts[row] : starts[row + 1]]
+        heads = q.unflatten(1, (config.num_kv_heads, -1)).unbind(1)  # one at a time: logits of all are gigabytes
+        sinks = options["sinks"].view(config.num_kv_heads, -1) if "sinks" in options else [None] * config.num_kv_heads
+        window = options.get("window", 1 << 30)
+        each = zip(heads, k.unbind(1), v.unbind(1), sinks, strict=True)
+        outputs.append(torch.cat([expected_of_head(config, *one, window) for one in each], 1))
     return torch.cat(outputs)
+
+
+def expected_of_head(
+    config: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, window: int
+) -> torch.Tensor:
+    """[Q, G, Dv] in float64, for one KV head: q [Q, G, D], the last tokens' queries; k [L, D], v [L, Dv]; sinks [G]."""
+    scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
+    logits = torch.einsum("qgd,ld->gql", q.double(), k.double()) * scale
+    if config.logits_soft_cap:
+        logits = config.logits_soft_cap * torch.tanh(logits / config.logits_soft_cap)
+    token = torch.arange(len(k), device=q.device)
+    position = token[len(k) - len(q) :, None]
+    logits = logits.masked_fill((token > position) | (token <= position - window), -math.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("gql,ld->qgd", logits.softmax(-1)[..., : len(k)], v.double())
 
 
 def ragged(tree: str, page_size: int, seed: int = 0) -> PagedBatch:
