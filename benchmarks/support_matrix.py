@@ -20,7 +20,7 @@ import torch
 from page.common import table
 
 from trunkattn import AttentionConfig, flash_attention
-from trunkattn.gpu.tuning.cards import H100
+from trunkattn.gpu.tuning.cards import H100, H200
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
@@ -36,7 +36,8 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "float32": [{"dtype": torch.float32}],
     "fp8 cache, e5m2": [{"kv_dtype": torch.float8_e5m2}],
     "fp8 cache, e4m3": [{"kv_dtype": torch.float8_e4m3fn}],
-    "head_dim 64, 96, 128, 256": [{"head_dim": dim} for dim in (64, 96, 128, 256)],
+    "head_dim 64, 128, 256": [{"head_dim": dim} for dim in (64, 128, 256)],
+    "head_dim 96": [{"head_dim": 96}],
     "another head_dim to 256": [{"head_dim": dim} for dim in (80, 192)],
     "head_dim over 256": [{"head_dim": 512}],
     "another head_dim for values": [{"head_dim_v": 64}],
@@ -103,10 +104,16 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
 
 
 def hopper_cell(configs: list[AttentionConfig]) -> str:
-    fast = [on_cuda(config, HOPPER) and H100.decodes_on_hopper(config) for config in configs]
-    if any(fast) != all(fast):
-        raise ValueError(f"the fast kernels take some of {configs} and not others: expected all or none; split the row")
-    return "yes" if all(fast) else "no"
+    """Yes, no, or the only card."""
+    takes = []
+    for name, known in (("H100", H100), ("H200", H200)):
+        fast = [on_cuda(config, HOPPER) and known.decodes_on_hopper(config) for config in configs]
+        if any(fast) != all(fast):
+            raise ValueError(
+                f"the fast kernels take some of {configs} and not others: expected all or none; split the row"
+            )
+        takes += [name] * all(fast)
+    return {0: "no", 1: f"{' '.join(takes)} only", 2: "yes"}[len(takes)]
 
 
 def rows() -> dict[str, tuple[str, str, str]]:
@@ -131,6 +138,9 @@ def summary() -> str:
     return centred([("; ".join(names), *cells) for cells, names in alike.items()])
 
 
+KERNELS = {"yes": "fast", "no": "portable", "H200 only": "fast on an H200, portable on an H100"}
+
+
 def models() -> str:
     found = []
     for name, change in MODELS.items():
@@ -138,7 +148,7 @@ def models() -> str:
         group = config.num_qo_heads // config.num_kv_heads
         extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
         shape = f"head_dim {config.head_dim}, {group} query head{'s' * (group > 1)} per KV head{''.join(extra)}"
-        found.append([name, shape, "fast" if hopper_cell([config]) == "yes" else "portable"])
+        found.append([name, shape, KERNELS[hopper_cell([config])]])
     return table(["model", "attention", "kernel on Hopper"], found, 3)
 
 

@@ -162,7 +162,7 @@ def test_several_query_tokens_and_windows(
 def test_head_dims_groups_sinks_and_soft_caps(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, rows: int, window: int | None
 ) -> None:
-    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True)
+    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True, hopper_padded=True)
     monkeypatch.setattr(executor, "card_of", lambda *_: timed)
     tall = hopper_tiles(config.cache_dtype.itemsize, config.head_dim, config.page_size)[-1]
     low = choose_tiles(config, timed, 90)[0]

@@ -1,7 +1,7 @@
 """Merge of a query's partials on a GPU (PAT, §7; RelayAttention, §3.3).
 
-A task is one head of a query token while every CTA gets one task at most. Where there are more, it is several heads:
-they share the reads of the plan, and their partials are on the way together.
+A task is one head of a query token while a CTA gets few of them. Where it would get more, a task is several heads: they
+share the reads of the plan, and their partials are on the way together.
 """
 
 from typing import Any, Final, NamedTuple
@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.plan import GpuPlan, Tensors
-from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, add_partials, empty_state, output_of, sink_divisor
+from trunkattn.gpu.triton.online_softmax import LN_2, NEG_INF, Softmax, add_partials, empty_state, sink_divisor
 from trunkattn.gpu.tuning.merge import MergeTile
 from trunkattn.numerics import padded_head_dim
 
-# Partials of a head that are added at once. By a task of one head: a block of _FEW if there are no more, else blocks of
-# _MANY, or of what is _MOST_DIMS wide together, since registers hold no more. By a task of several heads: _OF_SEVERAL.
+# Partials that a task of one head adds at once: a block of _FEW if there are no more, blocks of _MANY where there are
+# dozens. A task of several heads adds _OF_SEVERAL of each.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
-_MOST_DIMS = tl.constexpr(4096)
 _OF_SEVERAL = tl.constexpr(2)
 
 
@@ -48,27 +47,29 @@ class OutStrides(NamedTuple):
 
 
 class MergeShape(NamedTuple):
-    """Constants of an attention. several: heads of a task, where there are more heads than CTAs."""
+    """Constants of an attention. several, rounds: of a `MergeTile`."""
 
     num_qo_heads: int
     group_size: int
     head_dim_v: int
     padded_dim_v: int
     several: int
+    rounds: int
 
 
 @triton.jit
 def _add_block(state, operands, first, last, head, SHAPE: tl.constexpr, COUNT: tl.constexpr):
-    """Adds the partials in slots [first, last), at most COUNT of them, of each head."""
+    """Adds the partials in slots [first, last), at most COUNT of them. head: one, or several [H]."""
     dv = tl.arange(0, SHAPE.padded_dim_v)
     slot = first + tl.arange(0, COUNT)
-    valid = slot < last
-    slot_at = slot.to(tl.int64)[None, :] * SHAPE.num_qo_heads + head[:, None]
-    lse = tl.load(operands.partial_lse + slot_at, mask=valid[None, :], other=NEG_INF)
-    mask = valid[None, :, None] & (dv < SHAPE.head_dim_v)[None, None, :]
-    at = slot_at[:, :, None] * SHAPE.head_dim_v + dv[None, None, :]
+    slot_at = slot.to(tl.int64) * SHAPE.num_qo_heads + tl.expand_dims(head, len(head.shape))
+    valid, slot_at = tl.broadcast(slot < last, slot_at)
+    lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=NEG_INF)
+    LAST: tl.constexpr = len(slot_at.shape)
+    mask = tl.expand_dims(valid, LAST) & (dv < SHAPE.head_dim_v)
+    at = tl.expand_dims(slot_at, LAST) * SHAPE.head_dim_v + dv
     partials = tl.load(operands.partial + at, mask=mask, other=0.0)
-    return add_partials(state, partials, lse, valid[None, :])
+    return add_partials(state, partials, lse, valid)
 
 
 @triton.jit
@@ -85,28 +86,37 @@ def _merge_heads(
     RETURN_LSE: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """HEADS heads of one query token."""
+    """HEADS heads of one query token. One is a row without an axis of heads: that takes half the registers."""
     DV: tl.constexpr = SHAPE.padded_dim_v
     GROUPS: tl.constexpr = SHAPE.num_qo_heads // HEADS
-    number, head = task // GROUPS, task % GROUPS * HEADS + tl.arange(0, HEADS)
+    number, head = task // GROUPS, tl.full((), task % GROUPS * HEADS, tl.int32)
     token = tl.load(work.queries + number)
     first, last = tl.load(work.ranges + 2 * number), tl.load(work.ranges + 2 * number + 1)
     if PDL_WAIT:
         tl.extra.cuda.gdc_wait()  # from here on the partials of earlier launches are complete; the plan was before
-    state = empty_state(HEADS, DV)
-    if HEADS == 1 and last - first <= _FEW:
-        state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
+    if HEADS > 1:
+        head += tl.arange(0, HEADS)
+        state = empty_state(HEADS, DV)
+        for start in range(first, last, _OF_SEVERAL):
+            state = _add_block(state, operands, start, last, head, SHAPE, _OF_SEVERAL)
     else:
-        COUNT: tl.constexpr = _OF_SEVERAL if HEADS > 1 else min(_MANY, _MOST_DIMS // DV)
-        for start in range(first, last, COUNT):
-            state = _add_block(state, operands, start, last, head, SHAPE, COUNT)
+        state = Softmax(tl.zeros([DV], tl.float32), tl.full((), NEG_INF, tl.float32), tl.full((), 0.0, tl.float32))
+        if last - first <= _FEW:
+            state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
+        else:
+            for start in range(first, last, _MANY):
+                state = _add_block(state, operands, start, last, head, SHAPE, _MANY)
+    AXIS: tl.constexpr = len(head.shape)
     lse = state.row_max * LN_2 + tl.log(state.row_sum)  # -inf if no partial saw a key
-    result = output_of(state) * tl.load(v_scale + head // SHAPE.group_size)[:, None]
+    divisor = tl.where(state.row_sum > 0, state.row_sum, 1.0)
+    scale = tl.load(v_scale + head // SHAPE.group_size)
     if SINKS:
-        result = result / sink_divisor(tl.load(sinks + head).to(tl.float32), lse)[:, None]
+        divisor *= sink_divisor(tl.load(sinks + head).to(tl.float32), lse)
     dv = tl.arange(0, DV)
-    out = operands.out + (token.to(tl.int64) * strides.token + head[:, None] * strides.head + dv[None, :])
-    tl.store(out, result.to(operands.out.dtype.element_ty), mask=(dv < SHAPE.head_dim_v)[None, :])
+    result = state.acc * tl.expand_dims(scale / divisor, AXIS)
+    at = token.to(tl.int64) * strides.token + tl.expand_dims(head * strides.head, AXIS) + dv
+    mask, at = tl.broadcast(dv < SHAPE.head_dim_v, at)
+    tl.store(operands.out + at, result.to(operands.out.dtype.element_ty), mask=mask)
     if RETURN_LSE:
         tl.store(operands.lse + token * SHAPE.num_qo_heads + head, lse)
 
@@ -129,7 +139,7 @@ def merge_kernel(
     num_heads = tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads
     alone = num_heads  # heads that are tasks
     if SHAPE.several > 1:
-        alone = tl.where(num_heads > step, 0, num_heads)
+        alone = tl.where(num_heads > SHAPE.rounds * step, 0, num_heads)
         for task in range(first, (num_heads - alone) // SHAPE.several, step):
             _merge_heads(
                 task, operands, work, v_scale, sinks, strides, SHAPE, SHAPE.several, SINKS, RETURN_LSE, PDL_WAIT
@@ -169,4 +179,4 @@ def of_layer(t: Tensors) -> tuple[Any, ...]:
 def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, tile: MergeTile) -> MergeShape:
     """The constants of an attention."""
     group_size = num_qo_heads // num_kv_heads
-    return MergeShape(num_qo_heads, group_size, head_dim_v, padded_head_dim(head_dim_v), tile.heads)
+    return MergeShape(num_qo_heads, group_size, head_dim_v, padded_head_dim(head_dim_v), tile.heads, tile.rounds)

@@ -69,13 +69,15 @@ def add_partial(state, partial, lse, valid):
 
 @triton.jit
 def add_partials(state, partials, lse, valid):
-    """Adds several partials to each row: partials [M, N, D], lse and valid [M, N] or [1, N]."""
+    """Adds several partials to each row: acc [..., D], partials [..., N, D], lse and valid [..., N]."""
+    AXIS: tl.constexpr = len(lse.shape) - 1
     partial_max = lse * LOG2_E
-    row_max = tl.maximum(state.row_max, tl.max(partial_max, 1))
-    weights = tl.where(valid, tl.exp2(partial_max - row_max[:, None]), 0.0)
+    row_max = tl.maximum(state.row_max, tl.max(partial_max, AXIS))
+    weights = tl.where(valid, tl.exp2(partial_max - tl.expand_dims(row_max, AXIS)), 0.0)
     rescale = tl.exp2(state.row_max - row_max)
-    acc = state.acc * rescale[:, None] + tl.sum(partials * weights[:, :, None], 1)
-    return Softmax(acc, row_max, state.row_sum * rescale + tl.sum(weights, 1))
+    added = tl.sum(partials * tl.expand_dims(weights, AXIS + 1), AXIS)
+    acc = state.acc * tl.expand_dims(rescale, AXIS) + added
+    return Softmax(acc, row_max, state.row_sum * rescale + tl.sum(weights, AXIS))
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import torch
 
 from trunkattn.config import AttentionConfig
+from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.planner.row_tiles.cost import CardTimes
 
 TIMED_CAPABILITY: Final = 90  # compute capability of the cards on which the tiles were timed
@@ -69,6 +70,7 @@ class Card:
         hopper_family: whether they are trusted for everything else that the Hopper kernels compute, too: other heads
             than those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches and pages that are
             not of whole 16 tokens. Prompts were timed on an H200 alone.
+        hopper_padded: whether heads that the Hopper decode kernel pads are computed faster by it here.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
@@ -76,11 +78,13 @@ class Card:
     times: CardTimes
     hopper_tiles: bool = False
     hopper_family: bool = False
+    hopper_padded: bool = False
     overlap: OverlapTimes | None = None
 
     def decodes_on_hopper(self, config: AttentionConfig) -> bool:
         """Whether the Hopper decode kernel is trusted with an attention here."""
-        return self.hopper_tiles and (config.decodes_on_hopper if self.hopper_family else config.on_hopper)
+        fits = config.decodes_on_hopper if self.hopper_family else config.on_hopper
+        return self.hopper_tiles and fits and (self.hopper_padded or config.head_dim not in HOPPER_PADDED_HEAD_DIMS)
 
 
 H100: Final = Card(
@@ -120,6 +124,7 @@ H200: Final = Card(
     ),
     hopper_tiles=True,
     hopper_family=True,
+    hopper_padded=True,
     overlap=OverlapTimes(
         flops_per_ns=544_000,
         narrow=Shares(90, 68),

@@ -12,15 +12,17 @@ _SEVERAL: Final = 512  # width of the heads of one task, together
 
 @dataclass(frozen=True)
 class MergeTile:
-    """A task of the merge kernel, and its CTAs.
+    """Tasks of the merge kernel, and its CTAs.
 
     Attributes:
-        heads: of a task, where there are more heads than CTAs; they divide all heads. Where there are not, it is one.
+        heads: of a task that has several; they divide all heads.
+        rounds: a CTA gets so many tasks of one head at most. Where it would get more, tasks have several.
         warps: of a CTA.
-        ctas_per_sm: so many are launched. One more would wait for registers.
+        ctas_per_sm: so many are launched.
     """
 
     heads: int
+    rounds: int
     warps: int
     ctas_per_sm: int
 
@@ -30,4 +32,4 @@ def merge_tile(num_qo_heads: int, head_dim_v: int, batch_invariant: bool = False
     one: the two add in different orders, and which is taken depends on the batch."""
     width = padded_head_dim(head_dim_v)
     heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, _SEVERAL // width))
-    return MergeTile(heads, 1, 16) if width <= _NARROW else MergeTile(heads, 4, 8)
+    return MergeTile(heads, 2, 1, 16) if width <= _NARROW else MergeTile(heads, 1, 4, 8)
