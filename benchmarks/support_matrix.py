@@ -20,7 +20,9 @@ import torch
 from page.common import table
 
 from trunkattn import AttentionConfig, flash_attention
+from trunkattn.cli.kernels import MODELS, attention_of
 from trunkattn.gpu.tuning.cards import H100, H200
+from trunkattn.gpu.tuning.why_portable import why_portable
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
@@ -28,9 +30,6 @@ BEGIN, END = "<!-- written by benchmarks/support_matrix.py: {} -->", "<!-- end o
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 HOPPER = (9, 0)
-LLAMA: dict[str, Any] = {
-    "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16
-}  # fmt: skip
 FEATURES: dict[str, list[dict[str, Any]]] = {
     "bfloat16, float16": [{}, {"dtype": torch.float16}],
     "float32": [{"dtype": torch.float32}],
@@ -52,17 +51,6 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     '`execution="overlapped"`': [{"execution": "overlapped"}],
 }
 TRAINING = "training (`flash_attention`), head_dim to 256"
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama-3-8B, Mistral-7B, Qwen3-8B": {},
-    "Llama-3-70B, Qwen3-32B": {"num_qo_heads": 64},
-    "Llama-2-7B": {"num_kv_heads": 32},
-    "Llama-3.2-1B": {"head_dim": 64},
-    "Phi-3-mini": {"num_kv_heads": 32, "head_dim": 96},
-    "Qwen2.5-7B": {"num_qo_heads": 28, "num_kv_heads": 4},
-    "Qwen3-14B": {"num_qo_heads": 40},
-    "Gemma-2-9B": {"num_qo_heads": 16, "head_dim": 256, "logits_soft_cap": 50.0},
-    "gpt-oss-20b": {"num_qo_heads": 64, "head_dim": 64, "sinks": True},
-}
 
 
 @contextmanager
@@ -107,7 +95,7 @@ def hopper_cell(configs: list[AttentionConfig]) -> str:
     """Yes, no, or the only card."""
     takes = []
     for name, known in (("H100", H100), ("H200", H200)):
-        fast = [on_cuda(config, HOPPER) and known.decodes_on_hopper(config) for config in configs]
+        fast = [on_cuda(config, HOPPER) and not why_portable(config, known, 90).decodes for config in configs]
         if any(fast) != all(fast):
             raise ValueError(
                 f"the fast kernels take some of {configs} and not others: expected all or none; split the row"
@@ -120,7 +108,7 @@ def rows() -> dict[str, tuple[str, str, str]]:
     """Cells of every feature: CPU, any CUDA card, Hopper's fast kernels."""
     cells = {}
     for name, changes in FEATURES.items():
-        configs = [AttentionConfig(**{**LLAMA, **change}) for change in changes]
+        configs = [attention_of(change) for change in changes]
         cells[name] = ("yes" if all(map(on_cpu, configs)) else "no", cuda_cell(configs), hopper_cell(configs))
     cells[TRAINING] = ("yes" if trains("cpu") else "no", "yes" if trains("cuda") else "no", "no")
     return cells
@@ -144,7 +132,7 @@ KERNELS = {"yes": "fast", "no": "portable", "H200 only": "fast on an H200, porta
 def models() -> str:
     found = []
     for name, change in MODELS.items():
-        config = AttentionConfig(**{**LLAMA, **change})
+        config = attention_of(change)
         group = config.num_qo_heads // config.num_kv_heads
         extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
         shape = f"head_dim {config.head_dim}, {group} query head{'s' * (group > 1)} per KV head{''.join(extra)}"

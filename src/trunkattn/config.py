@@ -16,9 +16,9 @@ from trunkattn.dtypes import (
     HOPPER_PREFILL_ROWS,
     KV_KINDS,
     POLICIES,
-    fits_hopper_decode,
-    fits_hopper_prefill,
     has_e4m3,
+    hopper_decode_misfits,
+    hopper_prefill_misfits,
 )
 from trunkattn.numerics import LOG2_E
 from trunkattn.validate import check_int, check_positive
@@ -169,31 +169,30 @@ class AttentionConfig:
         return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
 
     @property
-    def decodes_on_hopper(self) -> bool:
-        """Whether the Hopper kernel for decoding, for sm_90, computes this attention. It does not if that is to be
-        batch invariant: where the tokens of a tile end decides where the last ones lie in a block."""
-        plans = self.policy == "auto" and not self.batch_invariant
-        return plans and fits_hopper_decode(
-            (self.dtype, self.cache_dtype),
-            (self.head_dim, self.value_dim),
-            self.page_size,
-            self.num_qo_heads // self.num_kv_heads,
-        )
+    def hopper_decode_misfits(self) -> list[str]:
+        """Why the Hopper kernel for decoding, for sm_90, does not compute this attention; empty: it does."""
+        misfits = hopper_decode_misfits(*self._shape)
+        if self.policy != "auto":
+            misfits.append(f"policy={self.policy!r}: expected 'auto'")
+        if self.batch_invariant:  # where a tile's tokens end decides where the last ones lie in a block
+            misfits.append("batch_invariant=True: expected False")
+        return misfits
 
     @property
-    def prompts_on_hopper(self) -> bool:
-        """Whether the Hopper kernel for prompts, for sm_90, computes the prompt chunks of this attention."""
-        return fits_hopper_prefill(
-            (self.dtype, self.cache_dtype),
-            (self.head_dim, self.value_dim),
-            self.page_size,
-            self.num_qo_heads // self.num_kv_heads,
-        )
+    def hopper_prefill_misfits(self) -> list[str]:
+        """Why the Hopper kernel for prompts, for sm_90, does not compute the prompt chunks of this attention."""
+        return hopper_prefill_misfits(*self._shape)
+
+    @property
+    def _shape(self) -> tuple[tuple[torch.dtype, ...], tuple[int, int], int, int]:
+        """What decides whether a Hopper kernel computes it."""
+        dtypes, head_dims = (self.dtype, self.cache_dtype), (self.head_dim, self.value_dim)
+        return dtypes, head_dims, self.page_size, self.num_qo_heads // self.num_kv_heads
 
     @property
     def overlaps_on_hopper(self) -> bool:
         """Whether the Hopper kernel for prompts and decodes together computes this attention."""
-        fits = self.decodes_on_hopper and self.prompts_on_hopper
+        fits = not self.hopper_decode_misfits and not self.hopper_prefill_misfits
         group_size = self.num_qo_heads // self.num_kv_heads
         return fits and self.head_dim == HOPPER_HEAD_DIM and group_size in HOPPER_GROUPS
 

@@ -46,32 +46,50 @@ def hopper_width(head_dim: int) -> int:
     return HOPPER_PADDED_HEAD_DIMS.get(head_dim, head_dim)
 
 
-def fits_hopper_decode(
+def hopper_decode_misfits(
     dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
-) -> bool:
-    """Whether the Hopper decode kernel computes an attention: 16-bit queries, caches of their dtype or of 8 bits, heads
-    of 64, 96, 128 or 256, at most 64 query heads per KV head; heads of 96 and 16-bit heads of 256 only in pages of
-    whole 16 tokens, and heads of 96 only of 16 bits. dtypes: of queries and of caches. head_dims: of keys and of
-    values."""
-    loads_16_bits = dtypes[1].itemsize > 1 and page_size % HOPPER_PAGE_UNIT == 0
-    return (
-        dtypes[0] in HOPPER_DTYPES
-        and all(dtype == dtypes[0] or dtype in HOPPER_8_BIT_DTYPES for dtype in dtypes)
-        and len(set(dtypes[1:])) == 1
-        and (head_dims[0] in HOPPER_HEAD_DIMS or (head_dims[0] in HOPPER_PADDED_HEAD_DIMS and loads_16_bits))
-        and head_dims[0] == head_dims[1]
-        and (head_dims[0] < max(HOPPER_HEAD_DIMS) or dtypes[1].itemsize == 1 or loads_16_bits)
-        and group_size <= HOPPER_DECODE_ROWS
-    )
+) -> list[str]:
+    """Why the Hopper decode kernel does not compute an attention; empty: it does. dtypes: of queries and of caches.
+    head_dims: of keys and of values."""
+    (queries, *caches), (head_dim, value_dim), misfits = dtypes, head_dims, list[str]()
+    padded, whole = head_dim in HOPPER_PADDED_HEAD_DIMS, page_size % HOPPER_PAGE_UNIT == 0
+    if queries not in HOPPER_DTYPES:
+        misfits.append(f"{_name(queries)} queries: expected bfloat16 or float16")
+    elif len(set(caches)) > 1 or caches[0] not in (queries, *HOPPER_8_BIT_DTYPES):
+        names = " and ".join(dict.fromkeys(map(_name, caches)))
+        misfits.append(f"{names} caches: expected {_name(queries)}, as the queries, or 8 bits")
+    if head_dim not in HOPPER_HEAD_DIMS and not padded:
+        misfits.append(f"head_dim {head_dim}: expected 64, 96, 128 or 256")
+    if value_dim != head_dim:
+        misfits.append(f"values of {value_dim} dims: expected {head_dim}, as keys")
+    if padded and caches[0].itemsize == 1:
+        misfits.append(f"8-bit caches of heads of {head_dim}: expected 16 bits")
+    if not whole and (padded or (head_dim == max(HOPPER_HEAD_DIMS) and caches[0].itemsize > 1)):
+        misfits.append(
+            f"pages of {page_size} tokens: expected a multiple of {HOPPER_PAGE_UNIT} with heads of {head_dim}"
+        )
+    if group_size > HOPPER_DECODE_ROWS:
+        misfits.append(f"{group_size} query heads per KV head: expected at most {HOPPER_DECODE_ROWS}")
+    return misfits
 
 
-def fits_hopper_prefill(
+def hopper_prefill_misfits(
     dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
-) -> bool:
-    """Whether the Hopper kernel for prompts computes an attention: of what the one for decoding does, heads that are
-    not padded, caches of the queries' dtype and pages of whole 16 tokens."""
-    fits = fits_hopper_decode(dtypes, head_dims, page_size, group_size) and head_dims[0] in HOPPER_HEAD_DIMS
-    return fits and len(set(dtypes)) == 1 and page_size % HOPPER_PAGE_UNIT == 0
+) -> list[str]:
+    """Why the Hopper kernel for prompts does not compute an attention, as of `hopper_decode_misfits`. It takes no
+    padded heads, caches of the queries' dtype alone, and pages of whole 16 tokens alone."""
+    misfits = hopper_decode_misfits(dtypes, head_dims, page_size, group_size)
+    if head_dims[0] in HOPPER_PADDED_HEAD_DIMS:
+        misfits.append(f"head_dim {head_dims[0]}: expected 64, 128 or 256")
+    if not misfits and len(set(dtypes)) > 1:
+        misfits.append(f"{_name(dtypes[1])} caches: expected {_name(dtypes[0])}, as the queries")
+    if not misfits and page_size % HOPPER_PAGE_UNIT:
+        misfits.append(f"pages of {page_size} tokens: expected a multiple of {HOPPER_PAGE_UNIT}")
+    return misfits
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"

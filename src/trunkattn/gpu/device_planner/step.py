@@ -16,6 +16,7 @@ from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, Device
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.gpu.step_choice import BATCH_INVARIANT
+from trunkattn.gpu.tuning.why_portable import ON_HOPPER, WhyPortable, told
 from trunkattn.planner.invariants import check_plan, check_tiles
 from trunkattn.planner.planner import StepTables, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
@@ -34,6 +35,7 @@ class DeviceStep:
     rule: TilingRule
     gpu_plan: GpuPlan
     num_query_tokens: int = 0  # at least; the number is on the device
+    why_portable: WhyPortable = ON_HOPPER
     chunks: ListedChunks | None = None  # the last requests
 
     @property
@@ -94,16 +96,20 @@ class DeviceStep:
         """See PlanStats. Waits for the device."""
         assert self.gpu_plan.summary is not None
         if self.rule.uniform:
-            described = BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
+            policy, reason = BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
         else:
             tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
-            described = tiling.name(self.rule), "least predicted time, found on the device"
-        stats, of_chunks = tile_stats(self.tile_list(), self.batch(), self.rule, *described), self.chunk_stats()
+            policy, reason = tiling.name(self.rule), "least predicted time, found on the device"
+        reason += told(self.why_portable.decodes)
+        stats, of_chunks = tile_stats(self.tile_list(), self.batch(), self.rule, policy, reason), self.chunk_stats()
         return stats.with_chunks(of_chunks) if of_chunks else stats
 
     def chunk_stats(self) -> PlanStats | None:
         """Of the prompt chunks alone, without a wait; None: there are none."""
-        return self.chunks.stats() if self.chunks else None
+        if self.chunks is None:
+            return None
+        stats = self.chunks.stats()
+        return replace(stats, reason=stats.reason + told(self.why_portable.prompts))
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""
@@ -130,7 +136,13 @@ class OnDevice:
 
     @torch.inference_mode(False)
     def __init__(
-        self, rule: TilingRule, capacity: Capacity, limits: TileLimits, device_info: DeviceInfo, device: torch.device
+        self,
+        rule: TilingRule,
+        capacity: Capacity,
+        limits: TileLimits,
+        device_info: DeviceInfo,
+        device: torch.device,
+        why_portable: WhyPortable = ON_HOPPER,
     ) -> None:
         most = {  # places in the cache are int32, and what orders the requests is one int64
             "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
@@ -140,7 +152,7 @@ class OnDevice:
         for name, bound in most.items():
             if (value := getattr(capacity, name)) > bound:
                 raise ValueError(f"{name}={value}: expected at most {bound} to plan on the device")
-        self._rule, self._device = rule, device
+        self._rule, self._device, self._why_portable = rule, device, why_portable
         planner = InvariantPlanner if rule.uniform else DevicePlanner
         self._planner = planner(candidates_of(rule), capacity, limits, device_info, device)
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
@@ -174,7 +186,7 @@ class OnDevice:
                 plan.forget_tiles()
             if chunks:
                 place_chunks(plan, chunks, table, self._planner.num_pages)
-        return DeviceStep(kept, window, self._rule, plan, known, chunks)
+        return DeviceStep(kept, window, self._rule, plan, known, self._why_portable, chunks)
 
     def _fill(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
         """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches

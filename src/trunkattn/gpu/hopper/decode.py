@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import fits_hopper_decode, hopper_width
+from trunkattn.dtypes import hopper_decode_misfits, hopper_width
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     LAYER,
@@ -357,11 +357,11 @@ def hopper_decode_kernel(
 
 
 def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
-    """Whether `bind` takes this: what `fits_hopper_decode` and `is_aligned` accept, and segments that blocks hold
+    """Whether `bind` takes this: what `hopper_decode_misfits` and `is_aligned` accept, and segments that blocks hold
     whole."""
     group, width = geometry.num_qo_heads // geometry.num_kv_heads, hopper_width(geometry.head_dim)
     return (
-        fits_hopper_decode(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
+        not hopper_decode_misfits(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
         and is_aligned(t)
         and group <= tile.block_m <= WARPGROUP_ROWS.value
         and (tile.block_n, tile.subtiles) == (HOPPER_TILES[source_of(t, geometry), width].block_n, 1)

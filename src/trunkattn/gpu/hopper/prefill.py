@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import HOPPER_PREFILL_ROWS, fits_hopper_prefill
+from trunkattn.dtypes import HOPPER_PREFILL_ROWS, hopper_prefill_misfits
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
@@ -367,13 +367,13 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `bind` takes this: a tile of the kernel, what `fits_hopper_prefill` and `is_aligned` accept, and query
+    """Whether `bind` takes this: a tile of the kernel, what `hopper_prefill_misfits` and `is_aligned` accept, and query
     tokens less than 2^32 elements apart."""
     group = geometry.num_qo_heads // geometry.num_kv_heads
     near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
     dims = (geometry.head_dim, geometry.head_dim_v)
-    fits = fits_hopper_prefill(dtypes_of(t), dims, geometry.page_size, group)
-    return tile.hopper and tile.block_m == HOPPER_PREFILL_ROWS and near and fits and is_aligned(t)
+    misfits = hopper_prefill_misfits(dtypes_of(t), dims, geometry.page_size, group)
+    return tile.hopper and tile.block_m == HOPPER_PREFILL_ROWS and near and not misfits and is_aligned(t)
 
 
 def chunks_of(prefill: PrefillPlan) -> Chunks:

@@ -81,10 +81,25 @@ class Card:
     hopper_padded: bool = False
     overlap: OverlapTimes | None = None
 
-    def decodes_on_hopper(self, config: AttentionConfig) -> bool:
-        """Whether the Hopper decode kernel is trusted with an attention here."""
-        fits = config.decodes_on_hopper if self.hopper_family else config.on_hopper
-        return self.hopper_tiles and fits and (self.hopper_padded or config.head_dim not in HOPPER_PADDED_HEAD_DIMS)
+    def why_portable_decodes(self, config: AttentionConfig) -> list[str]:
+        """Why the Hopper decode kernel is not trusted with an attention here; empty: it is."""
+        if not self.hopper_tiles:
+            return [f"the fast kernel was not timed on {self.description}"]
+        if misfits := config.hopper_decode_misfits:
+            return misfits
+        if not self.hopper_padded and config.head_dim in HOPPER_PADDED_HEAD_DIMS:
+            return [f"head_dim {config.head_dim}: faster so on {self.description}"]
+        return [] if self.hopper_family or config.on_hopper else [_untimed(self)]
+
+    def why_portable_prompts(self, config: AttentionConfig) -> list[str]:
+        """The same of the kernel for prompt chunks."""
+        if misfits := config.hopper_prefill_misfits:
+            return misfits
+        return [] if self.hopper_family or config.is_plain else [_untimed(self)]
+
+
+def _untimed(card: Card) -> str:
+    return f"nothing like it was timed in the fast kernel on {card.description}"
 
 
 H100: Final = Card(

@@ -85,6 +85,13 @@ def caution(version: str) -> str | None:
     )
 
 
+def served() -> str:
+    """What the plug-in serves and refuses, in words."""
+    refused = ("multi-head latent attention (MLA)", *(name for _, name in REFUSED_OPTIONS.values()))
+    caches = ", ".join(str(dtype).removeprefix("torch.") for dtype in KV_DTYPES)
+    return f"It serves full and sliding-window attention with caches of {caches}, and refuses {', '.join(refused)}"
+
+
 def missing(base: type, runner: Any) -> list[str]:
     """What this version lacks of what the plug-in needs; empty if nothing."""
     found = [f"{base.__name__}.{name}" for name in CONTRACT if not hasattr(base, name)]
