@@ -169,7 +169,7 @@ class AttentionConfig:
         return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
 
     @property
-    def hopper_decode_misfits(self) -> list[str]:
+    def decode_misfits(self) -> list[str]:
         """Why the Hopper kernel for decoding, for sm_90, does not compute this attention; empty: it does."""
         misfits = hopper_decode_misfits(*self._shape)
         if self.policy != "auto":
@@ -179,7 +179,7 @@ class AttentionConfig:
         return misfits
 
     @property
-    def hopper_prefill_misfits(self) -> list[str]:
+    def prompt_misfits(self) -> list[str]:
         """Why the Hopper kernel for prompts, for sm_90, does not compute the prompt chunks of this attention."""
         return hopper_prefill_misfits(*self._shape)
 
@@ -192,7 +192,7 @@ class AttentionConfig:
     @property
     def overlaps_on_hopper(self) -> bool:
         """Whether the Hopper kernel for prompts and decodes together computes this attention."""
-        fits = not self.hopper_decode_misfits and not self.hopper_prefill_misfits
+        fits = not self.decode_misfits and not self.prompt_misfits
         group_size = self.num_qo_heads // self.num_kv_heads
         return fits and self.head_dim == HOPPER_HEAD_DIM and group_size in HOPPER_GROUPS
 

@@ -51,40 +51,48 @@ def hopper_decode_misfits(
 ) -> list[str]:
     """Why the Hopper decode kernel does not compute an attention; empty: it does. dtypes: of queries and of caches.
     head_dims: of keys and of values."""
-    (queries, *caches), (head_dim, value_dim), misfits = dtypes, head_dims, list[str]()
-    padded, whole = head_dim in HOPPER_PADDED_HEAD_DIMS, page_size % HOPPER_PAGE_UNIT == 0
-    if queries not in HOPPER_DTYPES:
-        misfits.append(f"{_name(queries)} queries: expected bfloat16 or float16")
-    elif len(set(caches)) > 1 or caches[0] not in (queries, *HOPPER_8_BIT_DTYPES):
-        names = " and ".join(dict.fromkeys(map(_name, caches)))
-        misfits.append(f"{names} caches: expected {_name(queries)}, as the queries, or 8 bits")
-    if head_dim not in HOPPER_HEAD_DIMS and not padded:
-        misfits.append(f"head_dim {head_dim}: expected 64, 96, 128 or 256")
-    if value_dim != head_dim:
-        misfits.append(f"values of {value_dim} dims: expected {head_dim}, as keys")
-    if padded and caches[0].itemsize == 1:
-        misfits.append(f"8-bit caches of heads of {head_dim}: expected 16 bits")
-    if not whole and (padded or (head_dim == max(HOPPER_HEAD_DIMS) and caches[0].itemsize > 1)):
-        misfits.append(
-            f"pages of {page_size} tokens: expected a multiple of {HOPPER_PAGE_UNIT} with heads of {head_dim}"
-        )
-    if group_size > HOPPER_DECODE_ROWS:
-        misfits.append(f"{group_size} query heads per KV head: expected at most {HOPPER_DECODE_ROWS}")
+    head_dim, caches = head_dims[0], dtypes[1:]
+    heads = tuple(sorted((*HOPPER_HEAD_DIMS, *HOPPER_PADDED_HEAD_DIMS)))
+    misfits = _misfits(dtypes, head_dims, group_size, heads, HOPPER_8_BIT_DTYPES)
+    padded, has_8_bits = head_dim in HOPPER_PADDED_HEAD_DIMS, caches[0].itemsize == 1
+    if padded and has_8_bits:
+        misfits.append(f"{_name(caches[0])} caches of heads of {head_dim}: expected 16 bits")
+    if page_size % HOPPER_PAGE_UNIT and (padded or (head_dim == max(HOPPER_HEAD_DIMS) and not has_8_bits)):
+        misfits.append(f"page_size {page_size} with heads of {head_dim}: expected a multiple of {HOPPER_PAGE_UNIT}")
     return misfits
 
 
 def hopper_prefill_misfits(
     dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, int], page_size: int, group_size: int
 ) -> list[str]:
-    """Why the Hopper kernel for prompts does not compute an attention, as of `hopper_decode_misfits`. It takes no
-    padded heads, caches of the queries' dtype alone, and pages of whole 16 tokens alone."""
-    misfits = hopper_decode_misfits(dtypes, head_dims, page_size, group_size)
-    if head_dims[0] in HOPPER_PADDED_HEAD_DIMS:
-        misfits.append(f"head_dim {head_dims[0]}: expected 64, 128 or 256")
-    if not misfits and len(set(dtypes)) > 1:
-        misfits.append(f"{_name(dtypes[1])} caches: expected {_name(dtypes[0])}, as the queries")
-    if not misfits and page_size % HOPPER_PAGE_UNIT:
-        misfits.append(f"pages of {page_size} tokens: expected a multiple of {HOPPER_PAGE_UNIT}")
+    """The same of the Hopper kernel for prompts."""
+    misfits = _misfits(dtypes, head_dims, group_size, HOPPER_HEAD_DIMS, ())
+    if page_size % HOPPER_PAGE_UNIT:
+        misfits.append(f"page_size {page_size}: expected a multiple of {HOPPER_PAGE_UNIT}")
+    return misfits
+
+
+def _misfits(
+    dtypes: tuple[torch.dtype, ...],
+    head_dims: tuple[int, int],
+    group_size: int,
+    heads: tuple[int, ...],
+    other_caches: tuple[torch.dtype, ...],
+) -> list[str]:
+    """What both kernels ask for. heads: that a kernel takes; other_caches: than of the queries' dtype."""
+    (queries, *caches), (head_dim, value_dim), misfits = dtypes, head_dims, list[str]()
+    if queries not in HOPPER_DTYPES:
+        misfits.append(f"{_name(queries)} queries: expected bfloat16 or float16")
+    elif len(set(caches)) > 1 or caches[0] not in (queries, *other_caches):
+        names, others = " and ".join(dict.fromkeys(map(_name, caches))), ", or 8 bits" * bool(other_caches)
+        misfits.append(f"{names} caches: expected {_name(queries)}, as the queries{others}")
+    if head_dim not in heads:
+        *most, last = heads
+        misfits.append(f"head_dim {head_dim}: expected {', '.join(map(str, most))} or {last}")
+    if value_dim != head_dim:
+        misfits.append(f"values of {value_dim} dims: expected {head_dim}, as keys")
+    if group_size > HOPPER_DECODE_ROWS:
+        misfits.append(f"{group_size} query heads per KV head: expected at most {HOPPER_DECODE_ROWS}")
     return misfits
 
 

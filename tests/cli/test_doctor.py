@@ -9,10 +9,11 @@ from importlib.metadata import EntryPoint, entry_points
 from io import StringIO
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from trunkattn import cli
+from trunkattn import AttentionConfig, cli
 from trunkattn.cli import app as application
 from trunkattn.cli import doctor, models
 from trunkattn.cli.app import app
@@ -126,7 +127,9 @@ def test_what_vllm_would_do(
     assert (way.get is None) is runs
     served = "It serves full and sliding-window attention with kv_cache_dtype auto, float16, bfloat16, fp8, "
     assert (served in way.detail) is runs
-    assert ("refuses multi-head latent attention (MLA), prefill context parallelism" in way.detail) is runs
+    assert (
+        "refuses, among others, multi-head latent attention (MLA), prefill context parallelism" in way.detail
+    ) is runs
 
 
 @pytest.mark.parametrize(
@@ -178,13 +181,18 @@ def test_what_sglang_would_do(
     assert way.runs is runs and detail in way.detail
     assert (way.get is None) is runs
     assert ("It serves full and sliding-window attention with caches of float32, float16" in way.detail) is runs
-    assert ("refuses multi-head latent attention (MLA), speculative decoding" in way.detail) is runs
+    assert ("refuses, among others, multi-head latent attention (MLA), speculative decoding" in way.detail) is runs
 
 
 @pytest.mark.parametrize(
     ("name", "num_sms", "capability", "told"),
     [
-        ("NVIDIA H100 80GB HBM3", 132, 90, "Phi-3-mini portable: head_dim 96: faster so on NVIDIA H100"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            132,
+            90,
+            "Phi-3-mini portable: head_dim 96: the fast kernel is slower for some batches on NVIDIA H100",
+        ),
         ("NVIDIA H200", 132, 90, "Phi-3-mini fast portable: head_dim 96: expected 64, 128 or 256"),
         ("NVIDIA A100-SXM4-80GB", 108, 80, "portable: compute capability 8.0: the fast kernels are for 9.0"),
     ],
@@ -193,12 +201,18 @@ def test_which_kernels_a_gpu_has(
     name: str, num_sms: int, capability: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = GpuFacts(name, num_sms, capability, 50 << 20)
-    report = replace(doctor.examine(), kernels=kernels_on(facts))
-    console = Console(file=StringIO(), width=200)
+
+    def refusals(config: AttentionConfig) -> list[str]:
+        return ["e4m3 is too new"] if config.kv_dtype == torch.float8_e4m3fn and capability < 89 else []
+
+    report = replace(doctor.examine(), kernels=kernels_on(facts, refusals))
+    console = Console(file=StringIO(), width=800)
     doctor.print_report(report, console)
     words = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert told in words
-    assert ("Qwen2.5-7B fast fast" in words) is (capability == 90)
+    assert ("gpt-oss-20b fast fast" in words) is (capability == 90)
+    assert ("fp8 cache fast; single requests portable, which is faster portable: float8" in words) is (capability == 90)
+    assert ("fp8 cache no: e4m3 is too new no: e4m3 is too new" in words) is (capability == 80)
 
 
 @pytest.mark.parametrize(

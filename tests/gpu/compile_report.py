@@ -66,7 +66,8 @@ def described(target: Target, tile: Tile, used: Resources) -> dict[str, Any]:
 def others(target: Target) -> dict[str, dict[str, Any]]:
     """The kernels that have no tile of their own, or a fixed one."""
     group = target.num_qo_heads // target.num_kv_heads
-    report = {"merge": asdict(compile_merge(target))}
+    merges = {"merge": False, "invariant merge": True}
+    report = {name: asdict(compile_merge(target, batch_invariant=invariant)) for name, invariant in merges.items()}
     if target.capability != 90:
         return report
     for tile in decode_tiles(2, target.head_dim, group, hopper_tiles(2, target.head_dim, 16)):

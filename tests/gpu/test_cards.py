@@ -86,7 +86,7 @@ def test_padded_heads_are_decoded_by_the_hopper_kernel_where_that_is_faster() ->
 def test_a_batch_invariant_attention_is_not_decoded_by_the_hopper_kernel() -> None:
     """A row's keys would lie in a block as other requests have them."""
     config = AttentionConfig(**COMMON, batch_invariant=True)
-    assert config.hopper_decode_misfits and not config.overlaps_on_hopper
+    assert config.decode_misfits and not config.overlaps_on_hopper
     for card in (H100, H200):
         (tile,) = choose_tiles(config, card, 90)
         assert not tile.hopper and tile.block_m == 32 and tile.subtiles == 1

@@ -9,6 +9,7 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, reserve
 from trunkattn.gpu.tuning.decode import decode_tiles
+from trunkattn.gpu.tuning.why_portable import WhyPortable
 from trunkattn.planner.row_tiles.choice import candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
 
@@ -29,7 +30,7 @@ def made(max_query_len: int = 1, num_pages: int = 200, max_requests: int = 16) -
     limits = tile_limits(RULE, capacity)
     geometry = Geometry(8, 2, 128, 128, 16, RULE.segment_size, UNLIMITED, False, None, False)
     plan = reserve(limits, decode_tiles(2, 128, 4), geometry, DEVICE_INFO, "serial", CPU)
-    return OnDevice(RULE, capacity, limits, DEVICE_INFO, CPU), plan
+    return OnDevice(RULE, capacity, limits, DEVICE_INFO, CPU, WhyPortable((), ())), plan
 
 
 @pytest.mark.parametrize(("group", "merging"), [(4, [(0, 2)]), (16, [(0, 2)]), (32, [])])

@@ -8,11 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trunkattn import Capacity
+from trunkattn.cli.kernels import attention_of
+from trunkattn.gpu.executor import GpuExecutor
 from trunkattn.gpu.triton import merge
+from trunkattn.gpu.tuning.cards import GpuFacts
 from trunkattn.gpu.tuning.merge import MergeTile, merge_tile
 from trunkattn.numerics import NEG_INF
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.workloads import parse_tree, tree_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
 HEADS = ((8, 2), (12, 4), (7, 1))  # query heads, KV heads
 
 
@@ -67,6 +74,7 @@ class Partials:
         return out, out_lse
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
@@ -91,10 +99,27 @@ def test_as_many_heads_as_fit_and_divide_all(num_heads: int, width: int, several
     assert merge_tile(num_heads, width, batch_invariant=True).heads == 1
 
 
+@pytest.mark.slow
 def test_a_batch_invariant_merge_adds_in_one_order() -> None:
-    """However many programs there are, which decides what a task is."""
+    """However many programs there are, a task is one head. That Triton makes one code of it a card has to show."""
     case = Partials([1, 2, 9, 17, 33], (8, 2), 64)
     invariant, other = merge_tile(8, 64, batch_invariant=True), merge_tile(8, 64)
     many, few = case.merged(40, invariant), case.merged(3, invariant)
     assert all(torch.equal(one, two) for one, two in zip(many, few, strict=True))
     assert not torch.equal(many[0], case.merged(3, other)[0]), "so there is something to keep"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("capacity", [None, Capacity(64, 64, 64, 64)])
+def test_plans_merge_as_their_attention_asks(batch_invariant: bool, capacity: Capacity | None) -> None:
+    """Of plans of their own, and of fixed size; heads of 256 have fewer programs of more warps."""
+    for width, ctas_per_sm in ((128, 16), (256, 8)):
+        config = attention_of({"head_dim": width, "num_qo_heads": 16, "batch_invariant": batch_invariant})
+        executor = GpuExecutor(config, torch.device("cpu"), capacity, facts=GpuFacts("NVIDIA H200", 132, 90, 50 << 20))
+        batch = tree_batch(parse_tree("1,200_1024,20" if capacity is None else "1,60_512,20"), 16)
+        starts = torch.arange(len(batch.seq_lens) + 1).int().numpy()
+        plan = executor.plan(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)).gpu_plan
+        several = 1 if batch_invariant else {128: 4, 256: 2}[width]
+        assert plan.geometry.merge_tile.heads == several
+        (merge,) = [launch for launch in plan.launches if not launch.buckets]
+        assert merge.num_programs == 132 * ctas_per_sm

@@ -55,8 +55,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `doctor`. `kernels`: on this GPU; empty without one. `healthy`: the library and the engine work on
-    this CPU."""
+    """The result of `doctor`. `kernels`: on the first GPU; empty if none runs. `healthy`: the library and the engine
+    work on this CPU."""
 
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
@@ -80,9 +80,10 @@ def examine() -> Report:
     """Describes the machine and tries the library and the engine."""
     library, engine = try_library(), try_engine()
     plugins = (vllm_plugin(), sglang_plugin())
-    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), gpu_kernels(), *plugins)
+    on_gpu = gpu_kernels()
+    ways = (library, engine, find_server(engine.runs), find_demo(engine.runs), on_gpu, *plugins)
     packages = {name: _version(name) for name in PACKAGES}
-    kernels = kernels_on(facts_of(torch.device("cuda", 0))) if torch.cuda.is_available() else ()
+    kernels = kernels_here() if on_gpu.runs else ()
     return Report(describe_machine(), packages, ways, kernels, library.runs and engine.runs)
 
 
@@ -162,6 +163,12 @@ def gpu_kernels() -> Way:
     if error > 1e-5:
         return Way(name, False, f"it computes wrong results: error {error:.1e} against the float64 reference")
     return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
+
+
+def kernels_here() -> tuple[Kernels, ...]:
+    """Which kernels compute common attentions on the first GPU."""
+    device = torch.device("cuda", 0)
+    return kernels_on(facts_of(device), lambda config: config.supports(device))
 
 
 def vllm_plugin() -> Way:
@@ -248,9 +255,14 @@ def print_report(report: Report, console: Console) -> None:
     console.print(ways)
     console.print()
     if report.kernels:
-        kernels = Table("Kernels here", "Decoding", "Prompts", box=None, header_style="bold", padding=(0, 2, 0, 0))
+        kernels = Table(
+            "Kernels on the first GPU", "Decoding", "Prompts", box=None, header_style="bold", padding=(0, 2, 0, 0)
+        )
+        alike: dict[tuple[str, str], list[str]] = {}
         for each in report.kernels:
-            kernels.add_row(each.attention, each.decodes, each.prompts)
+            alike.setdefault((each.decodes, each.prompts), []).append(each.attention)
+        for cells, names in alike.items():
+            kernels.add_row("; ".join(names), *map(_escape, cells))
         console.print(kernels)
         console.print()
     verdict = "The library and the engine work here." if report.healthy else "The library or the engine does not work."

@@ -1,6 +1,6 @@
 """Which kernel computes the attention of common models on a GPU, for `trunkattn doctor` and the support matrix."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from trunkattn.config import AttentionConfig
+from trunkattn.gpu.executor import choose_tiles
 from trunkattn.gpu.tuning.cards import GpuFacts, card_of
 from trunkattn.gpu.tuning.why_portable import why_portable
 
@@ -28,8 +29,9 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "gpt-oss-20b": {"num_qo_heads": 64, "head_dim": 64, "sinks": True},
     }
 )
-OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+EXAMPLES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
+        **MODELS,
         "Llama-3-8B with an fp8 cache": {"kv_dtype": torch.float8_e4m3fn},
         "Llama-3-8B with pages of 1 token": {"page_size": 1},
         "Llama-3-8B, batch invariant": {"batch_invariant": True},
@@ -40,7 +42,7 @@ OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Kernels:
-    """Of an attention: "fast", or "portable" and why. prompts: of prompt chunks."""
+    """Of an attention: "fast", or "portable" or "no" and why. prompts: of prompt chunks."""
 
     attention: str
     decodes: str
@@ -52,13 +54,22 @@ def attention_of(changes: Mapping[str, Any]) -> AttentionConfig:
     return AttentionConfig(**{**LLAMA, **changes})
 
 
-def kernels_on(facts: GpuFacts) -> tuple[Kernels, ...]:
-    """On a GPU, of the models and options above."""
-    card, found = card_of(facts.name, facts.num_sms), list[Kernels]()
-    for name, changes in {**MODELS, **OPTIONS}.items():
-        why = why_portable(attention_of(changes), card, facts.capability)
-        found.append(Kernels(name, _named(why.decodes), _named(why.prompts)))
-    return tuple(found)
+def kernels_on(facts: GpuFacts, refusals: Callable[[AttentionConfig], list[str]]) -> tuple[Kernels, ...]:
+    """On a GPU, of the models and options above. refusals: why it does not run an attention; empty: it does."""
+    return tuple(_kernels(name, attention_of(changes), facts, refusals) for name, changes in EXAMPLES.items())
+
+
+def _kernels(
+    name: str, config: AttentionConfig, facts: GpuFacts, refusals: Callable[[AttentionConfig], list[str]]
+) -> Kernels:
+    if reasons := refusals(config):
+        return Kernels(name, *[f"no: {', '.join(reasons)}"] * 2)
+    card = card_of(facts.name, facts.num_sms)
+    why, low = why_portable(config, card, facts.capability), choose_tiles(config, card, facts.capability)[0]
+    decodes = _named(why.decodes)
+    if not why.decodes and not low.hopper:
+        decodes += "; single requests portable, which is faster"
+    return Kernels(name, decodes, _named(why.prompts))
 
 
 def _named(why: tuple[str, ...]) -> str:

@@ -186,7 +186,7 @@ class PlanStats:
     num_work_items: all items.
     tiles: number of items by tile.
     policy: the packing policy, or the kind of tiling, that was chosen.
-    reason: why it was chosen.
+    reason: why it was chosen; and why the portable kernels compute it, where others are faster.
     """
 
     kv_tokens_read: int

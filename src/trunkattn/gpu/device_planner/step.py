@@ -16,7 +16,7 @@ from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, Device
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.gpu.step_choice import BATCH_INVARIANT
-from trunkattn.gpu.tuning.why_portable import ON_HOPPER, WhyPortable, told
+from trunkattn.gpu.tuning.why_portable import WhyPortable, told
 from trunkattn.planner.invariants import check_plan, check_tiles
 from trunkattn.planner.planner import StepTables, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
@@ -34,8 +34,8 @@ class DeviceStep:
     window: int
     rule: TilingRule
     gpu_plan: GpuPlan
+    why_portable: WhyPortable
     num_query_tokens: int = 0  # at least; the number is on the device
-    why_portable: WhyPortable = ON_HOPPER
     chunks: ListedChunks | None = None  # the last requests
 
     @property
@@ -142,7 +142,7 @@ class OnDevice:
         limits: TileLimits,
         device_info: DeviceInfo,
         device: torch.device,
-        why_portable: WhyPortable = ON_HOPPER,
+        why_portable: WhyPortable,
     ) -> None:
         most = {  # places in the cache are int32, and what orders the requests is one int64
             "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
@@ -186,7 +186,7 @@ class OnDevice:
                 plan.forget_tiles()
             if chunks:
                 place_chunks(plan, chunks, table, self._planner.num_pages)
-        return DeviceStep(kept, window, self._rule, plan, known, self._why_portable, chunks)
+        return DeviceStep(kept, window, self._rule, plan, self._why_portable, known, chunks)
 
     def _fill(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
         """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches

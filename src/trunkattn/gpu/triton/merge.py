@@ -1,7 +1,7 @@
 """Merge of a query's partials on a GPU (PAT, §7; RelayAttention, §3.3).
 
-A task is one head of a query token while a CTA gets few of them. Where it would get more, a task is several heads: they
-share the reads of the plan, and their partials are on the way together.
+A task is one head of a query token. Where there are many, and the merge need not be batch invariant, it is several
+heads: they share the reads of the plan, and their partials are on the way together.
 """
 
 from typing import Any, Final, NamedTuple
@@ -47,14 +47,13 @@ class OutStrides(NamedTuple):
 
 
 class MergeShape(NamedTuple):
-    """Constants of an attention. several, rounds: of a `MergeTile`."""
+    """Constants of an attention. several: `MergeTile.heads`."""
 
     num_qo_heads: int
     group_size: int
     head_dim_v: int
     padded_dim_v: int
     several: int
-    rounds: int
 
 
 @triton.jit
@@ -139,7 +138,7 @@ def merge_kernel(
     num_heads = tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads
     alone = num_heads  # heads that are tasks
     if SHAPE.several > 1:
-        alone = tl.where(num_heads > SHAPE.rounds * step, 0, num_heads)
+        alone = tl.where(2 * (num_heads // SHAPE.several) > step, 0, num_heads)
         for task in range(first, (num_heads - alone) // SHAPE.several, step):
             _merge_heads(
                 task, operands, work, v_scale, sinks, strides, SHAPE, SHAPE.several, SINKS, RETURN_LSE, PDL_WAIT
@@ -179,4 +178,4 @@ def of_layer(t: Tensors) -> tuple[Any, ...]:
 def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, tile: MergeTile) -> MergeShape:
     """The constants of an attention."""
     group_size = num_qo_heads // num_kv_heads
-    return MergeShape(num_qo_heads, group_size, head_dim_v, padded_head_dim(head_dim_v), tile.heads, tile.rounds)
+    return MergeShape(num_qo_heads, group_size, head_dim_v, padded_head_dim(head_dim_v), tile.heads)

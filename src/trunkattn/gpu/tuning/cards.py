@@ -70,7 +70,7 @@ class Card:
         hopper_family: whether they are trusted for everything else that the Hopper kernels compute, too: other heads
             than those of 128, other groups than 1, 2, 4, 8 and 16, sinks, soft caps, 8-bit caches and pages that are
             not of whole 16 tokens. Prompts were timed on an H200 alone.
-        hopper_padded: whether heads that the Hopper decode kernel pads are computed faster by it here.
+        hopper_padded: whether they are trusted for heads that the decode kernel pads.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
@@ -81,25 +81,30 @@ class Card:
     hopper_padded: bool = False
     overlap: OverlapTimes | None = None
 
+    @property
+    def name(self) -> str:
+        """What it is, without what is assumed of it."""
+        return self.description.partition(",")[0]
+
     def why_portable_decodes(self, config: AttentionConfig) -> list[str]:
         """Why the Hopper decode kernel is not trusted with an attention here; empty: it is."""
-        if not self.hopper_tiles:
-            return [f"the fast kernel was not timed on {self.description}"]
-        if misfits := config.hopper_decode_misfits:
+        if misfits := config.decode_misfits:
             return misfits
+        if not self.hopper_tiles:
+            return [f"the fast kernel was not timed on {self.name}"]
         if not self.hopper_padded and config.head_dim in HOPPER_PADDED_HEAD_DIMS:
-            return [f"head_dim {config.head_dim}: faster so on {self.description}"]
-        return [] if self.hopper_family or config.on_hopper else [_untimed(self)]
+            return [f"head_dim {config.head_dim}: the fast kernel is slower for some batches on {self.name}"]
+        return [] if self.hopper_family or config.on_hopper else [self._untimed]
 
     def why_portable_prompts(self, config: AttentionConfig) -> list[str]:
         """The same of the kernel for prompt chunks."""
-        if misfits := config.hopper_prefill_misfits:
+        if misfits := config.prompt_misfits:
             return misfits
-        return [] if self.hopper_family or config.is_plain else [_untimed(self)]
+        return [] if self.hopper_family or config.is_plain else [self._untimed]
 
-
-def _untimed(card: Card) -> str:
-    return f"nothing like it was timed in the fast kernel on {card.description}"
+    @property
+    def _untimed(self) -> str:
+        return f"nothing like it was timed in the fast kernel on {self.name}"
 
 
 H100: Final = Card(

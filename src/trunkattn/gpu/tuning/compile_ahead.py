@@ -205,10 +205,10 @@ def compile_hopper_prefill_decode(
     return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
 
 
-def compile_merge(target: Target, features: Features | None = None) -> Resources:
+def compile_merge(target: Target, features: Features | None = None, batch_invariant: bool = False) -> Resources:
     """`merge_kernel`; features: None for none."""
     features = features or target.no_features
-    tile = merge_tile(target.num_qo_heads, target.head_dim)
+    tile = merge_tile(target.num_qo_heads, target.head_dim, batch_invariant)
     constants: dict[str, object] = {
         "COUNT_AT": 5,
         "SHAPE": merge_shape(target.num_qo_heads, target.num_kv_heads, target.head_dim, tile),

@@ -15,14 +15,13 @@ class MergeTile:
     """Tasks of the merge kernel, and its CTAs.
 
     Attributes:
-        heads: of a task that has several; they divide all heads.
-        rounds: a CTA gets so many tasks of one head at most. Where it would get more, tasks have several.
+        heads: of a task that has several; they divide all heads. Tasks have several where more than half of the CTAs
+            get one.
         warps: of a CTA.
         ctas_per_sm: so many are launched.
     """
 
     heads: int
-    rounds: int
     warps: int
     ctas_per_sm: int
 
@@ -32,4 +31,4 @@ def merge_tile(num_qo_heads: int, head_dim_v: int, batch_invariant: bool = False
     one: the two add in different orders, and which is taken depends on the batch."""
     width = padded_head_dim(head_dim_v)
     heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, _SEVERAL // width))
-    return MergeTile(heads, 2, 1, 16) if width <= _NARROW else MergeTile(heads, 1, 4, 8)
+    return MergeTile(heads, 1, 16) if width <= _NARROW else MergeTile(heads, 4, 8)

@@ -15,9 +15,6 @@ class WhyPortable(NamedTuple):
     prompts: tuple[str, ...]
 
 
-ON_HOPPER: Final = WhyPortable((), ())
-
-
 def why_portable(config: AttentionConfig, card: Card, capability: int) -> WhyPortable:
     """The reasons for an attention on a card of a compute capability, such as 90 for 9.0."""
     if capability != _HOPPER:

@@ -87,9 +87,9 @@ def caution(version: str) -> str | None:
 
 def served() -> str:
     """What the plug-in serves and refuses, in words."""
-    refused = ("multi-head latent attention (MLA)", *(name for _, name in REFUSED_OPTIONS.values()))
+    refused = ", ".join(("multi-head latent attention (MLA)", *(name for _, name in REFUSED_OPTIONS.values())))
     caches = ", ".join(str(dtype).removeprefix("torch.") for dtype in KV_DTYPES)
-    return f"It serves full and sliding-window attention with caches of {caches}, and refuses {', '.join(refused)}"
+    return f"It serves full and sliding-window attention with caches of {caches}, and refuses, among others, {refused}"
 
 
 def missing(base: type, runner: Any) -> list[str]:

@@ -112,9 +112,9 @@ def caution(version: str) -> str | None:
 def served(on_cpu: bool) -> str:
     """What the plug-in serves and refuses, in words."""
     options = (*REFUSED_OPTIONS, *(REFUSED_CPU_OPTIONS if on_cpu else REFUSED_GPU_OPTIONS))
-    refused = ("multi-head latent attention (MLA)", *(name for *_, name in options))
-    caches = ", ".join(KV_DTYPES)
-    return f"It serves full and sliding-window attention with kv_cache_dtype {caches}, and refuses {', '.join(refused)}"
+    refused = ", ".join(("multi-head latent attention (MLA)", *(name for *_, name in options)))
+    served = f"It serves full and sliding-window attention with kv_cache_dtype {', '.join(KV_DTYPES)}"
+    return f"{served}, and refuses, among others, {refused}"
 
 
 def broken_contract(version: str, error: Exception) -> str:
