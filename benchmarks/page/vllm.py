@@ -263,8 +263,8 @@ def vllm_serving() -> Section:
     rows = [row for name in names for row in serving_rows(name, "vLLM", ("FLASH_ATTN", "CUSTOM"), losses)]
     text = f"""## In vLLM: requests that arrive
 
-Milliseconds, FlashAttention-3 → TrunkAttention. Few requests decode at once here and they share little, so little can
-be gained.
+Milliseconds, FlashAttention-3 → TrunkAttention. Questions on documents share most of what they read. In the other
+workloads few requests decode at once and they share little, so little can be gained.
 
 {table(SERVING_HEAD, rows, 2)}
 
