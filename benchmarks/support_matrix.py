@@ -22,7 +22,7 @@ from page.common import table
 from trunkattn import AttentionConfig, flash_attention
 from trunkattn.cli.kernels import MODELS, attention_of
 from trunkattn.gpu.tuning.cards import H100, H200
-from trunkattn.gpu.tuning.why_portable import why_portable
+from trunkattn.gpu.tuning.choice import why_portable
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")

@@ -17,6 +17,7 @@ from shape_table import parse_batch, shapes_named
 from trunkattn import AttentionConfig
 from trunkattn.gpu import executor
 from trunkattn.gpu.tuning.cards import Card, card_of
+from trunkattn.gpu.tuning.choice import choose_tiles
 from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, gpu_device, hopper_source
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.prefix_forest import Forest, build_forest
@@ -141,7 +142,7 @@ def families_of(result: Mapping[str, Any]) -> list[Family]:
     for row in result["rows"]:
         (shape,) = shapes_named(row["shape"])
         one_head = replace(config_of(shape), num_qo_heads=shape.num_kv_heads)  # whose tiles are those of all groups
-        tiles = executor.choose_tiles(one_head, card, facts.capability)
+        tiles = choose_tiles(one_head, card, facts.capability)
         rows.setdefault((hopper_source(shape.kv_dtype.itemsize, shape.page_size), tiles), []).append(row)
     return [Family(tiles, facts, card, result["bytes_per_us"], found) for (_, tiles), found in rows.items()]
 

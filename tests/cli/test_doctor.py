@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -52,6 +53,14 @@ def test_json() -> None:
         "SGLang plug-in": False,
     }
     assert report["packages"]["torch"].startswith("2.")
+
+
+def test_without_triton() -> None:
+    """Which a core install lacks where there is none, as on a Mac."""
+    script = "import sys; sys.modules['triton'] = None; from trunkattn.cli.app import app; app(['doctor', '--json'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["healthy"] is True
 
 
 def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, reserve
+from trunkattn.gpu.tuning.choice import WhyPortable
 from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.gpu.tuning.why_portable import WhyPortable
 from trunkattn.planner.row_tiles.choice import candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
 

@@ -86,8 +86,8 @@ class Partials:
 def test_any_partials(counts: list[int], heads: tuple[int, int], width: int, num_programs: int, sinks: bool) -> None:
     case = Partials(counts, heads, width, seed=len(counts))
     found = case.merged(num_programs, merge_tile(heads[0], width), sinks)
-    for given_, expected in zip(found, case.expected(sinks), strict=True):
-        torch.testing.assert_close(given_.double(), expected, rtol=1e-5, atol=1e-5)
+    for out, expected in zip(found, case.expected(sinks), strict=True):
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

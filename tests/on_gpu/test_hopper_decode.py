@@ -13,9 +13,9 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.gpu import executor
-from trunkattn.gpu.executor import choose_tiles
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.gpu.tuning.choice import choose_tiles
 from trunkattn.gpu.tuning.decode import hopper_tiles
 from trunkattn.planner.row_tiles.choice import candidates
 from trunkattn.planner.row_tiles.step import TiledStep

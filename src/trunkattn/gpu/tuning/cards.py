@@ -63,7 +63,7 @@ class Card:
     """A model of card.
 
     Attributes:
-        description: for `stats.reason`.
+        name: for `stats.reason`.
         times: for the choice of row tiles.
         hopper_tiles: whether the times of `HOPPER_TILES` hold. Other cards of compute capability 9.0 may have
             less arithmetic to spare.
@@ -74,7 +74,7 @@ class Card:
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
     """
 
-    description: str
+    name: str
     times: CardTimes
     hopper_tiles: bool = False
     hopper_family: bool = False
@@ -82,9 +82,9 @@ class Card:
     overlap: OverlapTimes | None = None
 
     @property
-    def name(self) -> str:
-        """What it is, without what is assumed of it."""
-        return self.description.partition(",")[0]
+    def description(self) -> str:
+        """Its name, and what is assumed of a card that was not measured."""
+        return f"{self.name}, which was not measured (2 TB/s assumed)" if self.times is _UNMEASURED else self.name
 
     def why_portable_decodes(self, config: AttentionConfig) -> list[str]:
         """Why the Hopper decode kernel is not trusted with an attention here; empty: it is."""
@@ -108,7 +108,7 @@ class Card:
 
 
 H100: Final = Card(
-    description="NVIDIA H100",
+    name="NVIDIA H100",
     times=CardTimes(
         bytes_per_us=3_125_000,
         launch_ns=5300,
@@ -132,7 +132,7 @@ H100: Final = Card(
 )
 
 H200: Final = Card(
-    description="NVIDIA H200",
+    name="NVIDIA H200",
     times=CardTimes(
         bytes_per_us=4_665_000,
         launch_ns=5300,
@@ -184,4 +184,4 @@ def card_of(name: str, num_sms: int) -> Card:
     for known_name, known_sms, card in _CARDS:
         if (name, num_sms) == (known_name, known_sms):
             return card
-    return Card(f"{name} with {num_sms} SMs, which was not measured (2 TB/s assumed)", _UNMEASURED)
+    return Card(f"{name} with {num_sms} SMs", _UNMEASURED)

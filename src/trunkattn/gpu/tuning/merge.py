@@ -1,4 +1,4 @@
-"""How the merge kernel computes heads of a width. Timed on an H200."""
+"""How the merge kernel computes heads of a width. Timed on an H100 and an H200."""
 
 from dataclasses import dataclass
 from math import gcd

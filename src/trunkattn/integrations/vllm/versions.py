@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from trunkattn.dtypes import has_e4m3
+
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
 # of 0.32. On GPUs the oldest and the newest have run.
 OLDEST: Final = (0, 26)
@@ -110,11 +112,15 @@ def caution(version: str) -> str | None:
 
 
 def served(on_cpu: bool) -> str:
-    """What the plug-in serves and refuses, in words."""
+    """What the plug-in serves and refuses here, in words."""
+    has_all = on_cpu or has_e4m3("cuda")
+    caches = ", ".join(name for name, dtype in KV_DTYPES.items() if has_all or dtype != torch.float8_e4m3fn)
     options = (*REFUSED_OPTIONS, *(REFUSED_CPU_OPTIONS if on_cpu else REFUSED_GPU_OPTIONS))
     refused = ", ".join(("multi-head latent attention (MLA)", *(name for *_, name in options)))
-    served = f"It serves full and sliding-window attention with kv_cache_dtype {', '.join(KV_DTYPES)}"
-    return f"{served}, and refuses, among others, {refused}"
+    return (
+        f"It serves full and sliding-window attention with kv_cache_dtype {caches}, "
+        f"and refuses, among others, {refused}"
+    )
 
 
 def broken_contract(version: str, error: Exception) -> str:

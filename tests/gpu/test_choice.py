@@ -1,4 +1,4 @@
-"""A plan says why the portable kernels compute it, and the reasons decide which kernels do."""
+"""Which kernels compute an attention, and what a plan says of it."""
 
 import itertools
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from trunkattn import AttentionConfig
 from trunkattn.cli.kernels import attention_of
-from trunkattn.gpu.executor import GpuExecutor, choose_chunk_tile, choose_tiles
-from trunkattn.gpu.tuning.cards import H100, H200, GpuFacts, card_of
-from trunkattn.gpu.tuning.why_portable import why_portable
+from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.tuning.cards import H100, H200, Card, GpuFacts, card_of
+from trunkattn.gpu.tuning.choice import choose_chunk_tile, choose_tiles, why_portable
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import parse_tree, tree_batch
@@ -29,15 +30,33 @@ CHANGES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("card", [H100, H200, PCIE], ids=lambda card: card.description[:16])
+def decodes_fast(config: AttentionConfig) -> bool:
+    """On an H200."""
+    of_16_bits, whole = config.kv_dtype is None, config.page_size % 16 == 0
+    takes = {64: True, 96: of_16_bits and whole, 128: True, 256: whole or not of_16_bits}
+    asks_nothing = config.policy == "auto" and not config.batch_invariant and config.execution != "streams"
+    return config.dtype != torch.float32 and takes.get(config.head_dim, False) and asks_nothing
+
+
+def prompts_fast(config: AttentionConfig) -> bool:
+    """On every measured card; a batch-invariant attention has no prompt chunks."""
+    plain = config.dtype != torch.float32 and config.kv_dtype is None and config.page_size % 16 == 0
+    return plain and config.head_dim in (64, 128, 256) and not config.batch_invariant
+
+
+@pytest.mark.parametrize("card", [H100, H200, PCIE], ids=lambda card: card.name)
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_reasons_decide(card: Any, capability: int) -> None:
+def test_fast_kernels_where_there_is_no_reason_against_them(card: Card, capability: int) -> None:
     for values in itertools.product(*CHANGES.values()):
         config = attention_of(dict(zip(CHANGES, values, strict=True)))
         why = why_portable(config, card, capability)
-        assert bool(why.decodes) != any(tile.hopper for tile in choose_tiles(config, card, capability)), config
-        if not config.batch_invariant:  # which has no prompt chunks
-            assert bool(why.prompts) != choose_chunk_tile(config, card, capability).hopper, config
+        trusted = card is H200 or (card is H100 and config.head_dim != 96)
+        assert (not why.decodes) is (capability == 90 and trusted and decodes_fast(config)), config
+        assert (not why.decodes) is choose_tiles(config, card, capability)[-1].hopper, config
+        if card is not PCIE:
+            assert (not why.prompts) is (capability == 90 and prompts_fast(config)), config
+        if not config.batch_invariant:
+            assert (not why.prompts) is choose_chunk_tile(config, card, capability).hopper, config
 
 
 SLOWER_96 = "head_dim 96: the fast kernel is slower for some batches on NVIDIA H100"
