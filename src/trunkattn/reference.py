@@ -37,7 +37,7 @@ def paged_attention(
     """
     num_requests = len(seq_lens)
     if query_start_loc is None:
-        query_start_loc = torch.arange(num_requests + 1)
+        query_start_loc = torch.arange(num_requests + 1, dtype=torch.int64, device="cpu")
     page_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     group_size = q.shape[1] // num_kv_heads
     scale = 1 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
@@ -48,7 +48,7 @@ def paged_attention(
         length = int(seq_lens[request])
         if begin == end:
             continue
-        tokens = torch.arange(length, device=q.device)
+        tokens = torch.arange(length, dtype=torch.int64, device=q.device)
         pages, offsets = block_table[request].to(q.device).long()[tokens // page_size], tokens % page_size
         keys, values = k_cache[pages, offsets].double(), v_cache[pages, offsets].double()
         hidden = _hidden(tokens, end - begin, sliding_window)

@@ -272,10 +272,10 @@ def print_report(report: Report, console: Console) -> None:
 def _attention_error(device: str = "cpu") -> float:
     """Largest absolute error for three requests, two of which share a page, with 4 query heads and 2 KV heads."""
     generator = torch.Generator().manual_seed(0)
-    table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 5, 6]], dtype=torch.int32)
-    seq_lens = torch.tensor([20, 23, 9], dtype=torch.int32)
-    q = torch.randn(3, 4, 64, generator=generator)
-    k_cache, v_cache = torch.randn(2, 7, 8, 2, 64, generator=generator)
+    table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 5, 6]], dtype=torch.int32, device="cpu")
+    seq_lens = torch.tensor([20, 23, 9], dtype=torch.int32, device="cpu")
+    q = torch.randn(3, 4, 64, generator=generator, dtype=torch.float32, device="cpu")
+    k_cache, v_cache = torch.randn(2, 7, 8, 2, 64, generator=generator, dtype=torch.float32, device="cpu")
     config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
     attention = trunkattn.BatchAttention(config, device=device)
     plan = attention.plan(table, seq_lens)

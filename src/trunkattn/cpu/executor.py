@@ -123,10 +123,10 @@ class CpuExecutor:
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
-        lse = torch.empty(out.shape[:2])
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device="cpu")
         out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
         in_place = out.dtype == torch.float32 and out.is_contiguous()
-        computed = out if in_place else torch.empty(out.shape, dtype=torch.float32)
+        computed = out if in_place else torch.empty(out.shape, dtype=torch.float32, device="cpu")
         queries = inputs.q[: step.num_query_tokens].to(torch.float32).contiguous()
         bits = KV_KINDS[self.config.cache_dtype][1]
         layer = parallel.Layer(queries, inputs.k_cache, inputs.v_cache, bits, computed, lse)

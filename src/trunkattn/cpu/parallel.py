@@ -76,7 +76,8 @@ class Workspace:
         floats = -(-floats // _LINE_FLOATS) * _LINE_FLOATS
         states = num_slots * shape.num_qo_heads
         self._arrays = (  # what the addresses point to
-            torch.empty(num_threads * floats).numpy(),  # torch aligns to cache lines
+            # torch aligns to cache lines
+            torch.empty(num_threads * floats, dtype=torch.float32, device="cpu").numpy(),
             np.empty(num_threads * ints, np.int64),
             np.empty(states * shape.head_dim_v, np.float32),
             np.empty(states, np.float32),

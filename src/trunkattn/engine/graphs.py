@@ -57,7 +57,7 @@ class ForwardInputs:
 
         Padding tokens are token 0 at position 0 with slot -1; padding rows are row 0.
         """
-        staging = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
+        staging = torch.zeros(len(self._flat), dtype=torch.int64, device="cpu", pin_memory=self._flat.is_cuda)
         token_ids, positions, slots, logits_rows = (part.numpy() for part in staging.split(self._sizes))
         token_ids[: len(step.token_ids)] = step.token_ids
         positions[: len(step.positions)] = step.positions

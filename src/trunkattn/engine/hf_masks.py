@@ -68,7 +68,7 @@ def window_of(mask: torch.Tensor) -> int | None:
 
 
 def _shows(mask_function: MaskFunction, query: int, key: int) -> bool:
-    zero, *positions = (torch.tensor(index, device="cpu") for index in (0, query, key))
+    zero, *positions = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (0, query, key))
     try:
         return bool(mask_function(zero, zero, *positions))
     except Exception:  # it needs more than indices, such as the tokens of this batch
@@ -79,8 +79,9 @@ def _is_causal_window(mask_function: MaskFunction, window: int | None) -> bool:
     """Whether the function is that of causal attention over the last `window` keys: for queries around the window's
     edges, where chunks and bidirectional masks differ from it."""
     size = NO_WINDOW_KEYS // 2 if window is None else window
-    queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1], device="cpu").clamp(min=0).view(-1, 1)
-    keys = torch.arange(2 * size + 1, device="cpu").view(1, -1)
+    edges = [0, 1, size - 1, size, size + 1, 2 * size - 1]
+    queries = torch.tensor(edges, dtype=torch.int64, device="cpu").clamp(min=0).view(-1, 1)
+    keys = torch.arange(2 * size + 1, dtype=torch.int64, device="cpu").view(1, -1)
     expected = (keys <= queries) & (keys > queries - (window or NO_WINDOW_KEYS))
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     try:

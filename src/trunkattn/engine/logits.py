@@ -177,8 +177,8 @@ def _penalize(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
     device = logits.device
     places = _places({row: token_ids for row, (token_ids, _) in counts.items()}, device)
     per_row = [[getattr(states[row].params, name) for name in PENALTIES] for row in counts]
-    sizes = torch.tensor([len(token_ids) for token_ids, _ in counts.values()])
-    spread = torch.tensor(per_row, dtype=torch.float32).repeat_interleave(sizes, dim=0)
+    sizes = torch.tensor([len(token_ids) for token_ids, _ in counts.values()], dtype=torch.int64, device="cpu")
+    spread = torch.tensor(per_row, dtype=torch.float32, device="cpu").repeat_interleave(sizes, dim=0)
     repetition, frequency, presence = spread.to(device).unbind(dim=1)
     occurrences = torch.from_numpy(np.concatenate([one for _, one in counts.values()])).to(device, torch.float32)
     values = logits[places]
@@ -207,7 +207,8 @@ def _process(row: torch.Tensor, state: LogitsState) -> None:
 
 def _call(processor: Any, row: torch.Tensor, state: LogitsState) -> Any:
     if isinstance(processor, LogitsProcessor | LogitsProcessorList):
-        input_ids: Any = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]], device=row.device)
+        token_ids = [[*state.prompt_token_ids, *state.output_token_ids]]
+        input_ids: Any = torch.tensor(token_ids, dtype=torch.int64, device=row.device)
         return processor(input_ids, row[None].clone())[0]
     if num_parameters(processor) == 2:
         return processor(state.output_token_ids, row.clone())

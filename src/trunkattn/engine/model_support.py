@@ -149,7 +149,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
-        token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
+        token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         hold_rope(model)
         model.eval()(
             input_ids=token_ids,

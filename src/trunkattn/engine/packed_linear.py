@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
         if x.dtype != torch.float32:
             return nn.functional.linear(x, self.weight, self.bias)  # raises as nn.Linear does
         rows = x.detach().reshape(-1, self.in_features).contiguous()
-        out = torch.empty(len(rows), len(self._panels) * PANEL)
+        out = torch.empty(len(rows), len(self._panels) * PANEL, dtype=torch.float32, device="cpu")
         multiply(rows.numpy(), self._panels, out.numpy(), torch.get_num_threads())
         out = out[:, : self.out_features].contiguous()  # copies only if the last panel is not full
         if self.bias is not None:

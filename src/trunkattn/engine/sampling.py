@@ -84,7 +84,7 @@ class Sampler:
 
     def _uniform(self, specs: Sequence[SampleSpec]) -> torch.Tensor:
         """[len(specs), 1] float64 in [0, 1), drawn on the CPU, so that a seed means the same on every device."""
-        drawn = torch.empty(len(specs), 1, dtype=torch.float64)
+        drawn = torch.empty(len(specs), 1, dtype=torch.float64, device="cpu")
         for row, spec in zip(drawn, specs, strict=True):
             generator = self._shared
             if spec.params.seed is not None:
@@ -139,7 +139,7 @@ def most_likely(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence
         counts: how many most likely ones, per row.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
+    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
     ranks = ((logprobs > chosen).sum(dim=-1) + 1).tolist()
     top_values, top_ids = (part.tolist() for part in logprobs.topk(max(counts)))
     return [
@@ -157,7 +157,7 @@ def most_likely(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence
 def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """[rows, vocab_size] float32 probabilities after temperature, min-p, top-k and top-p; not normalised after the last
     two."""
-    temperature = torch.tensor([[p.temperature] for p in params], device=logits.device)
+    temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=logits.device)
     # Subtract the maximum first, so that a small temperature cannot overflow.
     probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.min_p > 0]
@@ -171,7 +171,7 @@ def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 def _drop_unlikely(probs: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
     """Probabilities without the tokens that are less than min_p times as likely as the most likely one."""
-    least = torch.tensor(min_p, device=probs.device)[:, None] * probs.amax(dim=-1, keepdim=True)
+    least = torch.tensor(min_p, dtype=torch.float32, device=probs.device)[:, None] * probs.amax(dim=-1, keepdim=True)
     kept = probs.masked_fill(probs < least, 0.0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
@@ -180,12 +180,13 @@ def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
     """Sets all probabilities to zero but those of the top-k tokens, and of these keeps the fewest whose share of the
     top-k mass reaches top_p."""
     vocab_size = probs.shape[1]
-    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab_size] for p in params], device=probs.device)
-    top_p = torch.tensor([[p.top_p] for p in params], device=probs.device)
+    device = probs.device
+    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab_size] for p in params], dtype=torch.int64, device=device)
+    top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device)
     width = min(vocab_size, max(MIN_CANDIDATES, *(p.top_k for p in params)))
     while True:
         values, token_ids = probs.topk(width)
-        values = values.masked_fill(torch.arange(width, device=probs.device) >= top_k, 0.0)
+        values = values.masked_fill(torch.arange(width, dtype=torch.int64, device=device) >= top_k, 0.0)
         mass = values.cumsum(dim=-1)
         total = torch.where(top_k <= width, mass[:, -1:], 1.0)
         if width == vocab_size or bool(((top_k <= width) | (mass[:, -1:] >= top_p)).all()):

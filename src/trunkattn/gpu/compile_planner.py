@@ -33,9 +33,9 @@ def plan_every_kind(facts: GpuFacts, batch_invariant: bool) -> None:
     each again when they are a token longer, for which the planner patches its forest."""
     config = AttentionConfig(8, 2, 128, _PAGE_SIZE, torch.bfloat16, batch_invariant=batch_invariant)
     executor = GpuExecutor(config, _CPU, facts=facts)
-    starts = torch.tensor(_STARTS, dtype=torch.int32)
-    lens = torch.full((len(starts) - 1,), _LENGTH, dtype=torch.int32)
-    own = torch.arange(len(lens) * 64, dtype=torch.int32).view(len(lens), 64)
+    starts = torch.tensor(_STARTS, dtype=torch.int32, device="cpu")
+    lens = torch.full((len(starts) - 1,), _LENGTH, dtype=torch.int32, device="cpu")
+    own = torch.arange(len(lens) * 64, dtype=torch.int32, device="cpu").view(len(lens), 64)
     shared = own.clone()
     shared[:, :_SHARED_PAGES] = own[0, :_SHARED_PAGES]
     for table in (shared, own):

@@ -309,7 +309,9 @@ class GpuExecutor:
     def run(self, step: GpuStep | DeviceStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
         workspace, (logit_scale, v_scale) = self._workspace, self._scales.of(inputs)
-        lse = torch.empty(out.shape[:2], device=self.device) if inputs.return_lse else workspace.partial_lse
+        lse = workspace.partial_lse
+        if inputs.return_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
         # the kernels take any strides but that of the last dimension
         q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
         computed = out if out.stride(2) == 1 else out.contiguous()

@@ -41,7 +41,7 @@ class Packed:
         """Fills the first arrays, in one copy up to the end of what the last of them gets; host: in their order."""
         last = list(host)[-1]
         used = self._begins[len(host) - 1] + host[last].size
-        staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda)
+        staging = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=self.flat.is_cuda)
         flat = staging.numpy()
         for begin, array in zip(self._begins, host.values(), strict=False):
             flat[begin : begin + array.size] = array.ravel()

@@ -18,8 +18,9 @@ class Workspace:
         self._allocate(max(1, num_slots))
 
     def _allocate(self, num_slots: int) -> None:
-        self.partial = torch.empty(num_slots, self._heads, self._value_dim, device=self._device)
-        self.partial_lse = torch.empty(num_slots, self._heads, device=self._device)
+        shape = (num_slots, self._heads)
+        self.partial = torch.empty(*shape, self._value_dim, dtype=torch.float32, device=self._device)
+        self.partial_lse = torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def grow(self, num_slots: int) -> None:
         """Makes room for so many partial states. What was there before is lost."""
@@ -32,7 +33,7 @@ class Scales:
     once, since that takes launches and every layer may have its own."""
 
     def __init__(self, config: AttentionConfig, device: torch.device) -> None:
-        self.ones = torch.ones(config.num_kv_heads, device=device)
+        self.ones = torch.ones(config.num_kv_heads, dtype=torch.float32, device=device)
         self._logit_scale = self.ones * config.logit_scale
         self._kept: dict[tuple[bool, tuple[float, ...]], torch.Tensor] = {}
 

@@ -270,10 +270,10 @@ class DeviceTraffic:
     def __init__(self, num_specs: int, device: torch.device, errors: list[torch.Tensor]) -> None:
         on_gpu = device.type == "cuda"
         self._errors = errors
-        self._host_errors = torch.zeros(max(1, len(errors)), dtype=torch.int32, pin_memory=on_gpu)
+        self._host_errors = torch.zeros(max(1, len(errors)), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._ring = torch.zeros(RING_STEPS, num_specs, 2, dtype=torch.int64, device=device)
         self._slots = [list(step.unbind()) for step in self._ring.unbind()]
-        self._host = torch.zeros(self._ring.shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._host = torch.zeros(self._ring.shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._arrival = torch.cuda.Event() if on_gpu else None
         self._noted: list[tuple[int, int]] = []  # requests and padding of each step in the ring
         self._sent: list[tuple[int, int]] = []

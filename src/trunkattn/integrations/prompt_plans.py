@@ -55,6 +55,6 @@ def room_for(requests: int, tokens: int) -> PromptRoom:
 def one_prompt(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PromptChunks]:
     """The tables on the device, as of `BatchAttention.plan`, and what the host knows of a step of one prompt of one
     token: the same kernels compute it as any."""
-    one = torch.ones(1, dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.int32, device="cpu")
     table, starts = (torch.arange(size, dtype=torch.int32, device=device) for size in (1, 2))
     return (table[None], one.to(device), starts), PromptChunks(0, one, one, 0)

@@ -46,8 +46,9 @@ def warm_prompts(
     steps = []
     for length in _PROMPT_LENS:
         length = min(length, max_pages * page_size)
-        starts = torch.tensor((0, *_PROMPT_TOKENS)).clamp(max=length).cumsum(0).to(torch.int32)
-        steps.append((pages[:, None].repeat(1, max_pages), torch.full_like(pages, length), starts.to(device)))
+        starts = torch.tensor((0, *_PROMPT_TOKENS), dtype=torch.int32, device="cpu").clamp(max=length)
+        starts = starts.cumsum(0, dtype=torch.int32).to(device)
+        steps.append((pages[:, None].repeat(1, max_pages), torch.full_like(pages, length), starts))
     return steps
 
 
@@ -69,6 +70,6 @@ def run_zeros(
     """
     config, device = attention.config, caches[0].device
     q = torch.zeros(rows, config.num_qo_heads, config.head_dim, dtype=config.dtype, device=device)
-    sinks = torch.zeros(config.num_qo_heads, device=device) if config.sinks else None
+    sinks = torch.zeros(config.num_qo_heads, dtype=torch.float32, device=device) if config.sinks else None
     scale = 1.0 if caches[0].element_size() == 1 else None
     attention.run(plan, q, *caches, return_lse=return_lse, k_scale=scale, v_scale=scale, sinks=sinks)

@@ -144,8 +144,8 @@ def _forward(
         sums = [None if tensor is None else tensor.contiguous() for tensor in (cu_seqlens_q, cu_seqlens_k)]
         with torch.cuda.device(q.device):  # launches go to the current device
             return forward(q, k, v, Sequences(causal, sm_scale, *sums))
-    out = torch.zeros(q.shape, dtype=_sums_dtype(q))
-    lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype)
+    out = torch.zeros(q.shape, dtype=_sums_dtype(q), device=q.device)
+    lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype, device=q.device)
     for rows, sequence in _cpu_sequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), causal, sm_scale):
         found, found_lse = sequence.forward()
         out.view(-1, *q.shape[-2:])[rows[0]] = sequence.by_token(found)
@@ -178,7 +178,7 @@ def _backward(
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
     delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
     flat = [delta.reshape(-1, heads, 1), lse.transpose(-1, -2).reshape(-1, heads, 1), dout.reshape(-1, heads, head_dim)]
-    gradients = tuple(torch.zeros(tensor.shape, dtype=lse.dtype) for tensor in (q, k, v))
+    gradients = tuple(torch.zeros(tensor.shape, dtype=lse.dtype, device=q.device) for tensor in (q, k, v))
     for rows, sequence in _cpu_sequences((q, k, v), sums, causal, sm_scale):
         found = sequence.backward(*(sequence.by_head(tensor[rows[0]]) for tensor in flat))
         for gradient, part, own in zip(gradients, found, (rows[0], rows[1], rows[1]), strict=True):
@@ -244,13 +244,15 @@ class _CpuSequence:
         offset = len_k - num_rows // self.group
         for first in range(0, num_rows, _CPU_BLOCK * self.group):
             rows = slice(first, min(first + _CPU_BLOCK * self.group, num_rows))
-            position = torch.arange(rows.start, rows.stop)[:, None] // self.group + offset
+            queries = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.q.device)
+            position = queries[:, None] // self.group + offset
             end = min(len_k, max(0, int(position[-1]) + 1)) if self.causal else len_k
             for at in range(0, end, _CPU_BLOCK):
                 keys = slice(at, min(at + _CPU_BLOCK, end))
                 scores = self.q[:, rows] @ self.k[:, keys].mT * self.sm_scale
                 if self.causal and keys.stop - 1 > int(position[0]):
-                    scores.masked_fill_(torch.arange(keys.start, keys.stop) > position, -math.inf)
+                    seen = torch.arange(keys.start, keys.stop, dtype=torch.int64, device=self.q.device)
+                    scores.masked_fill_(seen > position, -math.inf)
                 yield rows, keys, scores
 
     @torch.autocast("cpu", enabled=False)  # it would make these products in 16 bits

@@ -108,7 +108,7 @@ def forward(
     q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
     batch, seqlen_q, heads, _ = q4.shape
     out = torch.empty(q4.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, seqlen_q, device=q.device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
     if sequences.packed:  # tokens of no sequence are nobody's
         out.zero_()
         lse.fill_(-torch.inf)

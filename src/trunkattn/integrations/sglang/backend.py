@@ -122,7 +122,8 @@ class TrunkBackend(AttentionBackend):
                 "attention back end"
             )
         on_host = getattr(batch, "extend_seq_lens_cpu", None)
-        queries = torch.as_tensor(batch.extend_seq_lens.cpu() if on_host is None else on_host, dtype=torch.int32)
+        lens_of_queries = batch.extend_seq_lens if on_host is None else on_host
+        queries = torch.as_tensor(lens_of_queries, dtype=torch.int32, device="cpu")
         starts = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
         return HostStep(rows, lens, starts, step_path(queries, decode_query_len=1), longest)
 

@@ -101,7 +101,7 @@ class TrunkCudaBackend(TrunkBackend):
         lens, queries = (getattr(batch, name, None) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
         if not self._most_prompt_tokens or not mode.is_extend() or mode.is_mixed() or lens is None or queries is None:
             return None
-        query_lens = torch.as_tensor(queries, device="cpu")
+        query_lens = torch.as_tensor(queries, dtype=torch.int64, device="cpu")
         if rows != len(query_lens) or rows > self._most_rows:
             return None
         if bool((query_lens == 1).all()):

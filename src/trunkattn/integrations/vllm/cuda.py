@@ -261,7 +261,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
     def _find_overlap(self, capacity: Capacity) -> bool:
         """Whether one kernel may ever compute prompts and decodes together."""
         longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
-        whole = torch.tensor([longest], dtype=torch.int32)
+        whole = torch.tensor([longest], dtype=torch.int32, device="cpu")
         attentions = {*self.attentions.values()}
         return longest > 0 and all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions)
 
@@ -273,7 +273,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             torch.arange(3, dtype=torch.int32, device=self.device),
         )
         decode = DecodeRows(rows.block_table[:1], rows.seq_lens[:1], rows.query_start_loc[:2])
-        one = torch.ones(1, dtype=torch.int32)
+        one = torch.ones(1, dtype=torch.int32, device="cpu")
         caches = {layer.impl.layer_spec: layer.impl.caches_of(layer.kv_cache) for layer in self.modules.values()}
 
         def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
