@@ -157,7 +157,8 @@ def _check_code(files: ModelFiles) -> None:
 
 def _saved_model(info: ModelInfo) -> Any:
     files = info.files
-    with files.readable("load its weights", "expected the files that its configuration describes") as folder:
+    readable = files.readable("load its weights", "expected the files that its configuration describes")
+    with torch.device("cpu"), readable as folder:  # transformers would load to a program's own default device
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=info.config,
