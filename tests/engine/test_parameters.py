@@ -104,6 +104,21 @@ def test_prompt_logprobs_are_the_models(llm: LLM, small: LLM, tiny_model: Callab
     assert cached.num_cached_tokens == 28, "what such a request computes is reused by others"
 
 
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_samples_as_many_as_prompt_rows_draw_from_their_own(llm: LLM, n: int, length: int) -> None:
+    """The samples of a step and its rows of logits may be equally many and yet not belong together."""
+    plain, asked = SamplingParams(temperature=0, max_tokens=3), {"temperature": 0, "max_tokens": 3, "logprobs": 0}
+    prompts = [prompt[:length] for prompt in PROMPTS[:2]]
+    first, second = (answer.outputs[0].token_ids for answer in llm.generate(prompts, plain))
+    llm.reset_prefix_cache()
+    (own,) = llm.generate(prompts[0], SamplingParams(n=n, prompt_logprobs=0, **asked))
+    assert tokens_of([own]) == [first] * n
+    llm.reset_prefix_cache()
+    each = [SamplingParams(n=n, **asked), SamplingParams(prompt_logprobs=1, **asked)]
+    assert tokens_of(llm.generate(prompts, each)) == [first] * n + [second]
+
+
 def test_truncated_prompts(llm: LLM) -> None:
     (output,) = llm.generate([[1] * 300 + [2, 3]], SamplingParams(max_tokens=1, truncate_prompt_tokens=3))
     assert output.prompt_token_ids == [1, 2, 3]

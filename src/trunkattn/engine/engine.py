@@ -203,7 +203,7 @@ class Engine:
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
         """For each of `batch.samples` a token, and log-probabilities if the request wants them."""
         rows = [sample.row for sample in batch.samples]
-        if len(rows) != len(logits):  # new samples draw from their parent's row, and prompt rows are not sampled
+        if rows != list(range(len(logits))):  # new samples draw from their parent's row, and prompt rows have no sample
             logits = logits[rows]
         specs = [
             SampleSpec(request.params, request.index, request.num_output_tokens, request.logits_state)
