@@ -98,7 +98,7 @@ lint: .venv/.stamp  ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
-	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py benchmarks/page/*.py
+	$(BIN)/mypy --config-file benchmarks/mypy.ini -p benchmarks
 
 # The theme prints a notice about its successor otherwise. Not --quiet, which hides warnings from --strict too.
 docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on a broken link

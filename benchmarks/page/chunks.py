@@ -2,7 +2,7 @@
 
 from statistics import geometric_mean
 
-from page.common import (
+from benchmarks.page.common import (
     NOTICEABLE,
     Loss,
     Section,
@@ -50,7 +50,7 @@ Speed over a peer's on the same batch, geometric mean; bf16, 32/8 heads of 128. 
 
 {table(head, rows, 2)}
 
-{sources("python benchmarks/prefill.py", *names)}
+{sources("python -m benchmarks.kernels.prefill", *names)}
 """
     return Section(text, losses)
 
@@ -85,7 +85,7 @@ makes from the prompts' lengths; and of the kernel for any card. bf16, pages of 
 {cut_text(names)}
 {table(head, rows, 3)}
 
-{sources("python benchmarks/prefill.py --shapes", *names)}
+{sources("python -m benchmarks.kernels.prefill --shapes", *names)}
 """
     return Section(text, losses)
 
@@ -119,7 +119,7 @@ max(prefill, decode).
 
 {table(head, rows, 2)}
 
-{sources("python benchmarks/hybrid.py --pod-every 8", *names, part="sweep")}
+{sources("python -m benchmarks.kernels.hybrid --pod-every 8", *names, part="sweep")}
 
 ![Hybrid batches on an H100](pictures/hybrid-h100.png)
 """

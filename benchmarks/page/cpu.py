@@ -1,6 +1,6 @@
 """Kernels on a CPU."""
 
-from page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
 
 
 def cpu() -> Section:
@@ -25,13 +25,13 @@ Attention of one layer on two cores, float32, ms:
 
 {table(["batch", "torch SDPA, per request", "fastest in torch", "sharing off", "TrunkAttention", "over SDPA"], rows)}
 
-{sources("python benchmarks/cpu_attention.py", "cpu-attention")}
+{sources("python -m benchmarks.kernels.cpu_attention", "cpu-attention")}
 
 The planner on one core, {load("planner-cpu")["batch"]}, ms:
 
 {table(["policy", "first plan", "plan of the next step"], plans)}
 
-{sources("python benchmarks/planner.py", "planner-cpu")}
+{sources("python -m benchmarks.host.planner", "planner-cpu")}
 """
     return Section(text, losses)
 
@@ -50,5 +50,5 @@ over `per_query`, which reads the prompt for each request. Theory counts memory 
 
 {table(["s", *(f"{tokens:,}" for tokens in shared)], rows)}
 
-{sources("python benchmarks/relay.py", *results)}
+{sources("python -m benchmarks.kernels.system_prompt", *results)}
 """

@@ -3,7 +3,7 @@
 from statistics import geometric_mean
 from typing import Any
 
-from page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
 
 HEADS = ("32/8", "16/8", "64/8", "32/32")
 PEERS = ("flash_attention_3", "flashinfer_decode", "flashinfer_decode_cuda_cores", "flashinfer_cascade", "fasttree")
@@ -43,7 +43,7 @@ prefixes; lower is better. TrunkAttention is faster than every peer on {ahead} o
 
 {table(["card", "query / KV heads", *columns.values()], rows, 2)}
 
-{sources("python benchmarks/kernels.py", *names)}
+{sources("python -m benchmarks.kernels.decode", *names)}
 
 ![Time over SOL for 20 prefix trees (nodes per level _ tokens per level) and 4 head settings](pictures/kernels-h100.png)
 
@@ -53,7 +53,7 @@ Nothing shared: time over that of the fastest peer in the same cell.
 
 {
         sources(
-            f"python benchmarks/kernels.py --name long --heads 32/8 --trees {trees_of('kernels-h100-long')}",
+            f"python -m benchmarks.kernels.decode --name long --heads 32/8 --trees {trees_of('kernels-h100-long')}",
             "kernels-h100-long",
             "kernels-h200-long",
         )
@@ -63,7 +63,13 @@ fp8 (e4m3) caches in the portable kernel, which computed them then: speed over t
 
 {table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], eight, 2)}
 
-{sources("python benchmarks/kernels.py --name fp8 --kv-dtype float8_e4m3fn", "kernels-h100-fp8", "kernels-h200-fp8")}
+{
+        sources(
+            "python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn",
+            "kernels-h100-fp8",
+            "kernels-h200-fp8",
+        )
+    }
 """
     return Section(text, losses)
 
@@ -154,7 +160,7 @@ Requests in decode together: a Mooncake trace, conversations behind PAT's system
 
 {table(head, rows, 2)}
 
-{sources("python benchmarks/workloads_gpu.py --trace FILE", *names)}
+{sources("python -m benchmarks.kernels.ragged_batches --trace FILE", *names)}
 """
     return Section(text, losses)
 
@@ -182,6 +188,6 @@ Microseconds from tables on the GPU to a plan there. Every array equals the host
 
 {table(head, rows, 3)}
 
-{sources("python benchmarks/device_planner.py", *names)}
+{sources("python -m benchmarks.host.device_planner", *names)}
 """
     return Section(text, [])

@@ -1,6 +1,6 @@
 """The embedded engine."""
 
-from page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
 
 LABELS = {
     "serving-cpu": "CPU, SmolLM2, a trace",
@@ -58,18 +58,18 @@ CPU, than the same number of decode steps as in POD's setting.
         )
     }
 
-{sources("python benchmarks/serving.py [--device cuda] [--trace FILE]", *LABELS)}
+{sources("python -m benchmarks.engines.embedded_serving [--device cuda] [--trace FILE]", *LABELS)}
 
 Decode speed on two CPU cores, SmolLM2-135M in float32, 32 requests, tokens per second:
 
 {table(["batch", "vLLM's CPU engine", "TrunkAttention", "sharing off"], speeds)}
 
-{sources("python benchmarks/cpu_engine.py", "cpu-engine")}
+{sources("python -m benchmarks.engines.embedded_cpu", "cpu-engine")}
 
 Greedy answers equal to transformers' `generate`, over {len(equal)} settings (every policy, chunked prefill, preemption,
 a prefix-cache hit): {sum(row["equal"] for row in equal)} of {sum(row["of"] for row in equal)} answers.
 
-{sources("python benchmarks/equality.py", "equality-cpu")}
+{sources("python -m tests.models.demo_answers", "equality-cpu")}
 """
     return Section(text, losses)
 

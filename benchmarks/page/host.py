@@ -1,6 +1,6 @@
 """What a step and a layer take the host, and what a change of the code took."""
 
-from page.common import Section, load, sources, table
+from benchmarks.page.common import Section, load, sources, table
 
 HOST, COMPARED = "host-time-h100", ("compare-h100", "compare-prefill-h100", "compare-hybrid-h100", "compare-cpu")
 
@@ -26,12 +26,12 @@ launches were bound once for all layers of a plan. 10 decodes of 5,120 tokens, a
 
 {table(["step", "execution", "plan, before", "after", "a layer, before", "after"], rows, 2)}
 
-{sources("python benchmarks/host_time.py --source OLD --source .", HOST)}
+{sources("python -m benchmarks.host.host_time --source OLD --source .", HOST)}
 
 The kernels of both versions, on the card and on a CPU: time after over time before.
 
 {table(["benchmark", "cells", "geometric mean", "worst cell", "cells over 1.03"], parts)}
 
-{sources("python benchmarks/compare_versions.py --before OLD", *COMPARED)}
+{sources("python -m benchmarks.tools.compare_versions --before OLD", *COMPARED)}
 """
     return Section(text, [])

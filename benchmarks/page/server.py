@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from page.common import Section, load, sources, table
+from benchmarks.page.common import Section, load, sources, table
 
 LOAD, SPEED, START = "serve-load-cpu", "serve-throughput-cpu", "serve-start-cpu"
 KINDS = {
@@ -33,18 +33,18 @@ def server() -> Section:
 
 {table(["requests", "count"], rows, 1)}
 
-{sources("python benchmarks/serve_load.py --part load", LOAD)}
+{sources("python -m benchmarks.engines.serve_load --part load", LOAD)}
 
 {speed["prompts"]} prompts, four documents with questions on each, {speed["at_once"]} at once,
 {speed["answer_tokens"]} tokens each; the prompts are cached.
 
 {table(["server", "tokens/s"], rates, 1)}
 
-{sources("python benchmarks/serve_load.py --part throughput --vllm PYTHON", SPEED)}
+{sources("python -m benchmarks.engines.serve_load --part throughput --vllm PYTHON", SPEED)}
 
 From the command line to the first answer of eight tokens, with compiled kernels in the cache, the server takes
 {answered:.1f} seconds (`{start["model"]}`).
 
-{sources("python benchmarks/serve_load.py --part start", START)}
+{sources("python -m benchmarks.engines.serve_load --part start", START)}
 """
     return Section(text, [])

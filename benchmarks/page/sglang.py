@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from page.common import Loss, Section, card_of, cut_text, held, load, note_loss, percent, sources, table
-from page.vllm import NAMES, SERVING_HEAD, USES, serving_rows, timing_text
+from benchmarks.page.common import Loss, Section, card_of, cut_text, held, load, note_loss, percent, sources, table
+from benchmarks.page.vllm import NAMES, SERVING_HEAD, USES, serving_rows, timing_text
 
 
 def sections() -> list[Callable[[], Section]]:
@@ -49,7 +49,7 @@ back ends. `fa3` is FlashAttention-3, SGLang's own choice on Hopper, with its ow
 computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` does both here. Beside each is its speed
 over the first.
 {timing_text(names)}{cut_text(names)}
-{tables}{sources(f"python benchmarks/sglang_tpot.py --model FOLDER {options}", *names)}
+{tables}{sources(f"python -m benchmarks.engines.sglang_tpot --model FOLDER {options}", *names)}
 """
     return Section(text, losses)
 
@@ -68,7 +68,7 @@ Milliseconds, {"; ".join(sorted(pairs))}.
 
 {table(SERVING_HEAD, rows, 2)}
 
-{sources(f"python benchmarks/sglang_serving.py --model FOLDER --trace FILE --backends {backends}", *names)}
+{sources(f"python -m benchmarks.engines.sglang_serving --model FOLDER --trace FILE --backends {backends}", *names)}
 """
     return Section(text, losses)
 
@@ -108,7 +108,7 @@ round has no log-probabilities, because SGLang mixes no steps while they are ask
 {cut_text(names)}
 {table(head, rows, 3)}
 
-{sources("python benchmarks/sglang_equality.py", *names)}
+{sources("python -m benchmarks.engines.sglang_equality", *names)}
 """
     return Section(text, [])
 
@@ -129,6 +129,6 @@ memory in use in MB after the first steps and after all.
 
 {table(["card", "back end", "waits", "copies to the host", "memory, MB", "steps"], rows, 4)}
 
-{sources("python benchmarks/sglang_steady.py --model FOLDER", *names)}
+{sources("python -m benchmarks.engines.sglang_steady --model FOLDER", *names)}
 """
     return Section(text, [])

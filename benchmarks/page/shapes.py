@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from page.common import NOTICEABLE, Loss, Section, card_of, cut_text, exists, load, slower, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, cut_text, exists, load, slower, sources, table
 
 NAMES = ("shapes-h100", "shapes-h200")
 OURS = {"trunkattn": "plan of its own", "trunkattn_one_graph": "one graph for any batch"}
@@ -38,7 +38,7 @@ queries, as in vLLM; TrunkAttention rounds no queries.
 {missed_text(names)}
 
 {"".join(speed_text(name) for name in names)}{fp8_text(names)}{without_time_text(names)}\
-{sources("python benchmarks/shapes.py", *names)}{commits_text(names)}
+{sources("python -m benchmarks.kernels.shapes", *names)}{commits_text(names)}
 """
     return Section(text, [loss for name in names for loss in losses(name)])
 

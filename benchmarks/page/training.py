@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
 
 TRAINING_WAYS = ("trunkattn", "torch_flash", "torch_cudnn", "flex_attention")
 
@@ -69,14 +69,14 @@ branch:
 
 {table(["prefix + branches", "FlexAttention, tree mask", "TrunkAttention, repeated"], trees)}
 
-{sources("python benchmarks/flash_training.py", "flash-training-cudnn-h100")}
+{sources("python -m benchmarks.kernels.flash_training", "flash-training-cudnn-h100")}
 
 Against PyTorch's flash back end it is about even: speed over that back end's, geometric mean over lengths of 512 to
 16,384 tokens, bf16, 32 heads of 128.
 
 {table(["card", "", "mask", "forward", "backward", "both"], rows, 3)}
 
-{sources("python benchmarks/flash_training.py", *names)}
+{sources("python -m benchmarks.kernels.flash_training", *names)}
 """
     return Section(text, losses)
 

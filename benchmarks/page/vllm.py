@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from page.common import (
+from benchmarks.page.common import (
     Loss,
     Section,
     and_,
@@ -129,11 +129,12 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
     head = ["use", "requests × (shared + private tokens)"]
     for label in labels:
         head += [f"{label}: FA3", "ours", ""]
+    command = "python -m benchmarks.engines.vllm_tpot --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]"
     return f"""In vLLM {version}:
 {timing_text(names)}{cut_text(names)}
 {table(head, rows, 2)}
 {busy_text(names)}
-{sources("python benchmarks/vllm_tpot.py --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]", *names)}
+{sources(command, *names)}
 """
 
 
@@ -169,7 +170,7 @@ def models() -> Section | None:
     """Models of other shapes, and other caches."""
     losses, found = list[Loss](), other_models()
     rows = [row for name, what in found.items() for row in rows_beside(name, what, losses)]
-    command = "python benchmarks/vllm_tpot.py --shape NAME, or --model FOLDER,"
+    command = "python -m benchmarks.engines.vllm_tpot --shape NAME, or --model FOLDER,"
     text = f"""## In vLLM: other models and caches
 
 As above.
@@ -191,7 +192,7 @@ Decode context parallelism: each card holds a part of each request's keys. Heads
 {cut_text(names)}
 {table(["card", "", "requests × (shared + private tokens)", "FA3", "ours", ""], rows, 3)}
 
-{sources("python benchmarks/vllm_tpot.py --model FOLDER --dcp 2", *names)}
+{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER --dcp 2", *names)}
 """
     return Section(text, losses) if names else None
 
@@ -210,7 +211,7 @@ Seconds until an engine is ready that finds no compiled code, neither vLLM's nor
 
 {table(["card", "FA3", "ours", "more"], rows)}
 
-{sources("python benchmarks/vllm_tpot.py --model FOLDER --cold", *names)}
+{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER --cold", *names)}
 """
     return Section(text, losses) if names else None
 
@@ -234,9 +235,9 @@ prefix.
 
 {table(head, rows, 2)}
 
-{sources("python benchmarks/vllm_tpot.py --model FOLDER --invariant", name)}
+{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER --invariant", name)}
 
-{sources("python benchmarks/vllm_equality.py --cases invariant", "vllm-equality-h100-invariant")}
+{sources("python -m benchmarks.engines.vllm_equality --cases invariant", "vllm-equality-h100-invariant")}
 """
     return Section(text, losses)
 
@@ -268,6 +269,6 @@ workloads few requests decode at once and they share little, so little can be ga
 
 {table(SERVING_HEAD, rows, 2)}
 
-{sources("python benchmarks/vllm_serving.py --model FOLDER --trace FILE --parallel", *names)}
+{sources("python -m benchmarks.engines.vllm_serving --model FOLDER --trace FILE --parallel", *names)}
 """
     return Section(text, losses)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from gpu_kernels import Case, page_lists
+
+from benchmarks.peers.gpu_kernels import Case, page_lists
 
 HybridRun = Callable[[int], tuple[torch.Tensor, ...]]  # copy of the cache -> outputs, in the order of the query tokens
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from gpu_kernels import Case, PlannedRun, page_lists
+
+from benchmarks.peers.gpu_kernels import Case, PlannedRun, page_lists
 
 
 def _starts(case: Case) -> torch.Tensor:

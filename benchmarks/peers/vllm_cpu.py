@@ -71,7 +71,7 @@ def preload_list(libraries: list[Path]) -> str:
 def restart_with(environment: dict[str, str]) -> None:
     """Start this program again unless the variables, which are read when libraries load, already have these values."""
     if any(os.environ.get(name) != value for name, value in environment.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | environment)
 
 
 def load_workload(path: Path, few_tokens: int) -> tuple[list[list[int]], int]:

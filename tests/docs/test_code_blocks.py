@@ -92,6 +92,8 @@ def test_command(page: Path, command: list[str]) -> None:
             )
         case ["trunkattn", name, *arguments]:
             check_trunkattn(name, arguments)
+        case ["python", "-m", module, *_]:
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
         case ["python", script, *_]:
             assert (ROOT / script).is_file()
         case ["pip", "install", *arguments]:

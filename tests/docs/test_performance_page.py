@@ -1,22 +1,18 @@
 """The performance page and the figures in the README say what the result files say."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import performance_page  # noqa: E402
-from page import chunks, common, sglang, vllm  # noqa: E402
+from benchmarks.page import chunks, common, performance_page, sglang, vllm
 
 
 @pytest.mark.parametrize("path", [performance_page.PAGE, performance_page.README], ids=lambda path: path.name)
 def test_page_is_what_the_results_say(path: Path) -> None:
     assert path.read_text() == performance_page.expected()[path], (
-        f"{path.name} is stale: run `python benchmarks/performance_page.py`"
+        f"{path.name} is stale: run `python -m benchmarks.page.performance_page`"
     )
 
 

@@ -1,16 +1,13 @@
 """The section on shapes of the performance page, from a result that is made up here."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import performance_page
-from page import common, shapes
-from shape_table import SHARED, UNSHARED, summary
+from benchmarks.page import common, performance_page, shapes
+from benchmarks.workloads.shape_table import SHARED, UNSHARED, summary
 
 LLAMA, PHI, FP8 = "llama3-8b 32/8x128", "phi4 40/10x128", "llama3-8b fp8 32/8x128"
 

@@ -1,22 +1,18 @@
 """The support matrix says what the code says."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.page import support_matrix as matrix
 from trunkattn import AttentionConfig
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import support_matrix as matrix  # noqa: E402
 
 
 @pytest.mark.parametrize("path", matrix.PAGES, ids=lambda path: path.name)
 def test_pages_are_up_to_date(path: Path) -> None:
     text = path.read_text()
-    assert matrix.fill(text) == text, f"{path.name} is stale: run `python benchmarks/support_matrix.py`"
+    assert matrix.fill(text) == text, f"{path.name} is stale: run `python -m benchmarks.page.support_matrix`"
 
 
 def cells(name: str) -> list[str]:

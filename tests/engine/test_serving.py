@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.engines.embedded_serving import (
+    SCALES,
+    Server,
+    Setting,
+    arguments,
+    prompts,
+    run,
+    scaled_lengths,
+    settings_of,
+)
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from serving import SCALES, Server, Setting, arguments, prompts, run, scaled_lengths, settings_of
 
 NUM_TOKENS = 12
 

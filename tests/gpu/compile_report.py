@@ -9,9 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
-from trunkattn.gpu.hopper.decode import shape_of
-from trunkattn.gpu.tuning.compile_ahead import (
+from benchmarks.kernels.compile_ahead import (
     Target,
     compile_decode,
     compile_hopper_decode,
@@ -20,6 +18,9 @@ from trunkattn.gpu.tuning.compile_ahead import (
     compile_merge,
     compile_prefill,
 )
+from benchmarks.kernels.tile_solver import ARCHITECTURES, Resources
+from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
+from trunkattn.gpu.hopper.decode import shape_of
 from trunkattn.gpu.tuning.decode import (
     INVARIANT_TILE,
     Tile,
@@ -30,7 +31,6 @@ from trunkattn.gpu.tuning.decode import (
     without_subtiles,
 )
 from trunkattn.gpu.tuning.prefill import SHORT_HEAD_DIM, SHORT_WINDOW, prefill_tile, tile_under
-from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES, Resources
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},

@@ -8,24 +8,18 @@ cannot see two kinds of change, because no batch chooses another tiling for them
 """
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from benchmarks.kernels import calibrate, calibration_families
+from benchmarks.lib.report import RESULTS
 from trunkattn.gpu.tuning.cards import H100, H200, Card
 from trunkattn.gpu.tuning.decode import GpuTile, hopper_tiles
 from trunkattn.planner.row_tiles.cost import CardTimes
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import calibrate  # noqa: E402
-import tile_families  # noqa: E402
 
 TILES = hopper_tiles(2, 128, 16)
 CARDS = {"h100": H100, "h200": H200}
@@ -66,7 +60,7 @@ class Regret:
 @cache
 def measured(name: str) -> tuple[calibrate.MeasuredCard, list[calibrate.Measured]]:
     """What a card measured, and what the prediction needs of each batch."""
-    result = json.loads((BENCHMARKS / "results" / f"calibration-{name}.json").read_text())
+    result = json.loads((RESULTS / f"calibration-{name}.json").read_text())
     card = calibrate.MeasuredCard.of_result(result["card"])
     return card, [calibrate.prepare(row, card) for row in result["rows"]]
 
@@ -173,18 +167,18 @@ def test_every_constant_is_spoilt() -> None:
 
 
 @cache
-def families() -> list[tile_families.Family]:
+def families() -> list[calibration_families.Family]:
     """What the H200 measured of models' shapes."""
-    return tile_families.families_of(json.loads((BENCHMARKS / "results" / "calibration-shapes-h200.json").read_text()))
+    return calibration_families.families_of(json.loads((RESULTS / "calibration-shapes-h200.json").read_text()))
 
 
-def loses_little(family: tile_families.Family, tiles: tuple[GpuTile, ...], bound: FamilyBound) -> bool:
+def loses_little(family: calibration_families.Family, tiles: tuple[GpuTile, ...], bound: FamilyBound) -> bool:
     """Of the choices that these tiles' times make."""
     regrets = family.regrets(tiles)
     return bool(regrets.mean() < bound.mean and regrets.max() < bound.worst)
 
 
-def family_of(shape: str) -> tile_families.Family:
+def family_of(shape: str) -> calibration_families.Family:
     (found,) = (family for family in families() if any(row["shape"] == shape for row in family.rows))
     return found
 

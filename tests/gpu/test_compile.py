@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.kernels.tile_solver import ARCHITECTURES
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY
-from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES
 
 pytestmark = pytest.mark.slow
 
 COMPILE = Path(__file__).with_name("compile_report.py")
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 
 # Bytes of a thread's stack of what is no tile for decoding, about as found with Triton 3.9: more is what this notices.
 SPILLED_AT_MOST = {
@@ -86,7 +87,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     capability, head_dim, _, kv_dtype = request.param
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILE), *map(str, request.param)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": PYTHONPATH})
     assert done.returncode == 0, done.stderr[-4000:]
     return Compiled(capability, head_dim, kv_dtype, json.loads(done.stdout))
 

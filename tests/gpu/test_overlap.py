@@ -361,7 +361,7 @@ def test_time_of_chunks(hopper: None) -> None:
         batch = StepTables(table, np.array([context], np.int32), np.array([0, tokens], np.int32), window)
         return overlap.chunk_times(overlap.work_of(batch)).alone_ns / 1000
 
-    # measured on an H200 by benchmarks/hybrid.py when the times were fitted (32/4 has the same work)
+    # measured on an H200 by benchmarks/kernels/hybrid.py when the times were fitted (32/4 has the same work)
     assert us(2048, 16384) == pytest.approx(945, rel=0.1)
     assert us(1024, 8192) == pytest.approx(239, rel=0.1)
     assert us(512, 16384) == pytest.approx(249, rel=0.1)

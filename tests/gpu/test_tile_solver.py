@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from trunkattn import AttentionConfig
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, without_subtiles
-from trunkattn.gpu.tuning.tile_solver import (
+from benchmarks.kernels.tile_solver import (
     ARCHITECTURES,
     Memory,
     Resources,
@@ -13,6 +11,8 @@ from trunkattn.gpu.tuning.tile_solver import (
     least_keys,
     reasons_against,
 )
+from trunkattn import AttentionConfig
+from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, without_subtiles
 
 HOPPER = ARCHITECTURES[90]
 MEMORY = Memory(latency_ns=800, bytes_per_ns=4574, num_sms=132)

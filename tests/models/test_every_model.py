@@ -1,13 +1,8 @@
 """Every causal language model type of transformers is answered as `generate` answers, or refused in plain words."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import every_model  # noqa: E402
+from . import every_model
 
 TYPES = every_model.config_classes()
 
@@ -23,7 +18,7 @@ def test_equal_or_refused(model_type: str) -> None:
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    assert every_model.DOCS_PAGE.read_text() == every_model.page(), "run `python benchmarks/every_model.py --page`"
+    assert every_model.DOCS_PAGE.read_text() == every_model.page(), "run `python -m tests.models.every_model --page`"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "bert"])

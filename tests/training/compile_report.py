@@ -17,7 +17,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trunkattn.gpu.tuning.compile_ahead import signature_of
+from benchmarks.kernels.compile_ahead import signature_of
 from trunkattn.numerics import padded_head_dim
 from trunkattn.training.backward import prepare_kernel
 from trunkattn.training.backward_keys import KeysVariant, keys_kernel

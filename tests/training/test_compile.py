@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trunkattn.gpu.tuning.tile_solver import ARCHITECTURES
+from benchmarks.kernels.tile_solver import ARCHITECTURES
 
 pytestmark = pytest.mark.slow
 
 COMPILE = Path(__file__).with_name("compile_report.py")
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 
 # Bytes of a thread's stack, about as found with Triton 3.9: more is what this notices. Gradients of keys and values
 # hold two accumulators of 128 × 128 in registers, and one pass also a part of dq.
@@ -30,7 +31,7 @@ def test_every_pass_compiles_and_fits_the_card(capability: int, head_dim: int) -
     limit = ARCHITECTURES[capability].shared_per_cta
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILE), str(capability), str(head_dim), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": PYTHONPATH})
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     assert set(report) >= {"forward", "keys", "queries", "one_pass"}

@@ -2,15 +2,13 @@
 
 import fcntl
 import os
-import sys
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from turns import starting, turn
+from benchmarks.lib.turn_lock import starting, turn
 
 PATIENCE = 60  # seconds until a test gives up
 FACTS = {"card": "cpu", "counters": {}}

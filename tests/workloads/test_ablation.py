@@ -1,24 +1,19 @@
-"""benchmarks/ablation.py and benchmarks/tiled.py on a CPU: what `ncu` printed, planned bytes, arguments."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""ablation.py and tile_lists.py on a CPU: what `ncu` printed, planned bytes, arguments."""
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.kernels.ablation import METRICS, dram_bytes
+from benchmarks.kernels.decode import Case
+from benchmarks.kernels.tile_lists import PlannedBytes, planned_bytes
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import parse_tree, tree_batch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from ablation import METRICS, dram_bytes
-from kernels import Case
-from tiled import PlannedBytes, planned_bytes
+from .scripts import refusal
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ablation.py"
 HEADER = '"ID","Process ID","Kernel Name","Stream","Metric Name","Metric Unit","Metric Value"'
 FLUSH = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(T3)"
 
@@ -90,6 +85,4 @@ def test_planned_bytes() -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], expected: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert expected in done.stderr
+    assert expected in refusal("benchmarks.kernels.ablation", arguments)

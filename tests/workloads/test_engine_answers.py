@@ -1,7 +1,6 @@
-"""What benchmarks/engine_tpot.py keeps of back ends' answers as they come, with processes that stand for engines."""
+"""What engine_tpot.py keeps of back ends' answers as they come, with processes that stand for engines."""
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing import get_context
@@ -10,13 +9,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_engines
-import sglang_tpot
-import vllm_tpot
-from engine_models import write_config
-from engine_tpot import Answers, Results, Workload, outcome, run_backends
+from benchmarks.engines import sglang_tpot, vllm_tpot
+from benchmarks.engines.engine_tpot import Answers, Results, Workload, outcome, run_backends
+from benchmarks.workloads.model_shapes import write_config
+
+from . import fake_engines
 
 BOTH = (Workload(2, ((1, 32),)), Workload(1, ((1, 16),)))
 NAMES = tuple(map(str, BOTH))
@@ -119,7 +116,7 @@ def test_a_result_is_written_before_a_back_end_has_finished(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(write_config("qwen2.5-7b", tmp_path))
-    monkeypatch.setattr("report.RESULTS", tmp_path / "results")
+    monkeypatch.setattr("benchmarks.lib.report.RESULTS", tmp_path / "results")
     arguments = script.read_arguments(["--model", model, "--backends", "a", "b"])
     if script is vllm_tpot:
         how: Any = vllm_tpot.Setup(Path(model), {"tensor_parallel_size": 1}, BOTH, 1, False)
@@ -127,7 +124,7 @@ def test_a_result_is_written_before_a_back_end_has_finished(
         how = sglang_tpot.tasks_of(arguments, [])[0]._replace(workloads=BOTH)
     answers = Answers(2, partial(script.save, arguments, how), {"a": {}, "b": {}})
     tell(answers, "a:card b:card a:0 b:0")
-    path = tmp_path / "results" / f"{script.__name__.replace('_', '-')}-cpu.json"
+    path = tmp_path / "results" / f"{script.__name__.split('.')[-1].replace('_', '-')}-cpu.json"
     partly = json.loads(path.read_text())
     assert partly["unfinished"] == [NAMES[1]] and partly["runs"] == {"a": {"card": "cpu"}, "b": {"card": "cpu"}}
     tell(answers, "a:1 b:1 a:end b:end")

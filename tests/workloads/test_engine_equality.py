@@ -1,17 +1,15 @@
-"""benchmarks/engine_equality.py and sglang_equality.py without an engine: prompts, what differs, what has failed."""
+"""engine_equality.py and sglang_equality.py without an engine: prompts, what differs, what has failed."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .scripts import refusal
+from benchmarks.engines import sglang_equality as sglang
+from benchmarks.engines.engine_equality import SHARED, Job, compare, parted_at, prompts, run_jobs, within_rounding
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import sglang_equality as sglang
-from engine_equality import SHARED, Job, compare, parted_at, prompts, run_jobs, within_rounding
+from .scripts import refusal
 
 CASES = sglang.all_cases()
 COUNTED = {"trunkattn_steps_total full_graph": 9.0, "trunkattn_steps_total prefill": 3.0}
@@ -172,8 +170,10 @@ def test_cases_of_a_device() -> None:
     assert "tensor-parallel" not in sglang.parse(CASES, []).cases
     assert "hybrid-pools" in sglang.parse(CASES, []).cases
     assert "hybrid-pools" not in sglang.parse(CASES, ["--device", "cpu"]).cases
-    assert "cannot be judged on a CPU" in refusal("sglang_equality.py", ["--device", "cpu", "--cases", "fp8"])
-    assert "argument --at-once" in refusal("sglang_equality.py", ["--at-once", "0"])
+    assert "cannot be judged on a CPU" in refusal(
+        "benchmarks.engines.sglang_equality", ["--device", "cpu", "--cases", "fp8"]
+    )
+    assert "argument --at-once" in refusal("benchmarks.engines.sglang_equality", ["--at-once", "0"])
 
 
 def test_rows_are_json() -> None:

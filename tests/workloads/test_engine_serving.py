@@ -1,27 +1,20 @@
-"""benchmarks/engine_serving.py without an engine: workloads, times of requests, results."""
+"""benchmarks/engines/engine_serving.py without an engine: workloads, times of requests, results."""
 
 import argparse
 import asyncio
 import fcntl
 import json
-import sys
 from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from multiprocessing import Pipe, get_context
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from .scripts import refusal
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent))
-import engine_serving
-import fake_engines
-import sglang_serving
-import vllm_serving
-from engine_serving import (
+from benchmarks.engines import engine_serving, sglang_serving, vllm_serving
+from benchmarks.engines.engine_serving import (
     Arrival,
     Engine,
     Result,
@@ -38,6 +31,9 @@ from engine_serving import (
     spread,
     toolagent,
 )
+
+from . import fake_engines
+from .scripts import refusal
 
 
 async def tokens(*pairs: tuple[float, int]) -> AsyncIterator[int]:
@@ -126,8 +122,8 @@ def test_runs_by_workload_and_rate() -> None:
 
 
 @pytest.mark.parametrize("script", [sglang_serving, vllm_serving])
-def test_a_trace_is_wanted_or_left_out(script: object) -> None:
-    said = refusal(Path(script.__file__).name, ["--model", "m"])
+def test_a_trace_is_wanted_or_left_out(script: ModuleType) -> None:
+    said = refusal(script.__name__, ["--model", "m"])
     assert "argument --trace: expected a file for the workload trace" in said
 
 
@@ -139,8 +135,8 @@ def test_a_trace_is_wanted_or_left_out(script: object) -> None:
         (["--turns", "lock", "--workloads", "documents"], "several engines on one card need --kv-gib"),
     ],
 )
-def test_turns_are_for_one_card(script: object, given: list[str], message: str) -> None:
-    assert message in refusal(Path(script.__file__).name, ["--model", "m", *given])
+def test_turns_are_for_one_card(script: ModuleType, given: list[str], message: str) -> None:
+    assert message in refusal(script.__name__, ["--model", "m", *given])
 
 
 def test_turns_and_caches_are_part_of_sglangs_options(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/vllm_tpot.py and sglang_tpot.py without an engine: the pace of made-up token times, the table and what
+"""vllm_tpot.py and sglang_tpot.py without an engine: the pace of made-up token times, the table and what
 the options choose."""
 
 import fcntl
@@ -15,13 +15,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_engines
-import sglang_tpot
-import vllm_tpot
-from engine_models import SHAPES, write_config
-from engine_tpot import (
+from benchmarks.engines import sglang_tpot, vllm_tpot
+from benchmarks.engines.engine_tpot import (
     LONG,
     SHORT,
     SIX,
@@ -33,8 +28,20 @@ from engine_tpot import (
     pace,
     table,
 )
-from vllm_tpot import OPTIONS, Run, Setup, Tracer, name_of, options_of, read_arguments, wanted_runs, workloads_of
+from benchmarks.engines.vllm_tpot import (
+    OPTIONS,
+    Run,
+    Setup,
+    Tracer,
+    name_of,
+    options_of,
+    read_arguments,
+    wanted_runs,
+    workloads_of,
+)
+from benchmarks.workloads.model_shapes import SHAPES, write_config
 
+from . import fake_engines
 from .scripts import refusal
 
 
@@ -205,7 +212,7 @@ def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
     ],
 )
 def test_wrong_options_are_refused(given: list[str], message: str) -> None:
-    assert message in refusal("vllm_tpot.py", given)
+    assert message in refusal("benchmarks.engines.vllm_tpot", given)
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -240,7 +247,7 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused_for_sglang(given: list[str], message: str, model: str) -> None:
-    assert message in refusal("sglang_tpot.py", ["--model", model, *given])
+    assert message in refusal("benchmarks.engines.sglang_tpot", ["--model", model, *given])
 
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}

@@ -1,19 +1,17 @@
-"""What benchmarks/engine_traces.py makes of traces, with events that a profiler could have written."""
+"""What benchmarks/engines/traces.py makes of traces, with events that a profiler could have written."""
 
 import asyncio
 import gzip
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import sglang_tpot
-from engine_tpot import LONG, SHORT, TRACED, traced, traced_or_why
-from engine_traces import NAME_LENGTH, busy, busy_us, events_in
+from benchmarks.engines import sglang_tpot
+from benchmarks.engines.engine_tpot import LONG, SHORT, TRACED, traced, traced_or_why
+from benchmarks.engines.traces import NAME_LENGTH, busy, busy_us, events_in
 
 
 def event(name: str, ts: float, dur: float, device: int = 0, cat: str = "kernel") -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""The batches of benchmarks/workloads_gpu.py, and the trees that FastTree is given, on a CPU."""
+"""The batches of benchmarks/kernels/ragged_batches.py, and the trees that FastTree is given, on a CPU."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.kernels.ragged_batches import (
+    LONGEST_PRIVATE,
+    OURS,
+    PEERS,
+    compare,
+    grown,
+    make_batches,
+    mooncake_batch,
+    sample,
+)
+from benchmarks.peers.gpu_kernels import TreeNode, fasttree_nodes
 from trunkattn.workloads import HASH_BLOCK_TOKENS, PagedBatch, TraceRequest, parse_tree, random_forest, tree_batch
 
 from .scripts import refusal
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
-from gpu_kernels import TreeNode, fasttree_nodes
-from workloads_gpu import LONGEST_PRIVATE, OURS, PEERS, compare, grown, make_batches, mooncake_batch, sample
 
 pytestmark = pytest.mark.slow
 
@@ -156,4 +160,4 @@ def test_a_step_is_a_plan_and_32_layers() -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], expected: str) -> None:
-    assert expected in refusal("workloads_gpu.py", arguments)
+    assert expected in refusal("benchmarks.kernels.ragged_batches", arguments)

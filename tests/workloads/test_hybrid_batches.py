@@ -1,25 +1,29 @@
-"""benchmarks/hybrid.py on a CPU: its batches, what is compared and with what, and what the times come to."""
+"""benchmarks/kernels/hybrid.py on a CPU: its batches, what is compared and with what, and what the times come to."""
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.kernels import hybrid
+from benchmarks.peers.gpu_hybrid import HybridRun, halves, one_after_other
+from benchmarks.peers.gpu_kernels import Case
+from benchmarks.workloads.hybrid_batches import (
+    MODELS,
+    SPLITS,
+    TABLE,
+    HybridBatch,
+    chunk_batches,
+    limits,
+    summary,
+    sweep_batches,
+)
 from trunkattn.reference import paged_attention
 
 from .scripts import refusal
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
-import hybrid
-from gpu_hybrid import HybridRun, halves, one_after_other
-from gpu_kernels import Case
-from hybrid_batches import MODELS, SPLITS, TABLE, HybridBatch, chunk_batches, limits, summary, sweep_batches
 
 SMALL = HybridBatch((4, 2), 37, 100, 5, 51)
 
@@ -185,4 +189,4 @@ def test_a_summary_of_nothing_is_empty() -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], expected: str) -> None:
-    assert expected in refusal("hybrid.py", arguments)
+    assert expected in refusal("benchmarks.kernels.hybrid", arguments)

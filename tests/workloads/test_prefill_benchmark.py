@@ -1,16 +1,20 @@
-"""benchmarks/prefill.py on a CPU: its batches, what outputs are compared with, the work, and the shapes."""
-
-import sys
-from pathlib import Path
+"""benchmarks/kernels/prefill.py on a CPU: its batches, what outputs are compared with, the work, and the shapes."""
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
-from decode_cases import Shape
-from prefill import MODELS, PROMPT_SHAPES, flops, largest_error, make_case, ours, prompt_shapes, speedups
+from benchmarks.kernels.decode_cases import Shape
+from benchmarks.kernels.prefill import (
+    MODELS,
+    PROMPT_SHAPES,
+    flops,
+    largest_error,
+    make_case,
+    ours,
+    prompt_shapes,
+    speedups,
+)
 
 SMALL = {
     "plain": Shape("", 4, 2, 64),

@@ -1,17 +1,12 @@
-"""The shapes and batches of benchmarks/shapes.py, how they are named, and what a result comes to."""
+"""The shapes and batches of benchmarks/kernels/shapes.py, how they are named, and what a result comes to."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from trunkattn.workloads import parse_tree
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import shapes
-from shape_table import (
+from benchmarks.kernels import shapes
+from benchmarks.workloads.shape_table import (
     BATCHES,
     FP8_GOALS,
     GOALS,
@@ -24,6 +19,7 @@ from shape_table import (
     shapes_named,
     summary,
 )
+from trunkattn.workloads import parse_tree
 
 FP8 = torch.float8_e4m3fn
 

@@ -1,4 +1,4 @@
-"""benchmarks/shapes.py on a CPU: SOL, what outputs are compared with, rows, and processes that are lost."""
+"""benchmarks/kernels/shapes.py on a CPU: SOL, what outputs are compared with, rows, and processes that are lost."""
 
 import inspect
 import json
@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn.reference import paged_attention
-from trunkattn.workloads import PrefixTree, tree_batch
-
-from .scripts import refusal
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
-import report
-import shape_cells
-import shapes
-from apart import Apart, Lost
-from decode_cases import Shape, expected, make_case, num_copies, ours, relative_error, seen_by, sol_us
-from gpu_kernels import Case, Features, flash_attention_3
-from shape_table import (
+from benchmarks.kernels import shape_cells, shapes
+from benchmarks.kernels.decode_cases import (
+    Shape,
+    expected,
+    make_case,
+    num_copies,
+    ours,
+    relative_error,
+    seen_by,
+    sol_us,
+)
+from benchmarks.lib import report
+from benchmarks.lib.subprocesses import Apart, Lost
+from benchmarks.peers.gpu_kernels import Case, Features, flash_attention_3
+from benchmarks.workloads.shape_table import (
     BATCHES,
     SHAPES,
     SHARED,
@@ -33,6 +34,10 @@ from shape_table import (
     parse_batch,
     shapes_named,
 )
+from trunkattn.reference import paged_attention
+from trunkattn.workloads import PrefixTree, tree_batch
+
+from .scripts import refusal
 
 SMALL = parse_batch("5 x (48 + 2 groups x 32 + 21)")
 LIMITS = (3.0e6, 7.0e8)
@@ -361,4 +366,4 @@ def test_shapes_that_were_not_compiled_are_named(results: shapes.Results, capsys
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], said: str) -> None:
-    assert said in " ".join(refusal("shapes.py", arguments).split())
+    assert said in " ".join(refusal("benchmarks.kernels.shapes", arguments).split())

@@ -1,17 +1,14 @@
-"""benchmarks/vllm_equality.py and engine_equality.py without an engine: models, how answers are compared, options."""
+"""vllm_equality.py and engine_equality.py without an engine: models, how answers are compared, options."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from .scripts import refusal
+from benchmarks.engines.engine_equality import compare, fill
+from benchmarks.engines.vllm_equality import BACKENDS, CASES, PLAIN, folder_name, summarize
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from engine_equality import compare, fill
-from vllm_equality import BACKENDS, CASES, PLAIN, folder_name, summarize
+from .scripts import refusal
 
 
 def test_a_folder_holds_one_model() -> None:
@@ -78,4 +75,4 @@ def test_a_case_that_failed_says_why() -> None:
     ],
 )
 def test_wrong_options_are_refused(given: list[str], message: str) -> None:
-    assert message in refusal("vllm_equality.py", given)
+    assert message in refusal("benchmarks.engines.vllm_equality", given)

@@ -1,6 +1,5 @@
-"""The comparison of benchmarks/sglang_equality.py can fail: attention whose merge is broken is not within rounding."""
+"""The comparison of sglang_equality.py can fail: attention whose merge is broken is not within rounding."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,12 @@ from typing import Any
 import pytest
 import sglang
 
+from benchmarks.engines.engine_equality import compare, within_rounding
+from benchmarks.engines.sglang_equality import STEPS, answers
+
 from ..broken_merge import break_merge
 from ..vllm.prompts import NUM_PROMPTS, prompts
 from .engine import OPTIONS
-
-BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
-sys.path.insert(0, BENCHMARKS)
-from engine_equality import compare, within_rounding  # noqa: E402
-from sglang_equality import STEPS, answers  # noqa: E402
-
-sys.path.remove(BENCHMARKS)  # transformers would find kernels.py there, in the processes of SGLang too
 
 TOKENS = 12
 

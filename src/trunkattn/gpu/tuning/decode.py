@@ -57,7 +57,7 @@ class GpuTile(Tile):
         return self.block_m == 16 and not self.hopper
 
 
-# Two tiles are nearly as good as any number of them. `benchmarks/calibrate.py` fits the times of all tiles.
+# Two tiles are nearly as good as any number of them. `benchmarks/kernels/calibrate.py` fits the times of all tiles.
 _LOW: Final = GpuTile(16, 64, 2, 2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 _TALL: Final = GpuTile(64, 64, 4, 3, ctas_per_sm=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
 DECODE_TILES: Final = (_LOW, _TALL)
@@ -126,9 +126,9 @@ class HopperTile(NamedTuple):
     low_read_percent: int = 100
 
 
-# `benchmarks/calibrate_shapes.py` fits the times, but for what no shape has: 8-bit heads of 64 have the times of heads
-# of 128, and gathered heads of 256 those of widened ones. 16-bit heads of 128 have times that suit an H100, too. Two
-# CTAs fit on an SM, or one with 8-bit heads of 256.
+# `benchmarks/kernels/calibrate_shapes.py` fits the times, but for what no shape has: 8-bit heads of 64 have the times
+# of heads of 128, and gathered heads of 256 those of widened ones. 16-bit heads of 128 have times that suit an H100,
+# too. Two CTAs fit on an SM, or one with 8-bit heads of 256.
 HOPPER_TILES: Final = MappingProxyType(
     {
         (HopperSource.LOADED, 64): HopperTile(

@@ -1,0 +1,1 @@
+"""Whole engines: vLLM, SGLang, and the embedded engine."""

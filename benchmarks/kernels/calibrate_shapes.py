@@ -1,0 +1,129 @@
+"""Measures every tiling of the decode attention of models' shapes on this card, and fits the times of their tiles.
+
+    python -m benchmarks.kernels.calibrate_shapes  # results/calibration-shapes-CARD.json
+    python -m benchmarks.kernels.calibrate_shapes --batches "64 x (1024)"  # these alone; the file keeps others
+    python -m benchmarks.kernels.calibrate_shapes --fit FILE  # the fit alone, on what was measured; needs no GPU
+
+Shapes whose tiles are the same (`hopper_tiles`) are a family and have times of their own. The fit is that of
+calibrate.py: the least error of the predicted times, and the least loss of the tiling that they would choose. Outputs
+are compared with float64. Kernels are compiled first, by --jobs processes. After --seconds no batch is begun.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.calibration_families import config_of, families_of, fitted_text
+from benchmarks.kernels.decode import ceilings, microseconds
+from benchmarks.kernels.decode_cases import Shape, expected, make_case, relative_error
+from benchmarks.kernels.shapes import compile_ahead
+from benchmarks.lib.internals import backend_of
+from benchmarks.lib.options import integer
+from benchmarks.lib.report import short_name, with_earlier, write_result
+from benchmarks.peers.gpu_kernels import Case
+from benchmarks.workloads.shape_table import BATCHES, SHAPES, batch_name, parse_batch
+from trunkattn import BatchAttention
+from trunkattn.gpu import executor
+from trunkattn.planner.row_tiles.choice import Tiling
+from trunkattn.workloads.trees import PrefixTree
+
+TIMED = (
+    "llama3-8b 32/8x128", "llama3-70b/TP8 8/1x128", "qwen2.5-7b 28/4x128", "mistral-large 96/8x128",
+    "gpt-oss full 64/8x64 sinks", "gpt-oss window 64/8x64 sinks", "llama3.2-1b 32/8x64",
+    "gemma3-12b 16/8x256", "qwen3-next 16/2x256",
+    "llama3-8b fp8 32/8x128", "qwen3-30b fp8 32/4x128", "gemma3-12b fp8 16/8x256",
+    "llama3-8b page 1 32/8x128", "gpt-oss page 1 64/8x64 sinks",
+)  # fmt: skip
+MORE_BATCHES = ("64 x (1024)", "16 x (8192)", "128 x (8 groups x 512 + 128)", "256 x (256)", "32 x (1024 + 512)")
+REPLAYS, WARM_UP_SECONDS = 7, 0.01  # the card is warm from the tiling before
+TOLERANCE = 0.08  # as in shape_cells.py; other tilings round otherwise
+Row = dict[str, Any]
+
+
+@contextmanager
+def only(tiling: Tiling) -> Iterator[None]:
+    """Makes every plan take a tiling."""
+    choose = executor.choose_step
+    executor.choose_step = lambda *given: replace(choose(*given), tiling=tiling)
+    try:
+        yield
+    finally:
+        executor.choose_step = choose
+
+
+def measure(shape: Shape, tree: PrefixTree) -> Row:
+    """Microseconds of every tiling of a batch."""
+    case = make_case(shape, tree)
+    attention, truth = BatchAttention(config_of(shape), case.q.device), expected(case)
+    rule = backend_of(attention)._rule
+    found = {}
+    for tiling in rule.priced.tilings:
+        with only(tiling):
+            us = timed(case, attention, truth)
+        if us is not None:
+            found[tiling.name(rule)] = us
+    return {"shape": shape.name, "batch": batch_name(tree), "us": found}
+
+
+def timed(case: Case, attention: BatchAttention, truth: torch.Tensor) -> float | None:
+    """None: the output is wrong."""
+    tables = torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens)
+    plan = attention.plan(*tables, sliding_window=case.features.window)
+    out = torch.full_like(case.q, torch.nan)
+
+    def run(copy: int) -> torch.Tensor:
+        return attention.run(plan, case.q, *case.kv[copy], out=out, sinks=case.features.sinks)
+
+    if (error := relative_error(run(0), truth)) > TOLERANCE:
+        print(f"wrong: error {error:.3g}, {plan.stats.policy}", flush=True)
+        return None
+    return round(microseconds(run, len(case.kv), REPLAYS, WARM_UP_SECONDS), 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=TIMED, help="names")
+    parser.add_argument("--batches", nargs="+", default=(*BATCHES, *MORE_BATCHES))
+    parser.add_argument("--jobs", type=integer(0, 256), default=len(os.sched_getaffinity(0)), help="that compile")
+    parser.add_argument("--seconds", type=integer(1, 100_000), default=300, help="after which no batch is begun")
+    parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
+    parser.add_argument("--fit-seconds", type=integer(0, 100_000), default=60, help="for each family; 0: no fit")
+    arguments = parser.parse_args()
+    if arguments.fit:
+        result = json.loads(arguments.fit.read_text())
+    else:
+        result = measured([shape for shape in SHAPES if shape.name in arguments.shapes], arguments)
+    for family in families_of(result) if arguments.fit_seconds else ():
+        print(fitted_text(family, arguments.fit_seconds), flush=True)
+
+
+def measured(shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result, written after each shape."""
+    until, trees = time.monotonic() + arguments.seconds, [parse_batch(text) for text in arguments.batches]
+    if arguments.jobs:
+        compile_ahead(shapes, trees, arguments.jobs, until)
+    facts = executor.facts_of(torch.device("cuda"))
+    figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0])}
+    name, rows = f"calibration-shapes-{short_name(facts.name)}", list[Row]()
+    for shape in shapes:
+        for tree in trees:
+            if time.monotonic() > until:
+                break
+            rows.append(measure(shape, tree))
+            print(shape.name, batch_name(tree), rows[-1]["us"], flush=True)
+            torch.cuda.empty_cache()
+        figures["rows"] = with_earlier(name, rows, ("shape", "batch"))
+        print(write_result(name, figures, "triton"), flush=True)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

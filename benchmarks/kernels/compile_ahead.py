@@ -1,0 +1,324 @@
+"""The GPU kernels compiled without a GPU, and what they need of one: registers, spills, shared memory (PAT §5.2).
+
+Not for a process in which Triton interprets (TRITON_INTERPRET).
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.kernels.tile_solver import PipelineOps, Resources
+from trunkattn.gpu.plan import Geometry
+from trunkattn.gpu.triton import arguments
+from trunkattn.gpu.triton.arguments import Features, Shape
+from trunkattn.gpu.triton.decode import Buckets, decode_kernel, decode_tile
+from trunkattn.gpu.triton.merge import merge_kernel, merge_shape
+from trunkattn.gpu.triton.prefill import prefill_kernel, tile_shape
+from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, hopper_source
+from trunkattn.gpu.tuning.merge import merge_tile
+from trunkattn.gpu.tuning.prefill import PrefillTile
+
+_TYPES = MappingProxyType({
+    "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32",
+    "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
+})  # fmt: skip
+_PAGE_SIZE = 16
+_CACHES = ("k_cache", "v_cache")
+_TORCH_DTYPES = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+)
+_ARRAYS = (
+    "items", "segments", "queries", "slots", "parts", "positions", "counts", "partial_slots", "merge_slots", "count",
+    "ranges", "block_table",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A card and an attention with pages of 16. capability: 80, 90, 100, ...; dtype, kv_dtype: of queries and of keys
+    and values, by Triton's names."""
+
+    capability: int
+    head_dim: int = 128
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Of the tensors in its dtypes."""
+        of_q, of_kv = dict.fromkeys(("q", "out"), f"*{self.dtype}"), dict.fromkeys(_CACHES, f"*{self.kv_dtype}")
+        return of_q | of_kv
+
+    @property
+    def shape(self) -> Shape:
+        """Constants of the attention."""
+        geometry = Geometry(
+            num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            head_dim_v=self.head_dim, page_size=_PAGE_SIZE, segment_size=_PAGE_SIZE, window=0, masked=False,
+            soft_cap=None, sinks=False,
+        )  # fmt: skip
+        return arguments.shape(geometry)
+
+    @property
+    def no_features(self) -> Features:
+        """The constants of an attention without masks and options."""
+        precision = "ieee" if self.dtype == "fp32" else "tf32"
+        return Features(masked=False, soft_cap=False, sinks=False, return_lse=False, precision=precision)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, query heads per KV head."""
+        return self.num_qo_heads, self.num_kv_heads, self.num_qo_heads // self.num_kv_heads
+
+
+def compile_decode(target: Target, tile: GpuTile, merges: bool = False, features: Features | None = None) -> Resources:
+    """`decode_kernel` for one tile; `merges`: the variant that merges partials. features: None for none."""
+    constants: dict[str, object] = {
+        "SHAPE": target.shape,
+        "TILE": decode_tile(tile, _PAGE_SIZE),
+        "FEATURES": features or target.no_features,
+        "BUCKETS": Buckets(0, 2 if merges else -1, merges),
+        "PDL_TRIGGER": False,
+        "PDL_WAIT": merges and target.capability >= 90,
+    }
+    return _compile(decode_kernel, target, constants, {"num_warps": tile.warps})
+
+
+def compile_prefill(target: Target, tile: PrefillTile, features: Features | None = None) -> Resources:
+    """`prefill_kernel` for one tile; features: None for none."""
+    constants: dict[str, object] = {
+        "SHAPE": target.shape,
+        "TILE": tile_shape(tile, _PAGE_SIZE),
+        "FEATURES": features or target.no_features,
+        "PDL_TRIGGER": target.capability >= 90,
+    }
+    return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
+
+
+def compile_hopper_decode(
+    target: Target,
+    masked: bool = False,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+    page_size: int = _PAGE_SIZE,
+) -> Resources:
+    """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
+    of their own. masked: requests have several query tokens. page_size: tokens; under 16 they are gathered."""
+    from trunkattn.gpu.hopper import decode, widen
+    from trunkattn.gpu.hopper.segments import RowTiles
+
+    tiles, kv_bytes = _same(RowTiles, "*i32"), _TORCH_DTYPES[target.kv_dtype].itemsize
+    source = hopper_source(kv_bytes, page_size)
+    shape = decode.shape_of(target.head_dim, source)
+    cache = "*i32" if source is HopperSource.GATHERED else _tma_descriptor(target)
+    arguments = _same(
+        decode.DecodeArguments,
+        "i32",
+        layer=_layer(target),
+        k_desc=cache,
+        v_desc=cache,
+        work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
+        C=decode.DecodeConstants(
+            *target.heads,
+            head_dim=target.head_dim,
+            page_size=page_size,
+            segment_size=min(page_size, _PAGE_SIZE),
+            masked=masked,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            return_lse=False,
+            source=int(source),
+            kv_bytes=kv_bytes,
+            kv_kind=widen.kind_of(_TORCH_DTYPES[target.kv_dtype]),
+            tile=decode.tile_of(target.head_dim, source),
+            producer_registers=shape.producer_registers,
+        ),
+    )
+    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, shape.registers)
+
+
+def compile_hopper_prefill(
+    target: Target, window: bool = False, ctas_per_sm: int = 1, soft_cap: float = 0.0, sinks: bool = False
+) -> Resources:
+    """`hopper_prefill_kernel`; as `compile_hopper_decode`."""
+    from trunkattn.gpu.hopper import prefill
+
+    arguments = prefill.PrefillArguments(
+        layer=_layer(target),
+        k_desc=_tma_descriptor(target),
+        v_desc=_tma_descriptor(target),
+        work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
+        C=prefill.PrefillConstants(
+            *target.heads,
+            head_dim=target.head_dim,
+            page_size=16,
+            windowed=window,
+            ctas_per_sm=ctas_per_sm,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            return_lse=False,
+            pdl_trigger=True,
+        ),
+    )
+    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS[ctas_per_sm])
+
+
+def compile_hopper_prefill_decode(
+    target: Target, masked: bool = False, window: bool = False, soft_cap: float = 0.0, sinks: bool = False
+) -> Resources:
+    """`hopper_prefill_decode_kernel`; as `compile_hopper_decode`. With a window requests are masked, too."""
+    from trunkattn.gpu.hopper import prefill, prefill_decode
+    from trunkattn.gpu.hopper.segments import RowTiles
+
+    chunks, tiles = _same(prefill.Chunks, "*i32", table_stride="i32"), _same(RowTiles, "*i32")
+    arguments = prefill_decode.PrefillDecodeArguments(
+        layer=_layer(target),
+        k_desc=_tma_descriptor(target),
+        v_desc=_tma_descriptor(target),
+        work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
+        C=prefill_decode.PrefillDecodeConstants(
+            *target.heads,
+            head_dim=target.head_dim,
+            page_size=16,
+            segment_size=16,
+            masked=masked or window,
+            windowed=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            return_lse=False,
+            pdl_trigger=True,
+        ),
+    )
+    return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
+
+
+def compile_merge(target: Target, features: Features | None = None, batch_invariant: bool = False) -> Resources:
+    """`merge_kernel`; features: None for none."""
+    features = features or target.no_features
+    tile = merge_tile(target.num_qo_heads, target.head_dim, batch_invariant)
+    constants: dict[str, object] = {
+        "COUNT_AT": 5,
+        "SHAPE": merge_shape(target.num_qo_heads, target.num_kv_heads, target.head_dim, tile),
+        "SINKS": features.sinks,
+        "RETURN_LSE": features.return_lse,
+        "PDL_WAIT": target.capability >= 90,
+    }
+    return _compile(merge_kernel, target, constants, {"num_warps": tile.warps})
+
+
+def _compile(
+    kernel: Any,
+    target: Target,
+    constants: dict[str, object],
+    options: dict[str, int],
+) -> Resources:
+    """The arguments are typed and aligned as a launch on a GPU finds them."""
+    for name, number in (("NUM_QO_HEADS", target.num_qo_heads), ("NUM_KV_HEADS", target.num_kv_heads)):
+        if name in kernel.arg_names:
+            constants[name] = number
+    types = _TYPES | target.types | dict.fromkeys(_ARRAYS, "*i32")
+    signature, aligned = signature_of(kernel, constants, types)
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned)
+    return _resources(source, target, options)
+
+
+def _same(named: Any, kind: str, **others: Any) -> Any:
+    """A NamedTuple of one type in all fields but others."""
+    return named(**dict.fromkeys(named._fields, kind) | others)
+
+
+def _layer(target: Target) -> Any:
+    """The types of a layer's tensors."""
+    from trunkattn.gpu.hopper.common import Layer
+
+    strides = {name: "i32" for name in Layer._fields if name.endswith("_stride")}
+    return _same(Layer, "*fp32", q=f"*{target.dtype}", out=f"*{target.dtype}", **strides)
+
+
+def _tma_descriptor(target: Target) -> str:
+    kind, bits, dims = target.kv_dtype, 16, 64
+    if _TORCH_DTYPES[target.kv_dtype].itemsize == 1:
+        kind, bits, dims = "u8", 8, min(target.head_dim, 128)
+    layout = f"NVMMASharedLayout(swizzle_byte_width={dims * bits // 8}, element_bitwidth={bits}, rank=4)"
+    return f"tensordesc<{kind}[1, 16, 1, {dims}],{layout}>"
+
+
+def _compile_hopper(kernel: Any, target: Target, arguments: Any, registers: int) -> Resources:
+    """arguments: types, but for the constants C; aligned as a launch on a GPU finds them."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = arguments._asdict() | {"C": "constexpr"}
+    constexprs = {(kernel.arg_names.index("C"),): arguments.C}
+    aligned = {path: [["tt.divisibility", 16]] for path in _aligned_paths(arguments)}
+    source = GluonASTSource(kernel, signature, constexprs, aligned)
+    return _resources(source, target, {"num_warps": 4, "maxnreg": registers})
+
+
+def _aligned_paths(named: Any) -> Iterator[tuple[int, ...]]:
+    """Paths of what a launch finds to be multiples of 16: pointers and strides."""
+    for index, (name, kind) in enumerate(named._asdict().items()):
+        if hasattr(kind, "_fields"):
+            yield from ((index, *path) for path in _aligned_paths(kind))
+        elif isinstance(kind, str) and (kind.startswith("*") or name.endswith("_stride")):
+            yield (index,)
+
+
+def _resources(source: Any, target: Target, options: dict[str, int]) -> Resources:
+    compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
+    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    spilled, shared = used["STACK"] + used["LOCAL"], max(used["SHARED"], compiled.metadata.shared)
+    named = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red\S*)(?:\.aligned)?\s+(\d+)", compiled.asm["ptx"])
+    barriers = 1 + max(map(int, named), default=-1)
+    return Resources(used["REG"], spilled, shared, barriers, _pipeline_ops(compiled.asm["ptx"]))
+
+
+def signature_of(
+    kernel: Any, constants: dict[str, object], types: dict[str, str]
+) -> tuple[dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
+    """The types of a kernel's arguments, and which of them are multiples of 16: pointers and strides.
+
+    A parameter that is annotated with a NamedTuple has a type for each of its fields. types: by name of a parameter or
+    field; the others are int32.
+    """
+    signature: dict[str, Any] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.arg_names):
+        group = kernel.fn.__annotations__.get(name)
+        if name in constants:
+            signature[name] = "constexpr"
+        elif hasattr(group, "_fields"):
+            signature[name] = group(*(types.get(field, "i32") for field in group._fields))
+            strides = group.__name__.endswith("Strides")
+            for at, kind in enumerate(signature[name]):
+                if strides or kind.startswith("*"):
+                    aligned[index, at] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = types.get(name, "i32")
+            if signature[name].startswith("*") or "_stride_" in name:
+                aligned[index,] = [["tt.divisibility", 16]]
+    return signature, aligned
+
+
+def _pipeline_ops(ptx: str) -> PipelineOps | None:
+    """The empty barriers of pipelines have numbers that are computed, other barriers have constant ones."""
+    texts = (r"\.expect_tx\.", r"\bbar\.sync\s+%r", r"\bwgmma\.commit_group\.", r"\bbar\.arrive\s+%r")
+    ops = PipelineOps(*(len(re.findall(text, ptx)) for text in texts))
+    return ops if ops.releases else None

@@ -1,0 +1,123 @@
+"""Tile lists that no policy made: their rule, how to run one, and the bytes that one is planned to move."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.kernels.decode import PAGE_SIZE, Case, Run
+from trunkattn.gpu.launch import execute
+from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
+from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.gpu.tuning.decode import GpuTile, tile_config
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions
+from trunkattn.planner.row_tiles.cost import CardTimes
+from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import TileList
+from trunkattn.workloads import PagedBatch
+
+
+@dataclass(frozen=True)
+class PlannedBytes:
+    """Of one layer.
+
+    kv_memory: every token that any tile reads, once: what leaves memory. kv_tiles: every token as often as tiles read
+    it: what the L2 cache serves. partials: float32 states with their log-sum-exp, written and read. q_and_out: once.
+    """
+
+    kv_memory: int
+    kv_tiles: int
+    partials: int
+    q_and_out: int
+
+
+def tile_rule(
+    tiles: tuple[GpuTile, ...],
+    heads: tuple[int, int, int],
+    card: tuple[int, int],
+    times: CardTimes,
+    kv_itemsize: int = 2,
+) -> TilingRule:
+    """The rule of `BatchAttention` without options. heads: query heads, KV heads, head_dim; card: SMs and bytes of
+    the L2 cache."""
+    (hq, hkv, dim), (num_sms, l2_bytes) = heads, card
+    return TilingRule(
+        kinds=tuple(tile_config(tile, num_sms) for tile in tiles),
+        group_size=hq // hkv,
+        num_kv_heads=hkv,
+        page_size=PAGE_SIZE,
+        card_times=times,
+        head_bytes=2 * dim * kv_itemsize,
+        partial_bytes=hq * (dim + 1) * 8,
+        fuse_up_to=8,
+        l2_bytes=l2_bytes,
+    )
+
+
+def rule_on_card(case: Case, tiles: tuple[GpuTile, ...]) -> TilingRule:
+    """The rule for a batch on the card that holds it."""
+    properties = torch.cuda.get_device_properties(case.q.device)
+    num_sms = properties.multi_processor_count
+    times = card_of(properties.name, num_sms).times
+    return tile_rule(tiles, case.heads, (num_sms, properties.L2_cache_size), times, case.kv[0][0].itemsize)
+
+
+def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """block_table, seq_lens, query_start_loc."""
+    return batch.block_table, batch.seq_lens, batch.query_start_loc
+
+
+def list_tiles(batch: PagedBatch, rule: TilingRule, way: Tiling) -> TileList:
+    """A batch tiled one way."""
+    table, lens, starts = arrays_of(batch)
+    forest = Forest(*build_forest(table, lens, batch.query_lens, rule.page_size, 1))
+    return TiledStep(rule, forest, StepTables(table, lens, starts)).emit(way)
+
+
+def make_run(
+    case: Case, rule: TilingRule, listed: TileList, tiles: tuple[GpuTile, ...], execution: str = "serial"
+) -> Run:
+    """A decode batch through a tile list made with `rule`, whose kinds are `tiles`; out is NaN where nothing writes."""
+    hq, hkv, dim = case.heads
+    device, properties = case.q.device, torch.cuda.get_device_properties(case.q.device)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    device_info = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
+    geometry = Geometry(
+        hq, hkv, dim, dim, rule.page_size, rule.segment_size, UNLIMITED, masked=False, soft_cap=None, sinks=False
+    )
+    positions = query_positions(*arrays_of(case.batch)[1:])
+    plan = upload(listed, positions, geometry, device_info, execution, device)
+    slots = max(1, listed.num_slots)
+    partial, partial_lse = torch.empty(slots, hq, dim, device=device), torch.empty(slots, hq, device=device)
+    ones = torch.ones(hkv, device=device)
+    scale, out = ones * (math.log2(math.e) / math.sqrt(dim)), torch.full_like(case.q, math.nan)
+
+    def run(copy: int) -> torch.Tensor:
+        tensors = Tensors(case.q, *case.kv[copy], out, partial_lse, partial, partial_lse, scale, ones, ones)
+        execute(plan, tensors, tiles, device_info, return_lse=False)
+        return out
+
+    return run
+
+
+def planned_bytes(case: Case, listed: TileList) -> PlannedBytes:
+    """Of a tile list of the batch."""
+    hq, hkv, dim = case.heads
+    tokens = listed.segments[:, 1].astype(np.int64) >> 16
+    ends = np.cumsum(tokens)
+    places = np.repeat(listed.segments[:, 0] - (ends - tokens), tokens) + np.arange(tokens.sum())
+    read = np.zeros(case.batch.num_pages * case.batch.page_size, np.bool_)
+    read[places] = True
+    token_bytes = sum(cache.itemsize * hkv * dim for cache in case.kv[0])
+    states = int((listed.slots >= 0).sum())
+    return PlannedBytes(
+        kv_memory=int(read.sum()) * token_bytes,
+        kv_tiles=int(tokens.sum()) * token_bytes,
+        partials=2 * states * hq * (dim + 1) * 4,
+        q_and_out=2 * case.q.nbytes,
+    )

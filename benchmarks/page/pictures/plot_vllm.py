@@ -1,0 +1,43 @@
+r"""Serving through vLLM as a picture in the manner of PAT's Figure 10: mean (bar) and P99 (line) by workload and rate.
+
+python -m benchmarks.page.pictures.plot_vllm \
+    benchmarks/results/vllm-serving-h200.json docs/pictures/vllm-serving-h200.png
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FIELDS = {"ttft": "time to first token, ms", "tpot": "time per output token, ms", "latency": "request latency, ms"}
+COLOURS = {"FLASH_ATTN": "#7f7f7f", "CUSTOM": "#d62728"}
+
+
+def main() -> None:
+    source, target = map(Path, sys.argv[1:3])
+    result = json.loads(source.read_text())
+    runs = list(next(iter(result["runs"].values())))
+    figure, axes = plt.subplots(1, len(FIELDS), figsize=(14, 4))
+    for axis, (field, label) in zip(axes, FIELDS.items(), strict=True):
+        for index, (backend, found) in enumerate(result["runs"].items()):
+            places = [place + (index - 0.5) * 0.36 for place in range(len(runs))]
+            figures = [found[run][field] for run in runs]
+            axis.bar(places, [value["mean"] for value in figures], 0.36, label=backend, color=COLOURS[backend])
+            axis.vlines(places, [value["mean"] for value in figures], [value["p99"] for value in figures],
+                        color=COLOURS[backend], linewidth=2)  # fmt: skip
+            axis.plot(places, [value["p99"] for value in figures], "_", color=COLOURS[backend], markersize=12)
+        axis.set_ylabel(label)
+        axis.set_xticks(range(len(runs)), [run.replace(" ", "\n") for run in runs], fontsize=8)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend(loc="upper left", fontsize=9)
+    axes[1].set_title(f"vLLM, {result['model']} shape, {result['card']}: mean (bar) and P99 (line); lower is better")
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

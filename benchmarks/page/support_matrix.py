@@ -1,0 +1,197 @@
+"""Writes the support matrix in README.md and docs/support.md by asking the code what runs where.
+
+    python -m benchmarks.page.support_matrix            # write both
+    python -m benchmarks.page.support_matrix --check    # only say whether they are up to date
+
+Each row is an `AttentionConfig`. `supports` says whether a device takes it, and an H100's record whether the fast
+kernel for decoding computes it there, so the table changes when the code does. No GPU is needed: a card is pretended.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.page.common import table
+from trunkattn import AttentionConfig, flash_attention
+from trunkattn.cli.kernels import MODELS, attention_of
+from trunkattn.gpu.tuning.cards import H100, H200
+from trunkattn.gpu.tuning.choice import why_portable
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
+BEGIN, END = "<!-- written by benchmarks/page/support_matrix.py: {} -->", "<!-- end of {} -->"
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+HOPPER = (9, 0)
+FEATURES: dict[str, list[dict[str, Any]]] = {
+    "bfloat16, float16": [{}, {"dtype": torch.float16}],
+    "float32": [{"dtype": torch.float32}],
+    "fp8 cache, e5m2": [{"kv_dtype": torch.float8_e5m2}],
+    "fp8 cache, e4m3": [{"kv_dtype": torch.float8_e4m3fn}],
+    "head_dim 64, 128, 256": [{"head_dim": dim} for dim in (64, 128, 256)],
+    "head_dim 96": [{"head_dim": 96}],
+    "another head_dim to 256": [{"head_dim": dim} for dim in (80, 192)],
+    "head_dim over 256": [{"head_dim": 512}],
+    "another head_dim for values": [{"head_dim_v": 64}],
+    "1 to 64 query heads per KV head": [{"num_kv_heads": 1, "num_qo_heads": n} for n in (1, 2, 3, 7, 8, 12, 16, 64)],
+    "pages of any size": [{"page_size": size} for size in (1, 8, 16, 24, 32, 64, 528)],
+    "logit soft cap": [{"logits_soft_cap": 30.0}],
+    "attention sinks": [{"sinks": True}],
+    "`batch_invariant`": [{"batch_invariant": True}],
+    "a packing policy other than `auto`": [
+        {"policy": name} for name in ("per_query", "relay", "cascade", "pat", "optimal")
+    ],
+    '`execution="overlapped"`': [{"execution": "overlapped"}],
+}
+TRAINING = "training (`flash_attention`), head_dim to 256"
+
+
+@contextmanager
+def card(capability: tuple[int, int]) -> Iterator[None]:
+    """As if the machine had one GPU of this compute capability."""
+    properties = SimpleNamespace(name="a card", major=capability[0], minor=capability[1], multi_processor_count=132)
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": capability,
+        "get_device_properties": properties, "get_device_name": properties.name,
+    }  # fmt: skip
+    patches = [patch.object(torch.cuda, name, lambda *_, answer=answer: answer) for name, answer in answers.items()]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def on_cpu(config: AttentionConfig) -> bool:
+    return not config.supports("cpu")
+
+
+def on_cuda(config: AttentionConfig, capability: tuple[int, int]) -> bool:
+    with card(capability):
+        return not config.supports("cuda")
+
+
+def cuda_cell(configs: list[AttentionConfig]) -> str:
+    """Yes, no, the compute capability it begins with, or the only one."""
+    takes = [capability for capability in CAPABILITIES if all(on_cuda(config, capability) for config in configs)]
+    if len(takes) == len(CAPABILITIES):
+        return "yes"
+    if not takes:
+        return "no"
+    first = f"{takes[0][0]}.{takes[0][1]}"
+    return f"{first} and later" if takes == list(CAPABILITIES[-len(takes) :]) else f"{first} only"
+
+
+def hopper_cell(configs: list[AttentionConfig]) -> str:
+    """Yes, no, or the only card."""
+    takes = []
+    for name, known in (("H100", H100), ("H200", H200)):
+        fast = [on_cuda(config, HOPPER) and not why_portable(config, known, 90).decodes for config in configs]
+        if any(fast) != all(fast):
+            raise ValueError(
+                f"the fast kernels take some of {configs} and not others: expected all or none; split the row"
+            )
+        takes += [name] * all(fast)
+    return {0: "no", 1: f"{' '.join(takes)} only", 2: "yes"}[len(takes)]
+
+
+def rows() -> dict[str, tuple[str, str, str]]:
+    """Cells of every feature: CPU, any CUDA card, Hopper's fast kernels."""
+    cells = {}
+    for name, changes in FEATURES.items():
+        configs = [attention_of(change) for change in changes]
+        cells[name] = ("yes" if all(map(on_cpu, configs)) else "no", cuda_cell(configs), hopper_cell(configs))
+    cells[TRAINING] = ("yes" if trains("cpu") else "no", "yes" if trains("cuda") else "no", "no")
+    return cells
+
+
+def features() -> str:
+    return centred([(name, *cells) for name, cells in rows().items()])
+
+
+def summary() -> str:
+    """The same with features of equal cells in one row."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, cells in rows().items():
+        alike.setdefault(cells, []).append(name)
+    return centred([("; ".join(names), *cells) for cells, names in alike.items()])
+
+
+KERNELS = {"yes": "fast", "no": "portable", "H200 only": "fast on an H200, portable on an H100"}
+
+
+def models() -> str:
+    found = []
+    for name, change in MODELS.items():
+        config = attention_of(change)
+        group = config.num_qo_heads // config.num_kv_heads
+        extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
+        shape = f"head_dim {config.head_dim}, {group} query head{'s' * (group > 1)} per KV head{''.join(extra)}"
+        found.append([name, shape, KERNELS[hopper_cell([config])]])
+    return table(["model", "attention", "kernel on Hopper"], found, 3)
+
+
+def centred(cells: Sequence[Sequence[str]]) -> str:
+    """A table whose cells but the first of a row are short words."""
+    head = ["", "CPU", "any CUDA card", "Hopper's fast kernels"]
+    return table(head, cells, len(head)).replace("---|---|---|---", "---|:-:|:-:|:-:", 1)
+
+
+def trains(device: str) -> bool:
+    """Whether `flash_attention` takes tensors of this device, forward; on a GPU of tensors without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 4, heads, 256, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        try:
+            flash_attention(q, k, v, True)
+        except (TypeError, ValueError):
+            return False
+        except (
+            RuntimeError
+        ) as error:  # the arguments were accepted, and a torch without CUDA ends in the kernel's place
+            return "not linked with support for cuda" in str(error)
+    return True
+
+
+PARTS = {"summary": summary, "features": features, "models": models}
+
+
+def fill(text: str) -> str:
+    """`text` with today's tables between its markers; a page may have some of the tables."""
+    found = 0
+    for name, part in PARTS.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        before, has_begin, rest = text.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if has_begin and has_end:
+            found += 1
+            text = f"{before}{begin}\n\n{part()}\n\n{end}{after}"
+    if not found:
+        raise ValueError(f"the page has no markers: expected {BEGIN.format('features')} and {END.format('features')}")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
+    options = parser.parse_args()
+    stale = {path: fill(path.read_text()) for path in PAGES if fill(path.read_text()) != path.read_text()}
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)} {'is stale' if options.check else 'written'}")
+        if not options.check:
+            path.write_text(text)
+    sys.exit(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    main()

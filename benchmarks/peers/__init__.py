@@ -1,0 +1,1 @@
+"""Other projects' kernels and engines on the same batches."""
