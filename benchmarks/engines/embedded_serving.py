@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from benchmarks.engines.embedded_cpu import model_file
 from benchmarks.lib.options import integer, positive
 from benchmarks.lib.report import short_name, write_result
-from benchmarks.page.pictures.plot_serving import draw, print_table
+from benchmarks.page.plots.embedded_serving import draw, print_table
 from trunkattn import LLM, SamplingParams
 from trunkattn.config import EXECUTIONS
 from trunkattn.engine import Engine

@@ -1,6 +1,6 @@
 """The planner on one CPU core: cold build, patch, growth with the table, and how far the policies are from the optimum.
 
-python -m benchmarks.host.planner     # writes benchmarks/results/planner-cpu.json and docs/pictures/planner-linear.png
+python -m benchmarks.host.planner     # writes benchmarks/results/planner-cpu.json
 """
 
 import os
@@ -24,7 +24,6 @@ from trunkattn.workloads.forests import random_forest
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
 PAGE = 16
-PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "planner-linear.png"
 FORESTS = 10_000
 
 
@@ -66,29 +65,6 @@ def growth() -> list[dict[str, float]]:
         auto, pat = cold_ms("auto", batch, 20)["median_ms"], cold_ms("pat", batch, 20)["median_ms"]
         points.append({"rows": rows, "pages": pages, "entries": rows * pages, "auto_ms": auto, "pat_ms": pat})
     return points
-
-
-def draw(points: list[dict[str, float]]) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    entries = [point["entries"] / 1e3 for point in points]
-    for policy, style in (("auto", "o-"), ("pat", "s-")):
-        axes.plot(entries, [point[f"{policy}_ms"] for point in points], style, label=policy)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("block table entries (thousands)")
-    axes.set_ylabel("cold build (ms, one core)")
-    axes.plot(
-        entries,
-        [entries_k * points[3]["auto_ms"] / entries[3] for entries_k in entries],
-        ":",
-        color="grey",
-        label="linear",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(PICTURE, dpi=150)
 
 
 def costs(forest: Forest, start: np.ndarray, query_lens: np.ndarray, model: CostModel) -> tuple[int, int]:
@@ -154,7 +130,6 @@ def main() -> None:
         for policy in POLICIES
     }
     points = growth()
-    draw(points)
     models = {
         "SmolLM2 9/3 heads of 64, float32, CPU": spec("auto").model,
         "Llama-3-8B 32/8 heads of 128, bfloat16, tiles of 128 rows": CostModel(

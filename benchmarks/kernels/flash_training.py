@@ -1,6 +1,6 @@
 """FlashAttention for training against PyTorch's own: speed, memory, errors of gradients, counted work.
 
-    python -m benchmarks.kernels.flash_training  # NVIDIA GPU: results/flash-training-CARD.json, a picture
+    python -m benchmarks.kernels.flash_training  # NVIDIA GPU: results/flash-training-CARD.json
     python -m benchmarks.kernels.flash_training --device cpu  # memory and errors only
     python -m benchmarks.kernels.flash_training --sweep  # every tile of a list; the best belong in the table
 
@@ -300,38 +300,6 @@ def _tile_time(name: str, tile: Any, saved: tuple[torch.Tensor, ...], sequences:
         return None
 
 
-def draw(figures: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    speeds = figures.get("speeds", [])
-    panels = [(causal, part) for causal in (True, False) for part in ("forward", "backward")] if speeds else []
-    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(4.2 * (len(panels) + 1), 3.8), squeeze=False)
-    for axis, (causal, part) in zip(axes[0], panels, strict=False):
-        rows = [row for row in speeds if row["causal"] == causal]
-        for name in ATTENTIONS:
-            there = [row for row in rows if name in row]
-            axis.plot([row["length"] for row in there], [row[name][part]["tflops"] for row in there], "o-", label=name)
-        axis.set_title(f"{part}, {'causal' if causal else 'not causal'}")
-        axis.set_ylabel("TFLOP/s")
-        axis.set_ylim(bottom=0)
-    for name in ("one_pass", "torch_flash", "torch_math"):
-        rows = figures["memory"]
-        axes[0][-1].plot([row["length"] for row in rows], [row[name] / 1e6 for row in rows], "o-", label=name)
-    axes[0][-1].set_title("peak memory, forward and backward")
-    axes[0][-1].set_ylabel("MB")
-    axes[0][-1].set_yscale("log")
-    for axis in axes[0]:
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("tokens of a sequence")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -339,7 +307,6 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=TILES, default=list(TILES), help="of the sweep")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="of the sweep")
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "LENGTH"), help="print the bytes of one memory figure")
-    parser.add_argument("--picture", type=Path, help="default: docs/pictures/flash-training-CARD.png")
     options = parser.parse_args()
     if options.peak:
         print(peak_bytes(options.peak[0], int(options.peak[1]), options.device))
@@ -361,7 +328,6 @@ def main() -> None:
     figures["memory"] = memory(options.device)
     figures["counted"] = [counted(length, HEAD_DIM) for length in LENGTHS]
     print(write_result(f"flash-training-{short}", figures, "triton"))
-    draw(figures, options.picture or Path(__file__).parents[2] / "docs" / "pictures" / f"flash-training-{short}.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,7 @@
-"""The prefill benchmark as a picture: TFLOP/s of chunks by what is cached before them, and of chunks behind one prefix.
+"""The prefill benchmark as a picture: TFLOP/s of chunks by what is cached before them, and behind one prefix."""
 
-python -m benchmarks.page.pictures.plot_prefill benchmarks/results/prefill-h200.json docs/pictures/prefill-h200.png
-"""
-
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -21,9 +17,8 @@ STYLES = {
 }
 
 
-def main() -> None:
-    source, target = map(Path, sys.argv[1:3])
-    result = json.loads(source.read_text())
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Writes the picture of a result."""
     cached = sorted({row["cached"] for row in result["chunks"]})
     panels = [(f"behind {tokens:,} cached tokens", [row for row in result["chunks"] if row["cached"] == tokens])
               for tokens in cached]  # fmt: skip
@@ -49,7 +44,3 @@ def main() -> None:
     )
     figure.tight_layout()
     figure.savefig(target, dpi=110)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,7 @@
-r"""Serving through vLLM as a picture in the manner of PAT's Figure 10: mean (bar) and P99 (line) by workload and rate.
+"""Serving through vLLM as a picture like PAT's Figure 10: mean (bar) and P99 (line) by workload and rate."""
 
-python -m benchmarks.page.pictures.plot_vllm \
-    benchmarks/results/vllm-serving-h200.json docs/pictures/vllm-serving-h200.png
-"""
-
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -17,9 +12,8 @@ FIELDS = {"ttft": "time to first token, ms", "tpot": "time per output token, ms"
 COLOURS = {"FLASH_ATTN": "#7f7f7f", "CUSTOM": "#d62728"}
 
 
-def main() -> None:
-    source, target = map(Path, sys.argv[1:3])
-    result = json.loads(source.read_text())
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Writes the picture of a result."""
     runs = list(next(iter(result["runs"].values())))
     figure, axes = plt.subplots(1, len(FIELDS), figsize=(14, 4))
     for axis, (field, label) in zip(axes, FIELDS.items(), strict=True):
@@ -37,7 +31,3 @@ def main() -> None:
     axes[1].set_title(f"vLLM, {result['model']} shape, {result['card']}: mean (bar) and P99 (line); lower is better")
     figure.tight_layout()
     figure.savefig(target, dpi=110)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,5 @@
-"""The hybrid benchmark as a picture: the sweep's speed-ups by model, a prompt's chunks, and six batches.
+"""The hybrid benchmark as a picture: the sweep's speed-ups by model, a prompt's chunks, and six batches."""
 
-python -m benchmarks.page.pictures.plot_hybrid benchmarks/results/hybrid-h200.json docs/pictures/hybrid-h200.png
-"""
-
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +94,15 @@ def table(axis: Axes, rows: list[dict[str, Any]]) -> None:
     axis.legend(fontsize=7, loc="upper right", ncols=2)
 
 
-def main() -> None:
-    source, target = map(Path, sys.argv[1:3])
-    result = json.loads(source.read_text())
-    panels = [(part, draw) for part, draw in (("sweep", distribution), ("chunks", prompt), ("table", table))
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Writes the picture of a result."""
+    panels = [(part, panel) for part, panel in (("sweep", distribution), ("chunks", prompt), ("table", table))
               if part in result]  # fmt: skip
     figure, axes = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.4), squeeze=False)
-    for axis, (part, draw) in zip(axes[0], panels, strict=True):
-        draw(axis, result[part]["rows"])
+    for axis, (part, panel) in zip(axes[0], panels, strict=True):
+        panel(axis, result[part]["rows"])
         axis.grid(alpha=0.3, axis="y")
     commits = ", ".join(dict.fromkeys(result[part]["commit"] for part, _ in panels))
     figure.suptitle(f"Hybrid batches, {result['card']}, bf16, heads of 128, pages of 16 (commit {commits})")
     figure.tight_layout()
     figure.savefig(target, dpi=110)
-
-
-if __name__ == "__main__":
-    main()

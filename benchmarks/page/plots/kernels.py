@@ -1,12 +1,7 @@
-r"""The kernel benchmark as a picture in the manner of PAT's Figure 9: time over SOL, per tree and head setting.
+"""The decode benchmark as a picture in the manner of PAT's Figure 9: time over SOL, per tree and head setting."""
 
-python -m benchmarks.page.pictures.plot_kernels \
-    benchmarks/results/kernels-h200-bfloat16.json docs/pictures/kernels-h200.png
-"""
-
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -21,9 +16,8 @@ STYLES = {
 }
 
 
-def main() -> None:
-    source, target = map(Path, sys.argv[1:3])
-    result = json.loads(source.read_text())
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Writes the picture of a result."""
     heads = list(dict.fromkeys(row["heads"] for row in result["rows"]))
     figure, axes = plt.subplots(len(heads), 1, figsize=(13, 2.6 * len(heads)), sharex=True)
     for axis, setting in zip(axes, heads, strict=True):
@@ -45,7 +39,3 @@ def main() -> None:
     )
     figure.tight_layout()
     figure.savefig(target, dpi=110)
-
-
-if __name__ == "__main__":
-    main()

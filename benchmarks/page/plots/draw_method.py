@@ -1,6 +1,6 @@
 """The pictures of docs/how-it-works: what the method does, drawn.
 
-    python -m benchmarks.page.pictures.draw_method          # docs/pictures/method-*.png
+    python -m benchmarks.page.plots.draw_method          # docs/pictures/method-*.png
 
 They explain and measure nothing: the times in `cost_model` are those of the formulas on that page.
 """

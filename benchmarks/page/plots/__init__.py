@@ -1,0 +1,1 @@
+"""Plots of results, for the lab notes."""
