@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from trunkattn.engine.logits import BannedTokens, LogitsState, adjust_logits
+from trunkattn.engine.logits import LogitsRules, LogitsState, adjust_logits
 from trunkattn.engine.sampling import NO_TOKEN_LEFT, NOT_FINITE, Sampler, SampleSpec, _probabilities
 from trunkattn.engine.sampling_params import SamplingParams
 
@@ -33,9 +34,10 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 def state_of(
     params: SamplingParams,
     answer: Sequence[int] = ANSWER,
-    banned: BannedTokens | None = None,
+    banned: LogitsRules | None = None,
 ) -> LogitsState:
-    return LogitsState(params, banned or BannedTokens(), [*PROMPT, *answer], len(PROMPT))
+    rules = banned or LogitsRules(allowed=np.array(params.allowed_token_ids or (), dtype=np.int64))
+    return LogitsState(params, rules, [*PROMPT, *answer], len(PROMPT))
 
 
 def adjusted(logits: torch.Tensor, *states: LogitsState) -> torch.Tensor:
@@ -60,7 +62,7 @@ def test_repetition_penalty_is_transformers_own(
 ) -> None:
     logits = logits_of(1, seed)
     params = SamplingParams(repetition_penalty=penalty)
-    state = LogitsState(params, BannedTokens(), tokens, min(num_prompt_tokens, len(tokens)))
+    state = LogitsState(params, LogitsRules(), tokens, min(num_prompt_tokens, len(tokens)))
     expected = by_transformers(RepetitionPenaltyLogitsProcessor(penalty), tokens, logits)
     assert torch.equal(adjusted(logits, state), expected)
 
@@ -78,10 +80,10 @@ def test_presence_and_frequency_count_the_answer_alone(presence: float, frequenc
 
 def test_counts_follow_the_answer() -> None:
     params, tokens = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.3), [1, 2]
-    state = LogitsState(params, BannedTokens(), tokens, 2)
+    state = LogitsState(params, LogitsRules(), tokens, 2)
     for token_id in (2, 8, 8):
         tokens.append(token_id)
-        fresh = LogitsState(params, BannedTokens(), list(tokens), 2)
+        fresh = LogitsState(params, LogitsRules(), list(tokens), 2)
         assert torch.equal(adjusted(logits_of(1), state), adjusted(logits_of(1), fresh))
     assert [part.tolist() for part in state.token_counts()] == [[1, 2, 8], [0, 1, 2]]
 
@@ -90,7 +92,7 @@ def test_counts_follow_the_answer() -> None:
 def test_bad_words_are_transformers_own(answer: list[int]) -> None:
     words = [[4], [4, 6], [6, 4, 6], [4, 6, 8, 10], [2, 3]]
     for banned in (words[:1], words[1:3], words):
-        state = state_of(SamplingParams(bad_words=["x"]), answer, BannedTokens(sequences=tuple(map(tuple, banned))))
+        state = state_of(SamplingParams(bad_words=["x"]), answer, LogitsRules(sequences=tuple(map(tuple, banned))))
         logits = logits_of(1)
         # vLLM looks for words in the answer alone; with a prompt before them transformers does too.
         expected = by_transformers(NoBadWordsLogitsProcessor(banned), [199, *answer], logits)
@@ -103,7 +105,7 @@ def test_min_tokens_is_transformers_own(min_tokens: int) -> None:
     params = SamplingParams(min_tokens=min_tokens, logit_bias={1: 0.0})
     processor = MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, list(ends))
     expected = by_transformers(processor, [*PROMPT, *ANSWER], logits_of(1))
-    assert torch.equal(adjusted(logits_of(1), state_of(params, banned=BannedTokens(ends=ends))), expected)
+    assert torch.equal(adjusted(logits_of(1), state_of(params, banned=LogitsRules(ends=ends))), expected)
 
 
 @settings(max_examples=25)
@@ -178,7 +180,7 @@ def test_one_row_does_not_touch_another() -> None:
         state_of(SamplingParams(repetition_penalty=1.5), [1, 2, 3]),
         state_of(SamplingParams(logit_bias={3: 4.0}), []),
         state_of(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=0.7)),
-        state_of(SamplingParams(min_tokens=9), banned=BannedTokens(ends=(1,))),
+        state_of(SamplingParams(min_tokens=9), banned=LogitsRules(ends=(1,))),
         state_of(SamplingParams(allowed_token_ids=range(0, 50, 7))),
     ]
     logits = logits_of(len(states))

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 
 from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
-from trunkattn.engine.structured_output import MAX_COMPILED, StructuredOutputs
+from trunkattn.engine.form_limits import FormLimits, longest_chain
+from trunkattn.engine.structured_output import StructuredOutputs
 
 SCHEMA = {
     "type": "object",
@@ -126,33 +128,101 @@ def test_exactly_one_form() -> None:
 
 def test_a_model_without_a_tokenizer_has_no_forms() -> None:
     with pytest.raises(ValueError, match="expected a model with a tokenizer"):
-        StructuredOutputs(None, 10, [1]).check(form(regex="a"))
+        StructuredOutputs(None, 10, [1]).start(form(regex="a"))
 
 
 def test_a_missing_library_is_named(smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"structured_outputs needs the package llguidance; pip install"):
-        StructuredOutputs(smollm2_tokenizer, 10, [1]).check(form(regex="a"))
+        StructuredOutputs(smollm2_tokenizer, 10, [1]).start(form(regex="a"))
 
 
-def test_a_form_is_compiled_once_and_the_oldest_goes(smollm2_tokenizer: Any) -> None:
+def test_compiled_forms_are_kept_up_to_their_bytes(smollm2_tokenizer: Any) -> None:
+    forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2], FormLimits(cache_bytes=1 << 20))
+    forms.start(form(regex="a+"))
+    assert forms.source(form(regex="a+")) is None
+    for number in range(20):
+        forms.start(form(regex=f"a{number}"))
+    assert 4 < len(forms._compiled) < 17 and forms.source(form(regex="a+")) is not None
+
+
+def test_what_failed_once_is_not_compiled_again(smollm2_tokenizer: Any) -> None:
     forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2])
-    first = forms._matcher(form(regex="a+"))
-    assert forms._matcher(form(regex="a+")) is first
-    for number in range(MAX_COMPILED):
-        forms.check(form(choice=[str(number)]))
-    assert len(forms._compiled) == MAX_COMPILED and forms._matcher(form(regex="a+")) is not first
+    with pytest.raises(ValueError, match="unclosed group"):
+        forms.start(form(regex="(a"))
+    with pytest.raises(ValueError, match="unclosed group"):
+        forms.source(form(regex="(a"))
+    grammar = forms.source(form(regex="ab"))
+    assert grammar is not None
+    forms.refuse(grammar, "it takes too long")
+    with pytest.raises(ValueError, match="regex='ab': expected a valid regex; it takes too long"):
+        forms.start(form(regex="ab"))
 
 
 def test_threads_share_the_compiled_forms(smollm2_tokenizer: Any) -> None:
     forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2])
-    words = [str(number) for number in range(2 * MAX_COMPILED)] * 2
+    words = [str(number) for number in range(100)] * 2
     with ThreadPoolExecutor(8) as threads:
         states = list(threads.map(lambda word: forms.start(form(choice=[word])), words))
-    assert len(forms._compiled) == MAX_COMPILED
     for word, state in zip(words[:9], states, strict=False):
         first = smollm2_tokenizer.encode(word[0], add_special_tokens=False)[0]
         assert state.allowed([])[first]
+
+
+CHAIN = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
+RULES = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(3000))
+TOO_LARGE: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}, "json has 2002 references in a row: expected at most 100"),
+    ({"json": {"properties": {f"p{i}": {} for i in range(5001)}}}, "json has 5001 properties: expected at most 5000"),
+    ({"json": {"enum": list(range(1001))}}, "json has 1001 values of enums: expected at most 1000"),
+    ({"json": {"description": "x" * 130_000}}, "characters: expected at most 120000"),
+    ({"json": {"pattern": "a" * 9000}}, "json: a pattern has 9000 characters: expected at most 8192"),
+    ({"json": '{"not": ' * 80 + "{}" + "}" * 80}, "json has 65 levels of nesting"),
+    ({"regex": "(a|b)?" * 3000}, "regex has 18000 characters: expected at most 8192"),
+    ({"choice": [str(i) for i in range(1001)]}, "choice has 1001 texts: expected at most 1000"),
+    ({"grammar": f'start: r0\n{RULES}\nr3000: "b"'}, "grammar has 3002 rules: expected at most 1000"),
+    ({"grammar": f'start: r0\n{RULES[:3000]}'}, "rules that name one another in a row: expected at most 100"),
+    ({"grammar": f"start: {'a ' * 70_000}"}, "grammar has 140007 characters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("large", "message"), TOO_LARGE, ids=[message for _, message in TOO_LARGE])
+def test_a_form_over_a_limit_is_never_compiled(
+    smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, large: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(llguidance, "LLMatcher", None)  # what is asked of it raises
+    with pytest.raises(ValueError, match=f"structured_outputs.*{message}"):
+        StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2]).start(form(**large))
+
+
+def test_chains_are_counted_without_recursion() -> None:
+    assert longest_chain({"a": ["b"], "b": ["c"], "c": ["a"]}) == 3, "a way back adds nothing"
+    assert longest_chain({str(i): [str(i + 1)] for i in range(100_000)}) == 100_001
+    assert longest_chain({}) == 0 and longest_chain({"a": ["a", "b"], "b": []}) == 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"structured_outputs": form(json={"$ref": "#"})}, "structured_outputs: "),
+        ({"structured_outputs": form(regex=r"[^\s\S]")}, "structured_outputs: "),
+        (
+            {"structured_outputs": form(regex="[0-9]+"), "allowed_token_ids": [2]},
+            "allowed_token_ids=.2,?.: expected a token",
+        ),
+    ],
+)
+def test_a_form_that_nothing_can_begin_is_refused(llm: LLM, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        llm.generate("Hello", SamplingParams(**parameters))
+    assert len(str(raised.value)) < 400
+
+
+def test_a_choice_may_begin_another_one(llm: LLM) -> None:
+    choices = ["a", "ab", *(f"c{number}" for number in range(990))]
+    params = SamplingParams(n=8, seed=1, max_tokens=9, structured_outputs=form(choice=choices))
+    answers = llm.generate("Hello", params)[0].outputs
+    assert all(answer.text in choices and answer.finish_reason == "stop" for answer in answers)
 
 
 def test_end_of_sequence_is_allowed_exactly_when_the_answer_is_complete(smollm2_tokenizer: Any) -> None:

@@ -57,6 +57,7 @@ class Answer:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
+            is_bad=sequence.is_bad,
         )
 
 

@@ -26,13 +26,23 @@ def check_scheduler_policy(name: str, value: object) -> str:
     return str(value)
 
 
+def shown(value: object, most: int = 120) -> str:
+    """A value as a message quotes it: its beginning, if it has more than `most` characters."""
+    text = repr(value[: 2 * most] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def check_real(name: str, value: object, expected: str) -> float:
     """`value` as a finite float. The caller checks the range that `expected` describes."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: expected {expected}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: expected {expected}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that no float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={shown(value)}: expected {expected}")
+    return number
 
 
 def check_bool(name: str, value: object) -> None:

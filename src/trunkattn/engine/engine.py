@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from trunkattn.engine.answers import RequestAnswers
+from trunkattn.engine.logits import LogitsRules, LogitsState
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
@@ -16,6 +17,8 @@ from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, most_l
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
+from trunkattn.engine.structured_output import StructuredOutputs
+from trunkattn.engine.suspects import Suspects
 from trunkattn.engine.token_rules import ModelLimits, TokenRules, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
 from trunkattn.validate import check_int
@@ -28,6 +31,15 @@ class Runner(Protocol):
 
     def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
         """Logits of the sampled chunks, then of the chunks' `prompt_positions`. The next call may overwrite them."""
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request that can run: its prompt, truncated if it asks for that, and what its parameters mean."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    rules: LogitsRules
 
 
 class Engine:
@@ -64,6 +76,8 @@ class Engine:
         self._requests: dict[str, RequestAnswers] = {}  # unfinished ones
         self._stats = EngineStats()
         self._num_arrivals = 0
+        self._suspects = Suspects()
+        self._failed: set[str] = set()  # requests of the last step, if it failed
 
     @property
     def has_unfinished(self) -> bool:
@@ -92,23 +106,38 @@ class Engine:
         """Forgets every cached prefix: later requests compute their prompts from the first token."""
         self.scheduler.cache.reset_prefix_cache()
 
-    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str = "prompt") -> None:
-        """Raises TypeError or ValueError, naming the argument (`name` for the prompt), unless the request can run.
+    @property
+    def structured_outputs(self) -> StructuredOutputs:
+        """The compiled forms of answers. Any thread may use it."""
+        return self._token_rules.structured_outputs
 
-        Raises ImportError if the package for structured outputs is needed and missing.
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str = "prompt"
+    ) -> CheckedRequest:
+        """A request that can run, with all that takes time done: any thread may call it, and `add_checked` is short.
+
+        Args:
+            prompt_token_ids: the prompt.
+            params: how to sample.
+            name: what messages call the prompt.
+
+        Raises:
+            TypeError, ValueError: naming the argument; the request cannot run.
+            ImportError: the package for structured outputs is needed and missing.
         """
         limit = self.limits.max_model_len - 1
-        self._token_rules.check(params)
-        num_tokens = len(self._token_rules.truncate(prompt_token_ids, params))
-        if not 1 <= num_tokens <= limit:
+        rules = self._token_rules.check(params)
+        kept = self._token_rules.truncate(prompt_token_ids, params)
+        if not 1 <= len(kept) <= limit:
             raise ValueError(
-                f"{name} has {num_tokens} tokens: expected 1 to {limit}, one less than max_model_len, the least of the "
+                f"{name} has {len(kept)} tokens: expected 1 to {limit}, one less than max_model_len, the least of the "
                 f"model's limit, the option max_model_len and the KV cache's size"
             )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):
             for token_id in prompt_token_ids:  # one is bad or an integer of another type, which check_int accepts
                 check_int(f"{name}: token id", token_id, 0, highest)
+        return CheckedRequest([int(token_id) for token_id in kept], params, rules)
 
     def add_request(
         self,
@@ -133,18 +162,33 @@ class Engine:
         Raises:
             TypeError, ValueError: see `check_request`, or an unfinished request has this id; nothing has changed then.
         """
-        self.check_request(prompt_token_ids, params)
+        return self.add_checked(self.check_request(prompt_token_ids, params), prompt, request_id, cache_salt)
+
+    def add_checked(
+        self,
+        checked: CheckedRequest,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        cache_salt: bytes = b"",
+        arrival_time: float | None = None,
+    ) -> str:
+        """Queues a request that `check_request` has made. See `add_request`.
+
+        Args:
+            checked: the request.
+            prompt, request_id, cache_salt: see `add_request`.
+            arrival_time: when it came, on the monotonic clock; None: now.
+        """
+        params, num_tokens = checked.params, len(checked.token_ids)
         arrival = self._num_arrivals
         request_id = str(arrival) if request_id is None else request_id
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: expected an id that no unfinished request has")
-        prompt_token_ids = self._token_rules.truncate(prompt_token_ids, params)
-        num_tokens = len(prompt_token_ids)
         room = self.limits.max_model_len - num_tokens
         sequences = [
             Request(
                 request_id=f"{request_id}.{index}",
-                token_ids=[int(token_id) for token_id in prompt_token_ids],
+                token_ids=list(checked.token_ids),
                 num_prompt_tokens=num_tokens,
                 params=params,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -153,11 +197,12 @@ class Engine:
                 index=index,
                 owner_id=request_id,
                 cache_salt=cache_salt,
+                arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             )
             for index in range(params.n)
         ]
-        for sequence in sequences:
-            sequence.logits_state = self._token_rules.logits_state(params, sequence.token_ids, num_tokens)
+        for sequence in sequences if params.changes_logits else ():
+            sequence.logits_state = LogitsState(params, checked.rules, sequence.token_ids, num_tokens)
         sequences[0].children.extend(sequences[1:])
         self._requests[request_id] = RequestAnswers(request_id, prompt, sequences, self._tokenizer)
         self._num_arrivals += 1
@@ -177,9 +222,9 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch; returns the requests that got a token. After an error the requests of the batch hold no
-        page and wait to be recomputed."""
+        page and wait to be recomputed; `blame` finds the one that caused it."""
         started = time.monotonic()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(only=self._suspects.group(self._requests))
         if not batch.chunks:
             return []
         try:
@@ -187,18 +232,38 @@ class Engine:
             token_ids, logprobs = self._sample(batch, logits)
             prompt_logprobs = self._prompt_logprobs(batch, logits)
         except BaseException:
+            self._failed = {chunk.request.owner_id for chunk in batch.chunks}
             self.scheduler.roll_back(batch)
             raise
         for sample, token_id in zip(batch.samples, token_ids, strict=True):
             if token_id < 0:
-                sample.request.fail(error_of(sample.request, token_id))
+                sample.request.fail(*error_of(sample.request, token_id))
         for request, found in prompt_logprobs:
             self._requests[request.owner_id].add_prompt_logprobs(found)
             request.num_prompt_logprobs += len(found)
         self.scheduler.update(batch, token_ids)
         outputs = self._answer(batch, token_ids, logprobs)
+        self._suspects.passed(sample.request.owner_id for sample in batch.samples)
         self._count(batch, started)
         return outputs
+
+    def blame(self, error: Exception) -> list[RequestOutput]:
+        """After a step that failed: the output of the request that caused it, which ends with the error; none yet if
+        there are several it could be. The next steps then compute fewer of them at a time, and no other request.
+
+        Args:
+            error: what `step` raised.
+        """
+        guilty = self._suspects.failed(self._failed) if self._failed else None
+        self._failed = set()
+        answers = None if guilty is None else self._requests.pop(guilty, None)
+        if answers is None:
+            return []
+        for sequence in answers.sequences:
+            if not sequence.is_finished:
+                self.scheduler.finish(sequence, "error")
+                sequence.error = f"the engine could not compute a step: {_named(error)}"
+        return [answers.output()]
 
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
         """For each of `batch.samples` a token, and log-probabilities if the request wants them."""
@@ -237,7 +302,12 @@ class Engine:
             touched[answers.request_id] = answers
             if token_id < 0:
                 continue
-            stop_string = answers.add(sample.request, token_id, logprob)
+            try:
+                stop_string = answers.add(sample.request, token_id, logprob)
+            except Exception as error:  # whatever a tokenizer raises: it ends this answer alone
+                self.scheduler.finish(sample.request, "error")
+                sample.request.error = f"the engine could not decode an answer: {_named(error)}"
+                continue
             if stop_string is not None:
                 self.scheduler.finish(sample.request, "stop", stop_string)
         for request_id, answers in touched.items():
@@ -255,3 +325,7 @@ class Engine:
         if stats.peak_usage is None or cache.num_pages_in_use >= stats.peak_usage.pages_held:
             stats.peak_usage = self.usage()
         stats.busy_seconds += time.monotonic() - started
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -6,8 +6,7 @@ preemption, which keeps the tokens, changes nothing.
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,20 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
-class BannedTokens:
-    """Tokens that an answer cannot have at some places.
+class LogitsRules:
+    """What a request's parameters mean for one model. All its answers share it.
 
     Attributes:
         ends: tokens that end the answer; `min_tokens` holds them back.
-        sequences: token sequences that the answer never has.
+        sequences: token sequences that the answer never has. None is empty.
+        allowed: `allowed_token_ids`, sorted; empty if all are allowed.
+        grammar: the form of the answer, at its beginning; None: any.
     """
 
     ends: tuple[int, ...] = ()
     sequences: tuple[tuple[int, ...], ...] = ()
+    allowed: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    grammar: GrammarState | None = None
 
 
 class LogitsState:
@@ -39,27 +42,21 @@ class LogitsState:
 
     Args:
         params: the request's parameters.
-        banned: what the answer cannot have.
+        rules: what they mean.
         token_ids: prompt and answer; the list grows with the answer.
         num_prompt_tokens: tokens of the prompt.
-        grammar: the form of the answer, at its beginning; None: any.
 
     Attributes:
         error: why the sequence cannot go on; None if it can.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        banned: BannedTokens,
-        token_ids: list[int],
-        num_prompt_tokens: int,
-        grammar: GrammarState | None = None,
+        self, params: SamplingParams, rules: LogitsRules, token_ids: list[int], num_prompt_tokens: int
     ) -> None:
         self.params = params
-        self.grammar = grammar
+        self.grammar = None if rules.grammar is None else rules.grammar.copy()
         self.error: str | None = None
-        self._banned = banned
+        self._rules = rules
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
         self._num_counted = 0
@@ -74,10 +71,10 @@ class LogitsState:
     def output_token_ids(self) -> list[int]:
         return self._token_ids[self._num_prompt_tokens :]
 
-    @cached_property
+    @property
     def allowed(self) -> NDArray[np.int64]:
         """`allowed_token_ids`; empty if all are allowed."""
-        return np.array(tuple(self.params.allowed_token_ids or ()), dtype=np.int64)
+        return self._rules.allowed
 
     def token_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The distinct tokens of prompt and answer, and how often the answer has each."""
@@ -94,8 +91,8 @@ class LogitsState:
     def banned(self) -> list[int]:
         """Tokens that cannot come next: ends of bad words, and before `min_tokens` what ends the answer."""
         num_output_tokens = len(self._token_ids) - self._num_prompt_tokens
-        banned = list(self._banned.ends) if num_output_tokens < self.params.min_tokens else []
-        for *start, last in self._banned.sequences:
+        banned = list(self._rules.ends) if num_output_tokens < self.params.min_tokens else []
+        for *start, last in self._rules.sequences:
             if len(start) <= num_output_tokens and self._token_ids[len(self._token_ids) - len(start) :] == start:
                 banned.append(last)
         return banned

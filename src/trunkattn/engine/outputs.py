@@ -28,7 +28,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", or "error" when no next token exists; None while unfinished.
         stop_reason: the stop string or stop token id; None for end-of-sequence and other reasons.
         error: with the finish_reason "error" why, in one sentence: the model's logits are not finite, the sampling
-            parameters forbid every token, or a logits processor failed. The tokens before it are good.
+            parameters forbid every token, or a part of the engine failed. The tokens before it are good.
+        is_bad: whether the request's own parameters caused the error: the same request would fail again.
     """
 
     index: int
@@ -39,6 +40,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    is_bad: bool = False
 
 
 @dataclass(frozen=True)

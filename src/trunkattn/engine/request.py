@@ -33,6 +33,7 @@ class Request:
         finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
         stop_reason: the stop string or stop token id that ended the answer; None for end-of-sequence.
         error: why the sequence could not go on; None unless that is its finish_reason.
+        is_bad: whether the request's own parameters caused the error.
         logits_state: what its parameters do to its logits; None: nothing.
         num_prompt_logprobs: prompt tokens whose log-probabilities are known, when they are asked for.
     """
@@ -54,6 +55,7 @@ class Request:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    is_bad: bool = False
     logits_state: LogitsState | None = None
     num_prompt_logprobs: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
@@ -98,10 +100,10 @@ class Request:
         elif self.num_output_tokens >= self.max_tokens:
             self.finish("length")
 
-    def fail(self, error: str) -> None:
-        """Ends the request because of an error, now."""
+    def fail(self, error: str, is_bad: bool = False) -> None:
+        """Ends the request because of an error, now. is_bad: the request's own parameters are the cause."""
         self.finish("error")
-        self.error = error
+        self.error, self.is_bad = error, is_bad
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
         """Marks the request as finished, now."""

@@ -8,6 +8,9 @@ from typing import Any
 from trunkattn.engine.config import check_bool, check_real, check_text
 from trunkattn.validate import check_int
 
+MAX_REPETITION_PENALTY = 1e4  # and its inverse: a logit that is scaled by more may overflow
+MAX_LOGIT_BIAS = 1e4  # a softmax cannot tell it from infinity
+MAX_TOP_K = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a smaller temperature counts as 0: its softmax is one-hot in float32
 
 
@@ -74,13 +77,13 @@ class SamplingParams:
         ignore_eos: continue after the end-of-sequence token.
         logprobs: report the natural-log probabilities of this many most likely tokens and of the sampled one, from the
             unmodified logits; None: report none.
-        repetition_penalty: above 0. A logit of a token that the prompt or the answer has is divided by it if it is
+        repetition_penalty: from 0.0001 to 10,000. A logit of a token that the prompt or the answer has is divided by it if it is
             positive and multiplied by it if not (https://arxiv.org/abs/1909.05858, §4.1).
         presence_penalty: from -2 to 2, subtracted from the logit of each token that the answer has.
         frequency_penalty: from -2 to 2, subtracted as many times as the answer has the token.
         min_p: drop tokens less likely than min_p times the most likely one, 0 <= min_p <= 1.
         min_tokens: before this many tokens no end-of-sequence token, stop token or stop string ends the answer.
-        logit_bias: token id -> number that is added to its logit.
+        logit_bias: token id -> number from -10,000 to 10,000 that is added to its logit.
         bad_words: texts that the answer never has, with and without a space before them. Each is banned as the tokens
             that the tokenizer makes of it.
         allowed_token_ids: the only tokens that the answer may have; None: all.
@@ -170,14 +173,18 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p!r}: expected a number in [0, 1]")
         if check_real("repetition_penalty", self.repetition_penalty, "a finite number above 0") <= 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty!r}: expected a finite number above 0")
+        if not 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty!r}: expected a number from 0.0001 to 10000")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -2 <= check_real(name, value, "a number from -2 to 2") <= 2:
                 raise ValueError(f"{name}={value!r}: expected a number from -2 to 2")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # torch takes no large integer as a number
 
     def _check_counts(self) -> None:
         check_int("n", self.n, 1)
-        check_int("top_k", self.top_k, -1)
+        check_int("top_k", self.top_k, -1, MAX_TOP_K)
         check_int("min_tokens", self.min_tokens, 0)
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
             if getattr(self, name) is not None:
@@ -268,10 +275,14 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping):
         raise TypeError(f"logit_bias={bias!r}: expected a mapping from token ids to numbers")
-    return {
-        check_int("logit_bias: token id", token_id, 0): check_real(f"logit_bias[{token_id}]", value, "a finite number")
-        for token_id, value in bias.items()
-    }
+    checked = {}
+    for token_id, value in bias.items():
+        expected = f"a number from {-MAX_LOGIT_BIAS:.0f} to {MAX_LOGIT_BIAS:.0f}"
+        number = check_real(f"logit_bias[{token_id}]", value, expected)
+        if abs(number) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias[{token_id}]={value!r}: expected {expected}")
+        checked[check_int("logit_bias: token id", token_id, 0)] = number
+    return checked
 
 
 def _processors(processors: object) -> tuple[Callable[..., Any], ...]:

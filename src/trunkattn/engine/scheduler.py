@@ -120,10 +120,22 @@ class Scheduler:
         request.finish(reason, stop_reason)
         self._discard(request)
 
-    def schedule(self) -> ScheduledBatch:
-        """The next step's batch. It is empty only if every request has finished."""
+    def schedule(self, only: frozenset[str] | None = None) -> ScheduledBatch:
+        """The next step's batch. It is empty only if every request has finished.
+
+        Args:
+            only: users' requests that alone are scheduled; all others wait, without pages. None: all may be.
+        """
         batch = ScheduledBatch()
-        self._fill(self, batch)
+        if only is None:
+            self._fill(self, batch)
+        else:
+            for request in [request for request in reversed(self.running) if request.owner_id not in only]:
+                self._preempt(request)
+            held = [request for request in self.waiting if request.owner_id not in only]
+            self.waiting = deque(request for request in self.waiting if request.owner_id in only)
+            self._fill(self, batch)
+            self.waiting = deque(sorted([*self.waiting, *held], key=Request.order))
         sampled = (chunk.request for chunk in batch.chunks if chunk.is_sampled)
         for row, request in enumerate(sampled):
             batch.samples.append(Sample(request, row))

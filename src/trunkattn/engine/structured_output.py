@@ -1,6 +1,6 @@
 """Answers of a given form, through llguidance: which tokens may come next.
 
-llguidance (https://github.com/guidance-ai/llguidance) compiles lazily, so that a form costs nothing before its first
+llguidance (https://github.com/guidance-ai/llguidance) compiles lazily, so that a form costs little before its first
 token. It is imported when the first form is asked for.
 """
 
@@ -9,14 +9,19 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.engine.config import shown
+from trunkattn.engine.form_limits import FormLimits, check_form
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 
-MAX_COMPILED = 64  # forms that stay compiled
+# What a compiled form may hold, estimated from its text: llguidance does not say.
+_BASE_BYTES: Final = 64 << 10
+_BYTES_PER_CHARACTER: Final = 32
+_REMEMBERED_FAILURES: Final = 256
 
 
 class GrammarState:
@@ -34,6 +39,12 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._num_consumed = 0
 
+    def copy(self) -> "GrammarState":
+        """The state of another answer that has come as far."""
+        copy = GrammarState(self._matcher.deep_copy(), self._num_tokens, self._vocab_size)
+        copy._num_consumed = self._num_consumed
+        return copy
+
     def allowed(self, output_token_ids: Sequence[int]) -> NDArray[np.bool_]:
         """[vocab_size]: the tokens that may follow. End-of-sequence is among them exactly if the answer is complete.
 
@@ -48,51 +59,102 @@ class GrammarState:
         bits = allocate_token_bitmask(1, self._num_tokens)
         fill_next_token_bitmask(self._matcher, bits)
         if self._matcher.is_error():
-            raise ValueError(f"structured_outputs: llguidance cannot go on ({self._matcher.get_error()})")
+            raise ValueError(f"structured_outputs: llguidance cannot go on ({reason_of(self._matcher)})")
         return np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
 
 
 class StructuredOutputs:
-    """Compiles forms for one tokenizer and keeps the newest ones. Several threads may use it.
+    """Compiles forms for one tokenizer and keeps the newest ones. Several threads may use it, and none of them waits
+    for what another one compiles.
 
     Args:
         tokenizer: a transformers tokenizer, or None.
         vocab_size: logits of a row.
         eos_token_ids: tokens that end a complete answer.
+        limits: of each form, and of the memory for all of them.
     """
 
-    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        limits: FormLimits | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._lock = Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # grammar -> matcher at its beginning
+        self._limits = limits or FormLimits()
+        self._lock = Lock()  # of the two dictionaries; nothing is compiled under it
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # grammar -> matcher at its beginning; the newest is last
+        self._failed: OrderedDict[str, str] = OrderedDict()  # grammar -> what is wrong with it
 
-    def check(self, form: StructuredOutputsParams) -> None:
-        """Compiles a form.
+    def start(self, form: StructuredOutputsParams) -> GrammarState:
+        """The form at the beginning of an answer, compiled unless it is kept.
 
         Raises:
             ImportError: llguidance is missing.
-            ValueError: the form is bad, or the model's tokenizer cannot serve it.
+            ValueError: the form is bad or over a limit, or the model's tokenizer cannot serve it.
         """
-        self._matcher(form)
-
-    def start(self, form: StructuredOutputsParams) -> GrammarState:
-        """The form at the beginning of an answer. Raises what `check` raises."""
-        return GrammarState(self._matcher(form).deep_copy(), self._tokens.vocab_size, self._vocab_size)
-
-    def _matcher(self, form: StructuredOutputsParams) -> Any:
-        library = self._library
-        name, value, grammar = _grammar(form, library.LLMatcher)
-        with self._lock:  # requests are checked in their callers' threads
-            matcher = self._compiled.pop(grammar, None) or library.LLMatcher(self._tokens, grammar, log_level=0)
+        name, value, grammar = self._grammar(form)
+        with self._lock:
+            matcher, failure = self._compiled.get(grammar), self._failed.get(grammar)
+        if matcher is None and failure is None:
+            matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0)
             if matcher.is_error():
-                reason = " ".join(matcher.get_error().split())
-                raise ValueError(f"structured_outputs: {name}={value!r}: expected a valid {name}; {reason}")
-            self._compiled[grammar] = matcher  # the newest is last
-            if len(self._compiled) > MAX_COMPILED:
+                matcher, failure = None, reason_of(matcher)
+        if matcher is None:
+            self._remember(self._failed, grammar, failure)
+            raise ValueError(f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {failure}")
+        state = GrammarState(matcher.deep_copy(), self._tokens.vocab_size, self._vocab_size)
+        self._remember(self._compiled, grammar, matcher)
+        return state
+
+    def source(self, form: StructuredOutputsParams) -> str | None:
+        """The grammar that a form is compiled from; None if it is compiled already. Raises what `start` raises."""
+        name, value, grammar = self._grammar(form)
+        with self._lock:
+            failure = self._failed.get(grammar)
+            if failure is not None:
+                raise ValueError(f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {failure}")
+            return None if grammar in self._compiled else grammar
+
+    def refuse(self, grammar: str, reason: str) -> None:
+        """Remembers that a grammar cannot be used, so that it is not compiled again."""
+        self._remember(self._failed, grammar, reason)
+
+    def tokenizer_source(self) -> tuple[str, int, list[int]]:
+        """What another process needs for llguidance's tokenizer: its JSON, the number of tokens, and the tokens that
+        end an answer. Raises what `start` raises."""
+        self._check_tokenizer()
+        assert self._tokenizer is not None
+        return self._tokenizer.backend_tokenizer.to_str(), self._num_vocab, self._eos_token_ids
+
+    def _remember(self, among: OrderedDict[str, Any], grammar: str, what: Any) -> None:
+        """Puts an entry in as the newest, and drops the oldest ones that do not fit any more."""
+        with self._lock:
+            among[grammar] = what
+            among.move_to_end(grammar)
+            while len(self._failed) > _REMEMBERED_FAILURES:
+                self._failed.popitem(last=False)
+            while len(self._compiled) > 1 and sum(map(_estimated_bytes, self._compiled)) > self._limits.cache_bytes:
                 self._compiled.popitem(last=False)
-            return matcher
+
+    def _grammar(self, form: StructuredOutputsParams) -> tuple[str, Any, str]:
+        """Name and value of the form that is given, and the form as llguidance's grammar."""
+        schema = None if form.json is None else _schema(form.json)
+        check_form(form, schema, self._limits)
+        matcher = self._library.LLMatcher
+        if form.json is not None:
+            return "json", form.json, matcher.grammar_from_json_schema(json.dumps(schema))
+        if form.json_object:
+            return "json_object", True, matcher.grammar_from_json_schema({"type": "object"})
+        if form.regex is not None:
+            return "regex", form.regex, matcher.grammar_from_regex(form.regex)
+        if form.choice is not None:  # one token of the grammar: llguidance limits the alternatives of a rule
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
+            return "choice", form.choice, matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        return "grammar", form.grammar, matcher.grammar_from_lark(form.grammar)
 
     @cached_property
     def _library(self) -> Any:
@@ -105,15 +167,23 @@ class StructuredOutputs:
             ) from error
         return llguidance
 
-    @cached_property
-    def _tokens(self) -> Any:
-        """The tokenizer as llguidance sees it."""
+    @property
+    def _num_vocab(self) -> int:
+        assert self._tokenizer is not None
+        return max(self._vocab_size, len(self._tokenizer))
+
+    def _check_tokenizer(self) -> None:
         if self._tokenizer is None or not self._eos_token_ids:
             missing = "a tokenizer" if self._tokenizer is None else "an end-of-sequence token"
             raise ValueError(f"structured_outputs: expected a model with {missing}; this one has none")
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer as llguidance sees it."""
+        self._check_tokenizer()
         try:
             return self._library.hf.from_tokenizer(
-                self._tokenizer, n_vocab=max(self._vocab_size, len(self._tokenizer)), eos_token=self._eos_token_ids
+                self._tokenizer, n_vocab=self._num_vocab, eos_token=self._eos_token_ids
             )
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ValueError(
@@ -122,23 +192,23 @@ class StructuredOutputs:
             ) from error
 
 
-def _grammar(form: StructuredOutputsParams, matcher: Any) -> tuple[str, Any, str]:
-    """Name and value of the form that is given, and the form as llguidance's grammar."""
-    if form.json is not None:
-        return "json", form.json, matcher.grammar_from_json_schema(_schema(form.json))
-    if form.json_object:
-        return "json_object", True, matcher.grammar_from_json_schema({"type": "object"})
-    if form.regex is not None:
-        return "regex", form.regex, matcher.grammar_from_regex(form.regex)
-    if form.choice is not None:
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
-        return "choice", form.choice, matcher.grammar_from_lark(f"start: {choices}")
-    return "grammar", form.grammar, matcher.grammar_from_lark(form.grammar)
+def reason_of(matcher: Any) -> str:
+    """What is wrong with a matcher, in one short line. llguidance adds its whole state."""
+    first, _, _ = matcher.get_error().partition("<state>")
+    return shown(" ".join(first.split()), most=300)[1:-1]
+
+
+def _estimated_bytes(grammar: str) -> int:
+    return _BASE_BYTES + _BYTES_PER_CHARACTER * len(grammar)
 
 
 def _schema(given: Any) -> Any:
     """A schema as plain JSON values."""
     try:
-        return json.loads(given if isinstance(given, str) else json.dumps(dict(given)))
+        return json.loads(given if isinstance(given, str) else json.dumps(dict(given)), parse_constant=_no_constant)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"structured_outputs: json={given!r}: expected a JSON schema; {error}") from error
+        raise ValueError(f"structured_outputs: json={shown(given)}: expected a JSON schema; {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

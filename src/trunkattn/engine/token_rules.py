@@ -1,14 +1,18 @@
 """What a request's parameters mean for one model: checked against its vocabulary, and turned into token ids."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trunkattn.engine.logits import BannedTokens, LogitsState
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.engine.config import shown
+from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling import NOT_FINITE
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.structured_output import StructuredOutputs
+from trunkattn.engine.structured_output import GrammarState, StructuredOutputs
 from trunkattn.validate import check_int
 
 
@@ -40,10 +44,17 @@ class TokenRules:
         self._tokenizer = tokenizer
         self._structured_outputs = StructuredOutputs(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises TypeError or ValueError, naming the parameter, unless the model can follow the parameters.
+    @property
+    def structured_outputs(self) -> StructuredOutputs:
+        """The compiled forms."""
+        return self._structured_outputs
 
-        Raises ImportError if the package for structured outputs is needed and missing.
+    def check(self, params: SamplingParams) -> LogitsRules:
+        """What the parameters do to logits, for every answer of a request: bad words as tokens, the form compiled.
+
+        Raises:
+            TypeError, ValueError: naming the parameter: the model cannot follow the parameters.
+            ImportError: the package for structured outputs is needed and missing.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: expected SamplingParams")
@@ -57,11 +68,30 @@ class TokenRules:
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
             if getattr(params, name) and self._tokenizer is None:
                 raise ValueError(
-                    f"{name}={getattr(params, name)!r}: expected no {name} strings, because the model folder has no "
-                    f"tokenizer; use {instead}"
+                    f"{name}={shown(getattr(params, name))}: expected no {name} strings, because the model folder has "
+                    f"no tokenizer; use {instead}"
                 )
-        if params.structured_outputs is not None:
-            self._structured_outputs.check(params.structured_outputs)
+        eos = () if params.ignore_eos else self._limits.eos_token_ids
+        allowed = np.unique(np.array(tuple(params.allowed_token_ids or ()), dtype=np.int64))
+        rules = LogitsRules((*eos, *params.stop_ids), self._bad_words(params.bad_words), allowed)
+        if params.structured_outputs is None:
+            return rules
+        grammar = self._structured_outputs.start(params.structured_outputs)
+        self._check_first_token(grammar, params, allowed)
+        return replace(rules, grammar=grammar)
+
+    def _check_first_token(self, grammar: GrammarState, params: SamplingParams, allowed: NDArray[np.int64]) -> None:
+        """Raises ValueError if a form has no first token, or none that `allowed_token_ids` and `min_tokens` leave."""
+        first = grammar.allowed(())
+        if len(allowed):
+            first = first & np.isin(np.arange(len(first)), allowed)
+            if not first.any():
+                raise ValueError(
+                    f"allowed_token_ids={shown(params.allowed_token_ids)}: expected a token that structured_outputs "
+                    f"can begin with; leave one of the two out"
+                )
+        if not first.any():
+            raise ValueError("structured_outputs: expected a form that some text has; no token can begin it")
 
     def truncate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
         """The prompt's last tokens, as many as `truncate_prompt_tokens` keeps."""
@@ -69,22 +99,6 @@ class TokenRules:
         if most is None:
             return prompt_token_ids
         return prompt_token_ids[-(self._limits.max_model_len - 1 if most == -1 else most) :]
-
-    def logits_state(self, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> LogitsState | None:
-        """What the parameters do to the logits of a new sequence; None: nothing.
-
-        Args:
-            params: checked parameters.
-            token_ids: the sequence's own list, with the prompt.
-            num_prompt_tokens: tokens of the prompt.
-        """
-        if not params.changes_logits:
-            return None
-        eos = () if params.ignore_eos else self._limits.eos_token_ids
-        banned = BannedTokens((*eos, *params.stop_ids), self._bad_words(params.bad_words))
-        form = params.structured_outputs
-        grammar = None if form is None else self._structured_outputs.start(form)
-        return LogitsState(params, banned, token_ids, num_prompt_tokens, grammar)
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The words' tokens at the beginning of a text and after a space.
@@ -94,6 +108,8 @@ class TokenRules:
         found: list[tuple[int, ...]] = []
         for word in words:
             plain, spaced = (self._encode(prefix + word.lstrip()) for prefix in ("", " "))
+            if not plain or not spaced:
+                raise ValueError(f"bad_words={shown(word)}: expected a word that the model's tokenizer has tokens for")
             found.append(plain)
             if spaced[-len(plain) :] != plain:
                 found.append(spaced)
@@ -104,8 +120,8 @@ class TokenRules:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def error_of(request: Request, code: int) -> str:
-    """Why a request has no next token, in one sentence.
+def error_of(request: Request, code: int) -> tuple[str, bool]:
+    """Why a request has no next token, in one sentence, and whether its own parameters are the cause.
 
     Args:
         request: it.
@@ -116,10 +132,10 @@ def error_of(request: Request, code: int) -> str:
         return (
             f"logits of output token {place}: expected finite numbers, and the model computed NaN or infinity; try "
             f"dtype='float32', or another checkpoint"
-        )
+        ), False
     if request.logits_state is not None and request.logits_state.error is not None:
-        return request.logits_state.error
+        return request.logits_state.error, True
     return (
         f"logits of output token {place}: expected a token that is left to choose, and the sampling parameters forbid "
         f"all of them; relax structured_outputs, allowed_token_ids, bad_words, min_tokens or logits_processors"
-    )
+    ), True

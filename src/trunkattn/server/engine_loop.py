@@ -194,10 +194,9 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
-        except Exception as error:  # whatever a model's code raises: its requests end, the server goes on
-            _LOG.exception("A step failed; its requests end with an error.")
-            self._fail_all(EngineFailed(f"the engine could not compute a step: {type(error).__name__}: {error}"))
-            return
+        except Exception as error:  # whatever a model's code raises: the request that causes it ends, the others go on
+            _LOG.exception("A step failed.")
+            outputs = self.engine.blame(error)
         for output in outputs:
             inbox = self._inboxes.pop(output.request_id) if output.finished else self._inboxes[output.request_id]
             inbox.send(output)

@@ -10,10 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from trunkattn.engine.config import shown
 from trunkattn.server.engine_loop import EngineFailed, QueueFull
 
 _LOG: Final = logging.getLogger(__name__)
-_MOST_SHOWN: Final = 120  # characters of a bad value
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 _CODES: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
@@ -41,12 +41,6 @@ def error_response(
 ) -> JSONResponse:
     """The response of an error."""
     return JSONResponse(error_body(status, message, param, code), status, dict(headers or {}))
-
-
-def shown(value: object) -> str:
-    """A value as a message quotes it."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def param_of(message: str) -> str | None:
