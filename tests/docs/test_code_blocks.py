@@ -24,6 +24,7 @@ PAGES = sorted(
 BLOCK = re.compile(r"(<!-- compile only -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^\s*print\(.*\)(?:  |\n)# (.+)$", re.MULTILINE)
 MODEL = "path/to/model"
+COLUMNS = 96  # of code that the site shows on a screen of 1280 pixels
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, bool]]:
@@ -77,7 +78,8 @@ def test_python(page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
 
 def commands() -> Iterator[tuple[Path, list[str]]]:
     for page in PAGES:
-        lines = [line[2:] for text, _ in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
+        texts = [text.replace("\\\n", " ") for text, _ in blocks(page, "console")]  # a command may go on in the next line
+        lines = [line[2:] for text in texts for line in text.splitlines() if line.startswith("$ ")]
         inline = re.findall(r"`((?:make|trunkattn|python|pytest) [^`]+)`", page.read_text())
         for words in (shlex.split(line, comments=True) for line in (*lines, *inline)):
             yield page, list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))  # settings come first
@@ -134,6 +136,12 @@ def test_named_files_are_there(page: Path) -> None:
     for span in set(spans) - set(NOT_HERE):
         pattern = re.compile(rf"(^|/){re.escape(span)}{'' if span.endswith('/') else '$'}")
         assert any(pattern.search(path) for path in FILES), f"{page.name} names {span}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_code_fits_the_page(page: Path) -> None:
+    wide = [line for block in BLOCK.findall(page.read_text()) for line in block[2].splitlines() if len(line) > COLUMNS]
+    assert not wide, f"{page.name}: the site shows {COLUMNS} columns of code on a screen of 1280 pixels: {wide}"
 
 
 def test_a_page_with_a_wrong_claim_fails(
