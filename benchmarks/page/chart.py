@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from page.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing, width_of, wrap
+from benchmarks.page.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing, width_of, wrap
 
 _BAR: Final = 24  # height of a bar
 _MARGIN: Final = 10

@@ -12,11 +12,24 @@ NOTICEABLE = 1.01  # a ratio of times from which the page calls a difference a l
 
 
 class Loss(NamedTuple):
-    """One place where something else is faster."""
+    """One place where something else is faster.
+
+    Attributes:
+        where: the case.
+        than: what is faster.
+        ratio: our time over the time of that.
+        note: what else the reader must know, such as a range.
+    """
 
     where: str
     than: str
-    by: str
+    ratio: float
+    note: str = ""
+
+    @property
+    def by(self) -> str:
+        """The ratio in words."""
+        return f"{self.ratio:.2f}×{self.note and f' ({self.note})'}"
 
 
 class Section(NamedTuple):
@@ -52,11 +65,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) 
 
 
 def sources(command: str, *names: str, part: str | None = None) -> str:
-    """Where a table's figures come from: file, date, device, versions, commit and the command that makes them. part: of
-    the results, which may be older than what else they hold."""
+    """Where a table's figures come from, folded: file, date, device, versions, commit and the command that makes them.
+
+    part: of the results, which may be older than what else they hold.
+    """
     outside = [load(name)["source"] for name in names if "source" in load(name)]
     made = f"Made by {outside[0]}. The nearest command here is" if outside else "Made by"
-    return f"<small>{'<br>'.join(source(name, part) for name in names)}<br>{made} `{command}`</small>"
+    return folded("Source", "\n".join(f"- {line}" for line in (*(source(name, part) for name in names), f"{made} `{command}`")))
+
+
+def folded(summary: str, text: str) -> str:
+    """Text that a click unfolds, on the site and where the repository is read."""
+    return f'<details markdown="1"><summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def source(name: str, part: str | None = None) -> str:
@@ -83,18 +103,6 @@ def and_(parts: Iterable[str]) -> str:
     return f"{', '.join(before)} and {last}" if before else last
 
 
-def cut_text(names: Sequence[str]) -> str:
-    """Which runs ended early, and what they lack; empty: none."""
-    found = ""
-    for name in names:
-        result = load(name)
-        if missing := result.get("unfinished"):
-            found += f"\n`{name}`: the run ended before {and_(f'`{batch}`' for batch in missing)}.\n"
-        elif "cut" in result:
-            found += f"\n`{name}`: {result['cut']}.\n"
-    return found
-
-
 def is_card(name: str) -> bool:
     return "h100" in name or "h200" in name
 
@@ -106,11 +114,7 @@ def card_of(name: str) -> str:
 def note_loss(losses: list[Loss], where: str, than: str, ratio: float) -> None:
     """Adds a loss if a ratio of times is one."""
     if ratio > NOTICEABLE:
-        losses.append(Loss(where, than, slower(ratio)))
-
-
-def slower(ratio: float) -> str:
-    return f"{ratio:.2f}× the time"
+        losses.append(Loss(where, than, ratio))
 
 
 def percent(share: float) -> str:

@@ -1,6 +1,6 @@
 """Kernels on a CPU."""
 
-from benchmarks.page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, load, sources, table
 
 
 def cpu() -> Section:
@@ -13,42 +13,55 @@ def cpu() -> Section:
             [case, *(f"{time:.2f}" for time in (others["sdpa"], best, alone, ours)), f"{others['sdpa'] / ours:.1f}×"]
         )
         if ours / min(others.values()) > NOTICEABLE:
-            losses.append(Loss(f"CPU, {case}", "the fastest way in torch", slower(ours / min(others.values()))))
-    policies = load("planner-cpu")["policies_ms"]
-    plans = [
-        [f"`{policy}`", f"{times['cold']['median_ms']:.2f}", f"{times['patch']['median_ms']:.3f}"]
-        for policy, times in policies.items()
-    ]
-    text = f"""## On a CPU
+            losses.append(Loss(f"CPU, {case}", "the fastest way in torch", ours / min(others.values())))
+    text = f"""## Kernels
 
 Attention of one layer on two cores, float32, ms:
 
 {table(["batch", "torch SDPA, per request", "fastest in torch", "sharing off", "TrunkAttention", "over SDPA"], rows)}
 
 {sources("python -m benchmarks.kernels.cpu_attention", "cpu-attention")}
+"""
+    return Section(text, losses)
 
-The planner on one core, {load("planner-cpu")["batch"]}, ms:
+
+def planner() -> Section:
+    """What a plan costs on one core."""
+    policies = load("planner-cpu")["policies_ms"]
+    plans = [
+        [f"`{policy}`", f"{times['cold']['median_ms']:.2f}", f"{times['patch']['median_ms']:.3f}"]
+        for policy, times in policies.items()
+    ]
+    text = f"""## On one core of a CPU
+
+Milliseconds for {load("planner-cpu")["batch"]}. The next step has a token more in each request, so that the last plan is
+patched.
 
 {table(["policy", "first plan", "plan of the next step"], plans)}
 
 {sources("python -m benchmarks.host.planner", "planner-cpu")}
 """
-    return Section(text, losses)
+    return Section(text, [])
 
 
-def relay() -> str:
-    results = {name: load(name) for name in ("relay-cpu", "relay-h100", "relay-h200")}
-    shared = [row["shared_tokens"] for row in results["relay-cpu"]["rows"]]
-    rows: list[list[object]] = [["theory", *(f"{row['theory']:.1f}" for row in results["relay-cpu"]["rows"])]]
-    for name, result in results.items():
-        rows.append([name.removeprefix("relay-").upper(), *(f"{row['auto_speedup']:.1f}" for row in result["rows"])])
-    return f"""## A growing shared prompt
+RELAY = {"CPU": "relay-cpu", "H100": "relay-h100", "H200": "relay-h200"}
+
+
+def relay() -> Section:
+    """A growing shared prompt."""
+    results = {card: load(name) for card, name in RELAY.items()}
+    shared = [row["shared_tokens"] for row in results["CPU"]["rows"]]
+    rows: list[list[object]] = [["theory", *(f"{row['theory']:.1f}" for row in results["CPU"]["rows"])]]
+    for card, result in results.items():
+        rows.append([card, *(f"{row['auto_speedup']:.1f}" for row in result["rows"])])
+    text = f"""## A growing shared prompt
 
 32 requests with 128 private tokens each behind a shared prompt of s tokens (RelayAttention's Figure 5): speed of `auto`
 over `per_query`, which reads the prompt for each request. Theory counts memory traffic; a GPU's L2 cache already saves
 `per_query` a part.
 
-{table(["s", *(f"{tokens:,}" for tokens in shared)], rows)}
+{table(["tokens shared", *(f"{tokens:,}" for tokens in shared)], rows)}
 
-{sources("python -m benchmarks.kernels.system_prompt", *results)}
+{sources("python -m benchmarks.kernels.system_prompt", *RELAY.values())}
 """
+    return Section(text, [])

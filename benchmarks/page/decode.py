@@ -3,7 +3,9 @@
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, load, slower, sources, span, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, load, sources, span, table
+from benchmarks.page.names import heads as heads_of
+from benchmarks.page.names import traffic, tree
 
 HEADS = ("32/8", "16/8", "64/8", "32/32")
 PEERS = ("flash_attention_3", "flashinfer_decode", "flashinfer_decode_cuda_cores", "flashinfer_cascade", "fasttree")
@@ -18,7 +20,7 @@ def decode() -> Section:
     columns = {
         "flash_attention_3": "FlashAttention-3", "flashinfer_decode": "FlashInfer decode",
         "flashinfer_cascade": "FlashInfer cascade", "fasttree": "FastTree",
-        "trunkattn": "TrunkAttention", "trunkattn_one_graph": "with one graph for any batch",
+        "trunkattn": "TrunkAttention", "trunkattn_one_graph": "the same, one graph for any batch",
     }  # fmt: skip
     rows: list[list[object]] = []
     ahead = shared = 0
@@ -27,7 +29,7 @@ def decode() -> Section:
         for heads in HEADS:
             means = dict(result["times_sol"][heads])
             means["flashinfer_decode"] = min(means["flashinfer_decode"], means["flashinfer_decode_cuda_cores"])
-            rows.append([card_of(name), heads, *(f"{means[column]:.2f}" for column in columns)])
+            rows.append([card_of(name), heads_of(heads), *(f"{means[column]:.2f}" for column in columns)])
         for row in result["rows"]:
             if not is_unshared(row["tree"]):
                 shared += 1
@@ -35,7 +37,7 @@ def decode() -> Section:
     unshared, losses = unshared_rows()
     eight, more = fp8_rows()
     losses += more
-    text = f"""## Decode kernels
+    text = f"""## Batches that share prefixes
 
 One layer, bf16, head_dim 128, pages of 16, cold L2 cache. Time as a multiple of the speed of light (SOL: what the
 bytes or the arithmetic take at the rates measured on the same card), geometric mean over PAT's 18 trees with shared
@@ -45,11 +47,11 @@ prefixes; lower is better. TrunkAttention is faster than every peer on {ahead} o
 
 {sources("python -m benchmarks.kernels.decode", *names)}
 
-![Time over SOL for 20 prefix trees (nodes per level _ tokens per level) and 4 head settings](pictures/kernels-h100.png)
+## Batches that share nothing
 
-Nothing shared: time over that of the fastest peer in the same cell.
+Our time over that of the fastest peer on the same batch; lower is better.
 
-{table(["card", "batch", "", "cells", "mean", "range"], unshared, 3)}
+{table(["card", "batch", "plan", "batches", "mean", "range"], unshared, 3)}
 
 {
         sources(
@@ -59,17 +61,14 @@ Nothing shared: time over that of the fastest peer in the same cell.
         )
     }
 
-fp8 (e4m3) caches in the portable kernel, which computed them then: speed over that of a bf16 cache.
+## fp8 caches in the portable kernel
+
+Speed with an e4m3 cache over that with a bf16 cache. The fast kernels' figures for fp8 are on the page of
+[models' shapes](shapes.md).
 
 {table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], eight, 2)}
 
-{
-        sources(
-            "python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn",
-            "kernels-h100-fp8",
-            "kernels-h200-fp8",
-        )
-    }
+{sources("python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn", "kernels-h100-fp8", "kernels-h200-fp8")}
 """
     return Section(text, losses)
 
@@ -85,15 +84,15 @@ def unshared_rows() -> tuple[list[list[object]], list[Loss]]:
             about = "1 to 12 long requests" if "long" in name else "256 requests"
             mean = geometric_mean(ratios.values())
             unshared.append([card_of(name), about, label, len(ratios), f"{mean:.2f}", span(ratios.values())])
-            (tree, heads), worst = max(ratios.items(), key=lambda item: item[1])
+            (batch, heads), worst = max(ratios.items(), key=lambda item: item[1])
             if worst > NOTICEABLE:
-                where = f"decode kernel, {card_of(name)}, {about}, nothing shared, {label}; worst: `{tree}` at {heads}"
-                losses.append(Loss(where, "the fastest peer", slower(worst)))
+                where = f"decode kernel, {card_of(name)}, nothing shared, {label}: {tree(batch)} at {heads} heads"
+                losses.append(Loss(where, "the fastest peer", worst))
     return unshared, losses
 
 
 def fp8_rows() -> tuple[list[list[object]], list[Loss]]:
-    """An fp8 cache against a bf16 one."""
+    """Speeds of an fp8 cache over a bf16 one in the portable kernel, and losses."""
     eight: list[list[object]] = []
     losses = []
     for card in ("h100", "h200"):
@@ -101,10 +100,10 @@ def fp8_rows() -> tuple[list[list[object]], list[Loss]]:
             speeds = fp8_speeds(card, heads)
             alone = [speed for tree, speed in speeds.items() if is_unshared(tree)]
             trees = fp8_shared(card, heads)
-            eight.append([card.upper(), heads, span(alone), f"{trees:.2f}"])
+            eight.append([card.upper(), heads_of(heads), span(alone), f"{trees:.2f}"])
             if 1 / trees > NOTICEABLE:
-                where = f"decode kernel, {card.upper()}, fp8 cache, shared trees at {heads}, mean"
-                losses.append(Loss(where, "the same with a bf16 cache", slower(1 / trees)))
+                where = f"portable decode kernel, {card.upper()}, fp8 cache, shared trees at {heads} heads, mean"
+                losses.append(Loss(where, "the same with a bf16 cache", 1 / trees))
     return eight, losses
 
 
@@ -123,7 +122,7 @@ def fp8_speeds(card: str, heads: str) -> dict[str, float]:
         }
         for dtype in ("bfloat16", "fp8")
     ]
-    return {tree: times[0][tree] / times[1][tree] for tree in times[1]}
+    return {batch: times[0][batch] / times[1][batch] for batch in times[1]}
 
 
 def trees_of(name: str) -> str:
@@ -142,7 +141,7 @@ def workloads() -> Section:
         for row in load(name)["rows"]:
             ours, peer = row["trunkattn"], row[row["best_peer"]]
             alone = best_peer(row)
-            workload = f"{row['workload']}, {row['requests']}"
+            workload = f"{row['requests']} requests, {traffic(row['workload'])}"
             layer, step = ours["us"] / alone, ours["step_us"] / peer["step_us"]
             cells: list[object] = [card_of(name), workload, f"{row['tokens'] / row['unique_tokens']:.2f}"]
             cells += [f"{ours['us']:.0f}", f"{alone:.0f}"]
@@ -150,13 +149,13 @@ def workloads() -> Section:
             rows.append(cells)
             for what, ratio in (("a layer without the plan", layer), ("plan and 32 layers", step)):
                 if ratio > NOTICEABLE:
-                    where = f"ragged batch, {card_of(name)}, {workload} requests, {what}"
-                    losses.append(Loss(where, "the fastest peer", slower(ratio)))
-    head = ["card", "workload, requests", "tokens / unique tokens", "a layer, µs", "fastest peer",
-            "plan and 32 layers, ms", "fastest peer", ""]  # fmt: skip
-    text = f"""## Decode: ragged batches
+                    losses.append(Loss(f"ragged batch, {card_of(name)}, {workload}: {what}", "the fastest peer", ratio))
+    head = ["card", "batch", "tokens per unique token", "a layer, µs", "fastest peer, µs",
+            "plan and 32 layers, ms", "fastest peer, ms", "speed-up"]  # fmt: skip
+    text = f"""## Ragged batches
 
-Requests in decode together: a Mooncake trace, conversations behind PAT's system prompts, sessions of tool agents.
+Requests that decode together: from a Mooncake trace, conversations behind PAT's system prompts, sessions of tool
+agents. The speed-up counts the plan and 32 layers.
 
 {table(head, rows, 2)}
 
@@ -170,19 +169,19 @@ def device_planner() -> Section:
     rows = []
     for name in names:
         for row in load(name)["rows"]:
-            cells: list[object] = [card_of(name), f"{row['requests']:,} × {row['pages']}", f"`{row['tree']}`"]
+            cells: list[object] = [card_of(name), tree(row["tree"]), f"{row['requests']:,} × {row['pages']}"]
             cells += [f"{row[time]:,.0f}" for time in ("device_us", "in_a_row_us", "call_us", "host_us")]
             rows.append(cells)
     head = [
         "card",
+        "batch, in tokens",
         "requests × pages",
-        "tree",
-        "idle device",
-        "busy device",
+        "on an idle GPU",
+        "on a busy GPU",
         "host, to launch it",
         "on the host instead",
     ]
-    text = f"""## Planning on the device
+    text = f"""## On the device
 
 Microseconds from tables on the GPU to a plan there. Every array equals the host planner's, bit for bit.
 

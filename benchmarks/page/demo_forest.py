@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from page.drawing import SMALL, WIDTH, Drawing
+from benchmarks.page.drawing import SMALL, WIDTH, Drawing
 
 from trunkattn.cli.demo_workload import DemoWorkload, load_demo
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
@@ -13,7 +13,8 @@ from trunkattn.planner.prefix_forest import Forest, build_forest
 
 _PAGE_SIZE: Final = 8  # the demo's
 _ROW: Final = 11  # height of a customer
-_LEFT, _TRUNK, _TOP = 10.0, 150.0, 50.0  # where the forest begins, how wide the trunk is, and where the first row is
+_TOP: Final = 44  # of the first customer
+_EDGES: Final = (10.0, 150.0, 390.0, 590.0)  # where the trunk begins, the departments, the questions, and the end
 _SHADES: Final = ("trunk", "left", "right")  # of shared nodes, by their depth
 
 
@@ -28,36 +29,36 @@ def demo_forest() -> Drawing:
     forest, lens = _forest(prompts), [len(prompt) for prompt in prompts]
     drawing = Drawing(WIDTH, 0, "The prefix forest of 32 requests: what they share is read once")
     read, own = int((forest.token_end - forest.token_start).sum()), sum(lens)
-    drawing.heading(_LEFT, 22, f"{len(prompts)} customers ask a shop: {1 - read / own:.0%} fewer KV bytes read")
+    left = _EDGES[0]
+    drawing.heading(left, 22, f"{len(prompts)} customers ask a shop: {1 - read / own:.0%} fewer KV bytes read")
     _draw_nodes(drawing, forest, [workload.departments[row] for row in forest.order])
     bottom = _TOP + _ROW * len(prompts)
-    drawing.text(_LEFT, bottom + 18, "tokens from the start; the shop's guide is drawn shorter", size=SMALL, shade="soft")
-    drawing.text(_LEFT, bottom + 56, "KV tokens that a step reads in each layer", bold=True)
-    for number, (name, tokens, shade) in enumerate((("each request its own", own, "other"), ("trunk read once", read, "trunk"))):
-        y = bottom + 76 + 34 * number
-        width = 300 * tokens / own
-        drawing.text(_LEFT, y + 14, name)
-        drawing.rectangle(190, y, width, 28, shade)
-        drawing.text(198 + width, y + 14, f"{tokens:,}")
+    drawing.text(_EDGES[2], bottom + 18, "questions of their own", size=SMALL, shade="soft")
+    drawing.text(left, bottom + 18, "what all share", size=SMALL, shade="soft")
+    drawing.text(_EDGES[1], bottom + 18, "what half of them share", size=SMALL, shade="soft")
+    drawing.text(left, bottom + 60, "KV tokens that a step reads in each layer", bold=True)
+    bars = (("each request its own", own, "other"), ("shared tokens once", read, "trunk"))
+    for number, (name, tokens, shade) in enumerate(bars):
+        y, width = bottom + 80 + 34 * number, round(300 * tokens / own)
+        drawing.text(left, y + 14, name)
+        drawing.rectangle(200, y, width, 28, shade)
+        drawing.text(208 + width, y + 14, f"{tokens:,}")
     drawing.height = bottom + 154
     return drawing
 
 
 def _draw_nodes(drawing: Drawing, forest: Forest, departments: Sequence[str]) -> None:
-    """Nodes as boxes: as wide as their tokens and as high as the requests that share them."""
-    trunk, most = int(forest.token_end[0]), int(forest.token_end.max())
-    scale = (WIDTH - 2 * _LEFT - _TRUNK) / (most - trunk)
+    """Nodes as boxes: as high as the requests that share them, and as wide as their tokens, by a scale for each depth."""
+    ends = (0, int(forest.token_end[0]), int(forest.token_end[1]), int(forest.token_end.max()))
     for node in range(len(forest.parent)):
         start, end = int(forest.token_start[node]), int(forest.token_end[node])
         first, count = int(forest.row_start[node]), int(forest.row_end[node] - forest.row_start[node])
-        x, width = _LEFT + _TRUNK + scale * (start - trunk), scale * (end - start)
-        if node == 0:
-            x, width = _LEFT, _TRUNK
+        x, until = np.interp((start, end), ends, _EDGES).round(1).tolist()
         shade = _SHADES[min(forest.depth[node], 2)] if count > 1 else "own"
         of = {departments[row] for row in range(first, first + count)}
-        name = "the shop's guide" if node == 0 else f"{min(of).lower()}" if count > 4 else ""
+        name = "the shop's guide" if node == 0 else min(of).lower() if count > 4 else ""
         lines = (name, "", f"{end - start:,} tokens", f"read once for {count}") if name else ()
-        drawing.box(round(x, 1), _TOP + _ROW * first, round(width, 1), _ROW * count, shade, *lines)
+        drawing.box(x, _TOP + _ROW * first, until - x, _ROW * count, shade, *lines)
 
 
 def _tokens(workload: DemoWorkload) -> list[list[int]]:

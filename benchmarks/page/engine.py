@@ -1,6 +1,6 @@
 """The embedded engine."""
 
-from benchmarks.page.common import NOTICEABLE, Loss, Section, load, slower, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, load, sources, table
 
 LABELS = {
     "serving-cpu": "CPU, SmolLM2, a trace",
@@ -32,7 +32,7 @@ def engine() -> Section:
         unshared = run["trunkattn per_query"]["decode_tokens_per_s"]
         speeds.append([case, f"{theirs:.0f}", f"{ours:.0f}", f"{unshared:.0f}"])
         if theirs / ours > NOTICEABLE:
-            losses.append(Loss(f"engine on a CPU, {case}", "vLLM's CPU engine", slower(theirs / ours)))
+            losses.append(Loss(f"engine on a CPU, {case}", "vLLM's CPU engine", theirs / ours))
     losses += later_first_tokens()
     equal = load("equality-cpu")["scenarios"]
     text = f"""## The embedded engine
@@ -84,5 +84,5 @@ def later_first_tokens() -> list[Loss]:
         setting, worst = max(later.items(), key=lambda item: item[1])
         if worst > NOTICEABLE:
             where = f"engine, {LABELS[name]}: first token (P50) with {scheduler(setting)}"
-            losses.append(Loss(where, "`prefill_first`", slower(worst)))
+            losses.append(Loss(where, "`prefill_first`", worst))
     return losses

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from page.chart import Axis, Curve, curves
-from page.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing
+from benchmarks.page.chart import Axis, Curve, curves
+from benchmarks.page.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing
 
 ROWS: Final = ((7, 3, 9, 1, 20), (7, 3, 9, 1, 21), (7, 3, 9, 1, 22), (7, 3, 5, 6, 23), (7, 3, 5, 6, 24), (7, 3, 30))
 SHADE_OF_PAGE: Final = MappingProxyType({7: "trunk", 3: "trunk", 9: "left", 1: "left", 5: "right", 6: "right"})

@@ -27,9 +27,9 @@ def server() -> Section:
     answered = median(each["answered"] for each in start["seconds"])
     text = f"""## The HTTP server on a CPU
 
-{found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. Afterwards
-{left["kv_pages_in_use"]:.0f} pages were held and {left["running_sequences"]:.0f} requests were left. Memory was
-{memory[1]:,.0f} MB after five seconds and {memory[-1]:,.0f} MB at the end.
+{found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. They leave
+{left["kv_pages_in_use"]:.0f} pages and {left["running_sequences"]:.0f} requests behind, and memory goes from
+{memory[1]:,.0f} MB after five seconds to {memory[-1]:,.0f} MB at the end.
 
 {table(["requests", "count"], rows, 1)}
 

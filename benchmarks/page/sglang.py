@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.page.common import Loss, Section, card_of, cut_text, held, load, note_loss, percent, sources, table
-from benchmarks.page.vllm import NAMES, SERVING_HEAD, USES, serving_rows, timing_text
+from benchmarks.page.common import Loss, Section, card_of, folded, held, load, note_loss, percent, sources, table
+from benchmarks.page.names import use_of
+from benchmarks.page.vllm import NAMES, SERVING_HEAD, SHAPE, serving_rows
 
 
 def sections() -> list[Callable[[], Section]]:
-    """The parts of the page that have a result."""
+    """The sections that have a result."""
     parts = {
         "sglang-tpot-*": tpot, "sglang-serving-*": sglang_serving, "sglang-equality-*": equality,
         "sglang-steady-*": steady,
@@ -18,7 +19,7 @@ def sections() -> list[Callable[[], Section]]:
 
 
 def label(name: str) -> str:
-    """Of a result: its card, and how many of them."""
+    """The card of a result, and how many of them."""
     cards = re.search(r"-tp(\d+)$", name)
     return f"{cards[1]} × {card_of(name)}" if cards else card_of(name)
 
@@ -27,28 +28,28 @@ def tpot() -> Section:
     names, losses, tables = held("sglang-tpot-*"), list[Loss](), ""
     for name in names:
         first, *others = load(name)["runs"]
-        head = ["use", "requests × (shared + private tokens)", first]
-        head += [cell for backend in others for cell in (backend, "")]
+        head = ["use", SHAPE, f"`{first}`"]
+        head += [cell for backend in others for cell in (f"`{backend}`", "speed-up")]
         rows = []
         for row in load(name)["rows"]:
-            use, stock = USES[row["workload"]], row[first]["tpot_ms"]
+            use, stock = use_of(row["workload"]), row[first]["tpot_ms"]
             cells: list[object] = [use, f"`{row['workload']}`", f"{stock:.1f}"]
             for backend in others:
                 ours = row[backend]["tpot_ms"]
                 cells += [f"{ours:.1f}", f"{stock / ours:.2f}×"]
-                where = f"SGLang, {label(name)}, `{backend}`: {use}, `{row['workload']}`"
+                where = f"SGLang, {label(name)}, `{backend}`: {use}"
                 note_loss(losses, where, NAMES.get(first, first), ours / stock)
             rows.append(cells)
-        tables += f"{label(name)}:\n\n{table(head, rows, 2)}\n\n"
+        tables += f"{label(name)}, beside {NAMES.get(first, first)}:\n\n{table(head, rows, 2)}\n\n"
     backends = dict.fromkeys(" ".join(load(name)["runs"]) for name in names)
     options = f"--backends {' or '.join(backends)} [--tensor-parallel 2]"
-    text = f"""## In SGLang: time per output token
+    text = f"""## Time per output token
 
 Milliseconds, Llama-3-8B's shape with random weights, bf16, decode graphs and the radix cache, the same prompts for all
 back ends. `fa3` is FlashAttention-3, SGLang's own choice on Hopper, with its own pages of one token; `fa3+trunk@16`
-computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` does both here. Beside each is its speed
-over the first.
-{timing_text(names)}{cut_text(names)}
+computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` does both here, and `fa3+trunk` has pages
+of one token. The speed-up is the time of the first back end over that of the other.
+
 {tables}{sources(f"python -m benchmarks.engines.sglang_tpot --model FOLDER {options}", *names)}
 """
     return Section(text, losses)
@@ -62,7 +63,7 @@ def sglang_serving() -> Section:
         rows += serving_rows(name, "SGLang", (first, ours), losses)
     runs = (" ".join(load(name)["runs"]) + " --parallel" * load(name).get("side_by_side", False) for name in names)
     backends = " or ".join(dict.fromkeys(runs))
-    text = f"""## In SGLang: requests that arrive
+    text = f"""## Requests that arrive over time
 
 Milliseconds, {"; ".join(sorted(pairs))}.
 
@@ -74,7 +75,7 @@ Milliseconds, {"; ".join(sorted(pairs))}.
 
 
 def answers(row: Mapping[str, Any]) -> list[list[object]]:
-    """Of one case, a row for each back end but the first."""
+    """A row of one case for each back end but the first."""
     if "failed" in row:
         reasons = "; ".join(f"{backend}: {lines[-1]}" for backend, lines in row["failed"].items())
         return [[row["case"], "", f"failed: {reasons}", "", "", "", ""]]
@@ -97,16 +98,21 @@ def answers(row: Mapping[str, Any]) -> list[list[object]]:
 def equality() -> Section:
     names = held("sglang-equality-*")
     rows = [[label(name), *cells] for name in names for row in load(name)["rows"] for cells in answers(row)]
-    head = ["card", "case", "back ends", "equal tokens", "log-probabilities", "gap", "first alone", "control"]
-    text = f"""## In SGLang: equal answers
+    head = ["card", "case", "back ends", "equal tokens", "difference", "gap", "its own difference", "control"]
+    text = f"""## Equal answers
 
-Greedy answers of small models whose logits hang on far context, each generated twice. Tokens are counted up to the
-first that differs; then come the 99th percentile of the difference of log-probabilities before it, the widest gap that
-the first back end saw between two tokens where answers part, and the same percentile between the first back end's own
-two rounds. In the control, which has other tokens in the shared prefix, so many tokens stay equal. In `mixed` the first
-round has no log-probabilities, because SGLang mixes no steps while they are asked for.
-{cut_text(names)}
-{table(head, rows, 3)}
+Greedy answers of small models whose logits depend on far context. Two back ends that round in different ways part at
+some token, so the table says how far they agree and how near they were where they part:
+
+- *equal tokens*: tokens before the first that differs, of all requests and two rounds;
+- *difference*: 99th percentile of the difference of log-probabilities before that token;
+- *gap*: the widest gap that the first back end saw between the two tokens at which answers part;
+- *its own difference*: the same percentile between two rounds of the first back end alone;
+- *control*: the share of equal tokens if the shared prefix has other tokens.
+
+In `mixed` the first round has no log-probabilities, because SGLang mixes no steps while they are asked for.
+
+{folded(f"{len(rows)} cases", table(head, rows, 3))}
 
 {sources("python -m benchmarks.engines.sglang_equality", *names)}
 """
@@ -122,10 +128,10 @@ def steady() -> Section:
         first, last = result["memory_mb"][0], result["memory_mb"][-1]
         steps = f"{result['steps']:,}"
         rows.append([label(name), f"`{result['backend']}`", waits, copies, f"{first:,.0f} → {last:,.0f}", steps])
-    text = f"""## In SGLang: steady decode steps
+    text = f"""## Steady decode steps
 
 Calls that wait for the device and copies to the host in 20 decode steps of 32 requests, SGLang's own included, and
-memory in use in MB after the first steps and after all.
+memory in use after the first steps and after the last.
 
 {table(["card", "back end", "waits", "copies to the host", "memory, MB", "steps"], rows, 4)}
 

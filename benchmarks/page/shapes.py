@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, cut_text, exists, load, slower, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, exists, folded, load, sources, table
+from benchmarks.page.names import use_of
 
 NAMES = ("shapes-h100", "shapes-h200")
 OURS = {"trunkattn": "plan of its own", "trunkattn_one_graph": "one graph for any batch"}
@@ -24,15 +25,15 @@ def shapes() -> Section | None:
     names = [name for name in NAMES if exists(name)]
     if not names:
         return None
-    head = ["card", "shape: query / KV heads x head_dim", *PEERS.values()]
-    head += [*(f"TrunkAttention, {label}" for label in OURS.values()), "goal", ""]
-    text = f"""## Shapes that people serve
+    head = ["card", "model: query / KV heads x head_dim", *PEERS.values()]
+    head += [*(f"TrunkAttention, {label}" for label in OURS.values()), "goal", "reached"]
+    text = f"""## Time over the speed of light
 
 Decode attention of one layer, of the models that people serve. Time as a multiple of the speed of light (SOL), which
 counts only what a window lets the queries see; geometric mean over the four batches that share most, lower is better.
 A goal is for one graph for any batch, which is what an engine replays. FlashAttention-3 reads fp8 caches with fp8
 queries, as in vLLM; TrunkAttention rounds no queries.
-{cut_text(names)}
+
 {table(head, goal_rows(names), 2)}
 
 {missed_text(names)}
@@ -73,8 +74,8 @@ times its speed, but for 16 x (4096 + 256), which is bound by launches: 1.0. Wit
 with a bf16 one; at 32/8 and 32/4 it has 1.3 times the speed where batches share and 1.75 times where they do not."""
     if not missed:
         return f"{aims}\nNo goal is missed."
-    head = ["card", "shape", "batch, plan: figure", "goal", "measured"]
-    return f"{aims}\nMissed goals: {len(missed)}.\n\n{table(head, missed, 3)}"
+    head = ["card", "model", "batch, plan: figure", "goal", "measured"]
+    return f"{aims}\n\n{folded(f'{len(missed)} goals that are missed', table(head, missed, 3))}"
 
 
 def speed_text(name: str) -> str:
@@ -90,10 +91,13 @@ def speed_text(name: str) -> str:
     for way, label in OURS.items():
         ratios = [us(row, FA3) / us(row, way) for row in result if us(row, FA3) and us(row, way)]
         counts.append(f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)} with {label.replace('plan', 'a plan')}")
-    return f"""{card_of(name)}: speed over FlashAttention-3, with a plan of its own / with one graph for any batch. Less
-than 1 is slower. Faster are {" and ".join(counts)}.
+    head = ["model", *(f"{use_of(batch)}<br>`{batch}`" for batch in batches)]
+    return f"""## Speed over FlashAttention-3, {card_of(name)}
 
-{table(["shape", *(f"`{batch}`" for batch in batches)], rows)}
+Each cell is the speed with a plan of its own / with one graph for any batch. Less than 1 is slower. Faster are
+{" and ".join(counts)}.
+
+{folded(f"{len(rows)} models", table(head, rows))}
 
 """
 
@@ -110,7 +114,7 @@ def speed_or_why(row: Row, way: str) -> str:
 
 
 def over_bfloat16(name: str) -> list[float]:
-    """Of each shape with an fp8 cache, the speed over that of a bf16 cache, mean of the shared batches, one graph."""
+    """Speed of each shape with an fp8 cache over a bf16 cache: mean of the shared batches, one graph."""
     found = (shape.get("over_bfloat16", {}).get("trunkattn_one_graph", {}) for shape in load(name)["summary"].values())
     return [speeds["shared_mean"] for speeds in found if speeds.get("shared_mean")]
 
@@ -122,12 +126,12 @@ def fp8_text(names: Sequence[str]) -> str:
         for shape, found in load(name)["summary"].items():
             for way, speeds in found.get("over_bfloat16", {}).items():
                 mean = speeds["shared_mean"]
-                ends = [f"{speed:.2f} on `{batch}`" for batch, speed in (speeds["slowest"], speeds["fastest"])]
+                ends = [f"{speed:.2f}: {use_of(batch)}" for batch, speed in (speeds["slowest"], speeds["fastest"])]
                 rows.append([card_of(name), shape, OURS[way], f"{mean:.2f}" if mean else "", *ends])
     if not rows:
         return ""
-    head = ["card", "shape", "", "four shared batches, mean", "slowest", "fastest"]
-    return f"fp8 caches: speed over that of a bf16 cache.\n\n{table(head, rows, 3)}\n\n"
+    head = ["card", "model", "plan", "four shared batches, mean", "slowest", "fastest"]
+    return f"## fp8 caches\n\nSpeed over that of a bf16 cache.\n\n{table(head, rows, 3)}\n\n"
 
 
 def without_time_text(names: Sequence[str]) -> str:
@@ -143,7 +147,7 @@ def without_time_text(names: Sequence[str]) -> str:
     if not counts:
         return ""
     rows = [[card, label, count, why] for (card, label, why), count in counts.items()]
-    return f"What has no time, and why:\n\n{table(['card', 'what', 'cells', 'why'], rows, 2)}\n\n"
+    return folded("What has no time, and why", table(["card", "what", "cells", "why"], rows, 2)) + "\n\n"
 
 
 def commits_text(names: Sequence[str]) -> str:
@@ -153,12 +157,12 @@ def commits_text(names: Sequence[str]) -> str:
         counts = Counter(row["commit"] for row in load(name)["rows"])
         if len(counts) > 1:
             each = ", ".join(f"{count} of {commit}" for commit, count in counts.items())
-            notes.append(f"\n<small>Cells of `{name}.json` by commit: {each}.</small>")
+            notes.append(f"\n\n<small>Cells of `{name}.json` by commit: {each}.</small>")
     return "".join(notes)
 
 
 def losses(name: str) -> Iterator[Loss]:
-    """Of each shape and plan the worst batch."""
+    """The worst batch of each shape and plan."""
     rows, card = load(name)["rows"], card_of(name)
     for shape in dict.fromkeys(row["shape"] for row in rows):
         of_shape = [row for row in rows if row["shape"] == shape]
@@ -168,8 +172,8 @@ def losses(name: str) -> Iterator[Loss]:
                 slow = [each for each in found if each[0] > NOTICEABLE]
                 if slow:
                     worst, other, batch = max(slow)
-                    where = f"decode, {card}, {shape}, {label}: {len(slow)} of {len(found)} batches, worst `{batch}`"
-                    yield Loss(where, others[other], slower(worst))
+                    where = f"decode, {card}, {shape}, {label}: {len(slow)} of {len(found)} batches, worst {use_of(batch)}"
+                    yield Loss(where, others[other], worst)
 
 
 def over_fastest(row: Row, way: str, others: Mapping[str, str]) -> tuple[float, str, str] | None:

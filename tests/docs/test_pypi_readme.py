@@ -40,7 +40,7 @@ def test_with_a_repository_links_and_pictures_point_there(hook: ModuleType) -> N
     text = hook.standalone(README, "https://example.org/trunkattn/")
     assert not RELATIVE.search(text)
     assert "](https://example.org/trunkattn/blob/main/docs/performance.md)" in text
-    assert 'src="https://example.org/trunkattn/raw/main/docs/pictures/demo-forest.png"' in text
+    assert 'src="https://example.org/trunkattn/raw/main/docs/pictures/demo-forest.svg"' in text
 
 
 def test_relative_links_of_the_readme_lead_to_files() -> None:

@@ -1,0 +1,21 @@
+"""What the documentation site takes from elsewhere: the repository's address, and what its search leaves out."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def on_config(config: Any) -> Any:
+    """The configuration with a link to the `Repository` of `[project.urls]` in pyproject.toml, if there is one."""
+    project = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
+    if repository := urls.get("repository"):
+        config.repo_url, config.repo_name = repository, repository.rstrip("/").rsplit("/", 1)[-1]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The page as it is; lab notes are kept out of the search, because they say what was true on their day."""
+    if page.file.src_uri.startswith("lab/") and page.file.src_uri != "lab/index.md":
+        page.meta["search"] = {"exclude": True}
+    return markdown
