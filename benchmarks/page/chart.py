@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from benchmarks.page.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing, width_of, wrap
+from benchmarks.page.drawing import NORMAL, WIDTH, Drawing, width_of
 
 _BAR: Final = 24  # height of a bar
 _MARGIN: Final = 10
@@ -57,12 +57,11 @@ def key(drawing: Drawing, y: float, names: Sequence[tuple[str, str]], dashed: Se
 def bars(title: str, names: Sequence[tuple[str, str]], groups: Sequence[tuple[str, Sequence[Bar]]], note: str) -> Drawing:
     """Horizontal bars from 0 on, in groups, under a title and a key. The text of a group stands above its bars.
 
-    names: shade and name for the key. groups: the text of each group, and its bars.
+    names: shade and name for the key, or none. groups: the text of each group, and its bars.
     """
-    lines = wrap(note, WIDTH - 2 * _MARGIN, NORMAL)
     drawing = Drawing(WIDTH, 0, title)
     drawing.heading(_MARGIN, 22, title)
-    y = key(drawing, 54, names)
+    y = key(drawing, 54, names) if names else 44.0
     most = max(bar.value for _, group in groups for bar in group)
     room = WIDTH - 2 * _MARGIN - max(width_of(bar.text, NORMAL) for _, group in groups for bar in group) - 8
     for text, group in groups:
@@ -74,22 +73,25 @@ def bars(title: str, names: Sequence[tuple[str, str]], groups: Sequence[tuple[st
             drawing.text(_MARGIN + width + 8, y + _BAR / 2 - 1, bar.text)
             y += _BAR
         y += 12
-    drawing.height = drawing.note(_MARGIN, y + 12, WIDTH - 2 * _MARGIN, note) + 4 if lines != [""] else y
+    drawing.height = drawing.note(_MARGIN, y + 12, WIDTH - 2 * _MARGIN, note) + 4
     return drawing
 
 
-def curves(title: str, found: Sequence[Curve], axis: Axis, ticks: Sequence[float], note: str) -> Drawing:
+def curves(
+    title: str, found: Sequence[Curve], axis: Axis, ticks: Sequence[float], note: str, height: float = 300
+) -> Drawing:
     """Curves over an axis with a logarithmic scale upwards, under a title and a key.
 
-    ticks: values that are marked, the lowest and the highest of which are the ends of the scale.
+    ticks: values that are marked, of which the first is the lower end of the scale.
     """
     drawing = Drawing(WIDTH, 0, title)
     drawing.heading(_MARGIN, 22, title)
     top = key(drawing, 54, [(curve.shade, curve.name) for curve in found], [c.name for c in found if c.dashed])
-    left, right, height = 60.0, WIDTH - 24.0, 300.0
+    left, right = 60.0, WIDTH - 28.0
     bottom = top + height
     first, last = axis.places[0], axis.places[-1]
-    low, high = math.log(ticks[0]), math.log(ticks[-1])
+    most = max(value for curve in found for value in curve.values if value is not None)
+    low, high = math.log(ticks[0]), math.log(max(most, ticks[-1]))
 
     def x_of(place: float) -> float:
         return round(left + (right - left) * (place - first) / (last - first), 1)
@@ -99,13 +101,13 @@ def curves(title: str, found: Sequence[Curve], axis: Axis, ticks: Sequence[float
 
     for tick in ticks:
         drawing.line([(left, y_of(tick)), (right, y_of(tick))], "rule", width=1)
-        drawing.text(left - 8, y_of(tick), f"{tick:,g}", anchor="end", size=SMALL, shade="soft")
+        drawing.text(left - 8, y_of(tick), f"{tick:,g}", anchor="end", shade="soft")
     for place, text in zip(axis.places, axis.texts, strict=True):
-        drawing.text(x_of(place), bottom + 18, text, anchor="middle", size=SMALL, shade="soft")
-    drawing.text((left + right) / 2, bottom + 42, axis.name, anchor="middle", shade="soft")
+        drawing.text(x_of(place), bottom + 20, text, anchor="middle", shade="soft")
+    drawing.text((left + right) / 2, bottom + 44, axis.name, anchor="middle", shade="soft")
     for curve in found:
         pairs = zip(axis.places, curve.values, strict=True)
         points = [(x_of(place), y_of(value)) for place, value in pairs if value is not None]
         drawing.line(points, curve.shade, width=3, dashed=curve.dashed)
-    drawing.height = drawing.note(_MARGIN, bottom + 74, WIDTH - 2 * _MARGIN, note) + 4
+    drawing.height = drawing.note(_MARGIN, bottom + 78, WIDTH - 2 * _MARGIN, note) + 4
     return drawing

@@ -1,0 +1,65 @@
+"""The three charts of the performance page."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from benchmarks.page import cpu
+from benchmarks.page.chart import Axis, Bar, Curve, bars, curves
+from benchmarks.page.common import load
+from benchmarks.page.drawing import Drawing
+from benchmarks.page.names import use_of
+
+_BATCHES: Final = (
+    "64 x (4 groups x 12000 + 64)", "64 x (8192 + 512)", "64 x (1024 + 8 groups x 3072 + 256)", "256 x (1024 + 128)",
+    "64 x (2048 + 256)", "128 x (8 groups x 512 + 128)", "32 x (2048)", "1 x (2048)",
+)  # fmt: skip
+_KERNELS: Final = MappingProxyType(
+    {
+        "flash_attention_3": ("other", "FlashAttention-3"), "flashinfer_decode": ("other", "FlashInfer"),
+        "fasttree": ("other", "FastTree"), "trunkattn": ("trunk", "TrunkAttention"),
+    }
+)  # fmt: skip
+_CURVES: Final = MappingProxyType({"CPU": "own", "H100": "left", "H200": "right"})
+
+
+def vllm() -> Drawing:
+    """Time per output token in vLLM on an H100."""
+    rows = {row["workload"]: row for row in load("vllm-tpot-h100")["rows"]}
+    groups = []
+    for batch in _BATCHES:
+        stock, ours = rows[batch]["FLASH_ATTN"]["tpot_ms"], rows[batch]["CUSTOM"]["tpot_ms"]
+        texts = f"{stock:.1f}", f"{ours:.1f}  ({stock / ours:.2f}×)"
+        pair = [Bar("other", stock, texts[0]), Bar("trunk", ours, texts[1])]
+        groups.append((use_of(batch), pair))
+    names = (("other", "FlashAttention-3"), ("trunk", "TrunkAttention"))
+    return bars("Time per token in vLLM on an H100, ms", names, groups, "Llama-3-8B's shape, bf16. In brackets: speed-up.")
+
+
+def kernels() -> Drawing:
+    """Time of decode kernels over SOL."""
+    groups = []
+    for card in ("H100", "H200"):
+        means = dict(load(f"kernels-{card.lower()}-bfloat16")["times_sol"]["32/8"])
+        means["flashinfer_decode"] = min(means["flashinfer_decode"], means["flashinfer_decode_cuda_cores"])
+        found = [Bar(shade, means[way], f"{name} {means[way]:.1f}") for way, (shade, name) in _KERNELS.items()]
+        groups.append((card, found))
+    note = "1 is what memory and arithmetic allow. Mean over 18 trees, 32/8 heads of 128, bf16; lower is better."
+    return bars("Decode kernels: time over the speed of light", (), groups, note)
+
+
+def shared_prompt() -> Drawing:
+    """Speed over reading a shared prompt for each request, by its length."""
+    rows: Mapping[str, list[dict]] = {card: load(name)["rows"] for card, name in cpu.RELAY.items()}
+    tokens = [row["shared_tokens"] for row in rows["CPU"]]
+    found = [Curve("theory, from memory traffic", "ink", [row["theory"] for row in rows["CPU"]], dashed=True)]
+    found += [Curve(card, shade, [row["auto_speedup"] for row in rows[card]]) for card, shade in _CURVES.items()]
+    axis = Axis([math.log2(each) for each in tokens], [f"{each:,}" for each in tokens], "tokens of the shared prompt")
+    note = "32 requests with 128 tokens of their own. A GPU's L2 cache already saves the other side a part."
+    return curves("Speed-up where a prompt is shared", found, axis, (1, 2, 5, 10, 20), note, height=210)
+
+
+CHARTS: Final[Mapping[str, Callable[[], Drawing]]] = MappingProxyType(
+    {"performance-vllm": vllm, "performance-kernels": kernels, "performance-shared-prompt": shared_prompt}
+)
