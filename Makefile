@@ -104,8 +104,9 @@ lint: .venv/.stamp  ## Check style, formatting and types
 docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pictures: .venv/.stamp  ## Draw the pictures of docs/pictures again, from results and by hand
-	$(BIN)/python -m benchmarks.page.plots.draw_method
+pictures: .venv/.stamp-model  ## Write the performance pages, and draw the pictures of docs/pictures again
+	$(BIN)/python -m benchmarks.page.pictures
+	$(BIN)/python -m benchmarks.page.performance_page
 	$(BIN)/python -m benchmarks.page.plots
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote

@@ -1,8 +1,9 @@
 """What the documentation site takes from elsewhere: the repository's address, and what its search leaves out."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 
 def on_config(config: Any) -> Any:

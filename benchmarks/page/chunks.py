@@ -76,7 +76,13 @@ def shapes() -> Section | None:
                 if count and way != "trunkattn_portable":
                     where = f"prompts, {card_of(name)}, {shape['shape']}, {PROMPT_WAYS[way]}: {count} of {len(slow)}"
                     losses.append(Loss(f"{where} batches, worst", "FlashAttention-3", max(slow)))
-    head = ["card", "model: query / KV heads x head_dim", "prompts × tokens", "FlashAttention-3, µs", *(PROMPT_WAYS[way] for way in ways)]
+    head = [
+        "card",
+        "model: query / KV heads x head_dim",
+        "prompts × tokens",
+        "FlashAttention-3, µs",
+        *(PROMPT_WAYS[way] for way in ways),
+    ]
     text = f"""## Prompts of other models
 
 Speed over FlashAttention-3's with a plan that the host makes, with one that the device makes from the prompts' lengths,
@@ -104,7 +110,9 @@ def hybrid() -> Section:
             if pod.get("cells_pod_wins") and key == "all":
                 wins = f"{pod['cells_pod_wins']} of {pod['cells']} batches"
                 longest = max(ours_over_pod(name))
-                losses.append(Loss(f"prompt chunk and decodes, {card_of(name)}, worst of {wins}", "FlashInfer's POD", longest))
+                losses.append(
+                    Loss(f"prompt chunk and decodes, {card_of(name)}, worst of {wins}", "FlashInfer's POD", longest)
+                )
         worst = summary["all"]["trunkattn"]["worst_over_own_serial"]
         if worst > NOTICEABLE:
             where = f"prompt chunk and decodes, {card_of(name)}, worst batch"

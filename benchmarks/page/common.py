@@ -71,7 +71,9 @@ def sources(command: str, *names: str, part: str | None = None) -> str:
     """
     outside = [load(name)["source"] for name in names if "source" in load(name)]
     made = f"Made by {outside[0]}. The nearest command here is" if outside else "Made by"
-    return folded("Source", "\n".join(f"- {line}" for line in (*(source(name, part) for name in names), f"{made} `{command}`")))
+    return folded(
+        "Source", "\n".join(f"- {line}" for line in (*(source(name, part) for name in names), f"{made} `{command}`"))
+    )
 
 
 def folded(summary: str, text: str) -> str:

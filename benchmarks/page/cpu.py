@@ -34,8 +34,8 @@ def planner() -> Section:
     ]
     text = f"""## On one core of a CPU
 
-Milliseconds for {load("planner-cpu")["batch"]}. The next step has a token more in each request, so that the last plan is
-patched.
+Milliseconds for {load("planner-cpu")["batch"]}. The next step has a token more in each request, and its
+plan is a patch of the last one.
 
 {table(["policy", "first plan", "plan of the next step"], plans)}
 

@@ -68,7 +68,13 @@ Speed with an e4m3 cache over that with a bf16 cache. The fast kernels' figures 
 
 {table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], eight, 2)}
 
-{sources("python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn", "kernels-h100-fp8", "kernels-h200-fp8")}
+{
+        sources(
+            "python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn",
+            "kernels-h100-fp8",
+            "kernels-h200-fp8",
+        )
+    }
 """
     return Section(text, losses)
 

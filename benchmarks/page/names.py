@@ -65,7 +65,9 @@ def tree(text: str) -> str:
         raise ValueError(f"tree {text!r}: expected nodes and tokens of each level, such as '1,64_8192,512'")
     nodes, tokens = (list(map(int, part.split(","))) for part in text.split("_"))
     if len(nodes) == 1:
-        return f"{nodes[0]} requests of {tokens[0]:,} tokens" if nodes[0] > 1 else f"one request of {tokens[0]:,} tokens"
+        return (
+            f"{nodes[0]} requests of {tokens[0]:,} tokens" if nodes[0] > 1 else f"one request of {tokens[0]:,} tokens"
+        )
     *above, own = zip(nodes, tokens, strict=True)
     shared = ", ".join(f"{count} × {length:,}" if count > 1 else f"{length:,}" for count, length in above)
     return f"{own[0]} requests: {shared} shared, {own[1]:,} own"

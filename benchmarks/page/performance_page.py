@@ -1,6 +1,6 @@
-"""Writes docs/performance.md, and the figures in README.md, from the files in benchmarks/results/.
+"""Writes docs/performance.md, its topics and charts, and the figures in README.md from benchmarks/results/.
 
-    python -m benchmarks.page.performance_page            # write both
+    python -m benchmarks.page.performance_page            # write all
     python -m benchmarks.page.performance_page --check    # only say whether they are as the results have them
 
 No figure is copied by hand. tests/docs/test_performance_page.py fails while a page differs from what the results say.
@@ -8,63 +8,171 @@ No figure is copied by hand. tests/docs/test_performance_page.py fails while a p
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.page import chunks, cpu, decode, engine, host, server, sglang, shapes, training, vllm
-from benchmarks.page.common import ROOT, load, percent, span, table, versions_of
+from benchmarks.page.common import ROOT, Loss, Section, folded, load, percent, span, table, versions_of
+from benchmarks.page.names import use_of
+from benchmarks.page.pictures.performance import CHARTS
 
-PAGE = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "performance.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- written by benchmarks/page/performance_page.py -->", "<!-- end -->"
+WRITTEN = "<!-- Written by benchmarks/page/performance_page.py: do not edit. -->"
+SHOWN = 1.05  # the front page shows losses from this ratio on, the worst of each kind
 
 METHOD = """\
-Every figure on this page comes from a file in `benchmarks/results/`, from which `benchmarks/page/performance_page.py`
-writes the page. Each table names its files with the date, device, versions and commit, and the command that makes them.
+Every figure comes from a file in `benchmarks/results/`. "Source" under a table names the files with their date, device,
+versions and commit, and the command that makes them. Kernel times are medians of CUDA-graph replays on a cold L2 cache,
+with the host's queue filled before the clock starts. Peers run in the same process on the same batch, and outputs are
+checked. SOL (speed of light) is max(unique bytes / read bandwidth, FLOPs / matrix rate), with both rates measured on
+the same card in the same run. What was tried and how the runs went is in the [lab notes](lab/index.md)."""
 
-Kernel times are medians of CUDA-graph replays on a cold L2 cache, with the host's queue filled before the clock starts.
-Peers run in the same process on the same batch, and outputs are checked. SOL (speed of light) is max(unique bytes /
-read bandwidth, FLOPs / matrix rate), with both rates measured on the same card in the same run. Losses are listed with
-the wins and [together at the end](#where-it-loses). How the kernels got there, what was tried and what failed is in the
-[lab notes](lab/index.md)."""
+
+class Topic(NamedTuple):
+    """A page of figures: its file's name, its title, what it is about, and the functions that make its sections."""
+
+    name: str
+    title: str
+    about: str
+    sections: Sequence[Callable[[], Section | None]]
+
+    @property
+    def path(self) -> Path:
+        """The file that the topic is written to."""
+        return DOCS / "performance" / f"{self.name}.md"
+
+    def made(self) -> list[Section]:
+        """The sections that have a result."""
+        return [section for make in self.sections if (section := make())]
+
+
+def topics() -> tuple[Topic, ...]:
+    """All pages of figures, in their order."""
+    engines = (engine.engine, server.server)
+    return (
+        Topic(
+            "decode", "Decode kernels", "PAT's prefix trees, batches that share nothing, ragged batches",
+            (decode.decode, decode.workloads, cpu.relay),
+        ),
+        Topic(
+            "shapes", "Shapes that people serve", "decoding with the heads, caches and windows of 21 models",
+            (shapes.shapes,),
+        ),
+        Topic(
+            "prompts", "Prompts and mixed steps", "prompt chunks alone, and together with decodes",
+            (chunks.prefill, chunks.shapes, chunks.hybrid),
+        ),
+        Topic(
+            "vllm", "In vLLM", "time per token, models, batch invariance, several cards, arrivals",
+            (vllm.tpot, vllm.models, vllm.invariance, vllm.ranks, vllm.start, vllm.vllm_serving),
+        ),
+        Topic("sglang", "In SGLang", "time per token, arrivals, equal answers, steady steps", sglang.sections()),
+        Topic("training", "Training", "forward and backward, prefix trees", (training.training,)),
+        Topic("cpu", "On a CPU, and the engine", "CPU kernels, the embedded engine, the server", (cpu.cpu, *engines)),
+        Topic(
+            "planner", "The planner", "what a plan costs on a CPU and on a GPU",
+            (cpu.planner, decode.device_planner, host.host),
+        ),
+    )  # fmt: skip
+
+
+def loss_table(losses: Sequence[Loss]) -> str:
+    """Losses, the largest first."""
+    rows = [[loss.where, loss.than, loss.by] for loss in sorted(losses, key=lambda loss: -loss.ratio)]
+    return table(["case", "what is faster", "TrunkAttention's time over its"], rows, 2)
+
+
+def topic_page(topic: Topic) -> str:
+    """The page of a topic."""
+    made = topic.made()
+    losses = [loss for section in made for loss in section.losses]
+    body = "\n".join(section.text for section in made)
+    lost = f"\n## Where it loses\n\n{folded(f'{len(losses)} cases', loss_table(losses))}\n" if losses else ""
+    return f"""# {topic.title}
+
+{WRITTEN}
+
+[Performance](../performance.md) says how all of this is measured, and has the other topics.
+
+{body}{lost}"""
+
+
+def worst_losses(found: Sequence[tuple[Topic, list[Section]]]) -> list[list[object]]:
+    """The worst loss of each section against each other, from SHOWN on, the largest first, with a link to its topic."""
+    worst: dict[tuple[str, int, str], tuple[Loss, Topic]] = {}
+    for topic, sections in found:
+        for number, section in enumerate(sections):
+            for loss in section.losses:
+                kind = (topic.name, number, loss.than)
+                if kind not in worst or worst[kind][0].ratio < loss.ratio:
+                    worst[kind] = (loss, topic)
+    rows = sorted(worst.values(), key=lambda pair: -pair[0].ratio)
+    return [
+        [loss.where, loss.than, f"[{topic.title}](performance/{topic.name}.md)", loss.by]
+        for loss, topic in rows
+        if loss.ratio >= SHOWN
+    ]
+
+
+def use_rows() -> list[list[object]]:
+    """Time per token in vLLM by use: FlashAttention-3, ours and the speed-up on both cards, the largest first."""
+    rows = []
+    pairs = vllm.tpot_rows("vllm-tpot-h100", "vllm-tpot-h200")
+    for hopper, larger in sorted(pairs, key=lambda pair: -vllm.speed_up(pair[0])):
+        cells: list[object] = [use_of(hopper["workload"])]
+        for row in (hopper, larger):
+            stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
+            cells += [f"{stock:.1f}", f"{ours:.1f}", f"{stock / ours:.2f}×"]
+        rows.append(cells)
+    return rows
 
 
 def page() -> str:
-    parts = (
-        vllm.tpot,
-        vllm.models,
-        vllm.invariance,
-        vllm.ranks,
-        vllm.start,
-        vllm.vllm_serving,
-        *sglang.sections(),
-        decode.decode,
-        shapes.shapes,
-        decode.workloads,
-        chunks.prefill,
-        chunks.shapes,
-        chunks.hybrid,
-        decode.device_planner,
-        server.server,
-        host.host,
-        training.training,
-        engine.engine,
-        cpu.cpu,
-    )
-    sections = [section for part in parts if (section := part())]
-    losses = [loss for section in sections for loss in section.losses]
-    body = "\n".join([*(section.text for section in sections), cpu.relay()])
-    return f"""<!-- Written by benchmarks/page/performance_page.py: do not edit. -->
-
+    """The front page."""
+    found = [(topic, topic.made()) for topic in topics()]
+    links = [[f"[{topic.title}](performance/{topic.name}.md)", topic.about] for topic, _ in found]
+    head = ["use"] + [f"{card}: {what}" for card in ("H100", "H200") for what in ("FA3", "ours", "speed-up")]
+    versions = versions_of("vllm", {"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"})
+    pictures = "\n\n".join(f"![{draw().title}](pictures/{name}.svg)" for name, draw in CHARTS.items())
+    return f"""---
+hide: [toc]
+---
 # Performance
 
-{METHOD}
+{WRITTEN}
 
-{body}
+Where requests share a prefix, decoding is faster by what they share. Where they share nothing, it is as fast as the
+fastest peer. The losses stand below, the largest first.
+
+<div class="charts" markdown="1">
+
+{pictures}
+
+</div>
+
+## Time per token, by use
+
+Milliseconds in vLLM {versions}, Llama-3-8B's shape, bf16. FA3 is FlashAttention-3, vLLM's own choice.
+
+{table(head, use_rows())}
+
 ## Where it loses
 
-Every row above in which something else is at least 1 % faster; for ranges the worst case.
+The worst case of each kind. A time of {SHOWN:.2f}× or more is shown here; each topic lists all of its losses.
 
-{table(["case", "what is faster", "TrunkAttention takes"], losses, 3)}
+{table(["case", "what is faster", "topic", "our time over its time"], worst_losses(found), 3)}
+
+## Every figure
+
+{table(["topic", "what it has"], links, 2)}
+
+## How it is measured
+
+{METHOD}
 """
 
 
@@ -73,7 +181,7 @@ def readme() -> str:
     rows = []
     names = {"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"}
     for hopper, larger in vllm.tpot_rows(*names.values()):
-        cells: list[object] = [vllm.USES[hopper["workload"]]]
+        cells: list[object] = [use_of(hopper["workload"])]
         for row in (hopper, larger):
             stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
             cells += [f"{stock:.1f}", f"**{ours:.1f}**" if stock / ours > 1.02 else f"{ours:.1f}"]
@@ -86,16 +194,16 @@ def readme() -> str:
     cpu_engine = load("cpu-engine")["cases"]["32 × 256 unshared"]
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
     eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
-    cudnn = span(training.over_cudnn())
+    cudnn, trees = span(training.over_cudnn()), max(training.over_flex_attention())
     head = ["use", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
     return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
 {table(head, rows)}
 
-Where it loses: nothing shared on two H200s costs {percent(loss)}. One of six batches in GPT-OSS's shape takes
-{slowest:.2f} times as long on an H100. With an fp8 cache, shared batches take {min(eight):.2f} to
-{max(eight):.2f} times as long as with bf16 on average. Training runs at {cudnn} of the speed of PyTorch's
-cuDNN back end on an H100. The engine on a CPU is {percent(cpu_loss)} behind vLLM's where nothing is shared."""
+Where it loses: training takes up to {trees:.2f}× FlexAttention's time on a prefix tree, and runs at {cudnn} of the
+speed of PyTorch's cuDNN on an H100. One of six batches in GPT-OSS's shape takes {slowest:.2f}× the time there. With an
+fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is
+shared, two H200s lose {percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind vLLM's."""
 
 
 def between(text: str, inner: str) -> str:
@@ -110,7 +218,10 @@ def between(text: str, inner: str) -> str:
 
 
 def expected() -> dict[Path, str]:
-    return {PAGE: page(), README: between(README.read_text(), readme())}
+    """The text of every file that is written here."""
+    pages = {PAGE: page(), **{topic.path: topic_page(topic) for topic in topics()}}
+    charts = {DOCS / "pictures" / f"{name}.svg": draw().svg() for name, draw in CHARTS.items()}
+    return {**pages, **charts, README: between(README.read_text(), readme())}
 
 
 def main() -> None:
@@ -121,6 +232,7 @@ def main() -> None:
     for path, text in stale.items():
         print(f"{path.relative_to(ROOT)} {'is stale' if options.check else 'written'}")
         if not options.check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     sys.exit(options.check and bool(stale))
 

@@ -172,7 +172,9 @@ def losses(name: str) -> Iterator[Loss]:
                 slow = [each for each in found if each[0] > NOTICEABLE]
                 if slow:
                     worst, other, batch = max(slow)
-                    where = f"decode, {card}, {shape}, {label}: {len(slow)} of {len(found)} batches, worst {use_of(batch)}"
+                    where = (
+                        f"decode, {card}, {shape}, {label}: {len(slow)} of {len(found)} batches, worst {use_of(batch)}"
+                    )
                     yield Loss(where, others[other], worst)
 
 

@@ -1,7 +1,7 @@
 """Time per token and serving in vLLM."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.page.common import (
@@ -37,8 +37,16 @@ def tpot_rows(*names: str) -> list[list[dict[str, Any]]]:
     return [[row, *(rows[name] for rows in others)] for name, row in first.items() if all(name in it for it in others)]
 
 
+def speed_up(row: Mapping[str, Any]) -> float:
+    """FlashAttention-3's time per token over ours."""
+    return row["FLASH_ATTN"]["tpot_ms"] / row["CUSTOM"]["tpot_ms"]
+
+
 def busy_text(names: Mapping[str, str]) -> str:
-    """How long a GPU is busy for a token, where that was traced; empty: nowhere. names: results, and what each is of."""
+    """How long a GPU is busy for a token, where that was traced; empty: nowhere.
+
+    names: results, and what each is of.
+    """
     rows = [
         [card_of(name), what, use_of(row["workload"]), *(f"{row[each]['busy_ms']:.1f}" for each in BOTH)]
         for name, what in names.items()
@@ -85,6 +93,7 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
             where = f"vLLM {load(results[label])['versions']['vllm']}, {label}"
             note_loss(losses, f"{where}: {use_of(workload)}", FA3, ours / stock)
         rows.append(cells)
+    command = "python -m benchmarks.engines.vllm_tpot --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]"
     head = ["use", SHAPE]
     for label in labels:
         head += [f"{label}: FA3", f"{label}: ours", "speed-up"]
@@ -92,7 +101,7 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
 
 {table(head, rows, 2)}
 
-{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]", *names)}
+{sources(command, *names)}
 """
 
 

@@ -78,7 +78,7 @@ def test_python(page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
 
 def commands() -> Iterator[tuple[Path, list[str]]]:
     for page in PAGES:
-        texts = [text.replace("\\\n", " ") for text, _ in blocks(page, "console")]  # a command may go on in the next line
+        texts = [text.replace("\\\n", " ") for text, _ in blocks(page, "console")]  # a command may have several lines
         lines = [line[2:] for text in texts for line in text.splitlines() if line.startswith("$ ")]
         inline = re.findall(r"`((?:make|trunkattn|python|pytest) [^`]+)`", page.read_text())
         for words in (shlex.split(line, comments=True) for line in (*lines, *inline)):

@@ -1,19 +1,60 @@
-"""The performance page and the figures in the README say what the result files say."""
+"""The performance page, its topics and charts, and the figures in the README say what the result files say."""
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.page import chunks, common, performance_page, sglang, vllm
+from benchmarks.page import chunks, common, names, performance_page, sglang, vllm
+from benchmarks.page.pictures import performance
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = performance_page.expected()
+PAGES = [path for path in WRITTEN if path.suffix == ".md" and path != performance_page.README]
 
 
-@pytest.mark.parametrize("path", [performance_page.PAGE, performance_page.README], ids=lambda path: path.name)
-def test_page_is_what_the_results_say(path: Path) -> None:
-    assert path.read_text() == performance_page.expected()[path], (
-        f"{path.name} is stale: run `python -m benchmarks.page.performance_page`"
-    )
+@pytest.mark.parametrize(("path", "text"), WRITTEN.items(), ids=lambda each: getattr(each, "name", ""))
+def test_page_is_what_the_results_say(path: Path, text: str) -> None:
+    assert path.read_text() == text, f"{path.name} is stale: run `python -m benchmarks.page.performance_page`"
+
+
+def test_the_front_page_is_one_screen() -> None:
+    assert len(performance_page.page().splitlines()) <= 120
+
+
+def test_every_topic_is_written_linked_and_in_the_navigation() -> None:
+    navigation, front = (ROOT / "mkdocs.yml").read_text(), performance_page.page()
+    written = {path.stem for path in (ROOT / "docs" / "performance").glob("*.md")}
+    assert written == {topic.name for topic in performance_page.topics()}
+    for name in written:
+        assert f"performance/{name}.md" in navigation and f"(performance/{name}.md)" in front
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_column_has_a_name(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    heads = [line for line, below in pairwise(lines) if re.fullmatch(r"[|:-]+", below)]
+    assert heads and all("" not in [cell.strip() for cell in head.strip("|").split("|")] for head in heads)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_nothing_is_told_of_how_a_run_went(path: Path) -> None:
+    """That is the lab's."""
+    found = re.findall(r"given back|ended before|did not come back|which computed them then", path.read_text())
+    assert not found
+
+
+def test_a_batch_without_a_plain_name_is_shown_as_it_is() -> None:
+    assert names.use_of("64 x (8192 + 512)") == "64 questions on one long document"
+    assert names.use_of("7 x (5)") == "7 x (5)"
+    assert names.traffic("documents 6/s") == "questions on documents, 6 per second"
+    assert names.tree("1,8,256_1024,3072,4096") == "256 requests: 1,024, 8 × 3,072 shared, 4,096 own"
+    assert names.tree("1_8192") == "one request of 8,192 tokens"
+    with pytest.raises(ValueError, match="expected nodes and tokens"):
+        names.tree("64 x (4096)")
 
 
 def test_a_changed_result_changes_both_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,15 +72,29 @@ def test_a_changed_result_changes_both_pages(monkeypatch: pytest.MonkeyPatch) ->
     after = performance_page.page(), performance_page.readme()
     assert all("| 3.2 |" in text or "**3.2**" in text for text in after)
     assert before[0] != after[0] and before[1] != after[1]
+    assert "3.2  (" in performance.vllm().svg()
 
 
-def test_every_loss_in_the_results_is_on_the_page() -> None:
-    """The row of vLLM on two cards where nothing is shared, and training against cuDNN, are losses today."""
+def test_every_loss_in_the_results_is_on_its_page() -> None:
+    """The row of vLLM on two cards where nothing is shared is a loss today."""
     pair = common.load("vllm-tpot-h200-tp2")["rows"][-1]
     assert pair["CUSTOM"]["tpot_ms"] > pair["FLASH_ATTN"]["tpot_ms"]
-    losses = performance_page.page().split("## Where it loses")[1]
-    assert "vLLM 0.26.0, two H200s: nothing shared" in losses
-    assert "PyTorch's cuDNN back end" in losses
+    for topic in performance_page.topics():
+        text, losses = performance_page.topic_page(topic), [each for made in topic.made() for each in made.losses]
+        assert all(f"| {loss.where} | {loss.than} | {loss.by} |" in text for loss in losses)
+        assert topic.name != "vllm" or any(loss.where == "vLLM 0.26.0, two H200s: nothing shared" for loss in losses)
+
+
+def test_the_front_page_has_the_worst_losses_of_each_kind_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = [common.Loss("a", "x", 1.2), common.Loss("b", "x", 1.9), common.Loss("c", "y", 1.04)]
+    first = performance_page.Topic("first", "First", "", ())
+    second = performance_page.Topic("second", "Second", "", ())
+    more = [common.Loss("d", "x", 2.5, "from 0.90×")]
+    found = [(first, [common.Section("", losses)]), (second, [common.Section("", more)])]
+    assert performance_page.worst_losses(found) == [
+        ["d", "x", "[Second](performance/second.md)", "2.50× (from 0.90×)"],
+        ["b", "x", "[First](performance/first.md)", "1.90×"],
+    ]
 
 
 def test_every_source_is_a_result_with_its_origin() -> None:
@@ -71,33 +126,9 @@ def test_a_part_of_a_result_has_its_own_date(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(common, "read", lambda path: json.dumps(json.loads(read(path)) | later))
     text = chunks.hybrid().text
     assert f"`hybrid-h100.json`: {sweep['date']}" in text
-    assert f"commit {sweep['commit']}<br>" in text
+    assert f"commit {sweep['commit']}\n" in text
     assert "2099" not in text and "later" not in text
     assert "2099-01-01" in chunks.prefill().text
-
-
-def test_the_page_says_how_runs_were_timed_that_were_timed_in_another_way(results: Path) -> None:
-    row = {"workload": "x", "ours": {"tpot_ms": 10.0, "tpot_ms_each": [-4.0, 10.0, 10.9]}}
-    (results / "old.json").write_text(json.dumps({"timed": "a difference", "rows": [row, row]}))
-    (results / "new.json").write_text(json.dumps({"rows": [row]}))
-    text = " ".join(vllm.timing_text(["old", "new"]).split())
-    assert text.startswith("In `old` time per token is a difference. It has")
-    assert text.endswith("2 of 6 runs are more than 10 % from their median and 2 not over 0.")
-    assert vllm.timing_text(["new"]) == ""
-
-
-def test_the_page_says_which_runs_ended_early(results: Path) -> None:
-    for name, facts in {
-        "whole": {},
-        "cut": {"cut": "given back"},
-        "short": {"unfinished": ["1 x (2)", "3 x (4)"]},
-    }.items():
-        (results / f"{name}.json").write_text(json.dumps(facts))
-    assert common.cut_text(["whole"]) == ""
-    assert common.cut_text(["whole", "cut", "short"]).split("\n\n") == [
-        "\n`cut`: given back.",
-        "`short`: the run ended before `1 x (2)` and `3 x (4)`.\n",
-    ]
 
 
 def test_a_readme_without_markers_is_refused() -> None:
@@ -153,17 +184,13 @@ def test_sglang_has_a_section_for_each_result() -> None:
     text = "".join(section.text for section in made)
     assert len(made) == 4
     assert "| 18.0 | 9.0 | 2.00× |" in text and "| 10.0 | 10.5 | 0.95× |" in text
-    assert "| H100 | documents 6/s | 2 → 4 | 2.0 → 4.0 | 4.0 → 8.0 | 2 → 4 |" in text
+    assert "| H100 | questions on documents, 6 per second | 2 → 4 | 2.0 → 4.0 | 4.0 → 8.0 | 2 → 4 |" in text
     assert "| 2 × H100 | bf16 | `fa3@16`, `trunk@16` | 194 of 200 | 0.0312 | 0.0156 | 0.0312 | 3 % |" in text
     assert "| 2 × H100 | fp8 (**differs**) |" in text and "failed: trunk@16: no memory" in text
     assert "| H100 | `trunk@16` | cudaEventSynchronize 20 | none | 700 → 702 | 10,000 |" in text
     assert text.count("sglang 0.5.17, commit abc") == 4
     losses = {(loss.where, loss.than, loss.by) for section in made for loss in section.losses}
-    assert (
-        "SGLang, H100, `fa3+trunk@16`: nothing shared, `32 x (2048)`",
-        "FlashAttention-3",
-        "1.05× the time",
-    ) in losses
+    assert ("SGLang, H100, `fa3+trunk@16`: nothing shared", "FlashAttention-3", "1.05×") in losses
     assert len(losses) == 1 + 4
 
 
@@ -187,20 +214,20 @@ def test_other_models_and_caches_are_found_by_their_names(results: Path) -> None
         write_tpot(results, f"vllm-tpot-{name}", {"tpot_ms": 2.0}, {"tpot_ms": 2.0 + number})
     section = vllm.models()
     assert section is not None
-    assert [line for line in section.text.splitlines() if "| `32" in line] == [
-        "| H100 | Llama-3-8B's shape, fp8 cache | `32 x (2048)` | 4.0 | 2.0 | 2.00× |",
-        "| H100 | GPT-OSS | `32 x (2048)` | 2.0 | 2.0 | 1.00× |",
-        "| H200 | Qwen2.5-7B, fp8 cache | `32 x (2048)` | 3.0 | 2.0 | 1.50× |",
+    assert [line for line in section.text.splitlines() if "| nothing" in line] == [
+        "| H100 | Llama-3-8B's shape, fp8 cache | nothing shared | 4.0 | 2.0 | 2.00× |",
+        "| H100 | GPT-OSS | nothing shared | 2.0 | 2.0 | 1.00× |",
+        "| H200 | Qwen2.5-7B, fp8 cache | nothing shared | 3.0 | 2.0 | 1.50× |",
     ]
-    assert "under way on the card" not in section.text and section.losses == []
+    assert "busy" not in section.text and section.losses == []
 
 
 def test_the_time_of_the_card_is_shown_where_it_was_traced(results: Path) -> None:
     ours, stock = {"tpot_ms": 3.0, "busy_ms": 1.24}, {"tpot_ms": 2.0, "busy_ms": 2.0}
     write_tpot(results, "vllm-tpot-h100-gpt-oss", ours, stock)
     section = vllm.models()
-    assert section is not None and "| H100 | `32 x (2048)` | 2.0 | 1.2 |" in section.text
-    assert [loss.by for loss in section.losses] == ["1.50× the time"]
+    assert section is not None and "| H100 | GPT-OSS | nothing shared | 2.0 | 1.2 |" in section.text
+    assert [loss.by for loss in section.losses] == ["1.50×"]
 
 
 def test_ranks_and_starts(results: Path) -> None:
@@ -208,7 +235,7 @@ def test_ranks_and_starts(results: Path) -> None:
     runs = {"FLASH_ATTN": {"ready_s": 97.1}, "CUSTOM": {"ready_s": 100.3}}
     write_tpot(results, "vllm-tpot-h100-cold", {"tpot_ms": 1.0}, {"tpot_ms": 1.0}, runs=runs)
     ranks, start = vllm.ranks(), vllm.start()
-    assert ranks is not None and "| H100 | 2 cards | `32 x (2048)` | 10.5 | 7.0 | 1.50× |" in ranks.text
+    assert ranks is not None and "| H100 | 2 cards | nothing shared | 10.5 | 7.0 | 1.50× |" in ranks.text
     assert start is not None and "| H100 | 97 | 100 | +3 |" in start.text
     assert [loss.where for loss in start.losses] == ["vLLM, H100: start with empty caches"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.page import common, performance_page, shapes
+from benchmarks.page.names import use_of
 from benchmarks.workloads.shape_table import SHARED, UNSHARED, summary
 
 LLAMA, PHI, FP8 = "llama3-8b 32/8x128", "phi4 40/10x128", "llama3-8b fp8 32/8x128"
@@ -45,13 +46,13 @@ def test_without_a_result_there_is_no_section(save: Any) -> None:
     assert shapes.shapes() is None
 
 
-def test_the_page_has_the_section_if_a_card_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = common.Section("## Shapes that people serve\n", [common.Loss("decode, a shape", "a peer", "1.50× the time")])
-    monkeypatch.setattr(shapes, "shapes", lambda: made)
-    page = performance_page.page()
-    assert made.text in page and "| decode, a shape | a peer | 1.50× the time |" in page
-    monkeypatch.setattr(shapes, "shapes", lambda: None)
-    assert "Shapes that people serve" not in performance_page.page()
+def test_the_page_has_the_section_if_a_card_was_measured() -> None:
+    made = common.Section("## Shapes\n", [common.Loss("decode, a shape", "a peer", 1.5)])
+    topic = next(topic for topic in performance_page.topics() if topic.name == "shapes")
+    assert topic.sections == (shapes.shapes,)
+    text = performance_page.topic_page(topic._replace(sections=(lambda: made,)))
+    assert made.text in text and "| decode, a shape | a peer | 1.50× |" in text
+    assert "## Where it loses" not in performance_page.topic_page(topic._replace(sections=(lambda: None,)))
 
 
 def test_goals_that_are_met_and_missed_are_shown_alike(save: Any) -> None:
@@ -61,7 +62,7 @@ def test_goals_that_are_met_and_missed_are_shown_alike(save: Any) -> None:
     assert f"| H100 | {LLAMA} | 2.60 | 3.00 | 1.30 | 1.40 | 1.40 | met |" in text
     assert "| H100 | gemma3-12b 16/8x256 | 2.60 |  | 1.26 | 1.36 | 1.35 | **missed** |" in text
     assert f"| H100 | {PHI} | 2.60 |  | 1.30 | 1.40 |  |  |" in text
-    assert "Missed goals: 1." in text
+    assert "<summary>1 goals that are missed</summary>" in text
     assert "| H100 | gemma3-12b 16/8x256 | times SOL, one graph, mean of the shared batches | 1.35 | 1.36 |" in text
 
 
@@ -78,14 +79,15 @@ def test_every_batch_is_compared_with_flash_attention_3(save: Any) -> None:
     save("shapes-h100", rows)
     text, losses = section()
     assert f"| {PHI} | {'2.17 / 2.00 | ' * 4}1.04 / 0.90 | wrong / ? |" in text
-    assert "Faster are 5 of 5 with a plan of its own and 4 of 5 with one graph for any batch" in text
+    assert "Faster are\n5 of 5 with a plan of its own and 4 of 5 with one graph for any batch" in text
     assert "| H100 | plan of its own | 1 | wrong: error 3 |" in text
     assert "| H100 | FlashAttention-3 | 1 | missing: RuntimeError: pages / of 1 |" in text
     assert f"| H100 | {PHI} | 8 x (8192), plan of its own | a right output | wrong: error 3 |" in text
     where = f"decode, H100, {PHI}"
-    assert losses == [
-        (f"{where}, plan of its own: 1 of 5 batches, worst `64 x (4096)`", "FlashInfer", "1.04× the time"),
-        (f"{where}, one graph for any batch: 1 of 5 batches, worst `64 x (4096)`", "FlashInfer", "1.21× the time"),
+    worst = "1 of 5 batches, worst nothing shared, 64 requests"
+    assert [(loss.where, loss.than, loss.by) for loss in losses] == [
+        (f"{where}, plan of its own: {worst}", "FlashInfer", "1.04×"),
+        (f"{where}, one graph for any batch: {worst}", "FlashInfer", "1.21×"),
     ]
 
 
@@ -94,10 +96,11 @@ def test_fp8_caches_are_compared_with_bf16_ones(save: Any) -> None:
     rows[1]["trunkattn_one_graph_bfloat16"]["us"] = 10.0
     save("shapes-h100", rows)
     text, losses = section()
-    assert f"| H100 | {FP8} | plan of its own | 2.00 | 2.00 on `{SHARED[0]}` | 2.00 on `{SHARED[0]}` |" in text
-    assert f"0.77 on `{SHARED[1]}` | 1.85 on `{SHARED[0]}` |" in text
-    where = f"decode, H100, {FP8}, one graph for any batch: 1 of 6 batches, worst `{SHARED[1]}`"
-    assert losses == [(where, "the same with a bf16 cache", "1.30× the time")]
+    first, second = map(use_of, SHARED[:2])
+    assert f"| H100 | {FP8} | plan of its own | 2.00 | 2.00: {first} | 2.00: {first} |" in text
+    assert f"0.77: {second} | 1.85: {first} |" in text
+    where = f"decode, H100, {FP8}, one graph for any batch: 1 of 6 batches, worst {second}"
+    assert [(loss.where, loss.than, loss.by) for loss in losses] == [(where, "the same with a bf16 cache", "1.30×")]
 
 
 def test_rows_of_several_commits_are_told(save: Any) -> None:

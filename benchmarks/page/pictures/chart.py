@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from benchmarks.page.drawing import NORMAL, WIDTH, Drawing, width_of
+from benchmarks.page.pictures.drawing import NORMAL, WIDTH, Drawing, width_of
 
 _BAR: Final = 24  # height of a bar
 _MARGIN: Final = 10
@@ -54,7 +54,9 @@ def key(drawing: Drawing, y: float, names: Sequence[tuple[str, str]], dashed: Se
     return y + 26
 
 
-def bars(title: str, names: Sequence[tuple[str, str]], groups: Sequence[tuple[str, Sequence[Bar]]], note: str) -> Drawing:
+def bars(
+    title: str, names: Sequence[tuple[str, str]], groups: Sequence[tuple[str, Sequence[Bar]]], note: str
+) -> Drawing:
     """Horizontal bars from 0 on, in groups, under a title and a key. The text of a group stands above its bars.
 
     names: shade and name for the key, or none. groups: the text of each group, and its bars.

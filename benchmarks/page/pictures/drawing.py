@@ -1,8 +1,8 @@
 """Pictures as SVG: shapes and text with coordinates, and one file that fits a light and a dark page.
 
 Text stays text, so that it is sharp at any size and can be searched. The file has the colours of both themes: browsers
-show those of the `color-scheme` of the element that the picture stands in. Pictures are 600 wide and their text is 15 or
-larger, so that they can be read on a phone too, where they are 360 pixels wide.
+show those of the `color-scheme` of the element that the picture stands in. Pictures are 600 wide and their text is 15
+or larger, so that they can be read on a phone too, where they are 360 pixels wide.
 
     drawing = Drawing(600, 100, "A trunk")
     drawing.box(10, 10, 200, 80, "trunk", "pages 7, 3", "read once")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from benchmarks.page.drawing import SMALL, WIDTH, Drawing
 
+from benchmarks.page.pictures.drawing import SMALL, WIDTH, Drawing
 from trunkattn.cli.demo_workload import DemoWorkload, load_demo
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
 from trunkattn.engine.model import inspect_model, load_tokenizer
@@ -14,7 +14,7 @@ from trunkattn.planner.prefix_forest import Forest, build_forest
 _PAGE_SIZE: Final = 8  # the demo's
 _ROW: Final = 11  # height of a customer
 _TOP: Final = 44  # of the first customer
-_EDGES: Final = (10.0, 150.0, 390.0, 590.0)  # where the trunk begins, the departments, the questions, and the end
+_EDGES: Final = (10.0, 160.0, 390.0, 590.0)  # where the trunk begins, the departments, the questions, and the end
 _SHADES: Final = ("trunk", "left", "right")  # of shared nodes, by their depth
 
 
@@ -48,7 +48,7 @@ def demo_forest() -> Drawing:
 
 
 def _draw_nodes(drawing: Drawing, forest: Forest, departments: Sequence[str]) -> None:
-    """Nodes as boxes: as high as the requests that share them, and as wide as their tokens, by a scale for each depth."""
+    """Draws nodes as boxes, as high as their requests and as wide as their tokens by a scale for each depth."""
     ends = (0, int(forest.token_end[0]), int(forest.token_end[1]), int(forest.token_end.max()))
     for node in range(len(forest.parent)):
         start, end = int(forest.token_start[node]), int(forest.token_end[node])

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from benchmarks.page.chart import Axis, Curve, curves
-from benchmarks.page.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing
+from benchmarks.page.pictures.chart import Axis, Curve, curves
+from benchmarks.page.pictures.drawing import LINE, NORMAL, SMALL, WIDTH, Drawing
 
 ROWS: Final = ((7, 3, 9, 1, 20), (7, 3, 9, 1, 21), (7, 3, 9, 1, 22), (7, 3, 5, 6, 23), (7, 3, 5, 6, 24), (7, 3, 30))
 SHADE_OF_PAGE: Final = MappingProxyType({7: "trunk", 3: "trunk", 9: "left", 1: "left", 5: "right", 6: "right"})
@@ -39,7 +39,9 @@ def overview() -> Drawing:
     drawing.arrow((182, 345), (213, 345))
     drawing.arrow((387, 345), (418, 345))
     drawing.line([(120, 264), (120, 278), (300, 278), (300, 316)], "soft", width=2, arrow=True)
-    drawing.note(10, 396, 580, "The list is made once and every layer reads it. Only queries with several items are merged.")
+    drawing.note(
+        10, 396, 580, "The list is made once and every layer reads it. Only queries with several items are merged."
+    )
     return drawing
 
 
@@ -51,7 +53,9 @@ def prefix_forest() -> Drawing:
         drawing.text(10, y + 15, f"request {row}", shade="soft")
         for column, page in enumerate(pages):
             drawing.box(110 + 66 * column, y, 64, 32, SHADE_OF_PAGE.get(page, "own"), str(page))
-    drawing.note(462, 60, 136, "Two rows share a node where their page ids agree in every column up to there.", size=SMALL)
+    drawing.note(
+        462, 60, 136, "Two rows share a node where their page ids agree in every column up to there.", size=SMALL
+    )
     drawing.arrow((270, 254), (270, 280))
     drawing.heading(10, 300, "Prefix forest: a node for each shared stretch")
     drawing.box(10, 322, 150, 202, "trunk", "pages 7, 3", "", "shared by", "requests 0 to 5")
@@ -102,9 +106,9 @@ def work_list() -> Drawing:
     drawing = Drawing(WIDTH, 640, "A work list: segments, items, queries and their partial slots")
     drawing.heading(10, 22, "Segments: stretches of KV within a page")
     segments = (
-        ("trunk", "page 7", "16 keys", "rows 0–3"), ("trunk", "page 3", "16 keys", "rows 0–3"),
+        ("trunk", "page 7", "16 keys", "rows 0-3"), ("trunk", "page 3", "16 keys", "rows 0-3"),
         ("own", "page 20", "5 keys", "row 0"), ("own", "page 21", "9 keys", "row 1"),
-        ("trunk", "page 7", "16 keys", "rows 0–1"), ("trunk", "page 3", "16 keys", "rows 0–1"),
+        ("trunk", "page 7", "16 keys", "rows 0-1"), ("trunk", "page 3", "16 keys", "rows 0-1"),
         ("own", "page 24", "2 keys", "row 0"),
     )  # fmt: skip
     step = 83
@@ -133,8 +137,8 @@ def work_list() -> Drawing:
         drawing.box(80 + 73 * column, 440, 71, 32, "pale", query)
         drawing.box(80 + 73 * column, 476, 71, 32, "pale" if slot == "out" else "own", slot)
     end = drawing.note(
-        10, 540, 580, "An item names its segments and its queries, and a kernel needs nothing else. Query 5 has its keys "
-        "in two items: each writes a partial result into a slot, and a merge adds the slots up by their log-sum-exps."
+        10, 540, 580, "An item names its segments and its queries, and a kernel needs nothing else. Query 5 has its "
+        "keys in two items: each writes a partial result into a slot, and a merge adds them up by their log-sum-exps."
     )  # fmt: skip
     drawing.height = end + 4
     return drawing
@@ -158,7 +162,9 @@ def cost_model() -> Drawing:
     return curves(
         "Time of a layer, µs, by the formulas on this page",
         found,
-        Axis([math.log2(n) for n in requests], [str(n) for n in requests], "requests behind one prompt of 4,096 tokens"),
+        Axis(
+            [math.log2(n) for n in requests], [str(n) for n in requests], "requests behind one prompt of 4,096 tokens"
+        ),
         (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000),
         "Llama-3-8B's heads, 128 tokens per request, 3 TB/s and 700 TFLOP/s. A single request shares nothing: its "
         "prediction lies above both curves of memory by the 5 µs of launches.",
@@ -168,7 +174,12 @@ def cost_model() -> Drawing:
 def planning_on_the_device() -> Drawing:
     drawing = Drawing(WIDTH, 480, "Two timelines: planned on the host, and planned on the GPU")
     drawing.heading(10, 22, "Planned on the host: the GPU waits")
-    _lane(drawing, 44, "host", ((0, 104, "pale", "copy tables"), (106, 150, "own", "make the plan"), (258, 70, "pale", "upload")))
+    _lane(
+        drawing,
+        44,
+        "host",
+        ((0, 104, "pale", "copy tables"), (106, 150, "own", "make the plan"), (258, 70, "pale", "upload")),
+    )
     _lane(drawing, 84, "GPU", ((330, 200, "trunk", "layers of this step"),))
     drawing.text(60 + 165, 101, "idle", anchor="middle", shade="soft")
     drawing.arrow((388, 64), (400, 83))
@@ -210,8 +221,8 @@ def hopper_kernels() -> Drawing:
     drawing.text(192, 122, "empty", anchor="middle", size=SMALL, shade="soft")
     drawing.text(407, 122, "release", anchor="middle", size=SMALL, shade="soft")
     end = drawing.note(
-        10, 160, 580, "A full barrier says that a stage has arrived, an empty one that its last reader has released it. "
-        "Producers run ahead as far as there are stages."
+        10, 160, 580, "A full barrier says that a stage has arrived, an empty one that its last reader has released "
+        "it. Producers run ahead as far as there are stages."
     )  # fmt: skip
     top = end + 22
     drawing.heading(10, top, "Time: one colour for each block of keys")
@@ -243,7 +254,7 @@ def merge() -> Drawing:
     drawing.box(320, 44, 270, 40, "own", "item 1: keys of its leaf")
     drawing.box(10, 118, 270, 40, "pale", "o₀ and lse₀")
     drawing.box(320, 118, 270, 40, "pale", "o₁ and lse₁")
-    drawing.box(90, 212, 420, 46, "left", "out = w · o₀ + (1 − w) · o₁")
+    drawing.box(90, 212, 420, 46, "left", "out = w · o₀ + (1 - w) · o₁")
     drawing.arrow((145, 86), (145, 116))
     drawing.arrow((455, 86), (455, 116))
     drawing.arrow((145, 160), (220, 210))
@@ -275,8 +286,8 @@ def glossary() -> Drawing:
     drawing.text(322, 438, "the trunk's span: 4 segments", anchor="middle", size=SMALL, shade="soft")
     drawing.text(530, 438, "leaves", anchor="middle", size=SMALL, shade="soft")
     drawing.note(
-        10, 474, 580, "A tile has rows and reads segments of a page. It takes the keys in blocks, and every row keeps its "
-        "own maximum, sum and output."
+        10, 474, 580, "A tile has rows and reads segments of a page. It takes the keys in blocks, and every row keeps "
+        "its own maximum, sum and output."
     )  # fmt: skip
     drawing.height = 474 + 2 * LINE * NORMAL + 4
     return drawing

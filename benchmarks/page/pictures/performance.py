@@ -6,10 +6,10 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.page import cpu
-from benchmarks.page.chart import Axis, Bar, Curve, bars, curves
 from benchmarks.page.common import load
-from benchmarks.page.drawing import Drawing
 from benchmarks.page.names import use_of
+from benchmarks.page.pictures.chart import Axis, Bar, Curve, bars, curves
+from benchmarks.page.pictures.drawing import Drawing
 
 _BATCHES: Final = (
     "64 x (4 groups x 12000 + 64)", "64 x (8192 + 512)", "64 x (1024 + 8 groups x 3072 + 256)", "256 x (1024 + 128)",
@@ -34,7 +34,9 @@ def vllm() -> Drawing:
         pair = [Bar("other", stock, texts[0]), Bar("trunk", ours, texts[1])]
         groups.append((use_of(batch), pair))
     names = (("other", "FlashAttention-3"), ("trunk", "TrunkAttention"))
-    return bars("Time per token in vLLM on an H100, ms", names, groups, "Llama-3-8B's shape, bf16. In brackets: speed-up.")
+    return bars(
+        "Time per token in vLLM on an H100, ms", names, groups, "Llama-3-8B's shape, bf16. In brackets: speed-up."
+    )
 
 
 def kernels() -> Drawing:
