@@ -34,9 +34,6 @@ def decode() -> Section:
             if not is_unshared(row["tree"]):
                 shared += 1
                 ahead += row["trunkattn"]["us"] < best_peer(row)
-    unshared, losses = unshared_rows()
-    eight, more = fp8_rows()
-    losses += more
     text = f"""## Batches that share prefixes
 
 One layer, bf16, head_dim 128, pages of 16, cold L2 cache. Time as a multiple of the speed of light (SOL: what the
@@ -46,35 +43,37 @@ prefixes; lower is better. TrunkAttention is faster than every peer on {ahead} o
 {table(["card", "query / KV heads", *columns.values()], rows, 2)}
 
 {sources("python -m benchmarks.kernels.decode", *names)}
+"""
+    return Section(text, [])
 
-## Batches that share nothing
+
+def unshared() -> Section:
+    """Batches that share nothing."""
+    rows, losses = unshared_rows()
+    options = f"--name long --heads 32/8 --trees {trees_of('kernels-h100-long')}"
+    text = f"""## Batches that share nothing
 
 Our time over that of the fastest peer on the same batch; lower is better.
 
-{table(["card", "batch", "plan", "batches", "mean", "range"], unshared, 3)}
+{table(["card", "batch", "plan", "batches", "mean", "range"], rows, 3)}
 
-{
-        sources(
-            f"python -m benchmarks.kernels.decode --name long --heads 32/8 --trees {trees_of('kernels-h100-long')}",
-            "kernels-h100-long",
-            "kernels-h200-long",
-        )
-    }
+{sources(f"python -m benchmarks.kernels.decode {options}", "kernels-h100-long", "kernels-h200-long")}
+"""
+    return Section(text, losses)
 
-## fp8 caches in the portable kernel
+
+def portable_fp8() -> Section:
+    """fp8 caches in the portable kernel."""
+    rows, losses = fp8_rows()
+    options, names = "--name fp8 --kv-dtype float8_e4m3fn", ("kernels-h100-fp8", "kernels-h200-fp8")
+    text = f"""## fp8 caches in the portable kernel
 
 Speed with an e4m3 cache over that with a bf16 cache. The fast kernels' figures for fp8 are on the page of
 [models' shapes](shapes.md).
 
-{table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], eight, 2)}
+{table(["card", "query / KV heads", "nothing shared", "shared trees, mean"], rows, 2)}
 
-{
-        sources(
-            "python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn",
-            "kernels-h100-fp8",
-            "kernels-h200-fp8",
-        )
-    }
+{sources(f"python -m benchmarks.kernels.decode {options}", *names)}
 """
     return Section(text, losses)
 

@@ -56,7 +56,7 @@ def topics() -> tuple[Topic, ...]:
     return (
         Topic(
             "decode", "Decode kernels", "PAT's prefix trees, batches that share nothing, ragged batches",
-            (decode.decode, decode.workloads, cpu.relay),
+            (decode.decode, decode.unshared, decode.portable_fp8, decode.workloads, cpu.relay),
         ),
         Topic(
             "shapes", "Shapes that people serve", "decoding with the heads, caches and windows of 21 models",
@@ -71,7 +71,10 @@ def topics() -> tuple[Topic, ...]:
             (vllm.tpot, vllm.models, vllm.invariance, vllm.ranks, vllm.start, vllm.vllm_serving),
         ),
         Topic("sglang", "In SGLang", "time per token, arrivals, equal answers, steady steps", sglang.sections()),
-        Topic("training", "Training", "forward and backward, prefix trees", (training.training,)),
+        Topic(
+            "training", "Training", "forward and backward, prefix trees",
+            (training.cudnn, training.trees, training.torch_flash),
+        ),
         Topic("cpu", "On a CPU, and the engine", "CPU kernels, the embedded engine, the server", (cpu.cpu, *engines)),
         Topic(
             "planner", "The planner", "what a plan costs on a CPU and on a GPU",

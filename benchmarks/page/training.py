@@ -4,6 +4,8 @@ from typing import Any
 
 from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, load, sources, span, table
 
+PEERS = "flash-training-cudnn-h100"
+COMMAND = "python -m benchmarks.kernels.flash_training"
 TRAINING_WAYS = ("trunkattn", "torch_flash", "torch_cudnn", "flex_attention")
 
 
@@ -14,7 +16,7 @@ def forward_and_backward(times: dict[str, Any]) -> float:
 def over_cudnn() -> list[float]:
     """Our training speed over cuDNN's: forward, backward and both, of each batch."""
     speeds = []
-    for row in load("flash-training-cudnn-h100")["rows"]:
+    for row in load(PEERS)["rows"]:
         ours, theirs = row["trunkattn"], row["torch_cudnn"]
         speeds += [theirs[part]["ms"] / ours[part]["ms"] for part in ("forward", "backward")]
         speeds.append(forward_and_backward(theirs) / forward_and_backward(ours))
@@ -23,80 +25,65 @@ def over_cudnn() -> list[float]:
 
 def over_flex_attention() -> list[float]:
     """Our time on each prefix tree, the prefix repeated, over FlexAttention's with a tree mask."""
-    trees = load("flash-training-cudnn-h100")["trees"]
+    trees = load(PEERS)["trees"]
     return [sum(row["ours_repeated"].values()) / sum(row["flex"].values()) for row in trees]
 
 
-def training() -> Section:
-    names = ("flash-training-h100", "flash-training-h200")
-    rows, losses = over_torch_flash(names)
-    cudnn = load("flash-training-cudnn-h100")
-    against = []
-    speeds = over_cudnn()
-    for index, row in enumerate(cudnn["rows"]):
+def cudnn() -> Section:
+    """Against PyTorch's cuDNN back end, FlexAttention and FlashAttention-3."""
+    rows, speeds = [], over_cudnn()
+    for index, row in enumerate(load(PEERS)["rows"]):
         times = [forward_and_backward(row[way]) for way in TRAINING_WAYS]
         third = row["flash_attention_3"]["forward"]["ms"] / row["trunkattn"]["forward"]["ms"]
         figures = [*times, *speeds[3 * index : 3 * index + 3], third]
-        against.append([row["batch"], *(f"{figure:.2f}" for figure in figures)])
-    losses.append(
-        Loss("training, H100: forward, backward or both", "PyTorch's cuDNN back end", 1 / min(speeds),
-             f"from {1 / max(speeds):.2f}×")
-    )  # fmt: skip
-    longer, trees = over_flex_attention(), []
-    for row, ratio in zip(cudnn["trees"], longer, strict=True):
-        times = (sum(row[way].values()) for way in ("flex", "ours_repeated"))
-        trees.append([row["tree"].replace("+", " + "), *(f"{ms:.1f}" for ms in times), f"{ratio:.2f}×"])
-    where = "training on a prefix tree, H100: the prefix is computed for each branch"
-    losses.append(Loss(where, "FlexAttention with a tree mask", max(longer), f"from {min(longer):.2f}×"))
+        rows.append([row["batch"], *(f"{figure:.2f}" for figure in figures)])
+    where, range_of = "training, H100: forward, backward or both", f"from {1 / max(speeds):.2f}×"
+    head = ["batch × length, heads", "TrunkAttention", "PyTorch flash", "PyTorch cuDNN", "FlexAttention"]
+    head += [*(f"over cuDNN, {part}" for part in ("forward", "backward", "both")), "over FA3, forward"]
     text = f"""## Against cuDNN and FlexAttention
 
 **`flash_attention` is slower than cuDNN.** On an H100 it reaches {span(speeds)} of the speed of the same PyTorch's
-cuDNN back end. If cuDNN takes your shapes, use it. Forward and backward, ms; the last four columns are our speed over
-cuDNN's forward, backward and both, and over FlashAttention-3's forward:
+cuDNN back end. If cuDNN takes your shapes, use it. Forward and backward in milliseconds, then our speed over cuDNN's
+and over FlashAttention-3's.
 
-{
-        table(
-            [
-                "batch × length, heads",
-                "TrunkAttention",
-                "PyTorch flash",
-                "PyTorch cuDNN",
-                "FlexAttention",
-                "forward",
-                "backward",
-                "both",
-                "forward over FA3",
-            ],
-            against,
-        )
-    }
+{table(head, rows)}
 
-## Prefix trees
+{sources(COMMAND, PEERS)}
+"""
+    return Section(text, [Loss(where, "PyTorch's cuDNN back end", 1 / min(speeds), range_of)])
+
+
+def trees() -> Section:
+    """Sequences that share a prefix."""
+    rows, ratios = [], over_flex_attention()
+    for row, ratio in zip(load(PEERS)["trees"], ratios, strict=True):
+        times = (sum(row[way].values()) for way in ("flex", "ours_repeated"))
+        rows.append([row["tree"].replace("+", " + "), *(f"{ms:.1f}" for ms in times), f"{ratio:.2f}×"])
+    where = "training on a prefix tree, H100: the prefix is computed for each branch"
+    head = ["prefix + branches, tokens", "FlexAttention, tree mask", "TrunkAttention, prefix repeated", "ours over its"]
+    text = f"""## Prefix trees
 
 Sequences that share a prefix, forward and backward, ms. FlexAttention computes the prefix once; we compute it for each
-branch, which takes up to {max(longer):.2f} times as long.
+branch, which takes up to {max(ratios):.2f} times as long.
 
-{
-        table(
-            [
-                "prefix + branches, tokens",
-                "FlexAttention, tree mask",
-                "TrunkAttention, prefix repeated",
-                "ours over theirs",
-            ],
-            trees,
-        )
-    }
+{table(head, rows)}
 
-{sources("python -m benchmarks.kernels.flash_training", "flash-training-cudnn-h100")}
+{sources(COMMAND, PEERS)}
+"""
+    return Section(text, [Loss(where, "FlexAttention with a tree mask", max(ratios), f"from {min(ratios):.2f}×")])
 
-## Against PyTorch's flash back end
+
+def torch_flash() -> Section:
+    """Against PyTorch's flash back end."""
+    names = ("flash-training-h100", "flash-training-h200")
+    rows, losses = over_torch_flash(names)
+    text = f"""## Against PyTorch's flash back end
 
 About even: speed over that back end's, geometric mean over lengths of 512 to 16,384 tokens, bf16, 32 heads of 128.
 
 {table(["card", "gradients", "mask", "forward", "backward", "both"], rows, 3)}
 
-{sources("python -m benchmarks.kernels.flash_training", *names)}
+{sources(COMMAND, *names)}
 """
     return Section(text, losses)
 
