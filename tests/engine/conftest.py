@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from trunkattn.engine import RequestOutput
-from trunkattn.engine.gguf_reading import gguf_read_once
+from trunkattn.engine.model import inspect_model, load_tokenizer
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_VOCAB = 256
@@ -116,8 +115,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
-    with gguf_read_once():
-        return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, local_files_only=True)
+    return load_tokenizer(inspect_model(smollm2_gguf))
 
 
 @pytest.fixture(scope="session")
@@ -144,10 +142,9 @@ def tiny_speaker(smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path, smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """SmolLM2-135M, read from GGUF by transformers alone and saved as safetensors, which load faster."""
-    with gguf_read_once():  # of the table of tensor names too, which transformers makes for each module
-        gguf = AutoModelForCausalLM.from_pretrained(
-            smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32, local_files_only=True
-        )
+    gguf = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32, local_files_only=True
+    )
     config = LlamaConfig(**{**gguf.config.to_dict(), "quantization_config": None})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.load_state_dict(gguf.state_dict())

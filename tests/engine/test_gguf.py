@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trunkattn.engine import LLM, SamplingParams
-from trunkattn.engine.gguf_reading import gguf_read_once
+from trunkattn.engine.gguf_header import read_header
 from trunkattn.engine.model import inspect_model, load_tokenizer
 
 HIDDEN, INNER, VOCAB, HEAD_DIM, CONTEXT = 64, 128, 300, 16, 256
@@ -46,7 +46,8 @@ def write_gguf(
     writer.add_bos_token_id(299)
     for key, value in {"rope.dimension_count": HEAD_DIM, **(keys or {})}.items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        (writer.add_uint32 if isinstance(value, int) else add)(f"llama.{key}", value)
+        whole = key if key.startswith(("general.", "split.", "tokenizer.")) else f"llama.{key}"
+        (writer.add_uint32 if isinstance(value, int) else add)(whole, value)
 
     def add_weight(name: str, *shape: int) -> None:
         weight = random.standard_normal(shape).astype(np.float32) * 0.3
@@ -162,35 +163,65 @@ def test_a_gguf_file_is_read_without_its_neighbours(tmp_path: Path) -> None:
     assert load_tokenizer(inspect_model(path)).decode([VOCAB - 44]) == "he"
 
 
-def test_the_header_is_read_once_and_the_library_is_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Path] = []
+def test_the_header_has_the_fields_and_tensors_that_gguf_finds(smollm2_gguf: Path) -> None:
+    expected, header = gguf.GGUFReader(smollm2_gguf), read_header(smollm2_gguf)
+    assert [*header.keys] == [key for key in expected.fields if not key.startswith("GGUF.")]
+    assert header.keys["tokenizer.ggml.tokens"] == 49152 and header.facts["block_count"] == 30
+    assert [*header.tensors] == [tensor.name for tensor in expected.tensors]
+    for tensor in expected.tensors[::40]:
+        found, values = header.tensors[tensor.name], gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert (found.ggml_type, found.shape) == (tensor.tensor_type, tuple(reversed(tensor.shape.tolist())))
+        assert np.array_equal(header.values(tensor.name), values)
 
-    class Counted(gguf.GGUFReader):
-        def __init__(self, path: Path, *options: str) -> None:
-            made.append(Path(path).resolve())
-            super().__init__(path, *options)
 
-    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+UNREAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    r"llama\.attention\.scale=0\.5": ({"attention.scale": 0.5}, {}),
+    r"llama\.attn_logit_softcapping=30\.0": ({"attn_logit_softcapping": 30.0}, {}),
+    r"llama\.attention\.sliding_window=64": ({"attention.sliding_window": 64}, {}),
+    r"llama\.expert_count=8": ({"expert_count": 8}, {}),
+    r"llama\.attention\.value_length=32": ({"attention.value_length": 32}, {}),
+    r"llama\.something_new=1": ({"something_new": 1}, {}),
+    r"llama\.rope\.dimension_sections": ({"rope.dimension_sections": "4 4"}, {}),
+    r"blk\.0\.attn_q_norm\.weight": ({}, {"blk.0.attn_q_norm.weight": [1.0] * 16}),
+    r"blk\.1\.ffn_down\.bias": ({}, {"blk.1.ffn_down.bias": [1.0] * HIDDEN}),
+    r"o_proj\.bias": ({}, {f"blk.0.attn_{name}.bias": [1.0] * 32 for name in "kv"} | {"blk.0.attn_q.bias": [1.0] * 64}),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_nobody_reads_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", *UNREAD[name])
+    with pytest.raises(ValueError, match=name) as error:
+        LLM(path, num_pages=20)
+    assert str(error.value).startswith(f"model={str(path)!r}: ")
+
+
+def test_keys_that_change_nothing_pass(tmp_path: Path) -> None:
+    keys = {"attention.causal": 1, "expert_count": 0, "pooling_type": 0, "attention.key_length": 16}
+    LLM(write_gguf(tmp_path / "m.gguf", keys, {"rope_freqs.weight": [1.0] * 8}), num_pages=20)
+
+
+def test_the_package_gguf_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map", "dequantize")}
+    seen: list[bool] = []
     table = gguf.get_tensor_name_map
-    one, other = write_gguf(tmp_path / "one.gguf"), write_gguf(tmp_path / "other.gguf")
-    LLM(one, num_pages=20)
-    assert made == [one]
-    with gguf_read_once():
-        LLM(other, num_pages=20)
-        LLM(other, num_pages=20)
-    assert made == [one, other]  # two models within one reading
-    assert gguf.GGUFReader is Counted and gguf.get_tensor_name_map is table
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(gguf.GGUFReader is names["GGUFReader"])
+        return table(*arguments)
+
+    monkeypatch.setattr(gguf, "get_tensor_name_map", watched)
+    LLM(write_gguf(tmp_path / "m.gguf"), num_pages=20)
+    assert seen and all(seen) and len(seen) <= 3, "the table of names is made once for the model and each first child"
+    assert gguf.get_tensor_name_map is watched
 
 
-def test_the_header_read_once_has_the_same_fields_and_tensors(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf")
-    expected = gguf.GGUFReader(path)
-    with gguf_read_once():
-        assert gguf.GGUFReader(path) is gguf.GGUFReader(path)
-        found = gguf.GGUFReader(path)
-    assert [*found.fields] == [*expected.fields]
-    for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
-        assert mine.name == theirs.name
-        assert np.array_equal(mine.data, theirs.data)
+def test_tokens_that_end_a_turn_end_answers(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"tokenizer.ggml.eot_token_id": 298})
+    assert LLM(path, num_pages=20).engine.limits.eos_token_ids == {298, 299}
+
+
+@pytest.mark.parametrize(("key", "value"), [("general.type", "adapter"), ("split.count", 3)])
+def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value!r}"):
+        inspect_model(write_gguf(tmp_path / "m.gguf", {key: value}))

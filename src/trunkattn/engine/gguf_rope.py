@@ -5,10 +5,11 @@ transformers' rope types is taken over; any other scaling is a reason to refuse 
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
+
+from trunkattn.engine.gguf_header import GgufHeader
 
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -17,25 +18,20 @@ YARN_KEYS = frozenset({"type", "factor", "finetuned", "original_context_length"}
 LONGROPE_KEYS = frozenset({"type", "finetuned", "factor", "attn_factor", "original_context_length"})
 
 
-def apply_gguf_rope(config: PretrainedConfig, path: Path) -> None:
-    """Puts the rope scaling of the GGUF file at `path` into `config.rope_parameters`.
+def apply_gguf_rope(config: PretrainedConfig, header: GgufHeader) -> None:
+    """Puts the rope scaling of a GGUF file into `config.rope_parameters`.
 
     Raises:
         ValueError: naming the file's key or tensor that has no exact counterpart.
     """
-    try:  # older versions of transformers run every other model
-        from transformers.integrations.gguf import read_gguf_metadata
-    except ImportError as error:
-        raise ValueError("GGUF files need transformers 5.23 or later; upgrade it") from error
-    metadata, tensor_names = read_gguf_metadata(str(path))
-    prefix = f"{metadata['general.architecture']}.rope."
-    rope = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    prefix = f"{header.architecture}.rope."
+    rope = {key.removeprefix("rope."): value for key, value in header.facts.items() if key.startswith("rope.")}
     scaling = {key.removeprefix("scaling."): value for key, value in rope.items() if key.startswith("scaling.")}
     if "scale_linear" in rope:  # the older name
         scaling = {"type": "linear", "factor": rope["scale_linear"], **scaling}
-    tensors = [name for name in (FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS) if name in tensor_names]
+    tensors = [name for name in (FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS) if name in header.tensors]
     used = [*tensors, *(f"{prefix}scaling.{key}" for key in sorted(scaling))]
-    parameters = _rope_parameters(scaling, tensors, path, config)
+    parameters = _rope_parameters(scaling, tensors, header, config)
     if parameters is None:
         raise ValueError(
             f"its rope scaling ({', '.join(used)}) cannot be taken over exactly; use the model's safetensors folder"
@@ -53,7 +49,7 @@ def apply_gguf_rope(config: PretrainedConfig, path: Path) -> None:
 
 
 def _rope_parameters(
-    scaling: Mapping[str, Any], tensors: list[str], path: Path, config: PretrainedConfig
+    scaling: Mapping[str, Any], tensors: list[str], header: GgufHeader, config: PretrainedConfig
 ) -> dict[str, Any] | None:
     """transformers' parameters of a scaling; {} if there is none, None if it has no exact counterpart."""
     kind, keys, length = scaling.get("type", "none"), frozenset(scaling), scaling.get("original_context_length")
@@ -61,10 +57,10 @@ def _rope_parameters(
     if current and "rope_theta" not in current:  # one mapping per layer type, and the file has one for all
         return {} if kind == "none" and not tensors else None
     if tensors == [FREQUENCY_DIVISORS] and kind == "none":
-        divisors, limit = _values(path, FREQUENCY_DIVISORS), config.max_position_embeddings
+        divisors, limit = _values(header, FREQUENCY_DIVISORS), config.max_position_embeddings
         return {**_longrope(divisors, divisors, limit), "attention_factor": 1.0}
     if tensors == [LONG_FACTORS, SHORT_FACTORS] and kind in ("none", "longrope") and keys <= LONGROPE_KEYS and length:
-        parameters = _longrope(_values(path, LONG_FACTORS), _values(path, SHORT_FACTORS), length)
+        parameters = _longrope(_values(header, LONG_FACTORS), _values(header, SHORT_FACTORS), length)
         attention = {"attention_factor": float(scaling["attn_factor"])} if "attn_factor" in scaling else {}
         return {**parameters, **attention}
     if tensors:
@@ -85,17 +81,15 @@ def _longrope(long: list[float], short: list[float], length: int) -> dict[str, A
     return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **lengths}
 
 
-def _values(path: Path, name: str) -> list[float]:
-    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
-
-    return load_gguf_state_dict(GgufHeader.from_file(str(path)))[name][...].float().tolist()
+def _values(header: GgufHeader, name: str) -> list[float]:
+    return [float(value) for value in header.values(name)]
 
 
 def _check_rotated(config: PretrainedConfig, rotated: int | None, key: str) -> None:
     """Raises ValueError if the file rotates another part of each head than the configuration does."""
     heads = getattr(config, "num_attention_heads", None)
     parameters = getattr(config, "rope_parameters", None) or {}
-    if rotated is None or not heads or "rope_theta" not in parameters or hasattr(config, "rotary_dim"):
+    if not rotated or not heads or "rope_theta" not in parameters or hasattr(config, "rotary_dim"):
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     expected = int(head_dim * parameters.get("partial_rotary_factor", 1.0))

@@ -11,7 +11,6 @@ from transformers.utils import logging
 from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
 from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine
-from trunkattn.engine.gguf_reading import gguf_read_once
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (
@@ -71,20 +70,19 @@ class LLM:
                 raise TypeError(f"{name}={value!r}: there is no such option; expected one of {', '.join(known)}")
         self.config = EngineConfig(**options)
         config = self.config
-        with gguf_read_once():
-            info = inspect_model(
-                model,
-                config.dtype_name,
-                config.device,
-                config.load_format,
-                config.trust_remote_code,
-                config.kv_cache_dtype,
-            )
-            attention_config(info, self.config)
-            size_cache(info, self.config)
-            self.info = info
-            self.tokenizer = load_tokenizer(info)
-            self.model = load_model(info)
+        info = inspect_model(
+            model,
+            config.dtype_name,
+            config.device,
+            config.load_format,
+            config.trust_remote_code,
+            config.kv_cache_dtype,
+        )
+        attention_config(info, self.config)
+        size_cache(info, self.config)
+        self.info = info
+        self.tokenizer = load_tokenizer(info)
+        self.model = load_model(info)
         num_pages, max_model_len = size_cache(info, self.config, self.model)
         self.kv_cache = make_cache(info, self.config.page_size, num_pages)
         self._runner = make_runner(self.model, info, self.config, self.kv_cache, max_model_len)

@@ -1,6 +1,7 @@
 """What a model is before its weights are loaded; then its weights and tokenizer. transformers reads all of them."""
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +16,14 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
 )
 
-from trunkattn.engine.gguf_rope import apply_gguf_rope
+from trunkattn.engine.gguf_config import gguf_config
+from trunkattn.engine.gguf_header import read_header
+from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
-from trunkattn.engine.model_files import ModelFiles, find_model_files
+from trunkattn.engine.model_files import ModelFiles, find_model_files, one_line
 from trunkattn.engine.model_support import (
     AttentionGeometry,
     check_config,
@@ -39,6 +43,7 @@ KV_DTYPES = MappingProxyType(
     }
 )
 DUMMY_SEED = 0
+MOST_NAMES = 4  # in a message
 
 
 @dataclass(frozen=True)
@@ -128,21 +133,18 @@ def load_model(info: ModelInfo) -> Any:
 
 
 def _read_config(files: ModelFiles) -> PretrainedConfig:
-    """The model's configuration. For a GGUF file this is also the check of its header and, for most architectures, of
-    its length; see `engine.model_files`."""
+    """The model's configuration. For a GGUF file this is also the check of its header and of its length."""
     if files.gguf_file is not None:
-        expected = "expected a complete GGUF file, so copy or download it again"
-    else:
-        expected = "correct its config.json"
-        _check_code(files)
-    with files.readable("read its configuration", expected) as folder:
-        config = AutoConfig.from_pretrained(folder, **files.load_options)
-    if files.gguf_file is not None:
+        with files.readable("read its header", "expected a complete GGUF file, so copy or download it again"):
+            header = read_header(files.path)
         try:
-            apply_gguf_rope(config, files.path)
-        except ValueError as reason:
-            raise ValueError(f"model={str(files.path)!r}: {reason}") from reason
-    return config
+            return gguf_config(header)
+        except Exception as error:  # a foreign file can make transformers raise nearly anything
+            reason = str(error) if isinstance(error, ValueError) else one_line(error)
+            raise ValueError(f"model={str(files.path)!r}: {reason}") from error
+    _check_code(files)
+    with files.readable("read its configuration", "correct its config.json") as folder:
+        return AutoConfig.from_pretrained(folder, **files.load_options)
 
 
 def _check_code(files: ModelFiles) -> None:
@@ -159,21 +161,33 @@ def _saved_model(info: ModelInfo) -> Any:
     files = info.files
     readable = files.readable("load its weights", "expected the files that its configuration describes")
     with torch.device("cpu"), readable as folder:  # transformers would load to a program's own default device
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+        model_class: Any = AutoModelForCausalLM
+        source: dict[str, Any] = {"pretrained_model_name_or_path": folder, **files.load_options}
+        if files.gguf_file is not None:
+            model_class = AutoModelForCausalLM._model_mapping[type(info.config)]
+            weights = gguf_weights(read_header(files.path), info.config, info.dtype)
+            source = {"pretrained_model_name_or_path": None, "state_dict": weights}
+        model, loading = model_class.from_pretrained(
             config=info.config,
             dtype=info.dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
-            **files.load_options,
+            **source,
         )
-    model, loading = loaded
-    if loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"])[:4])
-        raise ValueError(
-            f"model={str(info.files.path)!r}: its files lack {missing}; expected every weight of the model"
-        )
+    _check_names(files, loading["missing_keys"], "lack", "every weight of the model")
+    _check_names(files, loading["unexpected_keys"], "hold", "no tensor that the model of its configuration has not")
     return model
+
+
+def _check_names(files: ModelFiles, names: Iterable[str], what: str, expected: str) -> None:
+    """Raises ValueError if there are names of tensors that are missing or have no place."""
+    if names:
+        raise ValueError(f"model={str(files.path)!r}: its files {what} {_some(sorted(names))}; expected {expected}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _dummy_model(info: ModelInfo) -> Any:
@@ -204,7 +218,9 @@ def load_tokenizer(info: ModelInfo) -> Any | None:
         "prompts as token ids"
     )
     with files.readable("read its tokenizer", expected) as folder:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **files.load_options)
+        # AutoTokenizer would read the whole header to choose a class, and the header describes the tokenizer itself.
+        kind: Any = AutoTokenizer if files.gguf_file is None else PreTrainedTokenizerFast
+        tokenizer = kind.from_pretrained(folder, **files.load_options)
     tokenizer.name_or_path = str(files.path)
     return tokenizer
 

@@ -1,14 +1,12 @@
 """Model files on disk: what a local Hugging Face folder or a GGUF file must hold, checked before anything is loaded.
 
-The libraries that read the formats check them. `safetensors.safe_open` compares a file's length with its header. To
-read a GGUF file takes a second, so `check_gguf` looks at its first bytes only, and transformers reads its header once,
-for the configuration (`engine.model.inspect_model`, `engine.gguf_reading`). For most architectures it uses
-`gguf.GGUFReader`, which finds every tensor; for the others a tensor that is cut off is found when the weights are
-loaded. Both errors name the file.
+`safetensors.safe_open` compares a file's length with its header. Of a GGUF file only the first bytes are read here; the
+header, which names every tensor and its place, is read for the configuration (`engine.gguf_header`).
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +16,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from trunkattn.engine.gguf_header import MAGIC
+
 EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
+QUANTIZATION_KEYS = ("compression_config", "quantization", "quant_config")  # quantization_config is transformers' own
+# Types in which models store weights, masks and indices. Any other holds quantised numbers, and their scales elsewhere.
+PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
 MAX_REASON = 400
-GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
     if not with_weights:
         return
+    _check_unquantized(folder, config)
     if (folder / SAFETENSORS_INDEX).is_file():
         shards = _read_json(folder / SAFETENSORS_INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
@@ -115,28 +120,46 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
         check_safetensors(file)
 
 
+def _check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if the folder says, elsewhere than transformers looks, that its weights are quantized."""
+    found = [f"config.json has {key}" for key in QUANTIZATION_KEYS if config.get(key)]
+    if (folder / MODELOPT_CONFIG).is_file():
+        quantization = _read_json(folder / MODELOPT_CONFIG).get("quantization") or {}
+        method = quantization.get("quant_algo") if isinstance(quantization, Mapping) else quantization
+        found += [f"{MODELOPT_CONFIG} has quant_algo {method!r}"] if method else []
+    if found:
+        raise ValueError(
+            f"model={str(folder)!r}: its weights are quantized ({', '.join(found)}); expected plain safetensors or GGUF"
+        )
+
+
 def check_safetensors(path: Path) -> None:
-    """Raises ValueError unless the file exists and safetensors can open it, which needs every byte of its tensors."""
+    """Raises ValueError unless the file exists, safetensors can open it, which needs every byte of its tensors, and no
+    tensor is quantized."""
     if not path.is_file():
         raise ValueError(f"model={str(path)!r}: there is no such file; expected {EXPECTED_MODEL}")
     try:
-        with safe_open(path, framework="pt"):
-            pass
+        with safe_open(path, framework="pt") as file:
+            types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 it is no mapping
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"model={str(path)!r}: safetensors cannot open it ({error}); expected a complete safetensors file, so copy "
             f"or download it again"
         ) from error
+    for name, kind in types.items():
+        if kind not in PLAIN_TYPES and not MASK.fullmatch(name):
+            raise ValueError(
+                f"model={str(path)!r}: its tensor {name} has type {kind}, so its weights are quantized; expected plain "
+                f"safetensors (F64, F32, F16 or BF16) or GGUF"
+            )
 
 
 def check_gguf(path: Path) -> None:
     """Raises ValueError unless the file begins as GGUF files do."""
     with path.open("rb") as file:
-        magic = file.read(len(GGUF_MAGIC))
-    if magic != GGUF_MAGIC:
-        raise ValueError(
-            f"model={str(path)!r}: it begins with {magic!r}, not {GGUF_MAGIC!r}; expected {EXPECTED_MODEL}"
-        )
+        magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        raise ValueError(f"model={str(path)!r}: it begins with {magic!r}, not {MAGIC!r}; expected {EXPECTED_MODEL}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

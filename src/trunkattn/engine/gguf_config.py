@@ -1,0 +1,210 @@
+"""A model's configuration from a GGUF file's header: every key of the architecture is used, harmless, or refused.
+
+transformers names the fields of most architectures, but leaves out keys, and its defaults then stand for what the file
+says. Here the file's values are compared with the configuration, put into it where they differ, and compared again.
+"""
+
+from collections.abc import Mapping
+from math import isclose
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from trunkattn.engine.gguf_header import GgufHeader
+from trunkattn.engine.gguf_rope import apply_gguf_rope
+
+# A key of the architecture -> the configuration's field of that meaning: the first that the model's type has.
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "context_length": ("max_position_embeddings", "n_positions"),
+        "embedding_length": ("hidden_size",),
+        "block_count": ("num_hidden_layers",),
+        "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+        "vocab_size": ("vocab_size",),
+        "attention.head_count": ("num_attention_heads",),
+        "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+        "attention.key_length": ("head_dim",),
+        "attention.value_length": ("head_dim",),
+        "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+        "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+        "attention.scale": ("attention_multiplier",),
+        "attention.sliding_window": ("sliding_window",),
+        "attn_logit_softcapping": ("attn_logit_softcapping",),
+        "final_logit_softcapping": ("final_logit_softcapping",),
+        "logit_scale": ("logit_scale",),
+        "expert_count": ("num_experts", "num_local_experts"),
+        "expert_used_count": ("num_experts_per_tok",),
+        "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+        "expert_weights_norm": ("norm_topk_prob",),
+        "use_parallel_residual": ("use_parallel_residual",),
+    }
+)
+# Keys that change nothing where they have one of these values.
+HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "attention.causal": (True,),
+        "attention.clamp_kqv": (0.0,),
+        "attention.max_alibi_bias": (0.0,),
+        "attention.sliding_window": (0,),
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+        "pooling_type": (0,),
+        "rope.dimension_count": (0,),
+    }
+)
+# Architectures whose windows transformers gives to the same layers as llama.cpp's files mean.
+WINDOWED: Final = frozenset({"gemma2", "gemma3", "gpt-oss", "phi3"})
+# Gemma's models scale by their width per head, not by head_dim, where they have so many layers (llama.cpp's rule).
+WIDE_SCALES: Final[Mapping[str, int]] = MappingProxyType({"gemma2": 46, "gemma3": 62})
+# Biases that a configuration must announce -> a tensor that shows them.
+BIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+)
+ROPE_BASE, DEFAULT_ROPE_BASE = "rope.freq_base", 10_000.0
+SPECIAL_TOKENS: Final = "tokenizer.ggml."
+# Tokens that end an answer: of the text, of a turn of a chat, and of a message that calls a tool.
+END_TOKENS: Final = tuple(f"{SPECIAL_TOKENS}{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+def gguf_config(header: GgufHeader) -> PretrainedConfig:
+    """The configuration of the model in a file.
+
+    Raises:
+        ValueError: naming the key that has no place, or whose value transformers' model cannot follow.
+    """
+    _check_file(header)
+    values = _by_transformers(header)
+    facts = _facts(header)
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+    changed = {name: value for name, value in _wanted(header, facts, config).items() if not _has(config, name, value)}
+    if changed:
+        config = CONFIG_MAPPING[values["model_type"]].from_dict({**values, **changed})
+    apply_gguf_rope(config, header)
+    _check_keys(header, facts, config)
+    return config
+
+
+def _check_file(header: GgufHeader) -> None:
+    """Raises ValueError unless the file holds one whole model. Keys that are neither the architecture's, the
+    tokenizer's nor these say where a file comes from."""
+    kind, parts = header.keys.get("general.type", "model"), header.keys.get("split.count", 1)
+    if kind != "model":
+        raise ValueError(f"its key general.type={kind!r} says that it is no model; expected 'model'")
+    if parts > 1:
+        raise ValueError(f"its key split.count={parts} says that it is one part of a model; merge them with gguf-split")
+
+
+def _by_transformers(header: GgufHeader) -> dict[str, Any]:
+    """transformers' reading of the header. It gets a file with the header's small keys and the tensors' names."""
+    from gguf import GGUFValueType, GGUFWriter
+
+    with TemporaryDirectory() as folder:
+        writer = GGUFWriter(Path(folder) / "header.gguf", header.architecture)
+        vocabulary = f"{header.architecture}.vocab_size"
+        for key, value in {vocabulary: _vocab_size(header), **header.keys}.items():
+            is_token = key.startswith(SPECIAL_TOKENS) and key.endswith("_token_id")
+            is_rope = key.startswith(f"{header.architecture}.rope.scal")  # `apply_gguf_rope` reads these
+            if (key.startswith(f"{header.architecture}.") and not is_rope) or is_token or key == "general.name":
+                writer.add_key_value(key, value, GGUFValueType.get_type(value))
+        writer.add_token_list(["only its number is needed"])
+        for name in header.tensors:
+            writer.add_tensor(name, np.zeros(1, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        values, _ = PretrainedConfig.get_config_dict(folder, gguf_file="header.gguf", local_files_only=True)
+    first = values.get("eos_token_id")
+    ends = [
+        *(first if isinstance(first, list) else []),
+        *(header.keys[key] for key in END_TOKENS if key in header.keys),
+    ]
+    ends = [*dict.fromkeys(ends)]
+    return {**values, "vocab_size": _vocab_size(header), "eos_token_id": ends if len(ends) != 1 else ends[0]}
+
+
+def _vocab_size(header: GgufHeader) -> int:
+    return int(header.keys.get(f"{header.architecture}.vocab_size", header.keys.get("tokenizer.ggml.tokens", 0)))
+
+
+def _facts(header: GgufHeader) -> dict[str, Any]:
+    """The keys of the architecture. A list of equal values is that value."""
+    return {
+        key: value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+        for key, value in header.facts.items()
+    }
+
+
+def _defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp takes where a file leaves out a key."""
+    heads, width = facts.get("attention.head_count"), facts.get("embedding_length")
+    if not isinstance(heads, int) or not isinstance(width, int) or not heads:
+        return {ROPE_BASE: DEFAULT_ROPE_BASE}
+    lengths = dict.fromkeys(("attention.key_length", "attention.value_length"), width // heads)
+    return {**lengths, "attention.head_count_kv": heads, ROPE_BASE: DEFAULT_ROPE_BASE}
+
+
+def _wanted(header: GgufHeader, facts: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of the configuration as the file wants them."""
+    known, facts = _known_fields(config), {**_defaults(facts), **facts}
+    wanted = {
+        field: value
+        for key, value in facts.items()
+        if (field := _field(key, known)) and key != "attention.value_length" and value not in HARMLESS.get(key, ())
+    }
+    if "query_pre_attn_scalar" in known and header.architecture in WIDE_SCALES:
+        is_wide = facts.get("block_count") == WIDE_SCALES[header.architecture]
+        per_head = _defaults(facts)["attention.key_length"]
+        wanted["query_pre_attn_scalar"] = per_head if is_wide else facts["attention.key_length"]
+    wanted |= {field: True for field, tensor in BIASES.items() if field in known and tensor in header.tensors}
+    if _rope_bases(config):
+        wanted["rope_theta"] = facts[ROPE_BASE]
+    return wanted
+
+
+def _known_fields(config: PretrainedConfig) -> frozenset[str]:
+    """Fields that configurations of this type have of their own: any other name would be kept and read by nobody."""
+    extra = {"head_dim"} & vars(config).keys()  # transformers' attention reads this one wherever it stands
+    return frozenset({*vars(type(config)()), *type(config).attribute_map, *extra})
+
+
+def _field(key: str, known: frozenset[str]) -> str | None:
+    return next((field for field in FIELDS.get(key, ()) if field in known), None)
+
+
+def _rope_bases(config: PretrainedConfig) -> list[float]:
+    """The base of the rotation of the layers that see every token; empty without a rotation."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    found = parameters.get("full_attention", parameters)
+    return [found["rope_theta"]] if "rope_theta" in found else []
+
+
+def _has(config: PretrainedConfig, field: str, value: Any) -> bool:
+    """Whether a configuration has a value, as exactly as a file stores it."""
+    found = _rope_bases(config)[0] if field == "rope_theta" else getattr(config, field, None)
+    if isinstance(value, float) and isinstance(found, int | float):
+        return isclose(found, value, rel_tol=1e-6)
+    return bool(found == value)
+
+
+def _check_keys(header: GgufHeader, facts: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Raises ValueError for a key of the architecture that has no effect in transformers' model."""
+    known, defaults = _known_fields(config), _defaults(facts)
+    for key, value in facts.items():
+        field = "rope_theta" if key == ROPE_BASE and _rope_bases(config) else _field(key, known)
+        if value in HARMLESS.get(key, ()) or (field is None and value == defaults.get(key)):
+            continue
+        if key.startswith("rope.scal") or key == "rope.dimension_count":  # `apply_gguf_rope` has checked these
+            continue
+        is_elsewhere = key == "attention.sliding_window" and header.architecture not in WINDOWED
+        if field is None or is_elsewhere or not _has(config, field, value):
+            has = "" if field is None else f", whose {field} is {getattr(config, field, None)!r}"
+            raise ValueError(
+                f"its key {header.architecture}.{key}={value!r} has no counterpart in transformers' {config.model_type}"
+                f"{has}; use the model's safetensors folder"
+            )
