@@ -6,11 +6,16 @@ from typing import Any
 import tomllib
 
 
+def repository_of(pyproject: str) -> str | None:
+    """The `Repository` among `[project.urls]` of a pyproject.toml's text; None: it names none."""
+    urls = tomllib.loads(pyproject)["project"].get("urls", {})
+    return {name.lower(): url for name, url in urls.items()}.get("repository")
+
+
 def on_config(config: Any) -> Any:
-    """The configuration with a link to the `Repository` of `[project.urls]` in pyproject.toml, if there is one."""
-    project = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
-    if repository := urls.get("repository"):
+    """The configuration with a link to the repository, if pyproject.toml names one."""
+    repository = repository_of((Path(__file__).parent / "pyproject.toml").read_text(encoding="utf-8"))
+    if repository:
         config.repo_url, config.repo_name = repository, repository.rstrip("/").rsplit("/", 1)[-1]
     return config
 

@@ -71,14 +71,13 @@ def sources(command: str, *names: str, part: str | None = None) -> str:
     """
     outside = [load(name)["source"] for name in names if "source" in load(name)]
     made = f"Made by {outside[0]}. The nearest command here is" if outside else "Made by"
-    return folded(
-        "Source", "\n".join(f"- {line}" for line in (*(source(name, part) for name in names), f"{made} `{command}`"))
-    )
+    lines = [*(source(name, part) for name in names), f"{made} `{command}`"]
+    return folded("Source", "\n".join(f"- {line}" for line in lines), kind="source")
 
 
-def folded(summary: str, text: str) -> str:
-    """Text that a click unfolds, on the site and where the repository is read."""
-    return f'<details markdown="1"><summary>{summary}</summary>\n\n{text}\n\n</details>'
+def folded(summary: str, text: str, kind: str = "note") -> str:
+    """Text that a click unfolds, on the site and where the repository is read. kind: its class for the site's style."""
+    return f'<details class="{kind}" markdown="1"><summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def source(name: str, part: str | None = None) -> str:

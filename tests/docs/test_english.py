@@ -22,6 +22,10 @@ STUMBLES = (
     r"of those the\b",
     r"\bcopy engine\b",
     r"\bwarps with roles\b",
+    r"\bas above\.",
+    r"under way on the card",
+    r"\blos(?:e|es|ing) (?:its|their|some) bits\b",
+    r"\bnobody describes\b",
 )
 
 
