@@ -88,6 +88,16 @@ class Server:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=60, **options)
 
+    def say(self, text: str) -> None:
+        """Makes every answer of the model a text, then end-of-sequence."""
+        tokenizer = self.llm.tokenizer
+        token_ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+        def sample(logits: Any, specs: Any) -> list[int]:
+            return [token_ids[min(spec.position, len(token_ids) - 1)] for spec in specs]
+
+        self.llm.engine._sampler.sample = sample  # type: ignore[method-assign]
+
     def is_idle(self) -> bool:
         engine = self.llm.engine
         return not engine.has_unfinished and engine.scheduler.cache.num_pages_in_use == 0

@@ -62,7 +62,8 @@ def test_log_probabilities(server: Server, reference: LLM) -> None:
     assert whole.logprobs is not None and whole.logprobs.token_logprobs == pytest.approx(
         [entry[token_id].logprob for token_id, entry in zip(expected.token_ids, expected.logprobs, strict=True)]
     )
-    assert "".join(whole.logprobs.tokens) == whole.text
+    written = [entry[token] for token, entry in zip(expected.token_ids, expected.logprobs, strict=True)]
+    assert b"".join(one.token_bytes for one in written).decode(errors="replace") == whole.text
     streamed = [chunk.choices[0] for chunk in server.client().completions.create(**arguments, stream=True)]
     values = [value for choice in streamed if choice.logprobs for value in choice.logprobs.token_logprobs]
     assert values == pytest.approx(whole.logprobs.token_logprobs)

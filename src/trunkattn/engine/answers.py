@@ -7,15 +7,16 @@ from trunkattn.engine.detokenizer import Detokenizer
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling import TokenLogprobs
+from trunkattn.engine.token_bytes import TokenBytes
 
 
 class Answer:
     """Text and log-probabilities of one sequence."""
 
-    def __init__(self, sequence: Request, tokenizer: Any | None) -> None:
+    def __init__(self, sequence: Request, tokenizer: Any | None, token_bytes: TokenBytes) -> None:
         prompt, params = sequence.token_ids[: sequence.num_prompt_tokens], sequence.params
         self._sequence = sequence
-        self._tokenizer = tokenizer
+        self._token_bytes = token_bytes
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
@@ -34,7 +35,7 @@ class Answer:
         """Adds the sequence's newest token; returns the stop string that it completed, if any."""
         if self._logprobs is not None and logprobs is not None:
             self._cumulative_logprob += logprobs.logprobs[0]
-            self._logprobs.append(logprob_entry(logprobs, self._tokenizer))
+            self._logprobs.append(logprob_entry(logprobs, self._token_bytes))
         if self._detokenizer is None:
             return None
         ends_it = self._sequence.finish_reason == "stop"
@@ -61,12 +62,14 @@ class Answer:
         )
 
 
-def logprob_entry(logprobs: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
+def logprob_entry(logprobs: TokenLogprobs, token_bytes: TokenBytes) -> dict[int, Logprob]:
     """Token id -> Logprob of one place."""
     entry: dict[int, Logprob] = {}
     for token_id, value, rank in zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True):
         if token_id not in entry:
-            entry[token_id] = Logprob(value, rank, None if tokenizer is None else tokenizer.decode([token_id]))
+            written = token_bytes.of(token_id)
+            text = None if written is None else written.decode("utf-8", "replace")
+            entry[token_id] = Logprob(value, rank, text, written)
     return entry
 
 
@@ -78,17 +81,23 @@ class RequestAnswers:
         prompt: its text; None for a prompt given as token ids.
         sequences: the first sequence, then the children that fork from it.
         tokenizer: a transformers tokenizer or None.
+        token_bytes: what its tokens write.
     """
 
     def __init__(
-        self, request_id: str, prompt: str | None, sequences: Sequence[Request], tokenizer: Any | None
+        self,
+        request_id: str,
+        prompt: str | None,
+        sequences: Sequence[Request],
+        tokenizer: Any | None,
+        token_bytes: TokenBytes,
     ) -> None:
         self.request_id = request_id
         self.sequences = tuple(sequences)
         self._prompt = prompt
         self._prompt_token_ids = sequences[0].token_ids[: sequences[0].num_prompt_tokens]
-        self._tokenizer = tokenizer
-        self._answers = tuple(Answer(sequence, tokenizer) for sequence in sequences)
+        self._token_bytes = token_bytes
+        self._answers = tuple(Answer(sequence, tokenizer, token_bytes) for sequence in sequences)
         asked = sequences[0].params.prompt_logprobs is not None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if asked else None
 
@@ -103,7 +112,7 @@ class RequestAnswers:
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Adds the log-probabilities of the next prompt tokens."""
         if self._prompt_logprobs is not None:
-            self._prompt_logprobs += [logprob_entry(one, self._tokenizer) for one in logprobs]
+            self._prompt_logprobs += [logprob_entry(one, self._token_bytes) for one in logprobs]
 
     def output(self) -> RequestOutput:
         """The request's output so far."""

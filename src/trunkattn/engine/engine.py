@@ -19,6 +19,7 @@ from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.engine.structured_output import StructuredOutputs
 from trunkattn.engine.suspects import Suspects
+from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.engine.token_rules import ModelLimits, TokenRules, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
 from trunkattn.validate import check_int
@@ -72,6 +73,7 @@ class Engine:
         self.scheduler = scheduler
         self._sampler = Sampler(seed)
         self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
         self._token_rules = TokenRules(limits, tokenizer)
         self._requests: dict[str, RequestAnswers] = {}  # unfinished ones
         self._stats = EngineStats()
@@ -204,7 +206,7 @@ class Engine:
         for sequence in sequences if params.changes_logits else ():
             sequence.logits_state = LogitsState(params, checked.rules, sequence.token_ids, num_tokens)
         sequences[0].children.extend(sequences[1:])
-        self._requests[request_id] = RequestAnswers(request_id, prompt, sequences, self._tokenizer)
+        self._requests[request_id] = RequestAnswers(request_id, prompt, sequences, self._tokenizer, self._token_bytes)
         self._num_arrivals += 1
         self.scheduler.add(sequences[0])
         return request_id

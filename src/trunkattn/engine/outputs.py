@@ -5,11 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability (natural log) of a token under the unmodified logits, its rank from 1, and its text."""
+    """Log-probability (natural log) of a token under the unmodified logits, and its rank from 1.
+
+    Attributes:
+        decoded_token: what the token writes within a text, a leading space included; part of a character is U+FFFD.
+            None without a tokenizer.
+        token_bytes: the same as UTF-8, where the parts of a character are told apart.
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 @dataclass(frozen=True)

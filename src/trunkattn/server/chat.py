@@ -11,7 +11,7 @@ from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
 from trunkattn.server.service import Service, usage_of
-from trunkattn.server.streaming import Progress, StreamWriter
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
 
 _MOST_TOP_LOGPROBS: Final = 20
@@ -59,7 +59,9 @@ class Chat:
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
             if parsed.calls:
                 message |= {"content": parsed.content or None, "tool_calls": [call.as_json() for call in parsed.calls]}
-            logprobs = None if answer.logprobs is None else {"content": _logprobs(answer, 0, self._num_top)}
+            logprobs = (
+                None if answer.logprobs is None else {"content": _logprobs(answer, 0, self._num_top), "refusal": None}
+            )
             choices.append(
                 {"index": answer.index, "message": message, "logprobs": logprobs, **_ending(answer, bool(parsed.calls))}
             )
@@ -149,7 +151,7 @@ class Chat:
         logprobs: list[dict[str, Any]] | None = None,
         ending: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        content = {"content": logprobs} if logprobs else None
+        content = {"content": logprobs, "refusal": None} if logprobs else None
         choice = {"index": answer.index, "delta": delta, "logprobs": content, "finish_reason": None, **(ending or {})}
         return self._envelope("chat.completion.chunk", [choice])
 
@@ -193,7 +195,7 @@ def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> list[
         return []
     return [
         _logprob(entry[token_id])
-        | {"top_logprobs": [_logprob(top) for top in _by_rank(entry.values()) if top.rank <= num_top]}
+        | {"top_logprobs": [_logprob(top) for top in _by_rank(entry.values())[:num_top] if top.rank <= num_top]}
         for token_id, entry in zip(answer.token_ids[first_token:], answer.logprobs[first_token:], strict=True)
     ]
 
@@ -203,5 +205,7 @@ def _by_rank(logprobs: Iterable[Logprob]) -> list[Logprob]:
 
 
 def _logprob(logprob: Logprob) -> dict[str, Any]:
-    text = logprob.decoded_token or ""
-    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode("utf-8", "replace"))}
+    written = logprob.token_bytes
+    text = "" if written is None else written.decode("utf-8", "backslashreplace")
+    value = max(logprob.logprob, LEAST_LOGPROB)
+    return {"token": text, "logprob": value, "bytes": None if written is None else list(written)}

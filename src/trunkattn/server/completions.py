@@ -2,15 +2,15 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
-from trunkattn.engine.outputs import CompletionOutput, RequestOutput
+from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, shown
 from trunkattn.server.protocol import CompletionRequest
 from trunkattn.server.service import Service, usage_of
-from trunkattn.server.streaming import Progress, StreamWriter
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets
 
 
 class Completion:
@@ -49,7 +49,7 @@ class Completion:
         """The response, once every answer is finished."""
         outputs = await self._service.finished(submissions)
         choices = [
-            self._choice(prompt, answer, answer.text, answer.logprobs is not None and _logprobs(answer, 0, 0))
+            self._choice(prompt, answer, answer.text, self._logprobs(answer, 0, TextOffsets()))
             for prompt, output in enumerate(outputs)
             for answer in output.outputs
         ]
@@ -66,12 +66,18 @@ class Completion:
                 text, first_token, at = sent.advance(answer)
                 has_logprobs = answer.logprobs is not None and len(answer.logprobs) > first_token
                 if text or has_logprobs or sent.just_ended:
-                    logprobs = has_logprobs and _logprobs(answer, first_token, at)
+                    logprobs = self._logprobs(answer, first_token, sent.offsets) if has_logprobs else None
                     yield writer.event(self._envelope([self._choice(grown.prompt, answer, text, logprobs, at == 0)]))
         if self._body.stream_options and self._body.stream_options.include_usage:
             usage = usage_of([newest[prompt] for prompt in range(len(submissions))])
             yield writer.event(self._envelope([]) | {"usage": usage.as_json()})
         yield writer.done()
+
+    def _logprobs(self, answer: CompletionOutput, first_token: int, offsets: TextOffsets) -> dict[str, Any] | None:
+        if answer.logprobs is None:
+            return None
+        hidden = () if self._body.skip_special_tokens is False else self._service.special_ids
+        return _logprobs(answer, first_token, offsets, hidden)
 
     def _choice(
         self, prompt: int, answer: CompletionOutput, text: str, logprobs: Any, begins: bool = True
@@ -81,7 +87,7 @@ class Completion:
         return {
             "index": prompt * self._body.n + answer.index,
             "text": text,
-            "logprobs": logprobs or None,
+            "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
@@ -106,14 +112,28 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-def _logprobs(answer: CompletionOutput, first_token: int, offset: int) -> dict[str, Any]:
-    """Log-probabilities of tokens from `first_token` on. offset: characters of the answer before them."""
-    tokens, own, top, offsets = [], [], [], []
+def _logprobs(
+    answer: CompletionOutput, first_token: int, offsets: TextOffsets, hidden: Collection[int]
+) -> dict[str, Any]:
+    """Log-probabilities of tokens from `first_token` on. hidden: tokens that write nothing into the text."""
+    tokens, own, top, places = [], [], [], []
     for token_id, entry in zip(answer.token_ids[first_token:], (answer.logprobs or [])[first_token:], strict=True):
-        text = entry[token_id].decoded_token or ""
-        tokens.append(text)
-        own.append(entry[token_id].logprob)
-        top.append({logprob.decoded_token or str(token): logprob.logprob for token, logprob in entry.items()})
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+        tokens.append(_shown(entry[token_id], token_id))
+        own.append(max(entry[token_id].logprob, LEAST_LOGPROB))
+        likely: dict[str, float] = {}
+        for other, logprob in entry.items():  # the token itself comes first, and nothing replaces it
+            likely.setdefault(_shown(logprob, other), max(logprob.logprob, LEAST_LOGPROB))
+        top.append(likely)
+        places.append(offsets.before(b"" if token_id in hidden else entry[token_id].token_bytes or b""))
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": places}
+
+
+def _shown(logprob: Logprob, token_id: int) -> str:
+    """A token as text. Part of a character is written as its bytes, as OpenAI does."""
+    written = logprob.token_bytes
+    if written is None:
+        return f"token_id:{token_id}"
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)

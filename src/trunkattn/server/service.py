@@ -71,6 +71,7 @@ class Service:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
         self._tokenizing = ThreadPoolExecutor(1, "trunkattn-tokenizer")  # a long prompt must not stall the answers
         vocabulary = {} if llm.tokenizer is None else llm.tokenizer.get_vocab()
+        self.special_ids = frozenset(() if llm.tokenizer is None else llm.tokenizer.all_special_ids)
         most = options.max_prompt_tokens or llm.engine.limits.max_model_len
         self._most_characters = most * max(map(len, vocabulary), default=1)
 

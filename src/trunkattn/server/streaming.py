@@ -1,14 +1,31 @@
 """Server-sent events, and how much of an answer they have told."""
 
 import json
+from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
 
 from trunkattn.engine.outputs import CompletionOutput
 from trunkattn.server.errors import failure
+
+LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
+
+
+class TextOffsets:
+    """Characters of a text before each of its tokens; the parts of a character begin where it does."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def before(self, written: bytes) -> int:
+        """Characters before a token that writes these bytes; the next token follows it."""
+        at = self._characters
+        self._characters += len(self._decoder.decode(written))
+        return at
 
 
 @dataclass
@@ -19,6 +36,7 @@ class Progress:
     tokens: int = 0
     ended: bool = False
     just_ended: bool = False
+    offsets: TextOffsets = field(default_factory=TextOffsets)
 
     def advance(self, answer: CompletionOutput, text: str | None = None) -> tuple[str, int, int]:
         """What is new: its text, the number of its first token, and of its first character. text: what of the answer
