@@ -1,6 +1,7 @@
 """Kernels on a CPU."""
 
-from benchmarks.page.common import NOTICEABLE, Loss, Section, load, sources, table
+from benchmarks.page.common import NOTICEABLE, Loss, Section, and_, load, sources, table
+from benchmarks.page.names import offline
 
 
 def cpu() -> Section:
@@ -10,10 +11,14 @@ def cpu() -> Section:
         others = {way: figures["median_ms"] for way, figures in ways.items() if not way.startswith("trunkattn")}
         alone, best = ways["trunkattn per_query"]["median_ms"], min(others.values())
         rows.append(
-            [case, *(f"{time:.2f}" for time in (others["sdpa"], best, alone, ours)), f"{others['sdpa'] / ours:.1f}×"]
+            [
+                offline(case),
+                *(f"{time:.2f}" for time in (others["sdpa"], best, alone, ours)),
+                f"{others['sdpa'] / ours:.1f}×",
+            ]
         )
         if ours / min(others.values()) > NOTICEABLE:
-            losses.append(Loss(f"CPU, {case}", "the fastest way in torch", ours / min(others.values())))
+            losses.append(Loss(f"CPU, {offline(case)}", "the fastest way in torch", ours / min(others.values())))
     text = f"""## Kernels
 
 Attention of one layer on two cores, float32, ms:
@@ -32,10 +37,11 @@ def planner() -> Section:
         [f"`{policy}`", f"{times['cold']['median_ms']:.2f}", f"{times['patch']['median_ms']:.3f}"]
         for policy, times in policies.items()
     ]
+    batch, _, nodes = load("planner-cpu")["batch"].partition(", tree ")
     text = f"""## On one core of a CPU
 
-Milliseconds for {load("planner-cpu")["batch"]}. The next step has a token more in each request, and its
-plan is a patch of the last one.
+Milliseconds for {batch}, in a tree with {and_(nodes.split(","))} nodes on its levels.
+The next step has a token more in each request, and its plan is a patch of the last one.
 
 {table(["policy", "first plan", "plan of the next step"], plans)}
 

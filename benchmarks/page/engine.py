@@ -1,6 +1,7 @@
 """The embedded engine."""
 
 from benchmarks.page.common import NOTICEABLE, Loss, Section, load, sources, table
+from benchmarks.page.names import offline
 
 LABELS = {
     "serving-cpu": "CPU, SmolLM2, a trace",
@@ -10,8 +11,12 @@ LABELS = {
 
 
 def scheduler(setting: str) -> str:
-    """As the page has it; older results have the policy's older name, hybrid."""
-    return setting.replace("hybrid", "chunked").replace("chunked_prefill", "chunked")
+    """A setting in words; older results have the policy's older name, hybrid."""
+    policy, *more = setting.split()
+    if policy == "prefill_first":
+        return "whole prompts first"
+    ways = {"serial": "one after the other", "auto": "overlapped"}
+    return ", ".join([f"chunks, {more[0]} tokens a step", *(ways[way] for way in more[1:])])
 
 
 def engine() -> Section:
@@ -30,28 +35,28 @@ def engine() -> Section:
     for case, run in cases.items():
         theirs, ours = run["vllm"]["decode_tokens_per_second"], run["trunkattn auto"]["decode_tokens_per_s"]
         unshared = run["trunkattn per_query"]["decode_tokens_per_s"]
-        speeds.append([case, f"{theirs:.0f}", f"{ours:.0f}", f"{unshared:.0f}"])
+        speeds.append([offline(case), f"{theirs:.0f}", f"{ours:.0f}", f"{unshared:.0f}"])
         if theirs / ours > NOTICEABLE:
-            losses.append(Loss(f"engine on a CPU, {case}", "vLLM's CPU engine", theirs / ours))
+            losses.append(Loss(f"engine on a CPU, {offline(case)}", "vLLM's CPU engine", theirs / ours))
     losses += later_first_tokens()
     equal = load("equality-cpu")["scenarios"]
     text = f"""## The embedded engine
 
-Under load (POD-Attention's Tables 5 to 7): `prefill_first` computes whole prompts while decodes wait; `chunked` is
-Sarathi-Serve's chunked prefill with a budget of tokens per step, and on a GPU with attention one after the other
-(`serial`) or overlapped (`auto`). A request counts as stalled if one of its gaps is longer than 200 or 500 ms; on the
-CPU, than the same number of decode steps as in POD's setting.
+Under load (POD-Attention's Tables 5 to 7). Decodes wait while whole prompts are computed, or prompts are computed in
+chunks as in Sarathi-Serve, with a budget of tokens per step. On a GPU the attention of chunks and decodes runs one
+after the other or overlapped. A request counts as stalled if one of its gaps is longer than 200 or 500 ms; on the CPU, longer
+than the same number of decode steps as in POD's setting.
 
 {
         table(
             [
                 "machine",
-                "scheduler, budget",
+                "scheduler",
                 "first token s, P50 / P99",
                 "between tokens ms, P50 / P99 / max",
                 "latency s, P50",
-                "stalled, 200 ms",
-                "500 ms",
+                "stalled over 200 ms",
+                "stalled over 500 ms",
             ],
             rows,
             2,
@@ -83,6 +88,6 @@ def later_first_tokens() -> list[Loss]:
         later = {setting: run["ttft_s"]["p50"] / before for setting, run in runs.items()}
         setting, worst = max(later.items(), key=lambda item: item[1])
         if worst > NOTICEABLE:
-            where = f"engine, {LABELS[name]}: first token (P50) with {scheduler(setting)}"
-            losses.append(Loss(where, "`prefill_first`", worst))
+            where = f"engine, {LABELS[name]}: first token (P50), {scheduler(setting)}"
+            losses.append(Loss(where, scheduler("prefill_first"), worst))
     return losses

@@ -55,6 +55,18 @@ def heads(text: str) -> str:
     return _HEADS.get(text, text)
 
 
+def offline(case: str) -> str:
+    """A batch of the CPU's benchmarks, such as "32 × (2048 + 64), SmolLM2", "1 × 8192" or "32 × 256 unshared"."""
+    batch, comma, model = case.partition(", ")
+    found = re.fullmatch(r"(\d+) × (?:\((\d+) \+ (\d+)\)|(\d+)(?: unshared)?)", batch)
+    if not found:
+        return case
+    requests, shared, own, whole = found.groups()
+    if whole:
+        return tree(f"{requests}_{whole}") + comma + model
+    return tree(f"1,{requests}_{shared},{own}") + comma + model
+
+
 def tree(text: str) -> str:
     """A tree of nodes and tokens per level, such as "1,64_8192,512"; and a tree of one level, which shares nothing.
 

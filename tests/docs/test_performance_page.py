@@ -53,6 +53,8 @@ def test_a_batch_without_a_plain_name_is_shown_as_it_is() -> None:
     assert names.traffic("documents 6/s") == "questions on documents, 6 per second"
     assert names.tree("1,8,256_1024,3072,4096") == "256 requests: 1,024, 8 × 3,072 shared, 4,096 own"
     assert names.tree("1_8192") == "one request of 8,192 tokens"
+    assert names.offline("32 × (2048 + 64), SmolLM2") == "32 requests: 2,048 shared, 64 own, SmolLM2"
+    assert names.offline("32 × 256 unshared") == "32 requests of 256 tokens"
     with pytest.raises(ValueError, match="expected nodes and tokens"):
         names.tree("64 x (4096)")
 
