@@ -44,8 +44,8 @@ def engine() -> Section:
 
 Under load (POD-Attention's Tables 5 to 7). Decodes wait while whole prompts are computed, or prompts are computed in
 chunks as in Sarathi-Serve, with a budget of tokens per step. On a GPU the attention of chunks and decodes runs one
-after the other or overlapped. A request counts as stalled if one of its gaps is longer than 200 or 500 ms; on the CPU, longer
-than the same number of decode steps as in POD's setting.
+after the other or overlapped. A request counts as stalled if one of its gaps is longer than 200 or 500 ms; on the CPU,
+longer than the same number of decode steps as in POD's setting.
 
 {
         table(
