@@ -1,4 +1,4 @@
-"""The command `trunkattn`: demo, generate, serve, doctor. Without the libraries that it needs, it says so in one line."""
+"""The command `trunkattn`: demo, generate, serve, doctor. Names the libraries that it lacks in one line."""
 
 import sys
 from importlib.util import find_spec
