@@ -7,7 +7,6 @@ import torch
 from trunkattn.backend import Backend, PlannedStep
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.inputs import (
-    LayerInputs,
     PromptChunks,
     Scale,
     StepInputs,
@@ -16,6 +15,7 @@ from trunkattn.inputs import (
     check_layer,
     check_on_device,
     check_step,
+    of_layer,
 )
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -263,9 +263,9 @@ class BatchAttention:
     def run(
         self,
         plan: Plan,
-        q: torch.Tensor,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         *,
@@ -280,9 +280,11 @@ class BatchAttention:
             plan: of this object.
             q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more
                 rows, up to max_query_tokens; of them, `out` is left as it is and lse undefined. The host does not know
-                how many tokens a query_start_loc on the device has: fewer rows than that are undefined.
+                how many tokens a query_start_loc on the device has: fewer rows than that are undefined. With a
+                latent_dim also a pair, of the first latent_dim columns (absorbed) and of the others (rope).
             k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
-                strides with a contiguous last dimension.
+                strides with a contiguous last dimension. With a latent_dim, k_cache is [num_pages, page_size, head_dim]
+                and v_cache None: the values are its first columns.
             out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.
             return_lse: also return lse [num_query_tokens, num_qo_heads] float32 (natural log, sinks not included).
             q_scale, k_scale, v_scale: what stored q, k, v are to be multiplied by: a number, or a tensor of one element
@@ -294,7 +296,9 @@ class BatchAttention:
         """
         config = self.config
         self._check_own("plan", plan)
-        inputs = LayerInputs(q, k_cache, v_cache, out, q_scale, k_scale, v_scale, sinks, return_lse)
+        options = (out, q_scale, k_scale, v_scale, sinks, return_lse)
+        inputs = of_layer(config, q, k_cache, v_cache, options)
+        q, k_cache = inputs.q, inputs.k_cache
         rows = plan.num_query_tokens
         if self.capacity is not None and isinstance(q, torch.Tensor) and q.dim():
             rows = min(max(rows, q.shape[0]), self.capacity.max_query_tokens + self.capacity.max_chunk_tokens)

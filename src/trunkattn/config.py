@@ -95,6 +95,9 @@ class AttentionConfig:
             "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto", the cheapest of them by
             predicted cost.
         batch_invariant: whether a request's output has the same bits alone and in any batch.
+        latent_dim: of a latent cache (MLA, DeepSeek-V2 §2.1), each row of which is the key of all heads in its head_dim
+            numbers and the value of all heads in its first latent_dim; None: keys and values are cached apart. With it
+            num_kv_heads is 1 and sm_scale is given: queries are absorbed, so head_dim does not tell it.
         execution: how a GPU launches a step. "serial", "overlapped" (prompt chunks and some decodes at once,
             POD-Attention §4), "streams" (PAT §6), or "auto". A CPU accepts "auto" alone.
 
@@ -120,6 +123,7 @@ class AttentionConfig:
     policy: str = "auto"
     batch_invariant: bool = False
     execution: str = "auto"
+    latent_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
@@ -145,11 +149,40 @@ class AttentionConfig:
             raise ValueError(f"policy={self.policy!r}: expected one of {', '.join(POLICIES)}")
         if self.execution not in EXECUTIONS:
             raise ValueError(f"execution={self.execution!r}: expected one of {', '.join(EXECUTIONS)}")
+        if self.latent_dim is not None:
+            self._check_latent(self.latent_dim)
+
+    def _check_latent(self, latent_dim: int) -> None:
+        check_int("latent_dim", latent_dim, at_least=1)
+        if latent_dim > self.head_dim:
+            raise ValueError(
+                f"latent_dim={latent_dim}: expected at most head_dim={self.head_dim}, the numbers of a cached row"
+            )
+        if self.num_kv_heads != 1:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads}: expected 1 with latent_dim, for all heads share a cached row"
+            )
+        if self.head_dim_v not in (None, latent_dim):
+            raise ValueError(
+                f"head_dim_v={self.head_dim_v}: expected None or latent_dim={latent_dim}, the columns of a cached row "
+                "that are the values"
+            )
+        if self.sm_scale is None:
+            raise ValueError(
+                "sm_scale=None: expected a number with latent_dim, 1 / sqrt(width of a head's keys before they are "
+                "absorbed), such as 192 ** -0.5 for DeepSeek-V3"
+            )
 
     @property
     def value_dim(self) -> int:
         """Width of a value and of an output row."""
-        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+        widths = (self.latent_dim, self.head_dim_v, self.head_dim)
+        return next(width for width in widths if width is not None)
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a KV head caches for a token."""
+        return self.head_dim + (0 if self.latent_dim is not None else self.value_dim)
 
     @property
     def logit_scale(self) -> float:

@@ -204,6 +204,42 @@ class LayerInputs(NamedTuple):
     v_scale: Scale
     sinks: torch.Tensor | None
     return_lse: bool
+    q_rope: torch.Tensor | None = None
+
+
+def of_layer(config: AttentionConfig, q: Any, k_cache: Any, v_cache: Any, options: tuple) -> LayerInputs:
+    """The arguments of `run`, with keys and values as two tensors [pages, page_size, num_kv_heads, ...]: those of a
+    latent cache are views of it, and a `v_cache` that is given must be that view. options: the other arguments."""
+    latent_dim = config.latent_dim
+    if latent_dim is None:
+        if isinstance(q, tuple):
+            raise TypeError("q is a pair: expected one tensor, for the configuration has no latent_dim")
+        if v_cache is None:
+            raise ValueError("v_cache is missing: expected a tensor, or a configuration with latent_dim")
+        return LayerInputs(q, k_cache, v_cache, *options)
+    q, q_rope = q if isinstance(q, tuple) and len(q) == 2 else (q, None)
+    given = k_cache if isinstance(k_cache, torch.Tensor) else torch.empty(0, dtype=torch.uint8, device="cpu")
+    if given.dim() != 3 or given.shape[1:] != (config.page_size, config.head_dim):
+        shape = tuple(given.shape) if given is k_cache else type(k_cache).__name__
+        raise ValueError(
+            f"k_cache has shape {shape}: expected (any, {config.page_size}, {config.head_dim}), rows of a latent "
+            f"cache, the first latent_dim={latent_dim} columns of which are the values"
+        )
+    values = k_cache[..., :latent_dim]
+    if v_cache is not None and not _is_same_view(v_cache, values):
+        raise ValueError(
+            f"v_cache is another tensor than the first {latent_dim} columns of k_cache: expected None, for a latent "
+            "cache holds the values; a model without latent attention needs a configuration without latent_dim"
+        )
+    return LayerInputs(q, k_cache.unsqueeze(2), values.unsqueeze(2), *options)._replace(q_rope=q_rope)
+
+
+def _is_same_view(tensor: Any, view: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and (tensor.data_ptr(), tensor.shape, tensor.stride()) == (
+        view.data_ptr(),
+        view.shape,
+        view.stride(),
+    )
 
 
 def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens: int, inputs: LayerInputs) -> None:
@@ -212,7 +248,12 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
         raise TypeError(f"return_lse={inputs.return_lse!r}: expected a bool")
     k_cache, v_cache, out, sinks = inputs.k_cache, inputs.v_cache, inputs.out, inputs.sinks
     heads, dim, width = config.num_kv_heads, config.head_dim, config.value_dim
-    _tensor("q", inputs.q, (num_query_tokens, config.num_qo_heads, dim), config.dtype, device)
+    q_shape = (num_query_tokens, config.num_qo_heads)
+    if inputs.q_rope is None:
+        _tensor("q", inputs.q, (*q_shape, dim), config.dtype, device)
+    else:
+        _tensor("q[0]", inputs.q, (*q_shape, width), config.dtype, device)
+        _tensor("q[1]", inputs.q_rope, (*q_shape, dim - width), config.dtype, device)
     _tensor("k_cache", k_cache, (None, config.page_size, heads, dim), config.cache_dtype, device)
     _tensor("v_cache", v_cache, (k_cache.shape[0], config.page_size, heads, width), config.cache_dtype, device)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):

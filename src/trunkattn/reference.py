@@ -65,6 +65,32 @@ def paged_attention(
     return out, lse
 
 
+def latent_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None = None,
+    *,
+    latent_dim: int,
+    sm_scale: float,
+    sliding_window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head latent attention in its absorbed form (DeepSeek-V2, §2.1, https://arxiv.org/abs/2405.04434).
+
+    Args:
+        q: [num_query_tokens, num_qo_heads, width], the latent columns absorbed, then the rope columns.
+        cache: [num_pages, page_size, width], one row a token: the key of all heads; its first columns are their value.
+        latent_dim: how many columns are the value.
+        sm_scale: what logits are multiplied by.
+
+    The others, and what is returned, are as of `paged_attention`; out is [num_query_tokens, num_qo_heads, latent_dim].
+    """
+    keys = cache.unsqueeze(2)
+    tables, values = (block_table, seq_lens, query_start_loc), keys[..., :latent_dim]
+    return paged_attention(q, keys, values, *tables, sm_scale=sm_scale, sliding_window=sliding_window)
+
+
 def _hidden(tokens: torch.Tensor, num_queries: int, sliding_window: int | None) -> torch.Tensor:
     """[num_queries, length] which of a sequence's tokens, 0 to length - 1, its last `num_queries` do not see."""
     positions = tokens[len(tokens) - num_queries :, None]

@@ -133,7 +133,7 @@ class Interpreted:
 
     def _planner(self, policy: str, device: DeviceModel) -> Planner:
         config = self.step.config
-        dims = (config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+        dims = (config.num_qo_heads, config.num_kv_heads, config.cached_numbers, config.value_dim)
         model = cost_model(device, *dims, config.cache_dtype.itemsize)
         split = split_rule(device, model, config.num_kv_heads, config.head_dim + config.value_dim, 0)
         return Planner(PlannerSpec(config.page_size, policy, model, split, tile_name=device.name))

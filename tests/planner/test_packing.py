@@ -140,10 +140,10 @@ def test_empty_leaves_read_nothing() -> None:
 
 def test_the_cost_model_of_an_attention() -> None:
     device = DeviceModel("test", 512, 16, 2, 16_384, 25, False, 256)
-    assert cost_model(device, 32, 8, 128, 64, 2) == CostModel(
+    assert cost_model(device, 32, 8, 128 + 64, 64, 2) == CostModel(
         kv_bytes=8 * 192 * 2, partial_bytes=32 * 65 * 4 * 2, item_bytes=8 * 16_384, queries_per_tile=128, group_size=4
     )
-    assert cost_model(device, 1024, 1, 64, 64, 2).queries_per_tile == 1
+    assert cost_model(device, 1024, 1, 128, 64, 2).queries_per_tile == 1
 
 
 def test_the_cost_of_a_packing() -> None:

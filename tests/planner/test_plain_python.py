@@ -13,7 +13,7 @@ from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
 from trunkattn.planner.splitting import split_rule
 
 device = cpu_device(2)
-model = cost_model(device, 8, 2, 64, 64, 4)
+model = cost_model(device, 8, 2, 128, 64, 4)
 planner = Planner(PlannerSpec(4, "auto", model, split_rule(device, model, 2, 128, 0)))
 lens = np.array([37, 41, 50, 9, 50], np.int32)
 table = np.arange(5 * 13, dtype=np.int32).reshape(5, 13)

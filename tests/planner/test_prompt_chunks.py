@@ -23,7 +23,7 @@ DEVICE = DeviceModel("test", 32, 32, 6, 2000, 25, False, 16, by_schedule=True, m
 
 def spec_of(policy: str, page_size: int, device: DeviceModel = DEVICE) -> PlannerSpec:
     """8 query heads, 2 KV heads."""
-    model = cost_model(device, 8, 2, 64, 64, 2)
+    model = cost_model(device, 8, 2, 128, 64, 2)
     return PlannerSpec(page_size, policy, model, split_rule(device, model, 2, 128, 0))
 
 

@@ -36,7 +36,7 @@ def tiles_of_lengths(lengths: list[int]) -> np.ndarray:
 
 def test_the_rule_of_an_attention_on_a_device() -> None:
     device = DeviceModel("test", 512, 16, 4, 16_384, 25, True, 256)
-    rule = split_rule(device, cost_model(device, 32, 8, 128, 64, 2), 8, 192, 512)
+    rule = split_rule(device, cost_model(device, 32, 8, 192, 64, 2), 8, 192, 512)
     assert rule == SplitRule(
         num_workers=4, num_kv_heads=8, grid=256, above_mean=True, fixed_chunk=512, head_bytes=384, row_bytes=15,
         row_unit=16, group_size=4, by_schedule=None, item_bytes=16_384, partial_bytes=(64 + 1) * 4 * 2,

@@ -127,7 +127,8 @@ class CpuExecutor:
         out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
         in_place = out.dtype == torch.float32 and out.is_contiguous()
         computed = out if in_place else torch.empty(out.shape, dtype=torch.float32, device="cpu")
-        queries = inputs.q[: step.num_query_tokens].to(torch.float32).contiguous()
+        q = inputs.q if inputs.q_rope is None else torch.cat((inputs.q, inputs.q_rope), dim=-1)
+        queries = q[: step.num_query_tokens].to(torch.float32).contiguous()
         bits = KV_KINDS[self.config.cache_dtype][1]
         layer = parallel.Layer(queries, inputs.k_cache, inputs.v_cache, bits, computed, lse)
         parallel.execute(step.prepared, layer, self._options(inputs), self._workspace)

@@ -16,7 +16,7 @@ def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
         machine,
         config.num_qo_heads,
         config.num_kv_heads,
-        config.head_dim,
+        config.cached_numbers,
         config.value_dim,
         config.cache_dtype.itemsize,
     )

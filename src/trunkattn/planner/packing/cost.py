@@ -35,12 +35,17 @@ class CostModel(NamedTuple):
 
 
 def cost_model(
-    device: DeviceModel, num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int, kv_itemsize: int
+    device: DeviceModel, num_qo_heads: int, num_kv_heads: int, cached_numbers: int, head_dim_v: int, kv_itemsize: int
 ) -> CostModel:
-    """The model for one attention shape on one device. `kv_itemsize` is the size of a cached number in bytes."""
+    """The model for one attention shape on one device.
+
+    Args:
+        cached_numbers: that a KV head caches for a token: its key's and its value's, or those of a latent row.
+        kv_itemsize: bytes of such a number.
+    """
     group_size = num_qo_heads // num_kv_heads
     return CostModel(
-        kv_bytes=num_kv_heads * (head_dim + head_dim_v) * kv_itemsize,
+        kv_bytes=num_kv_heads * cached_numbers * kv_itemsize,
         partial_bytes=num_qo_heads * (head_dim_v + 1) * _FLOAT32_BYTES * _WRITTEN_AND_READ,
         item_bytes=device.item_bytes * num_kv_heads,
         queries_per_tile=max(1, device.tile_rows // group_size),
