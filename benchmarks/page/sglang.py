@@ -50,7 +50,7 @@ back ends. `fa3` is FlashAttention-3, SGLang's own choice on Hopper, with its ow
 computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` does both here, and `fa3+trunk` has pages
 of one token. The speed-up is the time of the first back end over that of the other.
 
-{tables}{sources(f"python -m benchmarks.engines.sglang_tpot --model FOLDER {options}", *names)}
+{tables}{sources(f"python -m benchmarks.engines.tpot --engine sglang --model FOLDER {options}", *names)}
 """
     return Section(text, losses)
 
@@ -63,13 +63,14 @@ def sglang_serving() -> Section:
         rows += serving_rows(name, "SGLang", (first, ours), losses)
     runs = (" ".join(load(name)["runs"]) + " --parallel" * load(name).get("side_by_side", False) for name in names)
     backends = " or ".join(dict.fromkeys(runs))
+    command = "python -m benchmarks.engines.serving --engine sglang --model FOLDER --trace FILE"
     text = f"""## Requests that arrive over time
 
 Milliseconds, {"; ".join(sorted(pairs))}.
 
 {table(SERVING_HEAD, rows, 2)}
 
-{sources(f"python -m benchmarks.engines.sglang_serving --model FOLDER --trace FILE --backends {backends}", *names)}
+{sources(f"{command} --backends {backends}", *names)}
 """
     return Section(text, losses)
 
@@ -114,7 +115,7 @@ In `mixed` the first round has no log-probabilities, because SGLang mixes no ste
 
 {folded(f"{len(rows)} cases", table(head, rows, 3))}
 
-{sources("python -m benchmarks.engines.sglang_equality", *names)}
+{sources("python -m benchmarks.engines.equality --engine sglang", *names)}
 """
     return Section(text, [])
 
@@ -135,6 +136,6 @@ memory in use after the first steps and after the last.
 
 {table(["card", "back end", "waits", "copies to the host", "memory, MB", "steps"], rows, 4)}
 
-{sources("python -m benchmarks.engines.sglang_steady --model FOLDER", *names)}
+{sources("python -m benchmarks.engines.steady --engine sglang --model FOLDER", *names)}
 """
     return Section(text, [])

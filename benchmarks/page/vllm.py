@@ -93,7 +93,8 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
             where = f"vLLM {load(results[label])['versions']['vllm']}, {label}"
             note_loss(losses, f"{where}: {use_of(workload)}", FA3, ours / stock)
         rows.append(cells)
-    command = "python -m benchmarks.engines.vllm_tpot --model FOLDER [--turns FILE --kv-gib 14] [--tensor-parallel 2]"
+    command = "python -m benchmarks.engines.tpot --engine vllm --model FOLDER"
+    command += " [--turns FILE --kv-gib 14] [--tensor-parallel 2]"
     head = ["use", SHAPE]
     for label in labels:
         head += [f"{label}: FA3", f"{label}: ours", "speed-up"]
@@ -137,7 +138,7 @@ def models() -> Section | None:
     """Models of other shapes, and other caches."""
     losses, found = list[Loss](), other_models()
     rows = [row for name, what in found.items() for row in rows_beside(name, what, losses)]
-    command = "python -m benchmarks.engines.vllm_tpot --shape NAME, or --model FOLDER,"
+    command = "python -m benchmarks.engines.tpot --engine vllm --shape NAME, or --model FOLDER,"
     text = f"""## Other models and caches
 
 Time per output token in milliseconds, random weights in each model's shape.
@@ -160,7 +161,7 @@ Llama-3-8B's query heads, with one KV head.
 
 {table(["card", "number", "use", "FA3", "ours", "speed-up"], rows, 3)}
 
-{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER --dcp 2", *names)}
+{sources("python -m benchmarks.engines.tpot --engine vllm --model FOLDER --dcp 2", *names)}
 """
     return Section(text, losses) if names else None
 
@@ -179,7 +180,7 @@ Seconds until an engine is ready that finds no compiled code, neither vLLM's nor
 
 {table(["card", "FA3", "ours", "difference"], rows)}
 
-{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER --cold", *names)}
+{sources("python -m benchmarks.engines.tpot --engine vllm --model FOLDER --cold", *names)}
 """
     return Section(text, losses) if names else None
 
@@ -203,9 +204,9 @@ prefix.
 
 {table(head, rows, 2)}
 
-{sources("python -m benchmarks.engines.vllm_tpot --model FOLDER --invariant", name)}
+{sources("python -m benchmarks.engines.tpot --engine vllm --model FOLDER --invariant", name)}
 
-{sources("python -m benchmarks.engines.vllm_equality --cases invariant", "vllm-equality-h100-invariant")}
+{sources("python -m benchmarks.engines.equality --engine vllm --cases invariant", "vllm-equality-h100-invariant")}
 """
     return Section(text, losses)
 
@@ -237,6 +238,6 @@ workloads few requests decode at once and they share little, so little can be ga
 
 {table(SERVING_HEAD, rows, 2)}
 
-{sources("python -m benchmarks.engines.vllm_serving --model FOLDER --trace FILE --parallel", *names)}
+{sources("python -m benchmarks.engines.serving --engine vllm --model FOLDER --trace FILE --parallel", *names)}
 """
     return Section(text, losses)

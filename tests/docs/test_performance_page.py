@@ -202,7 +202,7 @@ def test_sglang_has_no_section_without_a_result(tmp_path: Path, monkeypatch: pyt
 
 
 def write_tpot(folder: Path, name: str, ours: dict[str, Any], stock: dict[str, Any], **more: Any) -> None:
-    """A result of vllm_tpot.py with one batch."""
+    """A result of tpot.py with one batch."""
     origin = {"date": "2099-01-01", "commit": "abc", "device": "a host", "versions": {"vllm": "0.33.0"}, "cards": 2}
     rows = [{"workload": "32 x (2048)", "FLASH_ATTN": stock, "CUSTOM": ours}]
     runs = {each: {"card": "NVIDIA H100"} for each in ("FLASH_ATTN", "CUSTOM")}

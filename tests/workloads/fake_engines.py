@@ -108,8 +108,8 @@ def alone(marker: Path, workloads: tuple[str, ...], answers: Connection) -> None
 def serve_runs(task: Any, answers: Connection) -> None:
     """A back end of the serving scripts: its options say whom it meets first, and after how many runs it dies."""
     answers.send(("", {"card": "cpu"}))
-    task.options["barrier"].wait(PATIENCE)
+    task.start.options["barrier"].wait(PATIENCE)
     for number, name in enumerate(task.runs):
-        if number == task.options["dies_after"]:
+        if number == task.start.options["dies_after"]:
             os._exit(3)
         answers.send((name, {"ttft": number, "tpot": 1, "latency": 2}))

@@ -5,12 +5,13 @@ import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.engines import sglang_tpot
-from benchmarks.engines.engine_tpot import LONG, SHORT, TRACED, traced, traced_or_why
+from benchmarks.engines import sglang
+from benchmarks.engines.interface import Offline, Traced
+from benchmarks.engines.pace import LONG, SHORT, TRACED, traced, traced_or_why
 from benchmarks.engines.traces import NAME_LENGTH, busy, busy_us, events_in
 
 
@@ -50,7 +51,14 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
 
 def test_a_trace_without_a_card_is_no_idle_card(tmp_path: Path) -> None:
     (tmp_path / "rank0.trace.json").write_text(json.dumps({"traceEvents": [event("a", 0, 1000, cat="cpu_op")]}))
-    found = traced_or_why(lambda: traced(tmp_path, 4))
+
+    class Decoding:
+        def generate(self, prompts: object, tokens: int) -> None: ...
+
+        def trace(self, prompts: object, span: object, folder: Path) -> Traced:
+            return Traced(4, 8)
+
+    found = traced_or_why(cast(Offline, Decoding()), [[1]], tmp_path)
     assert found == {"busy_missing": "RuntimeError: the engine's profiler saw no kernel of a card"}
 
 
@@ -61,7 +69,7 @@ class Engine:
         self.events, self.loop, self.asked = events, asyncio.new_event_loop(), list[int]()
         self.tokenizer_manager = self
 
-    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], stream: bool) -> Any:
+    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: object) -> Any:
         self.asked.append(sampling_params["max_new_tokens"])
 
         async def answers() -> AsyncIterator[dict[str, list[int]]]:
@@ -80,19 +88,18 @@ class Engine:
             self.writing = asyncio.ensure_future(write())
 
 
-@pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sglang_tpot.Task:
-    monkeypatch.setattr(sglang_tpot, "WRITE_SECONDS", 1)
-    monkeypatch.setattr(sglang_tpot, "profile_request", lambda folder, device, steps: folder)
-    return sglang_tpot.Task("trunk@16", tmp_path, "cuda", 1, (), 1, busy=True)
+@pytest.fixture(autouse=True)
+def profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "WRITE_SECONDS", 1)
+    monkeypatch.setattr(sglang, "profile_request", lambda folder, device, steps: folder)
 
 
-def test_sglang_is_traced_while_it_decodes(task: sglang_tpot.Task, tmp_path: Path) -> None:
+def test_sglang_is_traced_while_it_decodes(tmp_path: Path) -> None:
     engine = Engine([event("a", 0, 24_000 * TRACED)])
-    assert sglang_tpot.trace(engine, task, [[1], [2]], tmp_path)["busy_ms"] == 24.0
+    assert traced_or_why(sglang.Offline(engine, "cuda"), [[1], [2]], tmp_path)["busy_ms"] == 24.0
     assert engine.asked == [SHORT, SHORT, LONG, LONG]
 
 
-def test_sglang_may_write_no_trace(task: sglang_tpot.Task, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="wrote no trace of whole steps"):
-        sglang_tpot.trace(Engine([]), task, [[1]], tmp_path)
+def test_sglang_may_write_no_trace(tmp_path: Path) -> None:
+    found = traced_or_why(sglang.Offline(Engine([]), "cuda"), [[1]], tmp_path)
+    assert found == {"busy_missing": "RuntimeError: the engine's profiler wrote no trace of whole steps"}

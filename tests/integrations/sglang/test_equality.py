@@ -1,4 +1,4 @@
-"""The comparison of sglang_equality.py can fail: attention whose merge is broken is not within rounding."""
+"""The comparison of equality.py can fail: attention whose merge is broken is not within rounding."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import sglang
 
-from benchmarks.engines.engine_equality import compare, within_rounding
-from benchmarks.engines.sglang_equality import STEPS, answers
+from benchmarks.engines.equality import STEPS
+from benchmarks.engines.rounding import compare, within_rounding
+from benchmarks.engines.sglang import Offline
 
 from ..broken_merge import break_merge
 from ..vllm.prompts import NUM_PROMPTS, prompts
@@ -20,7 +21,7 @@ TOKENS = 12
 def rounds(folder: Path, backend: str) -> list[list[dict[str, Any]]]:
     engine = sglang.Engine(model_path=str(folder), attention_backend=backend, **OPTIONS, page_size=16)
     try:
-        found = [answers(engine, prompts(), TOKENS) for _ in range(2)]
+        found = [Offline(engine, "cpu").answers(prompts(), TOKENS) for _ in range(2)]
     finally:
         engine.shutdown()
     assert [facts["cached_tokens"] > 0 for _, facts in found] == [True, True]

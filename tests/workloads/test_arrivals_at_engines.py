@@ -1,39 +1,41 @@
-"""benchmarks/engines/engine_serving.py without an engine: workloads, times of requests, results."""
+"""serving.py, replay.py and arrivals.py without an engine: workloads, times of requests, results."""
 
 import argparse
 import asyncio
 import fcntl
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import pairwise
 from multiprocessing import Pipe, get_context
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.engines import engine_serving, sglang_serving, vllm_serving
-from benchmarks.engines.engine_serving import (
+from benchmarks.engines import serving
+from benchmarks.engines.adapters import ENGINES
+from benchmarks.engines.interface import Start
+from benchmarks.engines.replay import ask, replay, spread
+from benchmarks.engines.serving import Result, Results, Task, read_arguments, run_all, run_backends
+from benchmarks.lib.report import RESULTS
+from benchmarks.workloads.arrivals import (
+    BURST_SECONDS,
+    LONGEST_PROMPT,
+    QUESTIONS,
     Arrival,
-    Engine,
-    Result,
-    Results,
     Sizes,
-    Task,
-    announce,
-    ask,
-    command_line,
     documents,
-    replay,
-    run_all,
-    run_backends,
-    spread,
     toolagent,
+    wanted_runs,
 )
 
 from . import fake_engines
-from .scripts import refusal
+from .scripts import refused
+
+
+def start(name: str, options: dict[str, Any] | None = None) -> Start:
+    return Start(name, Path("m"), options or {}, {})
 
 
 async def tokens(*pairs: tuple[float, int]) -> AsyncIterator[int]:
@@ -60,13 +62,13 @@ def test_documents_come_with_bursts_of_questions() -> None:
         assert 20 <= arrival.parts[0][1] < 30 and 3 <= arrival.parts[1][1] < 5 and 2 <= arrival.output_tokens < 4
     assert len(asked) > 10
     for burst in asked.values():
-        assert len(burst) == engine_serving.QUESTIONS
-        assert burst[-1].at - burst[0].at < engine_serving.BURST_SECONDS
+        assert len(burst) == QUESTIONS
+        assert burst[-1].at - burst[0].at < BURST_SECONDS
 
 
 def test_agents_prompts_begin_with_earlier_turns_and_stay_short_enough() -> None:
     arrivals = toolagent(4.0, 30.0)
-    assert max(sum(size for _, size in arrival.parts) for arrival in arrivals) < engine_serving.LONGEST_PROMPT
+    assert max(sum(size for _, size in arrival.parts) for arrival in arrivals) < LONGEST_PROMPT
     assert any(a.parts[0] == b.parts[0] for a, b in pairwise(arrivals))
 
 
@@ -77,20 +79,31 @@ def test_times_of_a_request() -> None:
     assert answer.tpot == pytest.approx((answer.latency - answer.ttft) / 10)
 
 
+class Arriving:
+    """An engine that answers at once. note: told each request and each time that the cache is emptied."""
+
+    def __init__(self, note: Callable[[str, int], None]) -> None:
+        self.note = note
+
+    async def stream(self, name: str, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+        self.note(name, len(prompt))
+        yield tokens
+
+    async def empty_cache(self) -> None:
+        self.note("empty", 0)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(work)
+
+    def shutdown(self) -> None: ...
+
+
 def test_a_run_sends_requests_at_their_times_and_empties_the_cache() -> None:
-    emptied, asked = [], []
-
-    async def empty_cache() -> None:
-        emptied.append(len(asked))
-
-    async def generate(name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
-        asked.append((name, len(prompt)))
-        yield output_tokens
-
-    engine = Engine(generate, empty_cache, 100, dict)
+    asked: list[tuple[str, int]] = []
+    engine = Arriving(lambda *told: asked.append(told))
     arrivals = [Arrival(0.05, (("a", 3),), 4), Arrival(0.0, (("a", 5),), 6)]
-    figures = asyncio.run(replay(engine, "run", arrivals))
-    assert asked == [("run-1", 5), ("run-0", 3)] and emptied == [2]
+    figures = asyncio.run(replay(engine, "run", arrivals, 100))
+    assert asked == [("run-1", 5), ("run-0", 3), ("empty", 0)]
     assert (figures["requests"], figures["input_tokens"], figures["output_tokens"]) == (2, 8, 10)
     assert figures["output_tokens_per_s"] > 0 and figures["latency"].keys() == {"mean", "median", "p99"}
 
@@ -117,64 +130,79 @@ def test_a_result_keeps_runs_that_were_taken_alike(tmp_path: Path) -> None:
 
 
 def test_runs_by_workload_and_rate() -> None:
-    given = argparse.Namespace(trace=None, workloads=["documents", "trace"], scale=0.5, seconds=20.0)
-    assert list(engine_serving.wanted_runs(given)) == ["documents 3/s", "documents 6/s"]
+    given = argparse.Namespace(trace=None, workloads=["documents", "trace"], scale=0.5, seconds=20.0, quick=False)
+    assert list(wanted_runs(given)) == ["documents 3/s", "documents 6/s"]
 
 
-@pytest.mark.parametrize("script", [sglang_serving, vllm_serving])
-def test_a_trace_is_wanted_or_left_out(script: ModuleType) -> None:
-    said = refusal(script.__name__, ["--model", "m"])
-    assert "argument --trace: expected a file for the workload trace" in said
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
 
 
-@pytest.mark.parametrize("script", [sglang_serving, vllm_serving])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ([], "argument --trace: expected a file for the workload trace"),
         (["--turns", "lock", "--kv-gib", "8", "--parallel"], "not allowed with argument"),
         (["--turns", "lock", "--workloads", "documents"], "several engines on one card need --kv-gib"),
+        (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
     ],
 )
-def test_turns_are_for_one_card(script: ModuleType, given: list[str], message: str) -> None:
-    assert message in refusal(script.__name__, ["--model", "m", *given])
+def test_wrong_options_are_refused(
+    engine: str, given: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(read_arguments, ["--engine", engine, "--model", model, *given], capsys)
 
 
-def test_turns_and_caches_are_part_of_sglangs_options(tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    parser = command_line("", sglang_serving.BACKENDS)
-    parser.add_argument("--device", default="cuda")
-    given = ["--model", str(tmp_path), "--turns", "lock", "--kv-gib", "2"]
-    for options in sglang_serving.options_of(parser.parse_args(given)).values():
-        assert options.items() >= {"max_total_tokens": 16384, "sleep_on_idle": True}.items()
-    for options in sglang_serving.options_of(parser.parse_args(given[:2])).values():
-        assert not options.keys() & {"max_total_tokens", "sleep_on_idle"}
+def test_vllm_has_no_cpu(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(read_arguments, ["--engine", "vllm", "--model", model, "--device", "cpu"], capsys)
+    assert "argument --device: vllm has no such option: leave it out, or take sglang" in said
 
 
-def test_runs_and_the_warm_up_are_in_a_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "expected", "absent"),
+    [
+        ("sglang", {"max_total_tokens": 16384, "sleep_on_idle": True, "chunked_prefill_size": 2048}, {"sleep_on_idle"}),
+        ("vllm", {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 2048}, {"kv_cache_memory_bytes"}),
+    ],
+)
+def test_turns_and_caches_are_part_of_an_engines_options(
+    engine: str, expected: dict[str, Any], absent: set[str], model: str
+) -> None:
+    given = ["--engine", engine, "--model", model, "--workloads", "documents"]
+    adapter, arguments = read_arguments([*given, "--turns", "lock", "--kv-gib", "2"])
+    starts = adapter.serving_starts(arguments)
+    assert [start.name for start in starts] == list(adapter.SERVED)
+    assert all(start.options.items() >= expected.items() for start in starts)
+    adapter, arguments = read_arguments(given)
+    assert not any(start.options.keys() & absent for start in adapter.serving_starts(arguments))
+
+
+def test_a_result_says_how_engines_were_started(model: str) -> None:
+    """Runs are kept beside others only if this is equal, so that it must not change between scripts."""
+    said = {}
+    for engine in ENGINES:
+        adapter, arguments = read_arguments(["--engine", engine, "--model", model, "--workloads", "documents"])
+        said[engine] = adapter.serving_options(adapter.serving_starts(arguments))
+    held = {engine: json.loads((RESULTS / f"{engine}-serving-h100.json").read_text())["options"] for engine in ENGINES}
+    assert said["vllm"].keys() == held["vllm"].keys() and "attention_backend" not in said["vllm"]
+    assert said["sglang"]["fa3+trunk@16"].items() <= held["sglang"]["fa3+trunk@16"].items()
+
+
+def test_runs_and_the_warm_up_are_in_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, seen = tmp_path / "lock", []
-
-    async def note(what: str) -> None:
-        seen.append((what, fake_engines.free_for(lock, fcntl.LOCK_SH)))
-
-    async def generate(name: str, prompt: list[int], output_tokens: int) -> AsyncIterator[int]:
-        await note(name)
-        yield output_tokens
-
+    monkeypatch.setattr(serving, "counters", dict)
+    engine = Arriving(lambda what, _: seen.append((what, fake_engines.free_for(lock, fcntl.LOCK_SH))))
     answers, sender = Pipe(duplex=False)
     arrivals = [Arrival(0.0, (("a", 3),), 4)]
-    task = Task("trunk", None, tmp_path, {}, {"a": arrivals, "b": arrivals}, lock)
-    asyncio.run(run_all(Engine(generate, lambda: note("empty"), 100, dict), task, sender))
+    task = Task("vllm", start("trunk"), None, {"a": arrivals, "b": arrivals}, lock)
+    asyncio.run(run_all(engine, task, 100, sender))
     assert seen == [(name, False) for run in ("warm-up-0", "a-0", "b-0") for name in (run, "empty")]
     assert fake_engines.free_for(lock, fcntl.LOCK_EX)
     assert [answers.recv()[0] for _ in range(2)] == ["a", "b"]
-
-
-def test_the_time_to_start_beside_others_is_no_fact() -> None:
-    answers, sender = Pipe(duplex=False)
-    for turns in (None, Path("lock")):
-        announce(Task("trunk", None, Path("m"), {}, {}, turns), 0.0, sender)
-    assert ["ready_s" in answers.recv()[1] for _ in range(2)] == [True, False]
 
 
 class Kept(list[tuple[dict[str, list[str]], list[str]]]):
@@ -188,7 +216,8 @@ class Kept(list[tuple[dict[str, list[str]], list[str]]]):
 def test_back_ends_that_take_turns_start_at_once(lost: str | None) -> None:
     barrier, kept = get_context("spawn").Barrier(2), Kept()
     options = {name: {"barrier": barrier, "dies_after": 1 if name == lost else None} for name in ("fa3", "trunk")}
-    tasks = [Task(name, None, Path("m"), each, {"a": [], "b": []}, Path("lock")) for name, each in options.items()]
+    runs: dict[str, list[Arrival]] = {"a": [], "b": []}
+    tasks = [Task("sglang", start(name, each), None, runs, Path("lock")) for name, each in options.items()]
     if lost:
         with pytest.raises(RuntimeError, match=r"^fa3: the process ended after 1 of 2 runs$"):
             run_backends(fake_engines.serve_runs, tasks, kept)

@@ -1,48 +1,24 @@
-"""vllm_tpot.py and sglang_tpot.py without an engine: the pace of made-up token times, the table and what
-the options choose."""
+"""tpot.py without an engine: the pace of made-up token times, the table and what the options choose."""
 
-import fcntl
+import argparse
 import json
-import os
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
-from multiprocessing import Pipe
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.engines import sglang_tpot, vllm_tpot
-from benchmarks.engines.engine_tpot import (
-    LONG,
-    SHORT,
-    SIX,
-    TRACED,
-    WORKLOADS,
-    Generated,
-    Workload,
-    measure,
-    pace,
-    table,
-)
-from benchmarks.engines.vllm_tpot import (
-    OPTIONS,
-    Run,
-    Setup,
-    Tracer,
-    name_of,
-    options_of,
-    read_arguments,
-    wanted_runs,
-    workloads_of,
-)
+from benchmarks.engines import sglang, tpot, vllm
+from benchmarks.engines.adapters import ENGINES
+from benchmarks.engines.interface import Generated, Offline, Span, Start
+from benchmarks.engines.pace import LONG, SHORT, TRACED, measure, pace, table
+from benchmarks.engines.tpot import name_of, plan_of, workloads_of
+from benchmarks.lib import ports
+from benchmarks.workloads.decode_batches import SIX, WORKLOADS, Workload
 from benchmarks.workloads.model_shapes import SHAPES, write_config
 
-from . import fake_engines
-from .scripts import refusal
+from .scripts import refusal, refused
 
 
 def steady(start: float, step: float, tokens: int = LONG, at_once: int = 1) -> list[tuple[float, int]]:
@@ -88,7 +64,7 @@ def test_each_batch_is_generated_once_for_the_cache_and_timed_in_each_repeat() -
         step = 0.01 * len(asked)
         return Generated([list(range(tokens))] * len(prompts), [steady(0.0, step, tokens)] * len(prompts))
 
-    found = measure(generate, [[1], [2]], 3)
+    found = measure(cast(Offline, SimpleNamespace(generate=generate)), [[1], [2]], 3)
     assert asked == [SHORT, LONG, LONG, LONG]
     assert found == {"tpot_ms": 30.0, "tpot_ms_each": [20.0, 30.0, 40.0], "tokens": [list(range(16))] * 2}
 
@@ -107,47 +83,63 @@ def test_a_table_is_made_of_the_back_ends_that_there_are() -> None:
     assert row["CUSTOM"]["parted_in_steps"] == [12]
 
 
-def test_with_batch_invariance_ours_runs_once_more_without_it() -> None:
-    assert wanted_runs(["FLASH_ATTN", "CUSTOM"], invariant=False) == [
-        Run("FLASH_ATTN", "FLASH_ATTN"),
-        Run("CUSTOM", "CUSTOM"),
-    ]
-    assert wanted_runs(["FLASH_ATTN", "CUSTOM"], invariant=True) == [
-        Run("FLASH_ATTN", "FLASH_ATTN", invariant=True),
-        Run("CUSTOM", "CUSTOM", invariant=True),
-        Run("CUSTOM (not invariant)", "CUSTOM"),
-    ]
-    assert wanted_runs(["FLASH_ATTN"], invariant=True) == [Run("FLASH_ATTN", "FLASH_ATTN", invariant=True)]
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return str(write_config("qwen2.5-7b", tmp_path))
 
 
+def read(engine: str, *given: str) -> argparse.Namespace:
+    return tpot.read_arguments(["--engine", engine, *given])
+
+
+def starts(engine: str, *given: str) -> list[Start]:
+    arguments = read(engine, *given)
+    return ENGINES[engine].tpot_starts(arguments, arguments.model)
+
+
+def test_with_batch_invariance_ours_runs_once_more_without_it(model: str) -> None:
+    def runs(*given: str) -> list[tuple[str, str, str]]:
+        return [
+            (start.name, start.options["attention_backend"], start.environment["VLLM_BATCH_INVARIANT"])
+            for start in starts("vllm", "--model", model, *given)
+        ]
+
+    assert runs() == [("FLASH_ATTN", "FLASH_ATTN", "0"), ("CUSTOM", "CUSTOM", "0")]
+    first, *more = runs("--invariant")
+    assert first == ("FLASH_ATTN", "FLASH_ATTN", "1")
+    assert more == [("CUSTOM", "CUSTOM", "1"), ("CUSTOM (not invariant)", "CUSTOM", "0")]
+    assert runs("--invariant", "--backends", "FLASH_ATTN") == [first]
+
+
+def test_a_sampler_that_is_asked_for_outside_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    assert vllm.environment()["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    assert vllm.environment()["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
 def test_a_folder_has_all_batches_and_a_shape_six(model: str) -> None:
-    folder, shape = (read_arguments(given) for given in (["--model", model], ["--shape", "gpt-oss"]))
+    folder, shape = read("vllm", "--model", model), read("vllm", "--shape", "gpt-oss")
     assert workloads_of(folder) == WORKLOADS
     assert len(workloads_of(shape)) == 6
     assert set(workloads_of(shape)) < set(WORKLOADS)
-    assert workloads_of(read_arguments(["--shape", "gpt-oss", "--workloads", "all"])) == WORKLOADS
+    assert workloads_of(read("vllm", "--shape", "gpt-oss", "--workloads", "all")) == WORKLOADS
     assert name_of(folder) == ""
-    assert options_of(folder) == {**OPTIONS, "tensor_parallel_size": 1, "kv_cache_dtype": "auto"}
-    assert "hf_overrides" not in options_of(shape)
+    assert vllm.tpot_options(folder) == {**vllm.COMMON, "tensor_parallel_size": 1, "kv_cache_dtype": "auto"}
+    assert "hf_overrides" not in vllm.tpot_options(shape)
 
 
-def test_batches_by_name(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_by_name(engine: str, model: str, tmp_path: Path) -> None:
     names = [str(WORKLOADS[7]), str(WORKLOADS[0])]
     given = ["--model", model, "--workloads", *names, names[0], "--output", str(tmp_path / "some.json")]
-    assert list(map(str, workloads_of(read_arguments(given)))) == names
-    assert [str(each) for each in sglang_tpot.tasks_of(sglang_tpot.read_arguments(given), [])[0].workloads] == names
+    assert list(map(str, workloads_of(read(engine, *given)))) == names
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("busy", [False, True])
-def test_busy_reaches_the_engines(model: str, busy: bool) -> None:
-    given = ["--model", model, *(["--busy"] if busy else [])]
-    assert vllm_tpot.setup_of(read_arguments(given), Path(model)).busy is busy
-    assert all(task.busy is busy for task in sglang_tpot.tasks_of(sglang_tpot.read_arguments(given), []))
+def test_busy_is_part_of_the_plan(engine: str, model: str, busy: bool) -> None:
+    assert plan_of(read(engine, "--model", model, *["--busy"] * busy)).busy is busy
 
 
 class Profiled:
@@ -164,30 +156,31 @@ class Profiled:
 
 def test_steps_in_which_all_decode_are_traced_once() -> None:
     engine = Profiled()
-    tracer = Tracer(engine)
+    tracer = vllm.Tracer(engine, Span(SHORT, TRACED, LONG), None)
     for step in range(1, LONG + 2):
         engine.steps = step
         tracer(Generated([[0] * min(step, LONG), [0] * (step - 1)], []))
     assert engine.traced == [SHORT + 1, SHORT + 1 + TRACED]
-    assert tracer.tokens == TRACED
+    assert tracer.traced == TRACED
 
 
 def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
     given = ["--shape", "qwen3-next", "--kv-cache-dtype", "fp8", "--invariant", "--tensor-parallel", "2"]
-    arguments = read_arguments(given)
+    arguments = read("vllm", *given)
     assert name_of(arguments) == "-qwen3-next-fp8-invariant-tp2"
-    options = options_of(arguments)
+    options = vllm.tpot_options(arguments)
     assert options["kv_cache_dtype"] == "fp8"
     assert options["tensor_parallel_size"] == 2
     assert options["gdn_prefill_backend"] == "triton"
-    cold = read_arguments(["--model", model, "--cold"])
+    cold = read("vllm", "--model", model, "--cold")
     assert name_of(cold) == "-cold" and list(map(str, workloads_of(cold))) == ["32 x (2048)"]
-    assert workloads_of(read_arguments(["--model", model, "--cold", "--workloads", "six"])) == SIX
-    shared = read_arguments(["--model", model, "--dcp", "2"])
+    assert workloads_of(read("vllm", "--model", model, "--cold", "--workloads", "six")) == SIX
+    shared = read("vllm", "--model", model, "--dcp", "2")
     assert name_of(shared) == "-dcp2"
     assert [str(workload) for workload in workloads_of(shared)] == ["64 x (65536 + 128)"]
     parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
-    assert options_of(shared).items() >= parallel.items()
+    assert vllm.tpot_options(shared).items() >= parallel.items()
+    assert name_of(read("sglang", "--model", model, "--tensor-parallel", "2")) == "-tp2"
 
 
 @pytest.mark.parametrize(
@@ -209,10 +202,15 @@ def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
         ),
         (["--shape", "gpt-oss", "--turns", "lock"], "argument --turns: several engines on one card need --kv-gib"),
         (["--shape", "gpt-oss", "--backends", "CUSTOM", "--invariant", "--turns", "lock"], "need --kv-gib"),
+        (["--shape", "gpt-oss", "--device", "cpu"], "argument --device: vllm has no such option"),
     ],
 )
-def test_wrong_options_are_refused(given: list[str], message: str) -> None:
-    assert message in refusal("benchmarks.engines.vllm_tpot", given)
+def test_wrong_options_are_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(tpot.read_arguments, ["--engine", "vllm", *given], capsys)
+
+
+def test_an_engine_is_required() -> None:
+    assert "the following arguments are required: --engine" in refusal("benchmarks.engines.tpot", ["--model", "m"])
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -244,10 +242,14 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
         (["--device", "cpu", "--busy"], "argument --busy: it tells of a card: leave out --device cpu"),
         (["--workloads", "8 x (8192)"], "take the place of a whole result: give --output"),
         (["--turns", "lock"], "argument --turns: several engines on one card need --kv-gib"),
+        (["--dcp", "2"], "argument --dcp: sglang has no such option: leave it out, or take vllm"),
+        (["--kv-cache-dtype", "fp8"], "argument --kv-cache-dtype: sglang has no such option"),
     ],
 )
-def test_wrong_options_are_refused_for_sglang(given: list[str], message: str, model: str) -> None:
-    assert message in refusal("benchmarks.engines.sglang_tpot", ["--model", model, *given])
+def test_wrong_options_are_refused_for_sglang(
+    given: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(tpot.read_arguments, ["--engine", "sglang", "--model", model, *given], capsys)
 
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -255,27 +257,21 @@ LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_head
 
 def test_the_size_of_a_cache_is_given_to_either_engine(model: str, tmp_path: Path) -> None:
     given = ["--model", model, "--turns", str(tmp_path / "lock"), "--kv-gib", "1.5"]
-    assert options_of(read_arguments(given)).items() >= {
-        "kv_cache_memory_bytes": 3 * 2**29, "gpu_memory_utilization": 0.1,
-    }.items()  # fmt: skip
-    first, second = sglang_tpot.tasks_of(sglang_tpot.read_arguments([*given, "--backends", "fa3", "trunk@16"]), [7, 8])
-    assert (first.port, second.port, first.workloads) == (7, 8, WORKLOADS)
-    assert first.cache_tokens == 3 * 2**29 // (2 * 28 * 4 * 128 * 2)
-    options = second.options()
-    assert options["max_total_tokens"] == first.cache_tokens
-    assert options["mem_fraction_static"] > 0.95 and options["sleep_on_idle"]
+    sized = {"kv_cache_memory_bytes": 3 * 2**29, "gpu_memory_utilization": 0.1}
+    assert all(start.options.items() >= sized.items() for start in starts("vllm", *given))
+    for start in starts("sglang", *given, "--backends", "fa3", "trunk@16"):
+        assert start.cache_tokens == 3 * 2**29 // (2 * 28 * 4 * 128 * 2) == start.options["max_total_tokens"]
+        assert start.options["mem_fraction_static"] > 0.95 and start.options["sleep_on_idle"]
 
 
 def test_without_it_engines_choose_as_before(model: str) -> None:
-    (task,) = sglang_tpot.tasks_of(
-        sglang_tpot.read_arguments(["--model", model, "--backends", "trunk@16", "--workloads", "six"]), []
-    )
-    assert task.workloads == SIX and task.port is None
-    options = task.options()
-    assert options["mem_fraction_static"] == sglang_tpot.ON_GPU["mem_fraction_static"]
-    assert not options.keys() & {"max_total_tokens", "sleep_on_idle"}
-    quick = sglang_tpot.read_arguments(["--model", model, "--quick", "--device", "cpu"])
-    assert {len(each.workloads) for each in sglang_tpot.tasks_of(quick, [])} == {2}
+    given = ["--model", model, "--backends", "trunk@16", "--workloads", "six"]
+    (start,) = starts("sglang", *given)
+    assert workloads_of(read("sglang", *given)) == SIX and start.port is start.cache_tokens is None
+    assert start.options["mem_fraction_static"] == sglang.ON_GPU["mem_fraction_static"]
+    assert not start.options.keys() & {"max_total_tokens", "sleep_on_idle"}
+    quick = read("sglang", "--model", model, "--quick", "--device", "cpu")
+    assert len(workloads_of(quick)) == 2
 
 
 @pytest.mark.parametrize(
@@ -289,93 +285,19 @@ def test_without_it_engines_choose_as_before(model: str) -> None:
     ],
 )
 def test_tokens_of_a_cache(config: dict[str, Any], cards: int, tokens: int) -> None:
-    assert sglang_tpot.cache_tokens(config, 1.0, cards) == tokens
-    assert sglang_tpot.cache_tokens(config, None, cards) is None
-
-
-def test_a_smaller_cache_than_asked_for_is_an_error() -> None:
-    engine = SimpleNamespace(get_server_info=lambda: {"max_total_num_tokens": 4096})
-    sglang_tpot.check_cache(engine, {"max_total_tokens": 4097})
-    sglang_tpot.check_cache(engine, {})
-    with pytest.raises(RuntimeError, match="cache holds 4096 tokens: expected 8192"):
-        sglang_tpot.check_cache(engine, {"max_total_tokens": 8192})
+    assert sglang.cache_tokens(config, 1.0, cards) == tokens
 
 
 def test_two_commands_get_ports_of_their_own() -> None:
-    with sglang_tpot.own_ports(2) as ours, sglang_tpot.own_ports(2) as theirs:
+    with ports.own_ports(2) as ours, ports.own_ports(2) as theirs:
         assert len({*ours, *theirs}) == 4
         gaps = [abs(a - b) for a in ours for b in theirs]
-        assert min(gaps) >= sglang_tpot.PORTS
+        assert min(gaps) >= ports.PORTS
         with socket.socket() as nccl:
             nccl.bind(("", ours[0]))
     with socket.socket() as busy:
         busy.bind(("", ours[0]))
-        with sglang_tpot.own_ports(1) as found:
+        with ports.own_ports(1) as found:
             assert found != ours[:1]
-    with pytest.raises(RuntimeError, match="of 1000 engines find free ports"), sglang_tpot.own_ports(1000):
+    with pytest.raises(RuntimeError, match="of 1000 engines find free ports"), ports.own_ports(1000):
         pass
-
-
-class Engine:
-    """Stands for vLLM's LLM and SGLang's Engine: notes what the lock allows when it starts, measures and ends."""
-
-    def __init__(self, lock: Path | None) -> None:
-        self.lock, self.seen = lock, list[tuple[str, bool, bool]]()
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
-
-    def note(self, when: str) -> None:
-        if self.lock:
-            self.seen.append(
-                (when, *(fake_engines.free_for(self.lock, kind) for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX)))
-            )
-
-    def start(self, *_: object, **options: object) -> "Engine":
-        self.note("start")
-        assert os.environ["PROMETHEUS_MULTIPROC_DIR"]
-        return self
-
-    def generate(self, _: object, prompts: Sequence[list[int]], tokens: int) -> Generated:
-        self.note("measure")
-        return Generated([[1] * tokens] * len(prompts), [steady(0.0, 0.01, tokens)] * len(prompts))
-
-    def shutdown(self) -> None:
-        self.note("end")
-
-
-@pytest.mark.parametrize("takes_turns", [True, False])
-@pytest.mark.parametrize("script", [vllm_tpot, sglang_tpot])
-def test_an_engine_measures_in_its_turn(
-    script: Any, takes_turns: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = tmp_path / "lock" if takes_turns else None
-    engine, found = Engine(lock), []
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", engine.start, raising=False)
-    monkeypatch.setattr(sys.modules["sglang"], "Engine", engine.start, raising=False)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "cpu")
-    monkeypatch.setattr(vllm_tpot, "counters", dict)
-    monkeypatch.setattr(script, "generate", engine.generate)
-    for name in ("PROMETHEUS_MULTIPROC_DIR", "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    answers, sender = Pipe(duplex=False)
-    workloads = (Workload(2, ((1, 32),)), Workload(1, ((1, 16),)))
-    if script is vllm_tpot:
-        vllm_tpot.serve(Run("CUSTOM", "CUSTOM"), Setup(Path(model), {}, workloads, 1, False, lock), sender)
-    else:
-        sglang_tpot.serve(sglang_tpot.Task("trunk", Path(model), "cuda", 1, workloads, 1, None, lock), sender)
-    while answers.poll():
-        found.append(answers.recv())
-    assert [name for name, _ in found] == ["card", "2 x (32)", "1 x (16)", ""]
-    assert found[0][1] == {"card": "cpu"} == {"card": found[-1][1]["card"]}
-    assert ("ready_s" in found[-1][1]) != takes_turns
-    if takes_turns:
-        assert engine.seen == [("start", True, False), *[("measure", False, False)] * 4, ("end", False, False)]
-
-
-@pytest.mark.parametrize("script", ["vllm_tpot", "sglang_tpot", "vllm_serving", "sglang_serving"])
-def test_processes_of_engines_import_a_script_without_its_folder(script: str) -> None:
-    path = str(Path(vllm_tpot.__file__).with_name(f"{script}.py"))
-    code = f"import runpy; runpy.run_path({path!r}, run_name='__mp_main__')"
-    subprocess.run([sys.executable, "-I", "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What engine_tpot.py keeps of back ends' answers as they come, with processes that stand for engines."""
+"""What tpot_answers.py keeps of back ends' answers as they come, with processes that stand for engines."""
 
 import json
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines import sglang_tpot, vllm_tpot
-from benchmarks.engines.engine_tpot import Answers, Results, Workload, outcome, run_backends
+from benchmarks.engines import tpot
+from benchmarks.engines.adapters import ENGINES
+from benchmarks.engines.tpot_answers import Answers, Results, outcome, run_backends
+from benchmarks.workloads.decode_batches import Workload
 from benchmarks.workloads.model_shapes import write_config
 
 from . import fake_engines
@@ -111,20 +113,17 @@ def test_what_all_have_answered_is_kept(events: str, expected: list[tuple[int, s
     assert kept.brief() == expected
 
 
-@pytest.mark.parametrize("script", [vllm_tpot, sglang_tpot])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_result_is_written_before_a_back_end_has_finished(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(write_config("qwen2.5-7b", tmp_path))
     monkeypatch.setattr("benchmarks.lib.report.RESULTS", tmp_path / "results")
-    arguments = script.read_arguments(["--model", model, "--backends", "a", "b"])
-    if script is vllm_tpot:
-        how: Any = vllm_tpot.Setup(Path(model), {"tensor_parallel_size": 1}, BOTH, 1, False)
-    else:
-        how = sglang_tpot.tasks_of(arguments, [])[0]._replace(workloads=BOTH)
-    answers = Answers(2, partial(script.save, arguments, how), {"a": {}, "b": {}})
+    arguments = tpot.read_arguments(["--engine", engine, "--model", model, "--backends", "a", "b"])
+    plan = tpot.plan_of(arguments)._replace(workloads=BOTH)
+    answers = Answers(2, partial(tpot.save, arguments, plan, "qwen"), {"a": {}, "b": {}})
     tell(answers, "a:card b:card a:0 b:0")
-    path = tmp_path / "results" / f"{script.__name__.split('.')[-1].replace('_', '-')}-cpu.json"
+    path = tmp_path / "results" / f"{engine}-tpot-cpu.json"
     partly = json.loads(path.read_text())
     assert partly["unfinished"] == [NAMES[1]] and partly["runs"] == {"a": {"card": "cpu"}, "b": {"card": "cpu"}}
     tell(answers, "a:1 b:1 a:end b:end")
