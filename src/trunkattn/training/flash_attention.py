@@ -1,4 +1,4 @@
-"""FlashAttention for training (lecture §5): exact attention that never stores the scores, with its gradients.
+"""FlashAttention for training (https://arxiv.org/abs/2205.14135): exact attention that never stores the scores.
 
 Two custom ops of torch, so that autograd and `torch.compile` take them: Triton kernels on a GPU, blocks of PyTorch on a
 CPU.
@@ -35,9 +35,10 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | Pair:
-    """Differentiable exact attention in memory linear in the sequence length (FlashAttention; lecture §5.3 to §5.8).
+    """Exact attention with gradients, in memory linear in the sequence length.
 
-    The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile.
+    Sources: FlashAttention, https://arxiv.org/abs/2205.14135, §3.1, and FlashAttention-2,
+    https://arxiv.org/abs/2307.08691, §3. The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile.
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
