@@ -37,8 +37,9 @@ def flash_attention(
 ) -> torch.Tensor | Pair:
     """Exact attention with gradients, in memory linear in the sequence length.
 
+    The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile.
     Sources: FlashAttention, https://arxiv.org/abs/2205.14135, §3.1, and FlashAttention-2,
-    https://arxiv.org/abs/2307.08691, §3. The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile.
+    https://arxiv.org/abs/2307.08691, §3.
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
