@@ -41,6 +41,12 @@ def test_every_column_has_a_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_command_is_there(path: Path) -> None:
+    for module in re.findall(r"python -m ([a-z_.]+)", path.read_text()):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_nothing_is_told_of_how_a_run_went(path: Path) -> None:
     """That is the lab's."""
     found = re.findall(r"given back|ended before|did not come back|which computed them then", path.read_text())

@@ -293,6 +293,37 @@ def glossary() -> Drawing:
     return drawing
 
 
+def nano() -> Drawing:
+    """The five functions of examples/nano.py on the example of its page."""
+    drawing = Drawing(WIDTH, 420, "Nano: block table to tree, packs, items, attention and merge")
+    drawing.heading(10, 22, "1. prefix_forest: 3 requests, pages of 4 tokens")
+    rows = ((("0", "trunk"), ("1", "left"), ("2", "own")), (("0", "trunk"), ("1", "left"), ("3", "own")),
+            (("0", "trunk"), ("4", "own"), ("5", "own")))  # fmt: skip
+    for row, pages in enumerate(rows):
+        y = 46 + 34 * row
+        drawing.text(10, y + 16, f"request {row}", shade="soft")
+        for column, (page, shade) in enumerate(pages):
+            drawing.box(110 + 44 * column, y, 42, 32, shade, page)
+    drawing.arrow((252, 96), (280, 96))
+    drawing.box(290, 46, 90, 100, "trunk", "4 tokens", "shared", "by 3")
+    drawing.box(382, 46, 108, 66, "left", "4 tokens", "shared by 2")
+    drawing.box(492, 46, 72, 32, "own", "1 token", size=SMALL)
+    drawing.box(492, 80, 84, 32, "own", "2 tokens", size=SMALL)
+    drawing.box(382, 114, 208, 32, "own", "7 tokens")
+    drawing.heading(10, 190, "2. pack, 3. work_items: what is read together")
+    packs = ((4, "trunk", "q0, q1, q2"), (4, "left", "q0, q1"), (1, "own", "q0"), (2, "own", "q1"), (7, "own", "q2"))
+    for item, (tokens, shade, queries) in enumerate(packs):
+        drawing.box(10 + 116 * item, 212, 112, 54, shade, f"{tokens} token{'s' if tokens > 1 else ''}", queries)
+        drawing.arrow((66 + 116 * item, 268), (66 + 116 * item, 294))
+    drawing.heading(10, 316, "4. attend: a partial result for each item and query")
+    drawing.text(10, 346, "5. merge: q0 has 3 partial results, q1 has 3 and q2 has 2.", shade="soft")
+    read = sum(tokens for tokens, *_ in packs)
+    drawing.text(10, 376, f"{read} tokens are read instead of 9 + 10 + 11 = 30.", bold=True)
+    drawing.height = 400
+    return drawing
+
+
 METHOD: Final[tuple[Callable[[], Drawing], ...]] = (
     overview, prefix_forest, row_tiles, work_list, cost_model, planning_on_the_device, hopper_kernels, merge, glossary,
+    nano,
 )  # fmt: skip
