@@ -187,3 +187,27 @@ def test_smollm2_special_tokens_anywhere(smollm2_tokenizer: Any, special: int, d
     texts, _ = feed(Detokenizer(smollm2_tokenizer, [100]), token_ids)
     together = smollm2_tokenizer.decode([100, *token_ids], skip_special_tokens=True)
     assert together == smollm2_tokenizer.decode([100]) + texts[-1]
+
+
+class MarkTokenizer(ByteTokenizer):
+    """Tokens 256 and 257 are special: a mark that a reader may want, and an end."""
+
+    all_special_ids = (256, 257)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        special = {256: b"" if skip_special_tokens else b"[CALL]", 257: b"" if skip_special_tokens else b"[END]"}
+        return b"".join(special.get(token_id, bytes([token_id % 256])) for token_id in token_ids).decode(
+            errors="replace"
+        )
+
+
+def test_special_tokens_that_are_kept_are_text_and_the_others_are_not() -> None:
+    token_ids = [*b"a", 257, 256, *"é".encode(), 257]
+    texts, _ = feed(Detokenizer(MarkTokenizer(), [257, 65], kept_special_token_ids=[256]), token_ids)
+    assert texts[-1] == "a[CALL]é"
+    texts, _ = feed(Detokenizer(MarkTokenizer(), [257, 65]), token_ids)
+    assert texts[-1] == "aé"
+    texts, _ = feed(
+        Detokenizer(MarkTokenizer(), [], skip_special_tokens=False, kept_special_token_ids=[256]), token_ids
+    )
+    assert texts[-1] == "a[END][CALL]é[END]"

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trunkattn import LLM
@@ -27,11 +27,11 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path) -> None:
-    """Random weights with logits that differ from token to token."""
+def save_model(folder: Path, more: Sequence[AddedToken] = ()) -> None:
+    """Random weights with logits that differ from token to token. more: tokens besides single bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=257,
+        vocab_size=257 + len(more),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -53,6 +53,8 @@ def save_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
+    for token in more:
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -63,6 +65,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-server")
     save_model(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def save_tiny_model() -> Callable[..., None]:
+    """See `save_model`."""
+    return save_model
 
 
 @pytest.fixture(scope="session")
@@ -116,8 +124,8 @@ def start_server(folder: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers with options of `ServerOptions`, and ends them all."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(num_pages: int = 256, **options: Any) -> Server:
-        llm = LLM(folder, num_pages=num_pages)
+    def start(num_pages: int = 256, path: Path = folder, **options: Any) -> Server:
+        llm = LLM(path, num_pages=num_pages)
         app = create_app(llm, ServerOptions(NAME, port=0, **options))
         config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)

@@ -27,6 +27,7 @@ class Answer:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
+                kept_special_token_ids=tuple(params.kept_special_token_ids),
             )
         self._logprobs: list[dict[int, Logprob]] | None = None if sequence.params.logprobs is None else []
         self._cumulative_logprob = 0.0

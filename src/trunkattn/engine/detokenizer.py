@@ -5,8 +5,10 @@ SentencePiece or Python tokenizer needs this one. It also ends an answer that st
 where DecodeStream returns no text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
+
+from trunkattn.engine.token_bytes import special_ids
 
 NUM_CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the answer, so that its leading space is not lost
 MAX_PENDING_TOKENS = 8  # more than the bytes of a character, so that the last ones show whether it is complete
@@ -32,6 +34,7 @@ class Detokenizer:
         skip_special_tokens, spaces_between_special_tokens: what the tokenizer makes of special tokens.
         include_stop: the text ends after the stop string.
         min_tokens: a stop string counts only in the text after this many tokens.
+        kept_special_token_ids: special tokens that the text has even if it skips the others.
     """
 
     def __init__(
@@ -44,8 +47,13 @@ class Detokenizer:
         spaces_between_special_tokens: bool = True,
         include_stop: bool = False,
         min_tokens: int = 0,
+        kept_special_token_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._hidden: frozenset[int] = frozenset()  # what is taken out before decoding
+        if kept_special_token_ids and skip_special_tokens:
+            self._hidden = special_ids(tokenizer).difference(kept_special_token_ids)
+            skip_special_tokens = False
         self._options = {"skip_special_tokens": skip_special_tokens}
         if not spaces_between_special_tokens:  # only tokenizers in Python know it, and others put no spaces there
             self._options["spaces_between_special_tokens"] = False
@@ -124,4 +132,6 @@ class Detokenizer:
         return string
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._hidden:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         return self._tokenizer.decode(token_ids, **self._options)

@@ -70,7 +70,8 @@ class SamplingParams:
         temperature: the logits are divided by it, at least 0. Below 1e-5 the most likely token is taken (greedy).
         top_p: keep the fewest most likely tokens whose probabilities sum to at least top_p, 0 < top_p <= 1.
         top_k: keep the top_k most likely tokens; 0 or -1 keeps all. Applied before top_p.
-        seed: the same seed gives the same answers in any batch; answer i has its own random stream, (seed, i).
+        seed: the same seed gives the same answers in any batch; answer i has its own random stream, (seed, i). None or
+            -1: another one each time.
         stop: a string or several that end the answer. The text ends before the string.
         stop_token_ids: token ids that end the answer. They stay in `token_ids` and are not in the text.
         max_tokens: most tokens of an answer; None: up to the engine's `max_model_len`.
@@ -95,6 +96,7 @@ class SamplingParams:
             prefix cache.
         truncate_prompt_tokens: keep only this many last tokens of the prompt; -1: as many as the engine accepts.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special_token_ids: special tokens that the text has even so, such as marks of tool calls.
         spaces_between_special_tokens: False asks the tokenizer to put no spaces between special tokens in the text.
         include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
         detokenize: False: no text is made, only token ids.
@@ -130,6 +132,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
+    kept_special_token_ids: Iterable[int] = ()
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -148,6 +151,7 @@ class SamplingParams:
         normalised = {
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "kept_special_token_ids": _token_ids("kept_special_token_ids", self.kept_special_token_ids),
             "logit_bias": _logit_bias(self.logit_bias),
             "bad_words": _strings("bad_words", self.bad_words),
             "logits_processors": _processors(self.logits_processors),
@@ -189,6 +193,8 @@ class SamplingParams:
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), least)
+        if self.seed == -1 and not isinstance(self.seed, bool):
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**63 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

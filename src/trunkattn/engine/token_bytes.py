@@ -12,6 +12,12 @@ BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")  # of SentencePiece's byte 
 ANCHOR: Final = "a"  # a token before the one in question
 
 
+def special_ids(tokenizer: Any | None) -> frozenset[int]:
+    """The tokens that `decode` leaves out with `skip_special_tokens`."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset({*getattr(tokenizer, "all_special_ids", ()), *(id_ for id_, token in added if token.special)})
+
+
 class TokenBytes:
     """The bytes of each token.
 

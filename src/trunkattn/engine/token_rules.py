@@ -62,7 +62,7 @@ class TokenRules:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None:
                 check_int(name, getattr(params, name), 0, size)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "kept_special_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 check_int(f"{name}: token id", token_id, 0, size - 1)
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):

@@ -3,13 +3,15 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
+from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
-from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice
 from trunkattn.server.service import Service, usage_of
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
@@ -112,6 +114,8 @@ class Chat:
                 message = f"top_logprobs={body.top_logprobs}: expected 0 to {_MOST_TOP_LOGPROBS}"
                 raise BadRequest(message, "top_logprobs")
             changes["logprobs"] = body.top_logprobs or 0
+        if self._may_call and not self._calls_are_forced:
+            changes["kept_special_token_ids"] = self._service.special_ids_of(self._parser.marks)
         structured = self._forced_calls() or _structured(body)
         if structured is not None:
             changes["structured_outputs"] = structured
@@ -128,11 +132,8 @@ class Chat:
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
         if not tools:
             raise BadRequest("tool_choice: expected the name of one of the tools, or 'none'", "tool_choice")
-        item = {"anyOf": [_call_schema(tool) for tool in tools]}
-        schema: dict[str, Any] = {"type": "array", "items": item, "minItems": 1}
-        if isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False:
-            schema["maxItems"] = 1
-        return StructuredOutputsParams(json=schema)
+        only_one = isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False
+        return StructuredOutputsParams(json=calls_schema(tools, only_one))
 
     def _visible(self, text: str) -> str:
         if self._calls_are_forced:
@@ -142,7 +143,10 @@ class Chat:
     def _parse(self, text: str) -> ParsedAnswer:
         if self._calls_are_forced:
             return FORCED(text)
-        return self._parser.parse(text) if self._may_call else ParsedAnswer(text)
+        parsed = self._parser.parse(text) if self._may_call else ParsedAnswer(text)
+        if self._body.parallel_tool_calls is False:  # the model may write more calls than the client takes
+            return replace(parsed, calls=parsed.calls[:1])
+        return parsed
 
     def _chunk(
         self,
@@ -163,16 +167,6 @@ class Chat:
 def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:
     reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
     return {"finish_reason": reason, "stop_reason": answer.stop_reason}
-
-
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    properties = {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:

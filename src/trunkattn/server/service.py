@@ -13,6 +13,7 @@ from trunkattn.engine.config import check_text
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
+from trunkattn.engine.token_bytes import special_ids
 from trunkattn.server.engine_loop import EngineFailed, EngineLoop, Submission
 from trunkattn.server.errors import BadRequest, shown
 from trunkattn.server.metrics import Metrics
@@ -71,9 +72,14 @@ class Service:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
         self._tokenizing = ThreadPoolExecutor(1, "trunkattn-tokenizer")  # a long prompt must not stall the answers
         vocabulary = {} if llm.tokenizer is None else llm.tokenizer.get_vocab()
-        self.special_ids = frozenset(() if llm.tokenizer is None else llm.tokenizer.all_special_ids)
+        self.special_ids = special_ids(llm.tokenizer)
         most = options.max_prompt_tokens or llm.engine.limits.max_model_len
         self._most_characters = most * max(map(len, vocabulary), default=1)
+
+    def special_ids_of(self, marks: Sequence[str]) -> tuple[int, ...]:
+        """The special tokens among marks; the others are text anyway."""
+        found = (self._tokenizer().convert_tokens_to_ids(mark) for mark in marks)
+        return tuple(token_id for token_id in found if token_id in self.special_ids)
 
     def check_model(self, model: str | None) -> None:
         """Raises BadRequest unless a request asks for the served model, or for none."""

@@ -1,0 +1,50 @@
+"""The JSON schema of an answer that must call tools: a list of calls, each with the arguments of its tool."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from trunkattn.server.protocol import Tool
+
+# Keywords whose values are schemas by names, and those whose values are data and no schemas.
+_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA: Final = frozenset({"const", "enum", "default", "examples"})
+
+
+def calls_schema(tools: Sequence[Tool], only_one: bool) -> dict[str, Any]:
+    """The schema of a list of calls of these tools. only_one: it has one call."""
+    items = []
+    for place, tool in enumerate(tools):
+        arguments = rerooted(
+            tool.function.parameters or {"type": "object"}, f"#/items/anyOf/{place}/properties/arguments"
+        )
+        items.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": items}, "minItems": 1}
+    return {**schema, "maxItems": 1} if only_one else schema
+
+
+def rerooted(schema: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """A copy of a schema that stands at `root` of another one: its references lead to the same places."""
+    whole: dict[str, Any] = {}
+    waiting: list[tuple[Any, Any, bool]] = [
+        (schema, whole, False)
+    ]  # what to copy, into what, and whether keys are names
+    while waiting:
+        source, target, has_names = waiting.pop()
+        pairs = source.items() if isinstance(source, Mapping) else enumerate(source)
+        for key, value in pairs:
+            is_keyword = isinstance(source, Mapping) and not has_names
+            copied = value
+            if is_keyword and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+                copied = root + value[1:]
+            elif isinstance(value, Mapping | list) and not (is_keyword and key in _DATA):
+                copied = {} if isinstance(value, Mapping) else [None] * len(value)
+                waiting.append((value, copied, is_keyword and key in _NAMED))
+            target[key] = copied
+    return whole
