@@ -27,6 +27,8 @@ def shapes() -> Section | None:
         return None
     head = ["card", "model: query / KV heads x head_dim", *PEERS.values()]
     head += [*(f"TrunkAttention, {label}" for label in OURS.values()), "goal", "reached"]
+    by_card = {card_of(name): goal_rows([name]) for name in names}
+    tables = "\n\n".join(folded(f"{card}: {len(rows)} models", table(head, rows, 2)) for card, rows in by_card.items())
     text = f"""## Time over the speed of light
 
 Decode attention of one layer, of the models that people serve. Time as a multiple of the speed of light (SOL), which
@@ -34,7 +36,7 @@ counts only what a window lets the queries see; geometric mean over the four bat
 A goal is for one graph for any batch, which is what an engine replays. FlashAttention-3 reads fp8 caches with fp8
 queries, as in vLLM; TrunkAttention rounds no queries.
 
-{table(head, goal_rows(names), 2)}
+{tables}
 
 {missed_text(names)}
 
