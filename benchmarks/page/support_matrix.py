@@ -142,7 +142,7 @@ def models() -> str:
 
 def centred(cells: Sequence[Sequence[str]]) -> str:
     """A table whose cells but the first of a row are short words."""
-    head = ["", "CPU", "any CUDA card", "Hopper's fast kernels"]
+    head = ["feature", "CPU", "any CUDA card", "Hopper's fast kernels"]
     return table(head, cells, len(head)).replace("---|---|---|---", "---|:-:|:-:|:-:", 1)
 
 
