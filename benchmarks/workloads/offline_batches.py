@@ -1,6 +1,8 @@
 """Offline batches of random token ids, the same for every engine that is compared.
 
-`python workloads.py FILE` writes one as JSON: `{"prompts": [[token id, ...], ...], "max_tokens": int}`.
+    python -m benchmarks.workloads.offline_batches FILE
+
+writes one as JSON: `{"prompts": [[token id, ...], ...], "max_tokens": int}`.
 """
 
 import argparse

@@ -1,0 +1,27 @@
+"""The folders of benchmarks/, and the commands that start its scripts."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+README = (BENCHMARKS / "README.md").read_text()
+SCRIPTS = [path for path in BENCHMARKS.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+
+
+def test_only_what_is_about_all_of_it_lies_at_the_top() -> None:
+    assert {path.name for path in BENCHMARKS.iterdir() if path.is_file()} == {"README.md", "__init__.py", "mypy.ini"}
+
+
+def test_the_readme_lists_every_folder() -> None:
+    folders = {path.name for path in BENCHMARKS.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(re.findall(r"^\| \[(\w+)\]", README, re.MULTILINE)) == folders
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(BENCHMARKS)))
+def test_a_script_says_its_own_command(path: Path) -> None:
+    module = ".".join(path.relative_to(BENCHMARKS.parent).with_suffix("").parts).removesuffix(".__main__")
+    said = re.findall(r"python -m (benchmarks[\w.]+)", ast.get_docstring(ast.parse(path.read_text())) or "")
+    assert said and set(said) == {module}
