@@ -11,14 +11,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trunkattn import LLM
-from trunkattn.server import ServerOptions, create_app
+from trunkattn.server import AppServer, ServerOptions, create_app
 
 NAME = "tiny"
 TEMPLATE = (
@@ -122,13 +121,12 @@ class Server:
 @pytest.fixture(scope="session")
 def start_server(folder: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers with options of `ServerOptions`, and ends them all."""
-    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+    running: list[tuple[AppServer, threading.Thread]] = []
 
     def start(num_pages: int = 256, path: Path = folder, **options: Any) -> Server:
         llm = LLM(path, num_pages=num_pages)
         app = create_app(llm, ServerOptions(NAME, port=0, **options))
-        config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
+        server = AppServer(app, shutdown_seconds=1, port=0, log_level="warning")
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

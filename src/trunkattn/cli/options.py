@@ -322,6 +322,10 @@ class ServeOptions(EngineOptions):
             rich_help_panel=SERVER,
         ),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _texts(SERVER, "A name by which clients may call the server, beside its addresses and localhost.", "NAME"),
+    ] = None
     allowed_origin: Annotated[
         list[str] | None, _texts(SERVER, "An origin whose web pages may call the server (CORS).", "ORIGIN")
     ] = None
@@ -341,6 +345,9 @@ class ServeOptions(EngineOptions):
             rich_help_panel=SERVER,
         ),
     ] = "hermes"
+    strict_requests: Annotated[
+        bool, _flag(SERVER, "--strict-requests", "Refuse every field of a request that does not exist.")
+    ] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Log no requests.", rich_help_panel=SERVER)] = False
 
 

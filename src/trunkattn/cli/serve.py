@@ -4,18 +4,22 @@ import contextlib
 import errno
 import io
 import logging
+import os
 import socket
 import sys
 from typing import Final
 
 import typer
-import uvicorn
 
 from trunkattn.cli.options import ServeOptions, fields_of, reported_by_option
 from trunkattn.engine import LLM, EngineConfig
-from trunkattn.server import ServerOptions, create_app
+from trunkattn.server import AppServer, ServerOptions, create_app
 
 _LOG: Final = logging.getLogger(__name__)
+_KEY_VARIABLE: Final = "TRUNKATTN_API_KEY"
+# How long another thread may hold Python's lock while the engine waits for it. The engine lets it go in every operation
+# of torch, so that with Python's own value one busy thread makes a step many times as long.
+_SWITCH_SECONDS: Final = 0.0005
 
 
 def run_serve(options: ServeOptions) -> None:
@@ -24,19 +28,21 @@ def run_serve(options: ServeOptions) -> None:
         given = fields_of(ServerOptions, options)
         given["served_model_name"] = options.served_model_name or options.model.stem
         given["api_keys"] = tuple(options.api_key or ())
+        if not given["api_keys"] and _KEY_VARIABLE in os.environ:
+            raise ValueError(f"api_key: {_KEY_VARIABLE} is set and has no key: expected a key; unset it to need none")
+        given["allowed_hosts"] = tuple(options.allowed_host or ())
         given["allowed_origins"] = tuple(options.allowed_origin or ())
         server = ServerOptions(**given)
         config = EngineConfig(**fields_of(EngineConfig, options))
+    sys.setswitchinterval(_SWITCH_SECONDS)
     level = "WARNING" if options.quiet else "INFO"
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
     with _listening(server) as listener:
         app = create_app(_load(options, config), server)
-        seconds = max(1, round(server.shutdown_seconds))
-        uvicorn_config = uvicorn.Config(app, log_level=level.lower(), timeout_graceful_shutdown=seconds)
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _LOG.info("Serving %s at %s, where its live page is too.", server.served_model_name, where)
-        uvicorn.Server(uvicorn_config).run([listener])
+        AppServer(app, server.shutdown_seconds, log_level=level.lower(), log_config=None).run([listener])
 
 
 def _listening(server: ServerOptions) -> socket.socket:

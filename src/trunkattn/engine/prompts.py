@@ -1,13 +1,18 @@
 """From what a user gives, text, token ids or messages, to a prompt's token ids. Everything is checked by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
 
-from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
-from trunkattn.engine.config import check_bool, check_text
+from trunkattn.engine.config import check_bool, check_text, shown
+
+# Parameters of a tokenizer's `apply_chat_template`, and what it calls the conversation: they are no variables of a
+# template. Whoever sets `chat_template` brings a program.
+RESERVED: Final = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -21,7 +26,7 @@ class ChatOptions:
         add_generation_prompt: end with the header of the assistant's next message.
         continue_final_message: end within the last message, which the answer continues.
         tools: functions that the model may call, as JSON schemas in OpenAI's form.
-        chat_template_kwargs: further variables of the model's chat template.
+        chat_template_kwargs: further variables of the model's chat template, and none of `RESERVED`.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what is expected.
@@ -43,10 +48,16 @@ class ChatOptions:
         tools = self.tools
         is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
         if tools is not None and not (is_list and all(isinstance(tool, Mapping) for tool in tools)):
-            raise TypeError(f"tools={tools!r}: expected a list of mappings, one for each function")
+            raise TypeError(f"tools={shown(tools)}: expected a list of mappings, one for each function")
         variables = self.chat_template_kwargs
         if variables is not None and not (isinstance(variables, Mapping) and all(type(k) is str for k in variables)):
-            raise TypeError(f"chat_template_kwargs={variables!r}: expected a mapping from names to values")
+            raise TypeError(f"chat_template_kwargs={shown(variables)}: expected a mapping from names to values")
+        for name in variables or ():
+            if name in RESERVED:
+                raise ValueError(
+                    f"chat_template_kwargs.{name}: expected variables of the template alone, and {name} is a parameter "
+                    f"of apply_chat_template; leave it out"
+                )
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of a tokenizer's `apply_chat_template`."""
@@ -55,15 +66,14 @@ class ChatOptions:
             "tools": [dict(tool) for tool in self.tools] if self.tools else None,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-            "tokenize": True,
-            "return_dict": False,
+            "tokenize": False,
         }
 
 
 def check_list(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a list of messages."""
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={value!r}: expected a list of messages, each with a role and a content")
+        raise TypeError(f"{name}={shown(value)}: expected a list of messages, each with a role and a content")
     if not value:
         raise ValueError(f"{name}={value!r}: expected at least one message")
 
@@ -85,17 +95,26 @@ def tokenize_prompt(tokenizer: Any | None, prompt: object, name: str) -> tuple[s
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ValueError(f"{name}={prompt!r}: expected token ids, because the model folder has no tokenizer")
+            raise ValueError(f"{name}={shown(prompt)}: expected token ids, because the model folder has no tokenizer")
         if not prompt:
-            raise ValueError(f"{name}={prompt!r}: expected a prompt that is not empty")
+            raise ValueError(f"{name}={shown(prompt)}: expected a prompt that is not empty")
         return prompt, tokenizer(check_text(name, prompt))["input_ids"]
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise TypeError(f"{name}={prompt!r}: expected a string, a list of token ids, or a mapping with one of them")
+        raise TypeError(
+            f"{name}={shown(prompt)}: expected a string, a list of token ids, or a mapping with one of them"
+        )
     return None, list(prompt)
 
 
 def fill_template(tokenizer: Any | None, conversation: Any, options: ChatOptions, name: str = "messages") -> list[int]:
-    """A conversation as token ids, by the tokenizer's chat template.
+    """A conversation as token ids. Raises what `render_template` raises."""
+    text = render_template(tokenizer, conversation, options, name)
+    assert tokenizer is not None
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_template(tokenizer: Any | None, conversation: Any, options: ChatOptions, name: str = "messages") -> str:
+    """A conversation as a text, by the tokenizer's chat template.
 
     Raises:
         TypeError, ValueError: naming the bad message by `name` and its position, or the model has no chat template.
@@ -104,22 +123,19 @@ def fill_template(tokenizer: Any | None, conversation: Any, options: ChatOptions
         raise ValueError(f"{name}: the model has no chat template; expected prompts, so call generate")
     check_list(name, conversation)
     messages = [_message(f"{name}[{position}]", message) for position, message in enumerate(conversation)]
-    return _apply(tokenizer.apply_chat_template, messages, options, f"{name}={conversation!r}")
-
-
-def _apply(make: Callable[..., list[int]], messages: list[dict[str, Any]], options: ChatOptions, what: str) -> Any:
     try:
-        return make(messages, **options.arguments())
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{what}: the model's chat template refuses it: {error}") from error
+        return str(tokenizer.apply_chat_template(messages, **options.arguments()))
+    except Exception as error:  # a template is a program, and may raise anything
+        reason = shown(str(error) or type(error).__name__, most=300)[1:-1]
+        raise ValueError(f"{name}={shown(conversation)}: the model's chat template refuses it: {reason}") from error
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
     """A checked message. The text parts of its content are joined by line breaks, as vLLM does."""
     if not isinstance(message, Mapping):
-        raise TypeError(f"{name}={message!r}: expected a mapping with a role and a content")
+        raise TypeError(f"{name}={shown(message)}: expected a mapping with a role and a content")
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"{name}={message!r}: expected a role that is a string")
+        raise ValueError(f"{name}={shown(message)}: expected a role that is a string")
     checked = dict(message)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
@@ -133,8 +149,8 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 def _part(name: str, part: Any) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else None
-        given = f"{name}.type={kind!r}" if kind is not None else f"{name}={part!r}"
+        given = f"{name}.type={kind!r}" if kind is not None else f"{name}={shown(part)}"
         raise ValueError(f"{given}: expected a part of the type 'text'; this engine reads no images, audio or files")
     if not isinstance(part.get("text"), str):
-        raise TypeError(f"{name}.text={part.get('text')!r}: expected a string")
+        raise TypeError(f"{name}.text={shown(part.get('text'))}: expected a string")
     return part["text"]

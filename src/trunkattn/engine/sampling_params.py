@@ -78,8 +78,8 @@ class SamplingParams:
         ignore_eos: continue after the end-of-sequence token.
         logprobs: report the natural-log probabilities of this many most likely tokens and of the sampled one, from the
             unmodified logits; None: report none.
-        repetition_penalty: from 0.0001 to 10,000. A logit of a token that the prompt or the answer has is divided by it if it is
-            positive and multiplied by it if not (https://arxiv.org/abs/1909.05858, §4.1).
+        repetition_penalty: from 0.0001 to 10,000. A logit of a token that the prompt or the answer has is divided by it
+            if it is positive and multiplied by it if not (https://arxiv.org/abs/1909.05858, §4.1).
         presence_penalty: from -2 to 2, subtracted from the logit of each token that the answer has.
         frequency_penalty: from -2 to 2, subtracted as many times as the answer has the token.
         min_p: drop tokens less likely than min_p times the most likely one, 0 <= min_p <= 1.

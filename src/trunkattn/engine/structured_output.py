@@ -87,6 +87,7 @@ class StructuredOutputs:
         self._limits = limits or FormLimits()
         self._lock = Lock()  # of the two dictionaries; nothing is compiled under it
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # grammar -> matcher at its beginning; the newest is last
+        self._weights: dict[str, int] = {}  # grammar -> bytes, where somebody has measured them
         self._failed: OrderedDict[str, str] = OrderedDict()  # grammar -> what is wrong with it
 
     def start(self, form: StructuredOutputsParams) -> GrammarState:
@@ -123,6 +124,11 @@ class StructuredOutputs:
         """Remembers that a grammar cannot be used, so that it is not compiled again."""
         self._remember(self._failed, grammar, reason)
 
+    def weigh(self, grammar: str, num_bytes: int) -> None:
+        """Notes what a compiled form takes, which its text may not show."""
+        with self._lock:
+            self._weights[grammar] = num_bytes
+
     def tokenizer_source(self) -> tuple[str, int, list[int]]:
         """What another process needs for llguidance's tokenizer: its JSON, the number of tokens, and the tokens that
         end an answer. Raises what `start` raises."""
@@ -137,8 +143,12 @@ class StructuredOutputs:
             among.move_to_end(grammar)
             while len(self._failed) > _REMEMBERED_FAILURES:
                 self._failed.popitem(last=False)
-            while len(self._compiled) > 1 and sum(map(_estimated_bytes, self._compiled)) > self._limits.cache_bytes:
+            while len(self._compiled) > 1 and sum(map(self._bytes_of, self._compiled)) > self._limits.cache_bytes:
                 self._compiled.popitem(last=False)
+            self._weights = {one: size for one, size in self._weights.items() if one in self._compiled}
+
+    def _bytes_of(self, grammar: str) -> int:
+        return max(self._weights.get(grammar, 0), _BASE_BYTES + _BYTES_PER_CHARACTER * len(grammar))
 
     def _grammar(self, form: StructuredOutputsParams) -> tuple[str, Any, str]:
         """Name and value of the form that is given, and the form as llguidance's grammar."""
@@ -196,10 +206,6 @@ def reason_of(matcher: Any) -> str:
     """What is wrong with a matcher, in one short line. llguidance adds its whole state."""
     first, _, _ = matcher.get_error().partition("<state>")
     return shown(" ".join(first.split()), most=300)[1:-1]
-
-
-def _estimated_bytes(grammar: str) -> int:
-    return _BASE_BYTES + _BYTES_PER_CHARACTER * len(grammar)
 
 
 def _schema(given: Any) -> Any:

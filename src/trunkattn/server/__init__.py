@@ -3,5 +3,6 @@
 from trunkattn.server.app import create_app
 from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.options import ServerOptions
+from trunkattn.server.running import AppServer
 
-__all__ = ["EngineLoop", "ServerOptions", "create_app"]
+__all__ = ["AppServer", "EngineLoop", "ServerOptions", "create_app"]

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -20,19 +21,20 @@ from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import BadRequest, add_handlers, error_response
 from trunkattn.server.live import Live
 from trunkattn.server.metrics import Metrics
-from trunkattn.server.middleware import CountRequests, LimitBody, RequireKey
+from trunkattn.server.middleware import AnswerErrors, CheckHost, LimitBody, RequireKey
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampling,
     TokenizeRequest,
 )
-from trunkattn.server.service import Service, salt_of
+from trunkattn.server.report import report
+from trunkattn.server.service import Caller, Service, salt_of
 from trunkattn.server.streaming import respond
 
 Result = TypeVar("Result")
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)
 
 _LOG: Final = logging.getLogger(__name__)
 _CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
@@ -44,6 +46,7 @@ _PAGE_HEADERS: Final = MappingProxyType(
         "frame-ancestors 'none'"
     }
 )
+_ANSWER_BYTES: Final = 4 << 10  # of an answer in JSON; more is a long piece of work
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -61,21 +64,23 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     live = Live(llm)
     loop = EngineLoop(llm.engine, options.max_waiting, live.watch)
     live.bind(loop)
-    metrics = Metrics()
+    metrics = Metrics(options.served_model_name)
     metrics.watch(llm.engine, lambda: loop.num_waiting)
     service = Service(llm, loop, options, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop.start()
+        reporting = asyncio.ensure_future(report(llm.engine, lambda: loop.num_waiting))
         try:
             yield
         finally:
+            reporting.cancel()
             await asyncio.to_thread(loop.stop)
             service.close()
 
-    app = FastAPI(title="TrunkAttention", lifespan=lifespan, openapi_url=None)
-    app.state.service = service
+    app = FastAPI(title="TrunkAttention", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.state.service, app.state.live = service, live
     add_handlers(app)
     _add_model_paths(app, service)
     _add_text_paths(app, service)
@@ -86,7 +91,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(CountRequests, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
+    app.add_middleware(CheckHost, options=options)
+    app.add_middleware(AnswerErrors, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
     return app
 
 
@@ -94,12 +100,12 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
     """The paths that compute answers."""
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(Completion(service, body, _salt(request, body.cache_salt)), body, request)
+    async def completions(request: Request) -> Response:
+        return await _answer(service, request, CompletionRequest, Completion)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        return await _answer(Chat(service, body, _salt(request, body.cache_salt)), body, request)
+    async def chat_completions(request: Request) -> Response:
+        return await _answer(service, request, ChatCompletionRequest, Chat)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -115,21 +121,27 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     """The paths that need the tokenizer alone."""
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise BadRequest("prompt: expected either prompt or messages", "prompt")
-        if body.prompt is not None:
-            token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens)
-        else:
-            token_ids = await service.chat_tokens(body.messages or [])
+    async def tokenize(request: Request) -> dict[str, Any]:
+        raw = await request.body()
+        with service.loop.place():
+            body = await service.read(raw, TokenizeRequest)
+            service.check_model(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise BadRequest("prompt: expected either prompt or messages", "prompt")
+            if body.prompt is not None:
+                token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens)
+            else:
+                token_ids = await service.chat_tokens(body.messages or [], len(raw))
         most = service.llm.engine.limits.max_model_len
         return {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        service.check_model(body.model)
-        return {"prompt": service.text(body.tokens)}
+    async def detokenize(request: Request) -> dict[str, Any]:
+        raw = await request.body()
+        with service.loop.place():
+            body = await service.read(raw, DetokenizeRequest)
+            service.check_model(body.model)
+            return {"prompt": await service.text(body.tokens)}
 
 
 def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
@@ -150,21 +162,34 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
         return HTMLResponse((_STATIC / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/live")
-    async def events() -> Response:
-        return StreamingResponse(live.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    async def events(request: Request) -> Response:
+        tenant = _tenant(request, service.options)
+        return StreamingResponse(
+            live.events(tenant), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
 
     app.mount("/static", StaticFiles(directory=str(_STATIC)))
 
 
-async def _answer(endpoint: Completion | Chat, body: Sampling, request: Request) -> Response:
+async def _answer(
+    service: Service, request: Request, body_model: type[AnyRequest], endpoint_type: Callable[..., Completion | Chat]
+) -> Response:
     """The response of an endpoint that computes: streamed, or whole unless the client goes away before."""
-    submissions = await endpoint.submissions()
+    arrived, raw = time.monotonic(), await request.body()
+    with service.loop.place():  # who waits for the tokenizer waits
+        body = await service.read(raw, body_model)
+        key: str | None = getattr(request.state, "api_key", None)
+        caller = Caller(salt_of(key, body.cache_salt), _tenant(request, service.options), arrived, len(raw))
+        endpoint = endpoint_type(service, body, caller)
+        submissions = await endpoint.submissions()
     if body.user is not None:
         _LOG.info("%s is for user %r", endpoint.id, body.user)
     if body.stream:
         return await respond(endpoint.stream(submissions))
     done = await _unless_disconnected(request, endpoint.whole(submissions))
-    return Response(status_code=_CLIENT_CLOSED) if done is None else JSONResponse(done)
+    if done is None:
+        return Response(status_code=_CLIENT_CLOSED)
+    return await service.lanes.run(len(submissions) * body.n * _ANSWER_BYTES, lambda: JSONResponse(done))
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result | None:
@@ -185,8 +210,10 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _salt(request: Request, cache_salt: str | None) -> bytes:
-    return salt_of(getattr(request.state, "api_key", None), cache_salt)
+def _tenant(request: Request, options: ServerOptions) -> str | None:
+    """Whose request it is: the key that it has; None if the server has one tenant."""
+    key: str | None = getattr(request.state, "api_key", None)
+    return key if len(options.api_keys) > 1 else None
 
 
 def _model(service: Service) -> dict[str, Any]:

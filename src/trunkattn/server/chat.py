@@ -4,19 +4,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
-from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice
-from trunkattn.server.service import Service, usage_of
+from trunkattn.server.limits import LIMITS
+from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
+from trunkattn.server.service import Caller, Service, num_tokens_of, usage_of
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
-
-_MOST_TOP_LOGPROBS: Final = 20
 
 
 class Chat:
@@ -25,16 +24,17 @@ class Chat:
     Args:
         service: the model.
         body: the request.
-        salt: of its cached prefixes.
+        caller: whose it is.
     """
 
-    def __init__(self, service: Service, body: ChatCompletionRequest, salt: bytes) -> None:
-        self._service, self._body, self._salt = service, body, salt
+    def __init__(self, service: Service, body: ChatCompletionRequest, caller: Caller) -> None:
+        self._service, self._body, self._caller = service, body, caller
         self.id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._parser = TOOL_CALL_PARSERS[service.options.tool_call_parser]
         self._calls_are_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)
         self._num_top = body.top_logprobs or 0
         self._may_call = bool(body.tools) and body.tool_choice != "none"
+        self._options = body.stream_options or StreamOptions()
 
     async def submissions(self) -> list[Submission]:
         """The checked request: a list of one."""
@@ -42,19 +42,23 @@ class Chat:
         service.check_model(body.model)
         service.check_count(1, body.n)
         params = service.params(body, **self._changes())
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if self._may_call else None
         token_ids = await service.chat_tokens(
             body.messages,
-            tools,
+            self._caller.num_bytes,
+            (body.tools or ()) if self._may_call else (),
+            params.truncate_prompt_tokens is not None,
             chat_template_kwargs=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        return [await service.submission("messages", token_ids, params, self._salt)]
+        return [await service.submission("messages", token_ids, params, self._caller)]
 
     async def whole(self, submissions: Sequence[Submission]) -> dict[str, Any]:
         """The response, once every answer is finished."""
-        outputs = await self._service.finished(submissions)
+        outputs = await self._service.finished(submissions, self.id)
+        return await self._service.lanes.run(num_tokens_of(outputs), lambda: self._response(outputs))
+
+    def _response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
         for answer in outputs[0].outputs:
             parsed = self._parse(answer.text)
@@ -72,17 +76,20 @@ class Chat:
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
         writer, progress, newest = StreamWriter(), dict[int, Progress](), list[RequestOutput]()
-        async for grown in self._service.grow(submissions):
+        async for grown in self._service.grow(submissions, self.id):
             newest = [grown.output]
             for answer in grown.output.outputs:
                 if answer.index not in progress:
                     progress[answer.index] = Progress()
                     yield writer.event(self._chunk(answer, {"role": "assistant", "content": ""}))
                 for chunk in self._chunks(answer, progress[answer.index]):
-                    yield writer.event(chunk)
-        if self._body.stream_options and self._body.stream_options.include_usage:
+                    yield writer.event(chunk | self._usage_so_far(grown.output))
+        if self._options.include_usage:
             yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
         yield writer.done()
+
+    def _usage_so_far(self, output: RequestOutput) -> dict[str, Any]:
+        return {"usage": usage_of([output]).as_json()} if self._options.continuous_usage_stats else {}
 
     def _chunks(self, answer: CompletionOutput, sent: Progress) -> list[dict[str, Any]]:
         """What is new of an answer. A tool call is sent when it is complete."""
@@ -103,16 +110,17 @@ class Chat:
     def _changes(self) -> dict[str, Any]:
         """Sampling parameters whose names or shapes differ from the body's."""
         body, changes = self._body, dict[str, Any]()
-        if body.max_completion_tokens is not None or body.max_tokens is not None:
-            changes["max_tokens"] = body.max_completion_tokens or body.max_tokens
-        else:
-            changes["max_tokens"] = None
+        changes["max_tokens"] = body.max_tokens
+        if body.max_completion_tokens is not None:
+            if body.max_completion_tokens < 1:
+                message = f"max_completion_tokens={body.max_completion_tokens}: expected an integer of at least 1"
+                raise BadRequest(message, "max_completion_tokens")
+            changes["max_tokens"] = body.max_completion_tokens
         if body.top_logprobs is not None and not body.logprobs:
             raise BadRequest("top_logprobs is given without logprobs: expected logprobs=true", "top_logprobs")
         if body.logprobs:
-            if not 0 <= (body.top_logprobs or 0) <= _MOST_TOP_LOGPROBS:
-                message = f"top_logprobs={body.top_logprobs}: expected 0 to {_MOST_TOP_LOGPROBS}"
-                raise BadRequest(message, "top_logprobs")
+            if (body.top_logprobs or 0) < 0:
+                raise BadRequest(f"top_logprobs={body.top_logprobs}: expected 0 to {LIMITS.logprobs}", "top_logprobs")
             changes["logprobs"] = body.top_logprobs or 0
         if self._may_call and not self._calls_are_forced:
             changes["kept_special_token_ids"] = self._service.special_ids_of(self._parser.marks)

@@ -2,15 +2,26 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.errors import BadRequest, shown
-from trunkattn.server.protocol import CompletionRequest
-from trunkattn.server.service import Service, usage_of
+from trunkattn.server.errors import BadRequest
+from trunkattn.server.protocol import CompletionRequest, StreamOptions
+from trunkattn.server.service import Caller, Service, num_tokens_of, usage_of
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets
+
+
+class Piece(NamedTuple):
+    """New text of an answer, the number of its first token, and of its first character, and where its tokens begin."""
+
+    text: str
+    first_token: int
+    offset: int
+    offsets: TextOffsets
 
 
 class Completion:
@@ -19,13 +30,16 @@ class Completion:
     Args:
         service: the model.
         body: the request.
-        salt: of its cached prefixes.
+        caller: whose it is.
     """
 
-    def __init__(self, service: Service, body: CompletionRequest, salt: bytes) -> None:
-        self._service, self._body, self._salt = service, body, salt
+    def __init__(self, service: Service, body: CompletionRequest, caller: Caller) -> None:
+        self._service, self._body, self._caller = service, body, caller
         self.id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._echoed: list[str] = []
+        self._has_no_answer = body.echo and body.max_tokens == 0
+        self._options = body.stream_options or StreamOptions()
+        self._hidden = () if body.skip_special_tokens is False else service.special_ids
 
     async def submissions(self) -> list[Submission]:
         """The checked requests of its prompts."""
@@ -33,60 +47,92 @@ class Completion:
         service.check_model(body.model)
         prompts = _prompts(body.prompt)
         service.check_count(len(prompts), body.n)
-        if body.echo and body.logprobs is not None:
-            raise BadRequest("echo=True: expected no logprobs together with echo; leave one of them out", "echo")
-        params = service.params(body, **({} if body.logprobs is None else {"logprobs": body.logprobs}))
+        if body.best_of not in (None, body.n):
+            raise BadRequest(f"best_of={body.best_of}: expected n, because every answer is returned", "best_of")
+        params = service.params(body, **self._changes())
         checked = []
         for position, prompt in enumerate(prompts):
             name = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
-            token_ids = await service.tokens(prompt, name) if isinstance(prompt, str) else prompt
-            checked.append(await service.submission(name, token_ids, params, self._salt))
+            is_text = isinstance(prompt, str)
+            truncates = params.truncate_prompt_tokens is not None
+            token_ids = await service.tokens(prompt, name, truncates=truncates) if isinstance(prompt, str) else prompt
+            submission = await service.submission(name, token_ids, params, self._caller)
+            checked.append(submission)
             if body.echo:
-                self._echoed.append(prompt if isinstance(prompt, str) else service.text(token_ids))
+                whole = is_text and submission.checked.token_ids == token_ids
+                self._echoed.append(str(prompt) if whole else await service.text(submission.checked.token_ids))
         return checked
+
+    def _changes(self) -> dict[str, Any]:
+        """Sampling parameters that are not the body's fields: `echo` with `logprobs` asks for those of the prompt, and
+        without an answer one token is computed and not shown."""
+        changes: dict[str, Any] = {}
+        if self._body.logprobs is not None:
+            changes["logprobs"] = self._body.logprobs
+            if self._body.echo:
+                changes["prompt_logprobs"] = self._body.logprobs
+        if self._has_no_answer:
+            changes["max_tokens"] = 1
+        return changes
 
     async def whole(self, submissions: Sequence[Submission]) -> dict[str, Any]:
         """The response, once every answer is finished."""
-        outputs = await self._service.finished(submissions)
-        choices = [
-            self._choice(prompt, answer, answer.text, self._logprobs(answer, 0, TextOffsets()))
-            for prompt, output in enumerate(outputs)
-            for answer in output.outputs
-        ]
-        return self._envelope(choices) | {"usage": usage_of(outputs).as_json()}
+        outputs = [self._shown(output) for output in await self._service.finished(submissions, self.id)]
+
+        def response() -> dict[str, Any]:
+            choices = [
+                self._choice(prompt, output, answer, Piece(answer.text, 0, 0, TextOffsets()))
+                for prompt, output in enumerate(outputs)
+                for answer in output.outputs
+            ]
+            return self._envelope(choices) | {"usage": usage_of(outputs).as_json()}
+
+        return await self._service.lanes.run(num_tokens_of(outputs), response)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
         writer, newest = StreamWriter(), dict[int, RequestOutput]()
         progress: dict[tuple[int, int], Progress] = {}
-        async for grown in self._service.grow(submissions):
-            newest[grown.prompt] = grown.output
-            for answer in grown.output.outputs:
+        async for grown in self._service.grow(submissions, self.id):
+            output = newest[grown.prompt] = self._shown(grown.output)
+            for answer in output.outputs:
                 sent = progress.setdefault((grown.prompt, answer.index), Progress())
-                text, first_token, at = sent.advance(answer)
-                has_logprobs = answer.logprobs is not None and len(answer.logprobs) > first_token
-                if text or has_logprobs or sent.just_ended:
-                    logprobs = self._logprobs(answer, first_token, sent.offsets) if has_logprobs else None
-                    yield writer.event(self._envelope([self._choice(grown.prompt, answer, text, logprobs, at == 0)]))
-        if self._body.stream_options and self._body.stream_options.include_usage:
+                piece = Piece(*sent.advance(answer), sent.offsets)
+                has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
+                if piece.text or has_logprobs or sent.just_ended:
+                    event = self._envelope([self._choice(grown.prompt, output, answer, piece)])
+                    if self._options.continuous_usage_stats:
+                        event["usage"] = usage_of([output]).as_json()
+                    yield writer.event(event)
+        if self._options.include_usage:
             usage = usage_of([newest[prompt] for prompt in range(len(submissions))])
             yield writer.event(self._envelope([]) | {"usage": usage.as_json()})
         yield writer.done()
 
-    def _logprobs(self, answer: CompletionOutput, first_token: int, offsets: TextOffsets) -> dict[str, Any] | None:
-        if answer.logprobs is None:
-            return None
-        hidden = () if self._body.skip_special_tokens is False else self._service.special_ids
-        return _logprobs(answer, first_token, offsets, hidden)
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """An output without the token that nobody asked for."""
+        if not self._has_no_answer:
+            return output
+        answers = [
+            replace(answer, text="", token_ids=[], logprobs=None if answer.logprobs is None else [])
+            for answer in output.outputs
+        ]
+        return replace(output, outputs=answers)
 
-    def _choice(
-        self, prompt: int, answer: CompletionOutput, text: str, logprobs: Any, begins: bool = True
-    ) -> dict[str, Any]:
-        if begins and self._echoed:
-            text = self._echoed[prompt] + text
+    def _choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece) -> dict[str, Any]:
+        """A piece of an answer. The first piece has the prompt, if it is echoed."""
+        begins = piece.first_token == piece.offset == 0
+        echo = self._echoed[prompt] if self._echoed and begins else ""
+        logprobs = None
+        if answer.logprobs is not None:
+            places = Places(self._service.token_bytes, self._hidden, piece.offsets)
+            if self._echoed and begins:
+                places.add(output.prompt_token_ids, output.prompt_logprobs or [])
+            places.add(answer.token_ids[piece.first_token :], answer.logprobs[piece.first_token :])
+            logprobs = places.as_json()
         return {
             "index": prompt * self._body.n + answer.index,
-            "text": text,
+            "text": echo + piece.text,
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
@@ -108,29 +154,54 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise BadRequest(f"prompt={shown(prompt)}: expected at least one prompt", "prompt")
+        raise BadRequest("prompt=[]: expected at least one prompt", "prompt")
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-def _logprobs(
-    answer: CompletionOutput, first_token: int, offsets: TextOffsets, hidden: Collection[int]
-) -> dict[str, Any]:
-    """Log-probabilities of tokens from `first_token` on. hidden: tokens that write nothing into the text."""
-    tokens, own, top, places = [], [], [], []
-    for token_id, entry in zip(answer.token_ids[first_token:], (answer.logprobs or [])[first_token:], strict=True):
-        tokens.append(_shown(entry[token_id], token_id))
-        own.append(max(entry[token_id].logprob, LEAST_LOGPROB))
-        likely: dict[str, float] = {}
-        for other, logprob in entry.items():  # the token itself comes first, and nothing replaces it
-            likely.setdefault(_shown(logprob, other), max(logprob.logprob, LEAST_LOGPROB))
-        top.append(likely)
-        places.append(offsets.before(b"" if token_id in hidden else entry[token_id].token_bytes or b""))
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": places}
+class Places:
+    """Log-probabilities of tokens in a row, as the API shapes them.
+
+    Args:
+        token_bytes: what each token writes.
+        hidden: tokens that write nothing into the text.
+        offsets: characters of the text before each token.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, hidden: Collection[int], offsets: TextOffsets) -> None:
+        self._token_bytes, self._hidden, self._offsets = token_bytes, hidden, offsets
+        self._tokens: list[str] = []
+        self._own: list[float | None] = []
+        self._top: list[dict[str, float] | None] = []
+        self._at: list[int] = []
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None]) -> None:
+        """Adds tokens. None in the place of one's log-probabilities: it follows nothing, and has none."""
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            written = self._token_bytes.of(token_id)
+            self._tokens.append(_shown(written, token_id))
+            self._at.append(self._offsets.before(b"" if token_id in self._hidden else written or b""))
+            if entry is None:
+                self._own.append(None)
+                self._top.append(None)
+                continue
+            self._own.append(max(entry[token_id].logprob, LEAST_LOGPROB))
+            likely: dict[str, float] = {}
+            for other, logprob in entry.items():  # the token itself comes first, and nothing replaces it
+                likely.setdefault(_shown(logprob.token_bytes, other), max(logprob.logprob, LEAST_LOGPROB))
+            self._top.append(likely)
+
+    def as_json(self) -> dict[str, Any]:
+        """The four lists."""
+        return {
+            "tokens": self._tokens,
+            "token_logprobs": self._own,
+            "top_logprobs": self._top,
+            "text_offset": self._at,
+        }
 
 
-def _shown(logprob: Logprob, token_id: int) -> str:
+def _shown(written: bytes | None, token_id: int) -> str:
     """A token as text. Part of a character is written as its bytes, as OpenAI does."""
-    written = logprob.token_bytes
     if written is None:
         return f"token_id:{token_id}"
     try:

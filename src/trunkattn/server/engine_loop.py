@@ -12,13 +12,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkattn.engine.engine import Engine
+from trunkattn.engine.engine import CheckedRequest, Engine
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.sampling_params import SamplingParams
 
 _LOG: Final = logging.getLogger(__name__)
 _FIRST_TOKEN_WEIGHT: Final = 0.1  # of the newest time to a first token in the running mean
@@ -42,12 +41,19 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class Submission:
-    """A request for the engine: a prompt's tokens and text, how to sample, and the salt of its cached prefixes."""
+    """A request for the engine.
 
-    token_ids: Sequence[int]
-    params: SamplingParams
-    prompt: str | None = None
+    Attributes:
+        checked: what `Engine.check_request` has made of it.
+        cache_salt: of its cached prefixes.
+        tenant: whose it is; only this one sees it on the live page. None: everybody's.
+        arrival_time: when it came, on the monotonic clock; None: when it is submitted.
+    """
+
+    checked: CheckedRequest
     cache_salt: bytes = b""
+    tenant: str | None = None
+    arrival_time: float | None = None
 
 
 @dataclass(eq=False)
@@ -58,6 +64,7 @@ class _Inbox:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     newest: RequestOutput | Exception | None = None
     request_id: str | None = None  # set on the engine's thread
+    tenant: str | None = None
 
     def put(self, newest: RequestOutput | Exception) -> None:
         if not isinstance(self.newest, Exception):
@@ -83,12 +90,13 @@ class EngineLoop:
 
     Args:
         engine: nobody else may use it from `start` to `stop`.
-        max_waiting: requests that may wait for their first token.
+        max_waiting: requests that may wait, from their last byte to their first token.
         watch: called on the engine's thread with the engine, every half second while `watched` is True.
 
     Example:
         >>> loop = EngineLoop(LLM("path/to/model").engine, max_waiting=8)  # doctest: +SKIP
-        >>> async for output in loop.stream(Submission([1, 2, 3], SamplingParams())):  # doctest: +SKIP
+        >>> checked = loop.engine.check_request([1, 2, 3], SamplingParams())  # doctest: +SKIP
+        >>> async for output in loop.stream(Submission(checked)):  # doctest: +SKIP
         ...     print(output.outputs[0].text)
     """
 
@@ -132,30 +140,43 @@ class EngineLoop:
         Raises:
             QueueFull: too many requests wait.
             EngineFailed: the engine failed or stopped.
-            TypeError, ValueError: see `Engine.check_request`.
         """
+        if not self.is_running:
+            raise EngineFailed("the engine has stopped")
+        inbox = _Inbox(asyncio.get_running_loop(), tenant=submission.tenant)
+        began = time.monotonic()
+        with contextlib.ExitStack() as place:
+            place.enter_context(self.place())
+            self._commands.put(lambda: self._add(submission, inbox))
+            try:
+                while True:
+                    output = await inbox.get()
+                    if output.metrics.first_token_time is not None:
+                        self._first_token_s += _FIRST_TOKEN_WEIGHT * (time.monotonic() - began - self._first_token_s)
+                    place.close()  # it waits no longer
+                    yield output
+                    if output.finished:
+                        return
+            finally:
+                self._commands.put(lambda: self._abort(inbox))
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """A place among the requests that wait: for a tokenizer, or for the first token. Raises QueueFull if there is
+        none."""
         if self.num_waiting >= self.max_waiting:
             seconds = min(max(1, math.ceil(self._first_token_s)), _LONGEST_RETRY_S)
             raise QueueFull(self.max_waiting, seconds)
-        if not self.is_running:
-            raise EngineFailed("the engine has stopped")
-        inbox = _Inbox(asyncio.get_running_loop())
-        waits, began = True, time.monotonic()
         self.num_waiting += 1
-        self._commands.put(lambda: self._add(submission, inbox))
         try:
-            while True:
-                output = await inbox.get()
-                if waits:
-                    waits = False
-                    self.num_waiting -= 1
-                    self._first_token_s += _FIRST_TOKEN_WEIGHT * (time.monotonic() - began - self._first_token_s)
-                yield output
-                if output.finished:
-                    return
+            yield
         finally:
-            self.num_waiting -= waits
-            self._commands.put(lambda: self._abort(inbox))
+            self.num_waiting -= 1
+
+    def is_visible(self, request_id: str, tenant: str | None) -> bool:
+        """Whether a tenant may see an unfinished request; None may see all. On the engine's thread."""
+        inbox = self._inboxes.get(request_id)
+        return tenant is None or (inbox is not None and inbox.tenant == tenant)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -179,11 +200,12 @@ class EngineLoop:
 
     def _add(self, submission: Submission, inbox: _Inbox) -> None:
         try:
-            inbox.request_id = self.engine.add_request(
-                submission.token_ids, submission.params, submission.prompt, cache_salt=submission.cache_salt
+            inbox.request_id = self.engine.add_checked(
+                submission.checked, cache_salt=submission.cache_salt, arrival_time=submission.arrival_time
             )
-        except (TypeError, ValueError) as error:
-            inbox.send(error)
+        except Exception as error:  # one that cannot be added ends nothing else
+            _LOG.exception("A request could not be added.")
+            inbox.send(EngineFailed(f"the engine could not take a request: {type(error).__name__}"))
         else:
             self._inboxes[inbox.request_id] = inbox
 
@@ -198,8 +220,11 @@ class EngineLoop:
             _LOG.exception("A step failed.")
             outputs = self.engine.blame(error)
         for output in outputs:
-            inbox = self._inboxes.pop(output.request_id) if output.finished else self._inboxes[output.request_id]
-            inbox.send(output)
+            inbox = self._inboxes.get(output.request_id)
+            if output.finished:
+                self._inboxes.pop(output.request_id, None)
+            if inbox is not None:
+                inbox.send(output)
 
     def _fail_all(self, error: EngineFailed) -> None:
         for request_id, inbox in self._inboxes.items():

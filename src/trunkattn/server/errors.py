@@ -2,18 +2,18 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from trunkattn.engine.config import shown
 from trunkattn.server.engine_loop import EngineFailed, QueueFull
 
 _LOG: Final = logging.getLogger(__name__)
+_LONGEST: Final = 1000  # characters of a message
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 _CODES: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
@@ -26,8 +26,13 @@ class BadRequest(Exception):
         self.param, self.status, self.code = param, status, code
 
 
+class AnswerFailed(Exception):
+    """An answer ended because something in the server failed. The message says what."""
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON of an error."""
+    message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
@@ -49,53 +54,34 @@ def param_of(message: str) -> str | None:
     return match[1] if match else None
 
 
-def failure(error: Exception) -> JSONResponse:
-    """The response for an error of the engine or of a request's checks."""
+def failure(error: BaseException) -> JSONResponse:
+    """The response for an error: 400 and its kin for what the client did wrong, 503 where another try may help, and 500
+    for everything else, which is the server's fault."""
     match error:
         case BadRequest():
             return error_response(error.status, str(error), error.param, error.code)
         case QueueFull():
             return error_response(429, str(error), headers={"Retry-After": str(error.retry_after_s)})
         case EngineFailed():
-            return error_response(503, f"{error}; try again")
-        case TypeError() | ValueError():
-            return error_response(400, str(error), param_of(str(error)))
+            return error_response(503, f"{error}; try again", headers={"Retry-After": "1"})
+        case AnswerFailed():
+            return error_response(500, str(error))
     _LOG.error("A request failed.", exc_info=error)
     return error_response(500, f"the server failed: {type(error).__name__}")
 
 
-def _name(location: Sequence[Any]) -> str:
-    """("body", "messages", 0, "role") -> "messages[0].role". Names of alternatives of a union are left out."""
-    name = ""
-    for part in location[1:]:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif re.fullmatch(r"[a-z_]\w*", part) and part not in {"str", "int", "float", "bool", "list", "dict"}:
-            name += f".{part}" if name else part
-    return name
-
-
-def _validation(error: RequestValidationError) -> JSONResponse:
-    first = error.errors()[0]
-    name, reason = _name(first["loc"]), first["msg"]
-    match first["type"]:
-        case "json_invalid":
-            return error_response(400, f"the body is not JSON ({first['ctx']['error']}): expected a JSON object")
-        case "extra_forbidden":
-            message = f"{name}={shown(first['input'])}: there is no such field; leave it out"
-        case "missing":
-            message = f"{name or 'the body'} is missing: expected a value"
-        case _:
-            message = f"{name or 'the body'}={shown(first['input'])}: {reason[:1].lower()}{reason[1:]}"
-    return error_response(400, message, name or None)
+@contextmanager
+def bad_request() -> Iterator[None]:
+    """Turns the library's `name=value: expected ...` into an error of the request. It stands around checks of a request
+    alone: the same errors elsewhere are the server's."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise BadRequest(str(error), param_of(str(error))) from error
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes every error of the application one of OpenAI's shape."""
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_field(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _validation(error)
+    """Makes every error that an endpoint raises one of OpenAI's shape. `AnswerErrors` does it for the rest."""
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> JSONResponse:
@@ -105,5 +91,5 @@ def add_handlers(app: FastAPI) -> None:
     async def any_other(request: Request, error: Exception) -> JSONResponse:
         return failure(error)
 
-    for kind in (BadRequest, QueueFull, EngineFailed, TypeError, ValueError, Exception):
+    for kind in (BadRequest, QueueFull, EngineFailed, AnswerFailed):
         app.add_exception_handler(kind, any_other)

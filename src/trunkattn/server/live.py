@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.llm import LLM
+from trunkattn.engine.request import Request
 from trunkattn.engine.stats import EngineStats
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.server.engine_loop import EngineLoop
@@ -28,6 +29,14 @@ class _Moment:
     stats: EngineStats
 
 
+@dataclass(frozen=True)
+class _Reader:
+    """Who looks. tenant: whose requests are shown; None: all."""
+
+    loop: asyncio.AbstractEventLoop
+    tenant: str | None
+
+
 class Live:
     """What the page shows, as server-sent events.
 
@@ -38,8 +47,9 @@ class Live:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._loop: EngineLoop | None = None
-        self._readers: dict[asyncio.Queue[str], asyncio.AbstractEventLoop] = {}
+        self._readers: dict[asyncio.Queue[str | None], _Reader] = {}
         self._last: _Moment | None = None
+        self._closed = False
         caches = llm.kv_cache.layer(0)  # keys and values [pages, page_size, heads, head_dim]
         self._token_bytes = llm.info.geometry.num_layers * sum(cache[0, 0].nbytes for cache in caches)
 
@@ -47,29 +57,48 @@ class Live:
         """Names the loop that calls `watch`."""
         self._loop = loop
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        """Snapshots, as they are made. A reader that is too slow misses some."""
+    async def events(self, tenant: str | None = None) -> AsyncGenerator[str, None]:
+        """Snapshots, as they are made, until `close`. A reader that is too slow misses some.
+
+        Args:
+            tenant: whose requests are shown; None: all.
+        """
         assert self._loop is not None
-        queue: asyncio.Queue[str] = asyncio.Queue(1)
-        self._readers[queue] = asyncio.get_running_loop()
+        queue: asyncio.Queue[str | None] = asyncio.Queue(1)
+        self._readers[queue] = _Reader(asyncio.get_running_loop(), tenant)
         self._loop.watched = True
         self._loop.call(self.watch)  # the first picture comes at once
         try:
-            while True:
-                yield await queue.get()
+            while not self._closed and (event := await queue.get()) is not None:
+                yield event
         finally:
             del self._readers[queue]
             self._loop.watched = bool(self._readers)
 
-    def watch(self, engine: Engine) -> None:
-        """Makes a snapshot and hands it to every reader. On the engine's thread."""
-        event = f"data: {json.dumps(self.snapshot(engine), ensure_ascii=False)}\n\n"
-        for queue, loop in list(self._readers.items()):
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_replace, queue, event)
+    def close(self) -> None:
+        """Ends every reader's events: nobody waits for a page that is open. On the event loop."""
+        self._closed = True
+        for queue in self._readers:
+            _replace(queue, None)
 
-    def snapshot(self, engine: Engine) -> dict[str, Any]:
-        """The counts, rates since the last snapshot, and the forest. Times in seconds, sizes in bytes."""
+    def watch(self, engine: Engine) -> None:
+        """Makes a snapshot for each tenant and hands it to the readers. On the engine's thread."""
+        readers = list(self._readers.items())
+        figures = self._figures(engine)
+        events: dict[str | None, str] = {}
+        for queue, reader in readers:
+            if reader.tenant not in events:
+                shot = figures | {"forest": self._forest(engine, reader.tenant)}
+                events[reader.tenant] = f"data: {json.dumps(shot, ensure_ascii=False)}\n\n"
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                reader.loop.call_soon_threadsafe(_replace, queue, events[reader.tenant])
+
+    def snapshot(self, engine: Engine, tenant: str | None = None) -> dict[str, Any]:
+        """What `_figures` says, and the forest of a tenant's requests; None: of all."""
+        return self._figures(engine) | {"forest": self._forest(engine, tenant)}
+
+    def _figures(self, engine: Engine) -> dict[str, Any]:
+        """The counts, and rates since they were last asked for. Times in seconds, sizes in bytes."""
         now = _Moment(time.monotonic(), engine.stats)
         last, self._last = self._last or now, now
         seconds = max(now.time_s - last.time_s, 1e-9)
@@ -93,24 +122,27 @@ class Live:
             "pages": cache.pool.num_pages,
             "pages_in_use": cache.num_pages_in_use,
             "pages_cached": cache.index.num_evictable,
-            "forest": self._forest(engine),
         }
 
-    def _forest(self, engine: Engine) -> dict[str, Any]:
+    def _forest(self, engine: Engine, tenant: str | None) -> dict[str, Any]:
         """Nodes in depth-first order: parent (-1: none), requests below, tokens, bytes, and the text at both ends."""
         tables, page_size = engine.block_tables(), engine.scheduler.cache.page_size
-        num_rows = len(tables.seq_lens)
-        if num_rows == 0 or tables.seq_lens.max(initial=0) == 0:
+        rows = [row for row, one in enumerate(tables.request_ids) if self._is_visible(one, tenant)]
+        block_table, seq_lens = tables.block_table[rows], tables.seq_lens[rows]
+        if not rows or seq_lens.max(initial=0) == 0:
             return {"requests": 0, "nodes": []}
-        ones = np.ones(num_rows, np.int32)
-        forest = Forest(*build_forest(tables.block_table, tables.seq_lens, ones, page_size, 1))
-        nodes = [self._node(engine, forest, node) for node in range(min(len(forest.parent), _MOST_NODES))]
+        running = [engine.scheduler.running[row] for row in rows]
+        forest = Forest(*build_forest(block_table, seq_lens, np.ones(len(rows), np.int32), page_size, 1))
+        nodes = [self._node(running, forest, node) for node in range(min(len(forest.parent), _MOST_NODES))]
         return {"requests": len(forest.order), "nodes": nodes}
 
-    def _node(self, engine: Engine, forest: Forest, node: int) -> dict[str, Any]:
+    def _is_visible(self, request_id: str, tenant: str | None) -> bool:
+        return self._loop is None or self._loop.is_visible(request_id, tenant)
+
+    def _node(self, running: Sequence[Request], forest: Forest, node: int) -> dict[str, Any]:
         first, last = int(forest.row_start[node]), int(forest.row_end[node])
         start, end = int(forest.token_start[node]), int(forest.token_end[node])
-        sequence = engine.scheduler.running[int(forest.order[first])]
+        sequence = running[int(forest.order[first])]
         tokens = end - start
         return {
             "parent": int(forest.parent[node]),
@@ -133,7 +165,7 @@ class Live:
         return f"{str(decode(token_ids[:most]))[:most]} … {str(decode(token_ids[-most:]))[-most:]}"
 
 
-def _replace(queue: asyncio.Queue[str], event: str) -> None:
+def _replace(queue: asyncio.Queue[str | None], event: str | None) -> None:
     """Puts the newest snapshot in the place of one that has not been read."""
     if queue.full():
         queue.get_nowait()

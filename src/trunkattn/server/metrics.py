@@ -1,5 +1,6 @@
-"""Prometheus metrics: what the engine counts, and the times of requests."""
+"""Prometheus metrics: what the engine counts, and the times of requests; under our names and under vLLM's."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -10,79 +11,141 @@ from prometheus_client.registry import Collector
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.outputs import RequestOutput
 
-_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+# Counts of the engine: our name, vLLM's if it has one, and what they say.
 _COUNTS: Final = (
-    ("steps", "Steps that computed a batch."),
-    ("computed_tokens", "Tokens that went through the model: prompts, recomputation and decode."),
-    ("generated_tokens", "Sampled tokens."),
-    ("kv_tokens_read", "KV tokens that attention read."),
-    ("kv_tokens_per_query", "KV tokens that it would have read with one query at a time."),
-    ("preemptions", "Times that a sequence lost its pages."),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    ("prefix_cache_hits", "Prompt tokens found there."),
+    ("steps", None, "Steps that computed a batch."),
+    ("computed_tokens", None, "Tokens that went through the model: prompts, recomputation and decode."),
+    ("generated_tokens", "generation_tokens", "Sampled tokens."),
+    ("kv_tokens_read", None, "KV tokens that attention read."),
+    ("kv_tokens_per_query", None, "KV tokens that it would have read with one query at a time."),
+    ("preemptions", "num_preemptions", "Times that a sequence lost its pages."),
+    ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found there."),
 )
+_LABELS: Final = ("model_name",)
 
 
 class EngineCollector(Collector):
     """Reads the engine's counts when somebody asks. They are single numbers, so no lock is needed."""
 
-    def __init__(self, engine: Engine, num_waiting: Callable[[], int]) -> None:
-        self._engine, self._num_waiting = engine, num_waiting
+    def __init__(self, engine: Engine, num_waiting: Callable[[], int], model: str) -> None:
+        self._engine, self._num_waiting, self._model = engine, num_waiting, model
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         stats, cache = self._engine.stats, self._engine.scheduler.cache
-        for name, text in _COUNTS:
-            yield CounterMetricFamily(f"trunkattn_{name}", text, value=getattr(stats, name))
+        for name, vllm_name, text in _COUNTS:
+            value = getattr(stats, name)
+            yield CounterMetricFamily(f"trunkattn_{name}", text, value=value)
+            if vllm_name is not None:
+                counter = CounterMetricFamily(f"vllm:{vllm_name}", text, labels=_LABELS)
+                counter.add_metric([self._model], value)
+                yield counter
+        running, waiting = len(self._engine.scheduler.running), self._num_waiting()
+        pages, in_use = cache.pool.num_pages, cache.num_pages_in_use
         gauges = (
-            ("running_sequences", "Answers that run.", len(self._engine.scheduler.running)),
-            ("waiting_requests", "Requests without a first token.", self._num_waiting()),
-            ("kv_pages", "KV pages.", cache.pool.num_pages),
-            ("kv_pages_in_use", "KV pages that requests hold.", cache.num_pages_in_use),
+            ("running_sequences", "Answers that run.", running),
+            ("waiting_requests", "Requests without a first token.", waiting),
+            ("kv_pages", "KV pages.", pages),
+            ("kv_pages_in_use", "KV pages that requests hold.", in_use),
             ("kv_pages_cached", "KV pages that hold a prefix and that nobody uses.", cache.index.num_evictable),
         )
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(f"trunkattn_{name}", text, value=value)
+        for name, text, number in gauges:
+            yield GaugeMetricFamily(f"trunkattn_{name}", text, value=number)
+        shares = (
+            ("num_requests_running", "Answers that run.", running),
+            ("num_requests_waiting", "Requests without a first token.", waiting),
+            ("kv_cache_usage_perc", "Share of the KV pages that requests hold, from 0 to 1.", in_use / max(1, pages)),
+        )
+        for name, text, share in shares:
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            gauge.add_metric([self._model], share)
+            yield gauge
 
 
 class Metrics:
-    """The registry of one server."""
+    """The registry of one server. model: the served name."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        self._model = model
         self.requests = Counter(
             "trunkattn_http_requests", "Requests by path and status.", ("path", "status"), registry=self.registry
         )
-        self._first_token = Histogram(
-            "trunkattn_time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS, registry=self.registry
+        self.first_token = self._histograms(
+            "time_to_first_token_seconds", "time_to_first_token_seconds", "Arrival to first token.", _SECONDS
         )
-        self._per_token = Histogram(
-            "trunkattn_time_per_output_token_seconds",
+        self.between_tokens = self._histograms(
+            "inter_token_seconds", "inter_token_latency_seconds", "Time between two tokens.", _TOKEN_SECONDS
+        )
+        self.per_token = self._histograms(
+            "time_per_output_token_seconds",
+            "request_time_per_output_token_seconds",
             "Mean time between an answer's tokens.",
-            buckets=_TOKEN_SECONDS,
-            registry=self.registry,
+            _TOKEN_SECONDS,
         )
-        self._whole = Histogram(
-            "trunkattn_request_seconds", "Arrival to last token.", buckets=_SECONDS, registry=self.registry
+        self.whole = self._histograms(
+            "request_seconds", "e2e_request_latency_seconds", "Arrival to last token.", _SECONDS
         )
+        self.prompt_tokens = Counter("trunkattn_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        text = "Tokens of prompts."
+        self._vllm_prompt_tokens = Counter("vllm:prompt_tokens", text, _LABELS, registry=self.registry).labels(model)
 
     def watch(self, engine: Engine, num_waiting: Callable[[], int]) -> None:
         """Adds the engine's counts."""
-        self.registry.register(EngineCollector(engine, num_waiting))
+        self.registry.register(EngineCollector(engine, num_waiting, self._model))
 
-    def grown(self, output: RequestOutput) -> None:
-        """Counts the times of a request that has finished."""
-        if not output.finished:
-            return
-        times = output.metrics
-        if times.time_to_first_token is not None:
-            self._first_token.observe(times.time_to_first_token)
-        if times.finished_time is not None:
-            self._whole.observe(times.finished_time - times.arrival_time)
-        if output.time_per_output_token is not None:
-            self._per_token.observe(output.time_per_output_token)
+    def pace(self) -> "Pace":
+        """What takes the times of one request."""
+        return Pace(self)
+
+    def count_prompt(self, num_tokens: int) -> None:
+        """Counts the tokens of a prompt."""
+        self.prompt_tokens.inc(num_tokens)
+        self._vllm_prompt_tokens.inc(num_tokens)
 
     def text(self) -> bytes:
         """The exposition."""
         return generate_latest(self.registry)
+
+    def _histograms(self, name: str, vllm_name: str, text: str, buckets: tuple[float, ...]) -> tuple[Histogram, ...]:
+        """The same observations under our name and under vLLM's."""
+        ours = Histogram(f"trunkattn_{name}", text, buckets=buckets, registry=self.registry)
+        theirs = Histogram(f"vllm:{vllm_name}", text, _LABELS, buckets=buckets, registry=self.registry)
+        return ours, theirs.labels(self._model)
+
+
+class Pace:
+    """The times of one request, as its output grows."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._num_tokens = 0  # of the longest answer
+        self._last_s = 0.0  # when it got the last one
+
+    def grown(self, output: RequestOutput) -> None:
+        """Counts what is new."""
+        times, now = output.metrics, time.monotonic()
+        num_tokens = max(len(answer.token_ids) for answer in output.outputs)
+        new = num_tokens - self._num_tokens
+        if self._num_tokens == 0 and times.time_to_first_token is not None:
+            self._metrics.count_prompt(len(output.prompt_token_ids))
+            _observe(self._metrics.first_token, times.time_to_first_token)
+            new -= 1
+            self._last_s = times.first_token_time or now
+        for _ in range(new):
+            _observe(self._metrics.between_tokens, (now - self._last_s) / new)
+        if new:
+            self._last_s = now
+        self._num_tokens = num_tokens
+        if output.finished and times.finished_time is not None:
+            _observe(self._metrics.whole, times.finished_time - times.arrival_time)
+            if output.time_per_output_token is not None:
+                _observe(self._metrics.per_token, output.time_per_output_token)
+
+
+def _observe(histograms: tuple[Histogram, ...], seconds: float) -> None:
+    for histogram in histograms:
+        histogram.observe(seconds)

@@ -1,22 +1,34 @@
-"""What stands before the endpoints: keys, the size of bodies, and the count of requests by status. Plain ASGI."""
+"""What stands before the endpoints: errors, hosts, keys, the size of bodies, and the count of requests. Plain ASGI."""
 
+import asyncio
 import hmac
+import re
+import socket
+import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkattn.server.errors import error_response
+from trunkattn.server.errors import error_response, failure
+from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
+from trunkattn.server.options import ServerOptions
 
 # What anybody may read: whether the server lives, what it counts, and the page without its data.
 _OPEN_PATHS: Final = ("/", "/health", "/metrics", "/static/")
+_UNCOUNTED_BYTES: Final = 64 << 10  # bodies up to here are let in whatever else is being read
+_DRAINED_BYTES: Final = 256 << 20
+_DRAIN_SECONDS: Final = 10.0
 
 
-class CountRequests:
-    """Counts every request by its path and status. Paths that do not exist count as one, or anybody could fill the
-    memory with them."""
+class AnswerErrors:
+    """Counts every request by its path and status, and answers what an endpoint did not expect with 500.
+
+    Paths that do not exist count as one, or anybody could fill the memory with them.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
@@ -25,13 +37,60 @@ class CountRequests:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         path = scope["path"] if scope["path"] in self._paths else "other"
+        started = False
 
         async def count(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, count)
+        try:
+            await self._app(scope, receive, count)
+        except Exception as error:
+            response = failure(error)
+            if not started:
+                await response(scope, receive, count)
+
+
+class CheckHost:
+    """Answers 421 to a name that is not this server's, and 403 to pages of other origins.
+
+    A web page may point its own name at this machine; the browser then takes the page and the server for one origin.
+    Addresses are no names: nobody can point them elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._names = {"localhost", socket.gethostname().lower(), options.host.lower(), *options.allowed_hosts}
+        self._origins = frozenset(options.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            if host and not self._is_ours(host, (scope.get("server") or ("",))[0]):
+                message = f"Host: {host[:100]}: expected a name of this server; allow it with --allowed-host"
+                return await error_response(421, message)(scope, receive, send)
+            origin = headers.get(b"origin", b"").decode("latin-1")
+            if origin and not self._may_call(origin, host):
+                message = f"Origin: {origin[:100]}: expected this server's page; allow others with --allowed-origin"
+                return await error_response(403, message)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    def _is_ours(self, host: str, own_address: str) -> bool:
+        name = re.sub(r":\d*$", "", host).strip("[]")
+        if "*" in self._names or name in self._names or name == own_address:
+            return True
+        try:
+            ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _may_call(self, origin: str, host: str) -> bool:
+        return "*" in self._origins or origin in self._origins or origin.lower().partition("://")[2] == host
 
 
 class RequireKey:
@@ -68,26 +127,78 @@ class RequireKey:
 
 
 class LimitBody:
-    """Answers 413 if a body is larger than allowed, whatever its headers say."""
+    """Answers 413 to a body that is larger than allowed, whatever its headers say, 408 to one that comes too slowly,
+    and 503 to a large one while others fill the room for all of them."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
+        self._held = 0  # bytes of all bodies that count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        message = f"the body is larger than this server allows: expected at most {self._max_bytes} bytes"
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        declared = headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared) > self._max_bytes:
-            return await error_response(413, message)(scope, receive, send)
-        received = 0
+            if headers.get(b"expect", b"").lower() != b"100-continue":
+                await _drain(receive)
+            return await error_response(413, self._too_large)(scope, receive, send)
+        body = _Arriving(receive)
 
         async def limited() -> Message:
-            nonlocal received
-            part: Any = await receive()
-            received += len(part.get("body", b""))
-            if received > self._max_bytes:
-                raise HTTPException(413, message)  # FastAPI lets it through while it reads a body
+            part = await body.part()
+            counts = body.size if body.size > _UNCOUNTED_BYTES else 0
+            self._held += counts - body.counted
+            body.counted = counts
+            if body.size > self._max_bytes:
+                if part.get("more_body", False):
+                    await _drain(receive)
+                raise HTTPException(413, self._too_large)  # FastAPI lets it through while it reads a body
+            if self._held > LIMITS.bodies:
+                raise HTTPException(503, "too many large bodies at a time; try again", {"Retry-After": "1"})
             return part
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._held -= body.counted
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than this server allows: expected at most {self._max_bytes} bytes"
+
+
+class _Arriving:
+    """A body as it arrives. size: its bytes so far. counted: those of them that count."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.size = self.counted = 0
+        self._receive = receive
+        self._deadline = time.monotonic() + LIMITS.body_seconds
+        self._complete = False
+
+    async def part(self) -> Any:
+        """The next message of the connection; raises 408 if the body is late."""
+        if self._complete:
+            return await self._receive()
+        try:
+            part: Any = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
+        except asyncio.TimeoutError:
+            message = f"the body did not arrive within {LIMITS.body_seconds} s"
+            raise HTTPException(408, message, {"Connection": "close"}) from None
+        self.size += len(part.get("body", b""))
+        self._complete = not part.get("more_body", False)
+        return part
+
+
+async def _drain(receive: Receive) -> None:
+    """Reads a body that nobody wants: a client that still sends does not see an answer. Not for ever."""
+    size, deadline = 0, time.monotonic() + _DRAIN_SECONDS
+    while size < _DRAINED_BYTES and time.monotonic() < deadline:
+        try:
+            part: Any = await asyncio.wait_for(receive(), deadline - time.monotonic())
+        except asyncio.TimeoutError:
+            return
+        size += len(part.get("body", b""))
+        if not part.get("more_body", False):
+            return

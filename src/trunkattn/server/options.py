@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trunkattn.engine.config import check_real
+from trunkattn.engine.config import check_bool, check_real
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS
 from trunkattn.validate import check_int
 
@@ -16,6 +16,8 @@ class ServerOptions:
         host, port: where it listens. The default host is this machine alone.
         api_keys: with any, a request must carry one of them as a bearer token. Each key is a tenant of its own: no
             tenant can find out, by time, which prefixes another one's requests have cached.
+        allowed_hosts: names by which clients may call the server, beside its addresses, localhost and `host`; "*": any.
+            A name that is not among them may be one that a web page has pointed at this machine.
         allowed_origins: web pages of these origins may call the server from a browser (CORS); "*": any.
         max_waiting: requests that may wait for their first token. One more is answered with 429.
         max_body_bytes: most bytes of a request's body.
@@ -24,6 +26,8 @@ class ServerOptions:
         max_answer_tokens: most tokens of an answer (`max_tokens`); None: the model's limit.
         shutdown_seconds: after SIGTERM, how long running answers may take to end.
         tool_call_parser: how the model writes tool calls.
+        strict_requests: refuse every field that does not exist. Otherwise only those that look like a misspelt one are
+            refused, and others are ignored.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what is expected.
@@ -33,6 +37,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_waiting: int = 1024
     max_body_bytes: int = 16 << 20
@@ -41,6 +46,7 @@ class ServerOptions:
     max_answer_tokens: int | None = None
     shutdown_seconds: float = 30.0
     tool_call_parser: str = "hermes"
+    strict_requests: bool = False
 
     def __post_init__(self) -> None:
         if not self.served_model_name:
@@ -56,6 +62,7 @@ class ServerOptions:
         for key in self.api_keys:
             if not key or not key.isascii() or any(character.isspace() for character in key):
                 raise ValueError("api_key: expected ASCII text without spaces that is not empty")
+        check_bool("strict_requests", self.strict_requests)
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             names = ", ".join(TOOL_CALL_PARSERS)
             raise ValueError(f"tool_call_parser={self.tool_call_parser!r}: expected one of {names}")

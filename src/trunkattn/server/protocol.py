@@ -1,33 +1,154 @@
-"""The bodies of requests: OpenAI's fields, and those of vLLM that the engine has too. What is not here is refused.
+"""The bodies of requests: OpenAI's fields, and those of vLLM that the engine has too.
 
-Types are checked here, strictly. Ranges are checked by `SamplingParams`, in one place for all ways in.
+Types and sizes are checked here, strictly; the sizes are in `limits`. Ranges of numbers are checked by
+`SamplingParams`, in one place for all ways in. A null counts as a field that is absent. `Body` says what happens to
+other names.
 
 Source: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai/en/latest/serving/openai_compatible_server.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
-Number = float | int
+from trunkattn.engine.config import shown
+from trunkattn.engine.form_limits import depth_of
+from trunkattn.server.limits import LIMITS
+
+_CLOSE: Final = 0.85  # how alike two names are that are taken for one, misspelt
+_MOST_IGNORED: Final = 16  # names that are remembered for the log
+_LONGEST_NAME: Final = 64
+
+
+@dataclass
+class Reading:
+    """How a body is read, and what is found. strict: unknown names are refused. ignored: unknown names, for the log."""
+
+    strict: bool = False
+    ignored: set[str] = field(default_factory=set)
+
+
+def _refuse(kind: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError(kind, "{message}", {"message": message})
 
 
 class Body(BaseModel):
-    """Unknown fields are refused, and no type is converted to another."""
+    """Fields of a request. No type is converted to another.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    An unknown name that is close to a known one is refused with a suggestion, any other is ignored and logged; a
+    `Reading` that is strict refuses both.
+
+    Attributes:
+        without_effect: documented names that change nothing here.
+        refused: documented names that would change the answer, and what to do instead.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        reading = info.context if isinstance(info.context, Reading) else Reading()
+        taken = {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if name in known:
+                taken[name] = value
+            elif name in cls.refused:
+                raise _refuse("refused_field", f"{name}={shown(value)}: {cls.refused[name]}")
+            elif name not in cls.without_effect:
+                cls._unknown(name, value, known, reading)
+        return taken
+
+    @classmethod
+    def _unknown(cls, name: str, value: Any, known: set[str], reading: Reading) -> None:
+        close = get_close_matches(name[:_LONGEST_NAME], known, 1, _CLOSE)
+        if close:
+            raise _refuse("unknown_field", f"{name[:_LONGEST_NAME]}={shown(value)}: did you mean {close[0]}?")
+        if reading.strict:
+            message = f"{name[:_LONGEST_NAME]}={shown(value)}: there is no such field; leave it out"
+            raise _refuse("unknown_field", message)
+        if len(reading.ignored) < _MOST_IGNORED:
+            reading.ignored.add(name[:_LONGEST_NAME])
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refuse("number", "expected a number")
+    try:
+        float(value)
+    except OverflowError:
+        raise _refuse("number", "expected a finite number") from None
+    return value
+
+
+def _shallow(value: Any) -> Any:
+    if depth_of(value, LIMITS.depth) > LIMITS.depth:
+        raise _refuse("too_deep", f"expected at most {LIMITS.depth} levels of nesting")
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    """A text, token ids, or a list of either; the first item that is wrong ends the check."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _refuse("prompt", "expected a text, a list of token ids, or a list of these")
+    lists = value if value and isinstance(value[0], list) else [value]
+    kind = str if value and isinstance(value[0], str) else int
+    for items in lists:
+        if not isinstance(items, list):
+            raise _refuse("prompt", f"{shown(items)} stands among lists: expected lists of token ids alone")
+        if not all(type(item) is kind for item in items):
+            place, item = next((place, item) for place, item in enumerate(items) if type(item) is not kind)
+            expected = "texts alone, as the first item" if kind is str else "token ids"
+            raise _refuse("prompt", f"item {place} is {shown(item)}: expected {expected}")
+    return value
+
+
+Number = Annotated[float, PlainValidator(_number)]
+Temperature = Annotated[float, PlainValidator(_number), Field(le=LIMITS.temperature)]
+Bias = Annotated[float, PlainValidator(_number), Field(ge=-LIMITS.bias, le=LIMITS.bias)]
+TopK = Annotated[int, Field(le=LIMITS.top_k)]
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+Name = Annotated[str, Field(max_length=LIMITS.name)]
+Label = Annotated[str, Field(max_length=LIMITS.label)]
+AnyJson = Annotated[dict[str, Any], AfterValidator(_shallow)]
+StopText = Annotated[str, Field(max_length=LIMITS.stop_characters)]
+Stops = Annotated[list[StopText], Field(max_length=LIMITS.stop, fail_fast=True)]
+StopIds = Annotated[list[int], Field(max_length=LIMITS.stop_token_ids, fail_fast=True)]
+AllowedIds = Annotated[list[int], Field(max_length=LIMITS.allowed_token_ids, fail_fast=True)]
+BadWord = Annotated[str, Field(max_length=LIMITS.word)]
+BadWords = Annotated[list[BadWord], Field(max_length=LIMITS.bad_words, fail_fast=True)]
+Biases = Annotated[dict[Name, Bias], Field(max_length=LIMITS.biases)]
+Choices = Annotated[list[str], Field(max_length=LIMITS.forms.max_enum_values, fail_fast=True)]
+Regex = Annotated[str, Field(max_length=LIMITS.forms.max_regex_characters)]
+Grammar = Annotated[str, Field(max_length=LIMITS.forms.max_characters)]
 
 
 class StreamOptions(Body):
-    """include_usage: the stream ends with the counts of tokens."""
+    """include_usage: the stream ends with the counts of tokens. continuous_usage_stats: every event has them."""
 
+    without_effect = frozenset({"include_obfuscation"})
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Body):
     """OpenAI's envelope of a JSON schema."""
 
-    name: str
+    name: Name
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -44,9 +165,10 @@ class StructuredOutputs(Body):
     """vLLM's constraints on an answer; exactly one of them."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
 
 
 class Sampling(Body):
@@ -55,15 +177,31 @@ class Sampling(Body):
     user: a name that goes into the log. cache_salt: only requests of equal salt share cached prefixes.
     """
 
-    model: str | None = None
+    without_effect = frozenset(
+        {"store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+    )
+    refused = MappingProxyType(
+        {
+            "guided_json": "expected structured_outputs instead",
+            "guided_regex": "expected structured_outputs instead",
+            "guided_choice": "expected structured_outputs instead",
+            "guided_grammar": "expected structured_outputs instead",
+            "max_new_tokens": "expected max_tokens instead",
+            "use_beam_search": "this server has no beam search; leave it out",
+            "logits_processors": "this server runs no code of a request; leave it out",
+            "prompt_logprobs": "expected echo and logprobs of /v1/completions instead",
+            "prompt_embeds": "expected a prompt of text or token ids",
+        }
+    )
+    model: Label | None = None
     n: int = 1
-    temperature: Number | None = None
+    temperature: Temperature | None = None
     top_p: Number | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: Number | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: StopIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
@@ -71,71 +209,92 @@ class Sampling(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Biases | None = None
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedIds | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    user: str | None = None
+    cache_salt: Label | None = None
+    user: Label | None = None
 
 
 class CompletionRequest(Sampling):
-    """Body of /v1/completions."""
+    """Body of /v1/completions. best_of: as many as `n`, because no answer is thrown away here."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    refused = MappingProxyType({**Sampling.refused, "suffix": "this server cannot fill in; leave it out"})
+    prompt: Prompt
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int, Field(le=LIMITS.logprobs)] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_suffix(cls, given: Any) -> Any:
+        return (
+            {name: value for name, value in given.items() if (name, value) != ("suffix", "")}
+            if isinstance(given, dict)
+            else given
+        )
 
 
 class TextPart(Body):
     """A part of a message. Images and sounds are refused: nothing in a request makes the server fetch anything."""
 
-    type: Literal["text"]
-    text: str
+    without_effect = frozenset({"cache_control", "annotations"})
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
 
 
 class FunctionCall(Body):
-    """A call that the model made in an earlier answer. arguments: JSON."""
+    """A call that the model made in an earlier answer. arguments: JSON, or what it says."""
 
-    name: str
-    arguments: str
+    without_effect = frozenset({"parsed_arguments"})
+    name: Name
+    arguments: str | AnyJson = "{}"
 
 
 class ToolCall(Body):
     """A tool call in the conversation."""
 
-    id: str | None = None
+    without_effect = frozenset({"index"})
+    id: Label | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class Message(Body):
-    """A message of the conversation."""
+    """A message of the conversation. reasoning_content: what the model thought, for templates that read it."""
 
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    without_effect = frozenset(
+        {"refusal", "annotations", "audio", "parsed", "type", "index", "cache_control", "reasoning"}
+    ) | {"provider_specific_fields"}
+    refused = MappingProxyType({"function_call": "expected tool_calls instead"})
+    role: Name
+    content: str | Annotated[list[TextPart], Field(max_length=LIMITS.parts, fail_fast=True)] | None = None
+    name: Name | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=LIMITS.tool_calls, fail_fast=True)] | None = None
+    tool_call_id: Label | None = None
 
 
 class FunctionDefinition(Body):
     """A function that the model may call. parameters: a JSON schema."""
 
-    name: str
+    name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyJson | None = None
     strict: bool | None = None
 
 
 class Tool(Body):
     """A tool that the model may call."""
 
+    without_effect = frozenset({"cache_control"})
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -143,7 +302,7 @@ class Tool(Body):
 class FunctionName(Body):
     """The function of a named choice."""
 
-    name: str
+    name: Name
 
 
 class NamedToolChoice(Body):
@@ -153,18 +312,35 @@ class NamedToolChoice(Body):
     function: FunctionName
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools, fail_fast=True)]
+
+
 class ChatCompletionRequest(Sampling):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    without_effect = Sampling.without_effect | {"reasoning_effort", "verbosity", "prediction"}
+    refused = MappingProxyType(
+        {
+            **Sampling.refused,
+            "functions": "expected tools instead",
+            "function_call": "expected tool_choice instead",
+            "audio": "this server makes text alone; leave it out",
+            "web_search_options": "this server asks no other host; leave it out",
+            "chat_template": "this server runs the model's own template alone; leave it out",
+            "documents": "expected the documents in messages instead",
+        }
+    )
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    top_logprobs: Annotated[int, Field(le=LIMITS.logprobs)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: AnyJson | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -172,14 +348,14 @@ class ChatCompletionRequest(Sampling):
 class TokenizeRequest(Body):
     """Body of /tokenize: a text or a conversation."""
 
-    model: str | None = None
+    model: Label | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: Label | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -1,25 +1,36 @@
 """What every endpoint needs: the model behind the server, checks, tokens of prompts, and answers as they grow."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from trunkattn.engine.config import check_text
+from trunkattn.engine.config import check_text, shown
+from trunkattn.engine.engine import CheckedRequest
+from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.prompts import ChatOptions, render_template
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
-from trunkattn.engine.token_bytes import special_ids
-from trunkattn.server.engine_loop import EngineFailed, EngineLoop, Submission
-from trunkattn.server.errors import BadRequest, shown
+from trunkattn.engine.token_bytes import TokenBytes, special_ids
+from trunkattn.server.engine_loop import EngineLoop, Submission
+from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
+from trunkattn.server.form_trial import FormTrial
+from trunkattn.server.intake import AnyBody, read_body
+from trunkattn.server.lanes import Lanes
+from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
 from trunkattn.server.options import ServerOptions
-from trunkattn.server.protocol import Message, Sampling
+from trunkattn.server.protocol import Message, Reading, Sampling, Tool
+from trunkattn.server.report import request_line
+from trunkattn.server.template_clock import template_clock
 
+_LOG: Final = logging.getLogger(__name__)
+_SLICE: Final = 100_000  # characters of a text that are counted at a time
+_SEAM: Final = 64  # tokens that a cut may add
 _OWN_FIELDS: Final = frozenset({"logit_bias", "logprobs", "stop", "structured_outputs"})  # made by hand below
 
 
@@ -58,6 +69,30 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
+def num_tokens_of(outputs: Sequence[RequestOutput]) -> int:
+    """Tokens that a response tells of, with those that log-probabilities name."""
+    usage = usage_of(outputs)
+    named = sum(len(entry) for output in outputs for answer in output.outputs for entry in (answer.logprobs or ())[:1])
+    return (usage.prompt_tokens + usage.completion_tokens) * (1 + named)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and with how much.
+
+    Attributes:
+        salt: of the cached prefixes.
+        tenant: whose requests they are; None: there is one tenant.
+        arrival_time: of the request, on the monotonic clock.
+        num_bytes: of its body.
+    """
+
+    salt: bytes = b""
+    tenant: str | None = None
+    arrival_time: float | None = None
+    num_bytes: int = 0
+
+
 class Service:
     """The model behind the server.
 
@@ -70,11 +105,22 @@ class Service:
 
     def __init__(self, llm: LLM, loop: EngineLoop, options: ServerOptions, metrics: Metrics) -> None:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
-        self._tokenizing = ThreadPoolExecutor(1, "trunkattn-tokenizer")  # a long prompt must not stall the answers
+        self.lanes = Lanes("texts")
+        self._compiling = Lanes("forms")
+        self._trial = FormTrial(llm.engine.structured_outputs, LIMITS)
         vocabulary = {} if llm.tokenizer is None else llm.tokenizer.get_vocab()
         self.special_ids = special_ids(llm.tokenizer)
-        most = options.max_prompt_tokens or llm.engine.limits.max_model_len
-        self._most_characters = most * max(map(len, vocabulary), default=1)
+        self.token_bytes = TokenBytes(llm.tokenizer)
+        self._most_tokens = options.max_prompt_tokens or llm.engine.limits.max_model_len
+        self._most_characters = self._most_tokens * max(map(len, vocabulary), default=1)
+
+    async def read(self, raw: bytes, model: type[AnyBody]) -> AnyBody:
+        """The fields of a body. Unknown ones that are ignored go into the log."""
+        reading = Reading(self.options.strict_requests)
+        body = await self.lanes.run(len(raw), lambda: read_body(raw, model, reading))
+        if reading.ignored:
+            _LOG.info("Ignored fields that do not exist: %s", ", ".join(sorted(map(repr, reading.ignored))))
+        return body
 
     def special_ids_of(self, marks: Sequence[str]) -> tuple[int, ...]:
         """The special tokens among marks; the others are text anyway."""
@@ -87,26 +133,53 @@ class Service:
         if model is not None and model != name:
             raise BadRequest(f"model={shown(model)}: expected {name!r}", "model", 404, "model_not_found")
 
-    async def tokens(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        tokenizer = self._tokenizer()
+    async def tokens(self, text: str, name: str, add_special_tokens: bool = True, truncates: bool = False) -> list[int]:
+        """Token ids of a text. truncates: it may have more than a prompt, because its end alone is kept."""
         self._check_length(name, len(text))
-        check_text(name, text)
-        encoded = await self._on_thread(lambda: tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        return list(encoded)
+        return await self.lanes.run(len(text), lambda: self._encode(text, name, add_special_tokens, truncates))
 
     async def chat_tokens(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        num_bytes: int,
+        tools: Sequence[Tool] = (),
+        truncates: bool = False,
+        **options: Any,
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. options: see `LLM.chat`."""
-        conversation = [_message(message) for message in messages]
-        self._check_length("messages", sum(len(str(message.get("content", ""))) for message in conversation))
-        return list(await self._on_thread(lambda: self.llm.render_chat(conversation, tools=tools, **options)))
+        """Token ids of a conversation, by the model's chat template.
 
-    def text(self, token_ids: list[int]) -> str:
+        Args:
+            messages: the conversation.
+            num_bytes: of the body.
+            tools: functions that the model may call.
+            truncates: see `tokens`.
+            options: fields of `ChatOptions`.
+        """
+
+        def render() -> list[int]:
+            with bad_request():
+                conversation = [_message(message, place) for place, message in enumerate(messages)]
+                described = [tool.model_dump(exclude_none=True) for tool in tools]
+                chat = ChatOptions(tools=described or None, **options)
+                with template_clock(LIMITS.template_seconds):
+                    text = render_template(self.llm.tokenizer, conversation, chat)
+            self._check_length("messages", len(text))
+            return self._encode(text, "messages", False, truncates)
+
+        return await self.lanes.run(num_bytes, render)
+
+    async def text(self, token_ids: list[int]) -> str:
         """The text of token ids."""
-        self._check_token_ids("tokens", token_ids)
-        return str(self._tokenizer().decode(token_ids))
+        most = self.llm.info.vocab_size - 1
+        tokenizer = self._tokenizer()
+
+        def decode() -> str:
+            for token_id in token_ids:
+                if not 0 <= token_id <= most:
+                    raise BadRequest(f"tokens: token id {token_id}: expected 0 to {most}", "tokens")
+            return str(tokenizer.decode(token_ids))
+
+        return await self.lanes.run(len(token_ids), decode)
 
     def params(self, body: Sampling, **changes: Any) -> SamplingParams:
         """The sampling parameters of a request: the model's defaults, the body's fields, then `changes`."""
@@ -118,8 +191,12 @@ class Service:
             values["logit_bias"] = _logit_bias(body.logit_bias)
         if body.structured_outputs is not None:
             form = body.structured_outputs
-            values["structured_outputs"] = StructuredOutputsParams(form.json_, form.regex, form.choice, form.grammar)
-        params = replace(self.llm.get_default_sampling_params(), **values | changes)
+            with bad_request():
+                values["structured_outputs"] = StructuredOutputsParams(
+                    form.json_, form.regex, form.choice, form.grammar, form.json_object
+                )
+        with bad_request():
+            params = replace(self.llm.get_default_sampling_params(), **values | changes)
         most = self.options.max_answer_tokens
         if most is not None:
             if params.max_tokens is not None and params.max_tokens > most:
@@ -133,32 +210,42 @@ class Service:
             what = f"n={n} for {num_prompts} prompts" if num_prompts > 1 else f"n={n}"
             raise BadRequest(f"{what}: expected at most {self.options.max_answers} answers in all", "n")
 
-    async def submission(self, name: str, token_ids: list[int], params: SamplingParams, salt: bytes) -> Submission:
-        """A checked request for the engine. name: what messages call the prompt.
-
-        The checks run on the tokenizer's thread, because to compile the form of an answer takes time.
-        """
+    async def submission(self, name: str, token_ids: list[int], params: SamplingParams, caller: Caller) -> Submission:
+        """A checked request for the engine. name: what messages call the prompt."""
         most = self.options.max_prompt_tokens
         if most is not None and len(token_ids) > most and params.truncate_prompt_tokens is None:
             raise BadRequest(f"{name} has {len(token_ids)} tokens: expected at most {most}", name)
-        await self._on_thread(lambda: self.loop.engine.check_request(token_ids, params, name))
-        return Submission(token_ids, params, cache_salt=salt)
+        self._check_logprobs(params)
+        lanes = self.lanes
+        if params.structured_outputs is not None:
+            with bad_request():
+                await self._trial.check(params.structured_outputs)
+            lanes = self._compiling
 
-    async def finished(self, submissions: Sequence[Submission]) -> list[RequestOutput]:
-        """The finished answers, one output for each submission."""
+        def check() -> CheckedRequest:
+            with bad_request():
+                return self.loop.engine.check_request(token_ids, params, name)
+
+        checked = await lanes.run(len(token_ids), check)
+        return Submission(checked, caller.salt, caller.tenant, caller.arrival_time)
+
+    async def finished(self, submissions: Sequence[Submission], name: str) -> list[RequestOutput]:
+        """The finished answers, one output for each submission. name: the request's id."""
         outputs: dict[int, RequestOutput] = {}
-        async for grown in self.grow(submissions):
+        async for grown in self.grow(submissions, name):
             outputs[grown.prompt] = grown.output
         return [outputs[prompt] for prompt in range(len(submissions))]
 
-    async def grow(self, submissions: Sequence[Submission]) -> AsyncGenerator[Grown, None]:
-        """Every output of every submission. To close the generator ends what has not finished."""
+    async def grow(self, submissions: Sequence[Submission], name: str) -> AsyncGenerator[Grown, None]:
+        """Every output of every submission. To close the generator ends what has not finished. Then the log gets a line
+        about the request. name: its id."""
         arrived: asyncio.Queue[Grown | BaseException | None] = asyncio.Queue(1)  # readers set the pace
 
         async def forward(prompt: int, outputs: AsyncIterator[RequestOutput]) -> None:
+            pace = self.metrics.pace()
             try:
                 async for output in outputs:
-                    self.metrics.grown(output)
+                    pace.grown(output)
                     await arrived.put(Grown(prompt, output))
                 await arrived.put(None)
             except Exception as error:
@@ -170,8 +257,8 @@ class Service:
             asyncio.ensure_future(forward(prompt, self.loop.stream(submission)))
             for prompt, submission in enumerate(submissions)
         ]
+        ended, newest = 0, dict[int, RequestOutput]()
         try:
-            ended = 0
             while ended < len(tasks):
                 item = await arrived.get()
                 if item is None:
@@ -179,35 +266,55 @@ class Service:
                 elif isinstance(item, BaseException):
                     raise item
                 else:
+                    newest[item.prompt] = item.output
                     _check_sound(item.output)
                     yield item
         finally:
+            _LOG.info(request_line(name, list(newest.values()), ended == len(tasks)))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """Ends the tokenizer's thread."""
-        self._tokenizing.shutdown(wait=False)
+        """Ends the threads and processes."""
+        self.lanes.close()
+        self._compiling.close()
+        self._trial.close()
 
     def _tokenizer(self) -> Any:
         if self.llm.tokenizer is None:
             raise BadRequest("prompt: expected token ids, because the model has no tokenizer", "prompt")
         return self.llm.tokenizer
 
+    def _encode(self, text: str, name: str, add_special_tokens: bool, truncates: bool) -> list[int]:
+        """Token ids of a text. One that has too many is not read to its end. On a lane."""
+        tokenizer = self._tokenizer()
+        with bad_request():
+            check_text(name, text)
+        count = 0
+        for start in range(0, 0 if truncates else len(text) - _SLICE, _SLICE):
+            count += len(tokenizer(text[start : start + _SLICE], add_special_tokens=False)["input_ids"]) - _SEAM
+            if count > self._most_tokens:
+                raise BadRequest(f"{name} has over {count} tokens: expected at most {self._most_tokens}", name)
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
     def _check_length(self, name: str, characters: int) -> None:
         """Refuses a text that has too many tokens whatever they are, before the tokenizer spends seconds on it."""
         if characters > self._most_characters:
             raise BadRequest(f"{name} has {characters} characters: expected at most {self._most_characters}", name)
 
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        most = self.llm.info.vocab_size - 1
-        for token_id in token_ids:
-            if not 0 <= token_id <= most:
-                raise BadRequest(f"{name}: token id {token_id}: expected 0 to {most}", name)
-
-    async def _on_thread(self, function: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        """Refuses a request whose log-probabilities would fill the memory."""
+        if params.logprobs is None:
+            return
+        tokens = min(params.max_tokens or self._most_tokens, self.llm.engine.limits.max_model_len)
+        entries = params.n * tokens * (params.logprobs + 1)
+        if entries > LIMITS.logprob_entries:
+            raise BadRequest(
+                f"logprobs of {params.n} answers of {tokens} tokens are {entries}: expected at most "
+                f"{LIMITS.logprob_entries}; lower n, max_tokens or the number of logprobs",
+                "logprobs",
+            )
 
 
 def salt_of(api_key: str | None, cache_salt: str | None) -> bytes:
@@ -218,18 +325,39 @@ def salt_of(api_key: str | None, cache_salt: str | None) -> bytes:
 
 
 def _check_sound(output: RequestOutput) -> None:
+    """Raises what ended an answer: BadRequest where the same request would fail again."""
     for answer in output.outputs:
         if answer.finish_reason == "error":
-            raise EngineFailed(f"an answer ended with an error: {answer.error}")
+            message = str(answer.error)
+            raise BadRequest(message, param_of(message)) if answer.is_bad else AnswerFailed(message)
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """A message as chat templates read it: the arguments of a call are a mapping, not JSON text."""
+def _message(message: Message, place: int) -> dict[str, Any]:
+    """A message as chat templates read it: its content is a text, and the arguments of a call are a mapping."""
     values = message.model_dump(exclude_none=True)
-    for call in values.get("tool_calls", ()):
-        with contextlib.suppress(ValueError):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    if isinstance(message.content, list):
+        parts = [part.refusal if part.type == "refusal" else part.text for part in message.content]
+        values["content"] = "\n".join(parts)
+    values.setdefault("content", "")
+    for number, call in enumerate(values.get("tool_calls", ())):
+        given = call["function"]["arguments"]
+        name = f"messages[{place}].tool_calls[{number}].function.arguments"
+        if isinstance(given, str):
+            call["function"]["arguments"] = _arguments(name, given)
     return values
+
+
+def _arguments(name: str, text: str) -> Any:
+    """The mapping that a text of JSON holds; the text itself if it holds none."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name) from None
+    except ValueError:
+        return text
+    if depth_of(found, LIMITS.depth) > LIMITS.depth:
+        raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name)
+    return found if isinstance(found, dict) else text
 
 
 def _logit_bias(bias: dict[str, Any]) -> dict[int, float]:

@@ -1,0 +1,85 @@
+"""A process that tries forms, so that one which overflows its stack, its memory or its time ends no server.
+
+It is run as a file and imports nothing of the package. It reads lines of JSON: first the tokenizer and the limits, then
+one grammar a line. It answers each with a line: what is wrong, or null, and the bytes that the compiled form took.
+"""
+
+import json
+import os
+import random
+import resource
+import sys
+import threading
+import time
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+STACK_BYTES = 2 << 20  # less than any thread of the server has: what compiles here overflows no stack there
+NICENESS = 10
+WALK_TOKENS = 24
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def limit_cpu(seconds: float) -> None:
+    """Lets the system end this process when it has worked for so long from now on."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, resource.RLIM_INFINITY))
+
+
+def walk(matcher: Any, num_tokens: int, mask_seconds: float) -> str | None:
+    """What goes wrong in the first tokens of a random answer; None: nothing."""
+    bits, chance = allocate_token_bitmask(1, num_tokens), random.Random(0)
+    for _ in range(WALK_TOKENS):
+        began = time.thread_time()
+        fill_next_token_bitmask(matcher, bits)
+        if matcher.is_error():
+            return str(matcher.get_error()).partition("<state>")[0]
+        if time.thread_time() - began > mask_seconds:
+            return f"a token of it takes longer than {mask_seconds} s"
+        if matcher.is_stopped():
+            return None
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        if not len(allowed):
+            return "no token can follow"
+        matcher.consume_token(int(allowed[chance.randrange(len(allowed))]))
+        if matcher.is_stopped():
+            return None
+    return None
+
+
+def attempt(tokens: Any, grammar: str, mask_seconds: float) -> str | None:
+    """What is wrong with a grammar; None: nothing."""
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
+    if matcher.is_error():
+        return str(matcher.get_error()).partition("<state>")[0]
+    return walk(matcher, tokens.vocab_size, mask_seconds)
+
+
+def serve() -> None:
+    """Answers line by line until the input ends."""
+    limits = json.loads(sys.stdin.readline())
+    tokens = llguidance.LLTokenizer(limits["tokenizer"], n_vocab=limits["num_tokens"], eos_token=limits["eos"])
+    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        limit_cpu(limits["cpu_seconds"])
+        before = resident_bytes()
+        failure = attempt(tokens, json.loads(line), limits["mask_seconds"])
+        grown = max(0, resident_bytes() - before)
+        limit_cpu(1e9)
+        print(json.dumps([None if failure is None else " ".join(failure.split())[:300], grown]), flush=True)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
+    threading.stack_size(STACK_BYTES)
+    worker = threading.Thread(target=serve)
+    worker.start()
+    worker.join()

@@ -1,0 +1,77 @@
+"""From the bytes of a body to its fields, on a thread, and no further than the first thing that is wrong."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from trunkattn.engine.config import shown
+from trunkattn.server.errors import BadRequest
+from trunkattn.server.limits import LIMITS
+from trunkattn.server.protocol import Body, Reading
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+_TYPE_NAMES: Final = frozenset({"str", "int", "float", "bool", "list", "dict"})
+_OWN_MESSAGES: Final = frozenset({"refused_field", "unknown_field"})  # they name the field and the value themselves
+
+
+def read_body(raw: bytes, model: type[AnyBody], reading: Reading) -> AnyBody:
+    """The fields of a body.
+
+    Args:
+        raw: the body.
+        model: its fields.
+        reading: how to take unknown names; those that are ignored are added to it.
+
+    Raises:
+        BadRequest: naming the first field that is wrong.
+    """
+    if not raw.strip():
+        raise BadRequest("the body is missing: expected a JSON object")
+    if raw.count(b",") > LIMITS.values:
+        raise BadRequest(f"the body has more than {LIMITS.values} commas: expected fewer values")
+    try:
+        given = json.loads(raw.decode(), parse_constant=_no_constant)
+    except RecursionError:
+        raise BadRequest(f"the body is nested too deeply: expected at most {LIMITS.depth} levels") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON ({shown(str(error))[1:-1]}): expected a JSON object") from error
+    try:
+        return model.model_validate(given, context=reading)
+    except ValidationError as error:
+        raise _first(error) from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _first(error: ValidationError) -> BadRequest:
+    """The first thing that is wrong, as an error of the API."""
+    first = error.errors(include_url=False)[0]
+    location, kind, reason = first["loc"], first["type"], first["msg"]
+    name = _name(location)
+    if kind in _OWN_MESSAGES:
+        inner = reason.partition("=")[0]
+        return BadRequest(f"{name}.{reason}" if name else reason, f"{name}.{inner}" if name else inner)
+    if kind == "missing":
+        return BadRequest(f"{name} is missing: expected a value", name or None)
+    if kind == "too_long" and isinstance(first["input"], list | dict):
+        context: Any = first.get("ctx", {})
+        message = f"{name} has {len(first['input'])} items: expected at most {context.get('max_length')}"
+        return BadRequest(message, name)
+    return BadRequest(f"{name or 'the body'}={shown(first['input'])}: {reason[:1].lower()}{reason[1:]}", name or None)
+
+
+def _name(location: Sequence[int | str]) -> str:
+    """("messages", 0, "role") -> "messages[0].role". Names of alternatives of a union are left out."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif re.fullmatch(r"[a-z_]\w*", part) and part not in _TYPE_NAMES:
+            name += f".{part}" if name else part
+    return name

@@ -1,0 +1,133 @@
+"""uvicorn with limits on connections, and an end that cuts nothing off without a word."""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+from typing import Any, Final
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from trunkattn.server.errors import error_body
+from trunkattn.server.limits import LIMITS
+
+_ACCEPTED_AT_ONCE: Final = 8  # connections that are taken before one of them is looked at
+_BACKLOG: Final = 2048  # connections that the system keeps waiting
+_SPARE_FILES: Final = 32
+_LEAST_CONNECTIONS: Final = 16
+_LAST_SECONDS: Final = 5  # for answers that say that the server is shutting down
+
+
+class LimitedProtocol(H11Protocol):
+    """A connection that is closed when it sends no head of a request, or reads no answer, for too long. When there are
+    too many connections, the one that has been idle longest makes room."""
+
+    _timer: asyncio.TimerHandle | None = None  # closes the connection
+    _idle_since = 0.0
+    most: int = 1 << 20
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+        if len(self.connections) > self.most:
+            idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
+            min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._is_busy and not self.flow.write_paused:
+            self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_busy:
+            self._wait_for_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._arm(LIMITS.write_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(error_body(400, msg)).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._is_busy and not self.transport.is_closing()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self._idle_since = self.loop.time()
+        self._arm(LIMITS.header_seconds)
+
+    def _arm(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class AppServer(uvicorn.Server):
+    """The server of an application of `create_app`.
+
+    Args:
+        app: the application.
+        shutdown_seconds: after a signal, how long running answers may take. Then they end with 503.
+        config: further options of `uvicorn.Config`.
+    """
+
+    def __init__(self, app: FastAPI, shutdown_seconds: float, **config: Any) -> None:
+        self._app, self._shutdown_seconds = app, shutdown_seconds
+        config["timeout_graceful_shutdown"] = round(shutdown_seconds) + _LAST_SECONDS
+        http = _limited_protocol()
+        super().__init__(uvicorn.Config(app, http=http, backlog=_ACCEPTED_AT_ONCE, loop="asyncio", ws="none", **config))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # uvicorn's one number is for both queues
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers end, then ends them, then the connections."""
+        self._app.state.live.close()
+        ending = asyncio.ensure_future(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        await asyncio.sleep(self._shutdown_seconds)
+        await asyncio.to_thread(self._app.state.service.loop.stop)
+
+
+def _limited_protocol() -> type[LimitedProtocol]:
+    """The protocol, with as many connections as this process has files left."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
+    most = max(_LEAST_CONNECTIONS, min(allowed, 1 << 20) - used - _SPARE_FILES)
+    return type("LimitedProtocol", (LimitedProtocol,), {"most": most})

@@ -1,0 +1,35 @@
+"""A limit of time for a model's chat template."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+_TEMPLATE_FILES: Final = ("<template>", "<unknown>")  # how Jinja names the code that it makes of a text
+
+
+class TemplateTimeout(RuntimeError):
+    """A template took too long."""
+
+
+@contextmanager
+def template_clock(seconds: float) -> Iterator[None]:
+    """Within it a line of a template that is reached too late raises TemplateTimeout. For the calling thread alone."""
+    deadline = time.monotonic() + seconds
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise TemplateTimeout(f"it takes longer than {seconds} s")
+        return on_line
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return on_line if frame.f_code.co_filename in _TEMPLATE_FILES else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
