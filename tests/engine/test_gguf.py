@@ -9,10 +9,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.gguf_config import check_space_prefix
 from trunkattn.engine.gguf_header import read_header
 from trunkattn.engine.model import inspect_model, load_tokenizer
 
@@ -221,7 +222,37 @@ def test_tokens_that_end_a_turn_end_answers(tmp_path: Path) -> None:
     assert LLM(path, num_pages=20).engine.limits.eos_token_ids == {298, 299}
 
 
-@pytest.mark.parametrize(("key", "value"), [("general.type", "adapter"), ("split.count", 3)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.type", "adapter"),
+        ("split.count", 3),
+        ("tokenizer.ggml.remove_extra_whitespaces", 1),
+        ("tokenizer.ggml.new_rule", 1),
+    ],
+)
 def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r}"):
         inspect_model(write_gguf(tmp_path / "m.gguf", {key: value}))
+
+
+@pytest.mark.parametrize(("wanted", "architecture"), [(True, "llama"), (False, "llama"), (False, "gemma2")])
+def test_a_space_before_a_text_is_the_files(tmp_path: Path, wanted: bool, architecture: str) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 3)
+    writer.add_add_space_prefix(wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file=path.name)
+    header = read_header(path)
+    if architecture == "llama" and not wanted:
+        with pytest.raises(ValueError, match="add_space_prefix=False"):
+            check_space_prefix(header, tokenizer)
+    else:
+        check_space_prefix(header, tokenizer)

@@ -57,6 +57,16 @@ HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "rope.dimension_count": (0,),
     }
 )
+# Keys of the tokenizer, without "tokenizer." before them: those that transformers reads, and those that change nothing
+# where they have one of these values. Any number of a token is harmless: it only names the token.
+TOKENIZER_KEYS: Final = frozenset({
+    "chat_template", "chat_templates", "huggingface.json", "ggml.model", "ggml.pre", "ggml.tokens", "ggml.scores",
+    "ggml.token_type", "ggml.merges", "ggml.precompiled_charsmap", "ggml.add_space_prefix", "ggml.add_bos_token",
+    "ggml.add_eos_token", "ggml.token_type_count",
+})  # fmt: skip
+HARMLESS_OF_TOKENIZER: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {"ggml.add_sep_token": (False,), "ggml.remove_extra_whitespaces": (False,)}
+)
 # Architectures whose windows transformers gives to the same layers as llama.cpp's files mean.
 WINDOWED: Final = frozenset({"gemma2", "gemma3", "gpt-oss", "phi3"})
 # Gemma's models scale by their width per head, not by head_dim, where they have so many layers (llama.cpp's rule).
@@ -97,6 +107,24 @@ def _check_file(header: GgufHeader) -> None:
         raise ValueError(f"its key general.type={kind!r} says that it is no model; expected 'model'")
     if parts > 1:
         raise ValueError(f"its key split.count={parts} says that it is one part of a model; merge them with gguf-split")
+    for key, value in header.keys.items():
+        prefix, _, name = key.partition(".")
+        is_known = name in TOKENIZER_KEYS or name.endswith("_token_id") or name.startswith("chat_template.")
+        if prefix == "tokenizer" and not is_known and value not in HARMLESS_OF_TOKENIZER.get(name, ()):
+            raise ValueError(
+                f"its key {key}={value!r} is none that transformers' tokenizers follow; use the model's safetensors "
+                f"folder"
+            )
+
+
+def check_space_prefix(header: GgufHeader, tokenizer: Any) -> None:
+    """Raises ValueError if a SentencePiece tokenizer puts a space before a text and the file does not, or the other way
+    round."""
+    wanted = header.keys.get("tokenizer.ggml.add_space_prefix")
+    if wanted is None or header.keys.get("tokenizer.ggml.model") != "llama":
+        return
+    if tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}") != wanted:
+        raise ValueError(f"its key tokenizer.ggml.add_space_prefix={wanted} is not what transformers' tokenizer does")
 
 
 def _by_transformers(header: GgufHeader) -> dict[str, Any]:

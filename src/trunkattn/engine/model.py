@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from trunkattn.engine.gguf_config import gguf_config
+from trunkattn.engine.gguf_config import check_space_prefix, gguf_config
 from trunkattn.engine.gguf_header import read_header
 from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
@@ -221,6 +221,8 @@ def load_tokenizer(info: ModelInfo) -> Any | None:
         # AutoTokenizer would read the whole header to choose a class, and the header describes the tokenizer itself.
         kind: Any = AutoTokenizer if files.gguf_file is None else PreTrainedTokenizerFast
         tokenizer = kind.from_pretrained(folder, **files.load_options)
+        if files.gguf_file is not None:
+            check_space_prefix(read_header(files.path), tokenizer)
     tokenizer.name_or_path = str(files.path)
     return tokenizer
 
