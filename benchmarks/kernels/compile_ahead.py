@@ -143,7 +143,7 @@ def compile_hopper_decode(
             source=int(source),
             kv_bytes=kv_bytes,
             kv_kind=widen.kind_of(_TORCH_DTYPES[target.kv_dtype]),
-            tile=decode.tile_of(target.head_dim, source),
+            tile=decode.tile_of(target.head_dim, source, masked),
             producer_registers=shape.producer_registers,
         ),
     )

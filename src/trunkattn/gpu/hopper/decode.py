@@ -55,7 +55,7 @@ from trunkattn.gpu.hopper.pipeline import (
 from trunkattn.gpu.hopper.segments import BlockMask, RowTiles, mask_gathered, mask_rows, row_tiles_of
 from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16, kind_of, staged_descriptor
 from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
-from trunkattn.gpu.tuning.decode import HOPPER_TILES, GpuTile, HopperSource, hopper_source
+from trunkattn.gpu.tuning.decode import HOPPER_TILES, WIDE, GpuTile, HopperSource, hopper_source
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 
@@ -125,10 +125,13 @@ def shape_of(head_dim: int, source: HopperSource) -> DecodeShape:
     return _SHAPES[source][hopper_width(head_dim)]
 
 
-def tile_of(head_dim: int, source: HopperSource) -> MainloopTile:
-    """The constants of its main loop."""
+def tile_of(head_dim: int, source: HopperSource, masked: bool = False) -> MainloopTile:
+    """The constants of its main loop. Masks of positions take registers, and are computed behind the product where few
+    are left: blocks of heads of 64 have twice the scores, and heads of 256 twice the output. Masks of gathered blocks
+    read more memory, for which they would wait there."""
     width, producer_warps = hopper_width(head_dim), shape_of(head_dim, source).producer_warps
-    return mainloop_tile(width, HOPPER_TILES[source, width].block_n, 2, 4, True, producer_warps)
+    mask_ahead = width == WIDE or not masked or source is HopperSource.GATHERED
+    return mainloop_tile(width, HOPPER_TILES[source, width].block_n, 2, 4, mask_ahead, producer_warps)
 
 
 class Pdl(NamedTuple):
@@ -407,7 +410,7 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
             launch.return_lse,
             int(source),
             *bytes_and_kind,
-            tile_of(g.head_dim, source),
+            tile_of(g.head_dim, source, g.masked),
             shape_of(g.head_dim, source).producer_registers,
         ),
     )

@@ -75,23 +75,55 @@ def locate_boxes(segments, at, end, C: gl.constexpr, BLOCK_N: gl.constexpr):
 def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
     """[rows, block_n] which row sees which key of a block."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
+    if C.masked:
+        return _mask_stretches(args, n, C, T)
+    else:
+        return _mask_boxes(args, n, C, T)
+
+
+@gluon.jit
+def _load_box(args, i, C: gl.constexpr):
+    """Where box i of a block has its segment, the segment's queries, and how many tokens the box has of it."""
+    index = args.at + i * BOX_TOKENS // C.segment_size
+    segment = args.segments + index * _SEGMENT_COLUMNS
+    packed = gl.load(segment + _SEGMENT_QUERIES, mask=index < args.end, other=0)
+    tokens = gl.minimum(gl.maximum((packed >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
+    return segment, packed, tokens
+
+
+@gluon.jit
+def _mask_boxes(args, n, C: gl.constexpr, T: gl.constexpr):
+    """The mask where a row sees all keys of a box, or none."""
     boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
     place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
     for i in gl.static_range(T.block_n // BOX_TOKENS):
-        index = args.at + i * BOX_TOKENS // C.segment_size
-        packed = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_QUERIES, mask=index < args.end, other=0)
-        tokens = gl.minimum(gl.maximum((packed >> 16) - i * BOX_TOKENS % C.segment_size, 0), BOX_TOKENS)
+        _, packed, tokens = _load_box(args, i, C)
         boxes_seen |= gl.where((args.query >= (packed & 255)) & (args.query < (packed >> 8 & 255)), 1 << i, 0)
         place = gl.where(n // BOX_TOKENS == i, n % BOX_TOKENS + tokens, place)
     box_seen = (boxes_seen[:, None] >> (n // BOX_TOKENS)[None, :]) & 1 != 0
-    mask = box_seen & (place >= BOX_TOKENS)[None, :]
-    if C.masked:
-        index = args.at + n // C.segment_size
-        first = gl.load(args.segments + index * _SEGMENT_COLUMNS + _SEGMENT_POSITION, mask=index < args.end, other=0)
-        key = first + n % C.segment_size // BOX_TOKENS * BOX_TOKENS + place - BOX_TOKENS
-        mask = mask & (key[None, :] <= args.position[:, None])
-        mask = mask & (key[None, :] > (args.position - args.window)[:, None])
-    return mask
+    return box_seen & (place >= BOX_TOKENS)[None, :]
+
+
+@gluon.jit
+def _mask_stretches(args, n, C: gl.constexpr, T: gl.constexpr):
+    """The mask where a row's position and the window matter, too: of each box a row sees one stretch of keys. What
+    depends on the box alone is found once for all of its keys, and two comparisons decide on a key: the mask takes few
+    registers."""
+    place = n % BOX_TOKENS - BOX_TOKENS  # of a key, from the end of its box, which is that of its last token
+    before = args.query[:, None] * 0 + (n * 0)[None, :]  # a row sees the keys behind this place
+    until = before  # up to this one
+    for i in gl.static_range(T.block_n // BOX_TOKENS):
+        segment, packed, tokens = _load_box(args, i, C)
+        first = gl.load(segment + _SEGMENT_POSITION, mask=tokens > 0, other=0)
+        end = first + i * BOX_TOKENS % C.segment_size + tokens  # position behind the box's last token
+        hidden = gl.maximum(args.position - args.window, -1)  # the last position that the window hides
+        low = gl.maximum(hidden - end, -1 - tokens)
+        is_listed = (args.query >= (packed & 255)) & (args.query < (packed >> 8 & 255))
+        high = gl.where(is_listed, gl.minimum(args.position - end, -1), -1 - BOX_TOKENS)
+        in_box = (n // BOX_TOKENS == i)[None, :]
+        before = gl.where(in_box, low[:, None], before)
+        until = gl.where(in_box, high[:, None], until)
+    return (place[None, :] > before) & (place[None, :] <= until)
 
 
 @gluon.jit
