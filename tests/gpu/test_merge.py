@@ -1,6 +1,7 @@
-"""The merge kernel under Triton's interpreter: any number of query tokens and partials, by tasks of one head and of
-several."""
+"""The merge kernel under Triton's interpreter: any number of query tokens and partials, by tasks of one head, of
+several heads and of a slice of one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,27 @@ def test_any_partials(counts: list[int], heads: tuple[int, int], width: int, num
 def test_as_many_heads_as_fit_and_divide_all(num_heads: int, width: int, several: int) -> None:
     assert merge_tile(num_heads, width).heads == several
     assert merge_tile(num_heads, width, batch_invariant=True).heads == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_programs", [1, 200])
+def test_few_heads_are_cut_into_slices_and_more_are_not(num_programs: int) -> None:
+    """A slice has the output of the whole head, and each of them the same lse."""
+    case, tile = Partials([1, 3, 33, 129, 140], (8, 2), 80), merge_tile(8, 80)
+    assert (tile.slices, tile.most_tasks(40)) == (4, 160)
+    expected = case.expected()
+    for each in (tile, replace(tile, sliced_up_to=39)):
+        for found, wanted in zip(case.merged(num_programs, each), expected, strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    many = tile.sliced_up_to + 1
+    assert tile.most_tasks(many) == many
+
+
+@pytest.mark.parametrize("width, slices", [(16, 1), (32, 2), (64, 4), (128, 4), (512, 4)])
+def test_a_slice_is_no_narrower_than_16_dims(width: int, slices: int) -> None:
+    assert merge_tile(8, width).slices == slices
+    invariant = merge_tile(8, width, batch_invariant=True)
+    assert (invariant.slices, invariant.most_tasks(8)) == (1, 8)
 
 
 @pytest.mark.slow

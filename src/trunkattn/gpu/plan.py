@@ -142,7 +142,8 @@ def upload(
         order = [*order[: heights - 1], (0, heights), *order[heights:-1]]  # a few long items alone would idle the card
     launches = [Launch(buckets, int(counts[[*buckets]].sum()) * geometry.num_kv_heads) for buckets in order]
     most = device_info.num_sms * geometry.merge_tile.ctas_per_sm
-    merges = Launch((), min(len(tiles.merge_queries) * geometry.num_qo_heads, most))
+    merge_tasks = geometry.merge_tile.most_tasks(len(tiles.merge_queries) * geometry.num_qo_heads)
+    merges = Launch((), min(merge_tasks, most))
     prefill = None
     if chunks:
         chunks = replace(chunks, tile=tile_under(chunks.tile, geometry.head_dim, geometry.window))

@@ -1,7 +1,8 @@
 """Merge of a query's partials on a GPU (PAT, §7; RelayAttention, §3.3).
 
 A task is one head of a query token. Where there are many, and the merge need not be batch invariant, it is several
-heads: they share the reads of the plan, and their partials are on the way together.
+heads: they share the reads of the plan, and their partials are on the way together. Where there are few, it is a slice
+of a head's dims: more CTAs read a query's partials then, and each has more of them on the way.
 """
 
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,8 @@ from trunkattn.gpu.tuning.merge import MergeTile
 from trunkattn.numerics import padded_head_dim
 
 # Partials that a task of one head adds at once: a block of _FEW if there are no more, blocks of _MANY where there are
-# dozens. A task of several heads adds _OF_SEVERAL of each.
+# dozens. A task of several heads adds _OF_SEVERAL of each, and one of a slice of a head as many more as it has fewer
+# dims.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
 _OF_SEVERAL = tl.constexpr(2)
@@ -47,19 +49,20 @@ class OutStrides(NamedTuple):
 
 
 class MergeShape(NamedTuple):
-    """Constants of an attention. several: `MergeTile.heads`."""
+    """Constants of an attention. several: `MergeTile.heads`; slices, sliced_up_to: as there."""
 
     num_qo_heads: int
     group_size: int
     head_dim_v: int
     padded_dim_v: int
     several: int
+    slices: int
+    sliced_up_to: int
 
 
 @triton.jit
-def _add_block(state, operands, first, last, head, SHAPE: tl.constexpr, COUNT: tl.constexpr):
-    """Adds the partials in slots [first, last), at most COUNT of them. head: one, or several [H]."""
-    dv = tl.arange(0, SHAPE.padded_dim_v)
+def _add_block(state, operands, first, last, head, dv, SHAPE: tl.constexpr, COUNT: tl.constexpr):
+    """Adds dims dv of the partials in slots [first, last), at most COUNT of them. head: one, or several [H]."""
     slot = first + tl.arange(0, COUNT)
     slot_at = slot.to(tl.int64) * SHAPE.num_qo_heads + tl.expand_dims(head, len(head.shape))
     valid, slot_at = tl.broadcast(slot < last, slot_at)
@@ -81,13 +84,19 @@ def _merge_heads(
     strides,
     SHAPE: tl.constexpr,
     HEADS: tl.constexpr,
+    SLICES: tl.constexpr,
     SINKS: tl.constexpr,
     RETURN_LSE: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """HEADS heads of one query token. One is a row without an axis of heads: that takes half the registers."""
-    DV: tl.constexpr = SHAPE.padded_dim_v
+    """HEADS heads of one query token, or one of SLICES slices of a head. One head is a row without an axis of heads:
+    that takes half the registers."""
+    DV: tl.constexpr = SHAPE.padded_dim_v // SLICES
     GROUPS: tl.constexpr = SHAPE.num_qo_heads // HEADS
+    dv = tl.arange(0, DV)
+    if SLICES > 1:
+        dv += task % SLICES * DV
+        task = task // SLICES
     number, head = task // GROUPS, tl.full((), task % GROUPS * HEADS, tl.int32)
     token = tl.load(work.queries + number)
     first, last = tl.load(work.ranges + 2 * number), tl.load(work.ranges + 2 * number + 1)
@@ -97,26 +106,27 @@ def _merge_heads(
         head += tl.arange(0, HEADS)
         state = empty_state(HEADS, DV)
         for start in range(first, last, _OF_SEVERAL):
-            state = _add_block(state, operands, start, last, head, SHAPE, _OF_SEVERAL)
+            state = _add_block(state, operands, start, last, head, dv, SHAPE, _OF_SEVERAL)
     else:
         state = Softmax(tl.zeros([DV], tl.float32), tl.full((), NEG_INF, tl.float32), tl.full((), 0.0, tl.float32))
-        if last - first <= _FEW:
-            state = _add_block(state, operands, first, last, head, SHAPE, _FEW)
+        FEW: tl.constexpr = _FEW * SLICES
+        MANY: tl.constexpr = _MANY * SLICES
+        if last - first <= FEW:
+            state = _add_block(state, operands, first, last, head, dv, SHAPE, FEW)
         else:
-            for start in range(first, last, _MANY):
-                state = _add_block(state, operands, start, last, head, SHAPE, _MANY)
+            for start in range(first, last, MANY):
+                state = _add_block(state, operands, start, last, head, dv, SHAPE, MANY)
     AXIS: tl.constexpr = len(head.shape)
     lse = state.row_max * LN_2 + tl.log(state.row_sum)  # -inf if no partial saw a key
     divisor = tl.where(state.row_sum > 0, state.row_sum, 1.0)
     scale = tl.load(v_scale + head // SHAPE.group_size)
     if SINKS:
         divisor *= sink_divisor(tl.load(sinks + head).to(tl.float32), lse)
-    dv = tl.arange(0, DV)
     result = state.acc * tl.expand_dims(scale / divisor, AXIS)
     at = token.to(tl.int64) * strides.token + tl.expand_dims(head * strides.head, AXIS) + dv
     mask, at = tl.broadcast(dv < SHAPE.head_dim_v, at)
     tl.store(operands.out + at, result.to(operands.out.dtype.element_ty), mask=mask)
-    if RETURN_LSE:
+    if RETURN_LSE:  # each slice finds the same
         tl.store(operands.lse + token * SHAPE.num_qo_heads + head, lse)
 
 
@@ -141,10 +151,17 @@ def merge_kernel(
         alone = tl.where(2 * (num_heads // SHAPE.several) > step, 0, num_heads)
         for task in range(first, (num_heads - alone) // SHAPE.several, step):
             _merge_heads(
-                task, operands, work, v_scale, sinks, strides, SHAPE, SHAPE.several, SINKS, RETURN_LSE, PDL_WAIT
+                task, operands, work, v_scale, sinks, strides, SHAPE, SHAPE.several, 1, SINKS, RETURN_LSE, PDL_WAIT
+            )
+    if SHAPE.slices > 1:
+        sliced = tl.where(num_heads <= SHAPE.sliced_up_to, alone, 0)
+        alone -= sliced
+        for task in range(first, sliced * SHAPE.slices, step):
+            _merge_heads(
+                task, operands, work, v_scale, sinks, strides, SHAPE, 1, SHAPE.slices, SINKS, RETURN_LSE, PDL_WAIT
             )
     for task in range(first, alone, step):
-        _merge_heads(task, operands, work, v_scale, sinks, strides, SHAPE, 1, SINKS, RETURN_LSE, PDL_WAIT)
+        _merge_heads(task, operands, work, v_scale, sinks, strides, SHAPE, 1, 1, SINKS, RETURN_LSE, PDL_WAIT)
     if PDL_WAIT and tl.program_id(0) == 0:  # if nothing is to be merged, too: what waits for this waits for those ahead
         tl.extra.cuda.gdc_wait()
 
@@ -178,4 +195,12 @@ def of_layer(t: Tensors) -> tuple[Any, ...]:
 def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, tile: MergeTile) -> MergeShape:
     """The constants of an attention."""
     group_size = num_qo_heads // num_kv_heads
-    return MergeShape(num_qo_heads, group_size, head_dim_v, padded_head_dim(head_dim_v), tile.heads)
+    return MergeShape(
+        num_qo_heads=num_qo_heads,
+        group_size=group_size,
+        head_dim_v=head_dim_v,
+        padded_dim_v=padded_head_dim(head_dim_v),
+        several=tile.heads,
+        slices=tile.slices,
+        sliced_up_to=tile.sliced_up_to,
+    )
