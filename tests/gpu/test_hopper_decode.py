@@ -138,13 +138,29 @@ def test_one_kv_head_takes_one_grid(kernels: dict[str, Recorder]) -> None:
     assert num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
 
 
-def test_a_portable_low_tile_has_a_launch_of_its_own_that_merges(kernels: dict[str, Recorder]) -> None:
+def test_a_portable_low_tile_of_8_bits_has_a_launch_of_its_own_whose_ctas_queue(kernels: dict[str, Recorder]) -> None:
+    """The planner pairs no tile of the Hopper kernel, so that the low one has nothing to merge."""
     tiles = hopper_tiles(1, 128, 16)
     execute(fixed_size(tiles), make_tensors(kv_dtype=torch.float8_e4m3fn), tiles, DEVICE_INFO, False)
     assert [(given.first_bucket, given.last_bucket) for _, given in of(kernels["hopper"])] == [(1, 2), (1, 2)]
     ((num_programs, _, options),) = kernels["any"].calls
-    assert num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
-    assert options["BUCKETS"] == (0, 3, True, decode.spread_stride(num_programs))
+    assert num_programs == DEVICE_INFO.num_sms * tiles[0].queued_per_sm > DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+    assert options["BUCKETS"] == (0, -1, False, 1)
+
+
+def test_a_portable_low_tile_beside_a_portable_tall_one_merges() -> None:
+    tiles = decode_tiles(1, 128, 4)
+    (low,) = [launch for launch in fixed_size(tiles).launches if launch.buckets[:1] == (0,)]
+    assert low.buckets == (0, len(tiles)) and low.spread
+    assert low.num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+
+
+@pytest.mark.parametrize("head_dim, ahead", [(64, False), (128, True), (256, False)])
+def test_masks_of_positions_are_ahead_where_registers_are_left(head_dim: int, ahead: bool) -> None:
+    for source in HopperSource:
+        is_ahead = ahead or source is HopperSource.GATHERED
+        assert hopper_decode.tile_of(head_dim, source, masked=True).mask_ahead is is_ahead
+        assert hopper_decode.tile_of(head_dim, source).mask_ahead
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

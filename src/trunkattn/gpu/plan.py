@@ -185,7 +185,9 @@ def reserve(
     sizes = {name: aligned(size) for name, size in sizes.items()}
     alone = [bucket for bucket in range(heights) if not tiles[bucket].hopper]
     launches = [Launch((bucket,), device_info.num_sms * tiles[bucket].ctas_per_sm, True) for bucket in alone]
-    if execution in ("serial", "overlapped") and tiles[0].merges:
+    if tiles[0].queued_per_sm and all(tile.hopper for tile in tiles[1:]):
+        launches[0] = Launch((0,), device_info.num_sms * tiles[0].queued_per_sm)
+    elif execution in ("serial", "overlapped") and tiles[0].merges:
         launches[0] = replace(launches[0], buckets=(0, heights))
     if of_hopper := tuple(bucket for bucket in range(heights) if tiles[bucket].hopper):
         most = max(tiles[bucket].ctas_per_sm for bucket in of_hopper)

@@ -40,6 +40,9 @@ class GpuTile(Tile):
         hopper: the Hopper kernel computes it. It leaves no nodes to another tile, and a plan of fixed size computes all
             such tiles in one launch.
         read_percent: share of the bandwidth that it reaches.
+        queued_per_sm: CTAs on an SM in plans of fixed size, more than run at once, if taller tiles are the Hopper
+            kernel's: nothing is left to merge then, and a card that starts a CTA where another one ends deals the tasks
+            out more evenly than CTAs that take turns. 0: as many as run at once.
     """
 
     block_ns: tuple[int, int]
@@ -49,6 +52,7 @@ class GpuTile(Tile):
     flat_n: int = 64
     hopper: bool = False
     read_percent: int = 100
+    queued_per_sm: int = 0
 
     @property
     def merges(self) -> bool:
@@ -64,7 +68,7 @@ DECODE_TILES: Final = (_LOW, _TALL)
 # Every warp converts 8-bit keys, so a low tile has one warp. The tall tile puts converted keys back into shared memory
 # and still reads a trunk faster. With twice the private keys it would spill.
 DECODE_TILES_FP8: Final = (
-    GpuTile(16, 32, 1, 3, ctas_per_sm=8, block_ns=(2290, 2300), chain_ns=(900, 1500)),
+    GpuTile(16, 32, 1, 3, ctas_per_sm=8, block_ns=(2290, 2300), chain_ns=(900, 1500), queued_per_sm=30),
     replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
 # With a head_dim over 128 the accumulators of 64 rows would fill the registers. Low tiles in 2 warps spill where they
