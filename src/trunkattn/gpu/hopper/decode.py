@@ -126,9 +126,8 @@ def shape_of(head_dim: int, source: HopperSource) -> DecodeShape:
 
 
 def tile_of(head_dim: int, source: HopperSource, masked: bool = False) -> MainloopTile:
-    """The constants of its main loop. Masks of positions take registers, and are computed behind the product where few
-    are left: blocks of heads of 64 have twice the scores, and heads of 256 twice the output. Masks of gathered blocks
-    read more memory, for which they would wait there."""
+    """The constants of its main loop. Masks of positions are behind the product where few registers are left: heads of
+    64 have twice the scores, those of 256 twice the output. Masks of gathered blocks would wait for memory there."""
     width, producer_warps = hopper_width(head_dim), shape_of(head_dim, source).producer_warps
     mask_ahead = width == WIDE or not masked or source is HopperSource.GATHERED
     return mainloop_tile(width, HOPPER_TILES[source, width].block_n, 2, 4, mask_ahead, producer_warps)
@@ -393,11 +392,8 @@ def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArgument
     heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
     options = (g.masked, g.soft_cap or 0.0, g.sinks)
     source = source_of(t, g)
-    layer, keys, values = _OF_LAYER[source](t)
     return DecodeArguments(
-        layer,
-        keys,
-        values,
+        *_OF_LAYER[source](t),  # the layer, keys and values
         DecodeWork(row_tiles_of(plan), plan.arrays["counts"], g.window, launch.pdl),
         *launch.buckets,
         plan.sizes["items"],
