@@ -1,0 +1,172 @@
+"""Requests as clients in use send them: histories, fields without effect, unknown names, echo, and what is logged."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trunkattn import LLM, SamplingParams
+from trunkattn.server.report import report, status_line
+
+from .conftest import NAME, Server
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+SAID: dict[str, Any] = {"role": "assistant", "content": "x"}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "c", "content": "1"}
+NULLS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "model_dump() of the SDK": {"messages": [USER, SAID | NULLS, USER]},
+    "a call without content": {
+        "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+    },
+    "a parsed call": {
+        "messages": [
+            USER,
+            SAID | {"tool_calls": [CALL | {"function": CALL["function"] | {"parsed_arguments": {"a": 1}}}]},
+            RESULT,
+        ]
+    },
+    "a call whose arguments are a mapping": {
+        "messages": [USER, SAID | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": {"a": 1}}}]}, RESULT]
+    },
+    "a streamed call": {"messages": [USER, SAID | {"tool_calls": [CALL | {"index": 0}]}, RESULT]},
+    "a type in a message": {"messages": [USER | {"type": "text"}]},
+    "reasoning": {"messages": [USER, SAID | {"reasoning_content": "y"}, USER]},
+    "a refusal part": {"messages": [USER, SAID | {"content": [{"type": "refusal", "refusal": "no"}]}, USER]},
+    "cache_control": {
+        "messages": [USER | {"content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]
+    },
+    "nulls": dict.fromkeys(("n", "stream", "logprobs", "temperature", "tools", "tool_choice", "stop", "functions")),
+    "obfuscation": {"stream_options": {"include_obfuscation": False}},
+    "fields without effect": {
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "modalities": ["text"],
+    },
+    "an unknown name": {"provider": {"order": ["x"]}},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_clients_send_is_accepted(server: Server, name: str) -> None:
+    response = server.post(CHAT, {"messages": [USER], "max_tokens": 1} | ACCEPTED[name])
+    assert response.status_code == 200, response.text
+
+
+def test_the_model_reads_the_same_history(server: Server) -> None:
+    def tokens(message: dict[str, Any]) -> list[int]:
+        return server.post("/tokenize", {"messages": [USER, message, USER]}).json()["tokens"]
+
+    assert tokens(SAID | NULLS) == tokens(SAID)
+    assert tokens({"role": "assistant", "content": None}) == tokens({"role": "assistant", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"max_token": 5}, "max_token=5: did you mean max_tokens?"),
+        ({"temprature": 0}, "temprature=0: did you mean temperature?"),
+        ({"max_new_tokens": 5}, "expected max_tokens instead"),
+        ({"guided_json": {}}, "expected structured_outputs instead"),
+        ({"modalities": ["audio"]}, "modalities[0]='audio'"),
+    ],
+)
+def test_a_name_that_would_be_missed_is_refused(server: Server, extra: dict[str, Any], message: str) -> None:
+    response = server.post(CHAT, {"messages": [USER]} | extra)
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_unknown_names_are_logged_once_or_refused(
+    server: Server, start_server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "zzz": 1, "yyy": [2]}
+    with caplog.at_level(logging.INFO, "trunkattn"):
+        assert server.post(COMPLETE, body).status_code == 200
+    lines = [record.getMessage() for record in caplog.records if "Ignored" in record.getMessage()]
+    assert lines == ["Ignored fields that do not exist: 'yyy', 'zzz'"]
+    strict = start_server(strict_requests=True)
+    refused = strict.post(COMPLETE, body)
+    assert refused.status_code == 400 and "zzz=1: there is no such field" in refused.json()["error"]["message"]
+    assert strict.post(COMPLETE, {"prompt": "x", "max_tokens": 1, "store": False}).status_code == 200
+
+
+def test_echo_with_logprobs_scores_the_prompt(server: Server, reference: LLM) -> None:
+    prompt = list(b"Which part is read?")
+    body = {"prompt": [prompt], "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
+    choice = server.post(COMPLETE, body).json()["choices"][0]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, prompt_logprobs=2)
+    (output,) = reference.generate([prompt], params)
+    found = choice["logprobs"]
+    assert output.prompt_logprobs is not None and len(found["tokens"]) == len(prompt) + 1
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    expected = [
+        entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True) if entry
+    ]
+    assert found["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+    assert choice["text"].startswith(server.post("/detokenize", {"tokens": prompt}).json()["prompt"])
+    assert found["text_offset"] == sorted(found["text_offset"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_alone_without_an_answer(server: Server, stream: bool) -> None:
+    made = server.client().completions.create(
+        model=NAME, prompt="The trunk", echo=True, logprobs=1, max_tokens=0, temperature=0, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in made] if stream else made.choices
+    assert "".join(choice.text for choice in choices) == "The trunk"
+    assert sum(len(choice.logprobs.tokens) for choice in choices if choice.logprobs) == len("The trunk")
+
+
+def test_every_event_has_the_counts_if_asked(server: Server) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    made = server.client().completions.create(
+        model=NAME, prompt="x", max_tokens=3, stream=True, stream_options=options, extra_body={"ignore_eos": True}
+    )
+    counts = [chunk.usage.completion_tokens for chunk in made if chunk.usage]
+    assert len(counts) > 1 and counts == sorted(counts) and counts[-1] == 3
+
+
+def test_metrics_have_vllms_names_beside_ours(server: Server) -> None:
+    server.post(COMPLETE, {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
+    families = {one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)}
+    pairs = {
+        "trunkattn_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+        "trunkattn_inter_token_seconds": "vllm:inter_token_latency_seconds",
+        "trunkattn_request_seconds": "vllm:e2e_request_latency_seconds",
+        "trunkattn_generated_tokens": "vllm:generation_tokens",
+        "trunkattn_prompt_tokens": "vllm:prompt_tokens",
+        "trunkattn_running_sequences": "vllm:num_requests_running",
+        "trunkattn_waiting_requests": "vllm:num_requests_waiting",
+        "trunkattn_prefix_cache_hits": "vllm:prefix_cache_hits",
+    }
+    for ours, theirs in pairs.items():
+        values = [[s.value for s in families[name].samples if "created" not in s.name] for name in (ours, theirs)]
+        assert values[0] == values[1], ours
+        assert all(sample.labels.get("model_name") == NAME for sample in families[theirs].samples)
+    assert families["trunkattn_inter_token_seconds"].type == "histogram"
+
+
+def test_a_request_has_its_line(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trunkattn"):
+        server.post(COMPLETE, {"prompt": "x" * 20, "max_tokens": 3, "ignore_eos": True})
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("cmpl-")]
+    assert "length, prompt 20 tokens" in line and "answers 3 tokens, first token after 0." in line
+
+
+def test_a_line_says_how_the_server_does(reference: LLM) -> None:
+    before = reference.stats
+    reference.generate([list(range(40))], SamplingParams(max_tokens=5, ignore_eos=True))
+    line = status_line(reference.engine, reference.stats, before, 2.0, 3)
+    assert "Avg generation throughput: 2.5 tokens/s, Running: 0 reqs, Waiting: 3 reqs, KV cache usage: 0.0%" in line
+    assert "Prefix cache hit rate: " in line and report is not None

@@ -1,0 +1,251 @@
+"""What one client sends neither stops nor reaches another: limits, hosts, tenants, forms, templates, connections."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from trunkattn.server import limits, running, service
+from trunkattn.server.template_clock import TemplateTimeout, template_clock
+
+from .conftest import Server
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+BASE: dict[str, Any] = {"prompt": "x", "max_tokens": 2, "temperature": 0}
+VARIABLES = "chat_template_kwargs"
+DEEP_CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
+DEEP = json.loads("[" * 100 + "]" * 100)
+
+TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETE, {"prompt": [1] * 999_000 + ["x"]}, "prompt"),
+    (COMPLETE, {"prompt": ["x"] * 2000}, "n"),
+    (COMPLETE, BASE | {"top_k": 2**63}, "top_k"),
+    (COMPLETE, BASE | {"temperature": 2**63}, "temperature"),
+    (COMPLETE, BASE | {"temperature": 10**400}, "temperature"),
+    (COMPLETE, BASE | {"repetition_penalty": 1e-300}, "repetition_penalty"),
+    (COMPLETE, BASE | {"logit_bias": {"5": 1e300}}, "logit_bias"),
+    (COMPLETE, BASE | {"logit_bias": {"5": 10**400}}, "logit_bias"),
+    (COMPLETE, BASE | {"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+    (COMPLETE, BASE | {"bad_words": ["w"] * 4000}, "bad_words"),
+    (COMPLETE, BASE | {"stop": ["w"] * 4000}, "stop"),
+    (COMPLETE, BASE | {"stop_token_ids": [5] * 100_000}, "stop_token_ids"),
+    (COMPLETE, BASE | {"allowed_token_ids": [5] * 100_000}, "allowed_token_ids"),
+    (COMPLETE, BASE | {"logprobs": 257}, "logprobs"),
+    (COMPLETE, BASE | {"structured_outputs": {"regex": "(a|b)?" * 15_000}}, "structured_outputs.regex"),
+    (COMPLETE, BASE | {"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),
+    (COMPLETE, BASE | {"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs"),
+    (COMPLETE, BASE | {"structured_outputs": {"choice": ["x"] * 2000}}, "structured_outputs.choice"),
+    (COMPLETE, BASE | {"cache_salt": "s" * 10_000}, "cache_salt"),
+    (CHAT, {"messages": MESSAGES * 3000}, "messages"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 50, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"x": DEEP}}, "chat_template_kwargs"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, f"{VARIABLES}.chat_template"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tokenizer_kwargs": {}}}, f"{VARIABLES}.tokenizer_kwargs"),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param"), TOO_MUCH, ids=[param for _, _, param in TOO_MUCH])
+def test_too_much_is_a_short_400_that_names_the_field(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = server.post(path, body)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["param"].startswith(param) and len(error["message"]) < 1100
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("raw", [b'{"a":' + b"[" * 100_000, b'{"x":' + b"1" * 5000 + b"}", b"[" + b"1," * 1_200_000])
+def test_json_that_nobody_should_read(server: Server, raw: bytes) -> None:
+    response = httpx.post(f"{server.url}{COMPLETE}", content=raw, timeout=60)
+    assert response.status_code == 400 and len(response.text) < 1000
+
+
+def test_log_probabilities_that_would_fill_the_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = BASE | {"logprobs": 20, "max_tokens": 10}
+    assert server.post(COMPLETE, body).status_code == 200
+    monkeypatch.setattr(service, "LIMITS", limits.RequestLimits(logprob_entries=200))
+    response = server.post(COMPLETE, body)
+    assert response.status_code == 400 and "expected at most 200; lower n" in response.json()["error"]["message"]
+
+
+def test_tools_count_as_the_prompt_that_they_become(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", "{{ tools | tojson }}")
+    tool = {"type": "function", "function": {"name": "f", "description": "ab " * 1_000_000}}
+    response = server.post(CHAT, {"messages": MESSAGES, "tools": [tool]})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("form", [{"json": {"multipleOf": 123456789, "type": "integer"}}, {"regex": "(a|b)?" * 1300}])
+def test_a_form_that_takes_too_long_is_refused_once_and_for_all(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
+) -> None:
+    server = start_server()
+    body = BASE | {"structured_outputs": form}
+    refused = server.post(COMPLETE, body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
+    monkeypatch.setattr("trunkattn.server.form_trial.FormTrial._attempt", None)  # nothing is tried again
+    assert server.post(COMPLETE, body).json() == refused.json()
+    assert server.post(COMPLETE, BASE).status_code == 200
+
+
+def test_a_process_that_dies_of_a_form_is_replaced(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    body = BASE | {"structured_outputs": {"regex": "[a-z]{1,9}"}}
+    assert server.post(COMPLETE, body).status_code == 200
+    trial = server.app.state.service._trial
+    for worker in list(trial._processes):
+        worker.kill()
+    time.sleep(0.2)
+    other = BASE | {"structured_outputs": {"regex": "[0-9]{1,9}"}}
+    answers = [server.post(COMPLETE, other | {"seed": i}).status_code for i in range(3)]
+    assert answers[-1] == 200
+
+
+def test_a_template_has_a_limit_of_time() -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    loop = "{% for a in range(30000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
+    template, traced = ImmutableSandboxedEnvironment().from_string(loop), sys.gettrace()
+    began = time.monotonic()
+    with pytest.raises(TemplateTimeout), template_clock(0.2):
+        template.render()
+    assert time.monotonic() - began < 5 and sys.gettrace() is traced
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // (messages | length - 1) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_whatever_a_template_raises_is_an_error_of_the_messages(
+    server: Server, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", template)
+    response = server.post(CHAT, {"messages": MESSAGES})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+
+
+def test_names_that_are_not_ours(server: Server, start_server: Callable[..., Server]) -> None:
+    for headers in ({"Host": "evil.example"}, {"Host": "evil.example:80", "Origin": "http://evil.example"}):
+        refused = server.get("/v1/models", headers=headers)
+        assert refused.status_code == 421 and "--allowed-host" in refused.json()["error"]["message"]
+    assert server.get("/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "192.168.1.5"):
+        assert server.get("/v1/models", headers={"Host": host}).status_code == 200
+    assert server.get("/v1/models", headers={"Origin": server.url}).status_code == 200
+    named = start_server(allowed_hosts=("llm.example",))
+    assert named.get("/v1/models", headers={"Host": "llm.example"}).status_code == 200
+    assert server.get("/health/").status_code == 404
+
+
+def test_each_tenant_sees_its_own(start_server: Callable[..., Server]) -> None:
+    server = start_server(api_keys=("key-one", "key-two"), num_pages=4000)
+    seen: dict[str, str] = {}
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            body = {"prompt": "The secret of tenant one.", "max_tokens": 400, "ignore_eos": True}
+            server.post(COMPLETE, body, headers={"Authorization": "Bearer key-one"})
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for key in ("key-two", "key-one"):
+            headers, seen[key] = {"Authorization": f"Bearer {key}"}, ""
+            with httpx.stream("GET", f"{server.url}/live", headers=headers, timeout=60) as response:
+                for number, line in enumerate(response.iter_lines()):
+                    seen[key] += line
+                    if "secret" in line or number > (12 if key == "key-two" else 200):
+                        break
+    finally:
+        done.set()
+        asking.join()
+    assert "secret" in seen["key-one"] and "secret" not in seen["key-two"]
+
+
+def test_who_waits_for_the_tokenizer_waits(start_server: Callable[..., Server]) -> None:
+    server = start_server(max_waiting=1)
+    waits, release = server.app.state.service, threading.Event()
+    blocked = threading.Event()
+    waits.lanes._short.submit(lambda: (blocked.set(), release.wait(20)))
+    blocked.wait(10)
+    first = threading.Thread(target=server.post, args=(COMPLETE, BASE))
+    first.start()
+    end = time.monotonic() + 10
+    while waits.loop.num_waiting < 1:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert server.post(COMPLETE, BASE).status_code == 429
+    release.set()
+    first.join()
+
+
+def test_connections_that_say_nothing_are_closed(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = limits.RequestLimits(header_seconds=0.3)
+    monkeypatch.setattr(running, "LIMITS", quick)
+    server = start_server()
+    where = urlsplit(server.url)
+    silent = socket.create_connection((where.hostname, where.port))
+    slow = socket.create_connection((where.hostname, where.port))
+    slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    for connection in (silent, slow):
+        connection.settimeout(10)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    assert server.get("/health").status_code == 200
+
+
+def test_the_connection_that_is_idle_longest_makes_room(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_limited_protocol", lambda: type("Few", (running.LimitedProtocol,), {"most": 5}))
+    server = start_server()
+    where = urlsplit(server.url)
+    idle = [socket.create_connection((where.hostname, where.port)) for _ in range(40)]
+    for _ in range(3):
+        assert server.get("/health").status_code == 200
+    for connection in idle:
+        connection.close()
+
+
+def test_a_bad_head_is_an_error_of_the_apis_shape(server: Server) -> None:
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port)) as connection:
+        connection.sendall(b"NO SENSE\r\n\r\n")
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert b"400" in answer.split(b"\r\n")[0] and json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"]
+
+
+def test_a_body_that_is_too_large_is_read_before_it_is_refused(start_server: Callable[..., Server]) -> None:
+    server = start_server(max_body_bytes=10_000)
+    for _ in range(3):
+        assert httpx.post(f"{server.url}{COMPLETE}", content=b"a" * 20_000_000, timeout=60).status_code == 413
+
+
+def test_what_the_server_did_wrong_is_counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a fault of ours")
+
+    def counted() -> int:
+        return server.get("/metrics").text.count('status="500"')
+
+    monkeypatch.setattr(server.app.state.service, "params", fail)
+    response = server.post(COMPLETE, BASE)
+    assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+    assert counted() > 0
