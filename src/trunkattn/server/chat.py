@@ -110,13 +110,13 @@ class Chat:
     def _changes(self) -> dict[str, Any]:
         """Sampling parameters whose names or shapes differ from the body's."""
         body, changes = self._body, dict[str, Any]()
-        changes["max_tokens"] = body.max_tokens
+        changes["max_tokens"] = self._service.default_max_tokens if body.max_tokens is None else body.max_tokens
         if body.max_completion_tokens is not None:
             if body.max_completion_tokens < 1:
                 message = f"max_completion_tokens={body.max_completion_tokens}: expected an integer of at least 1"
                 raise BadRequest(message, "max_completion_tokens")
             changes["max_tokens"] = body.max_completion_tokens
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise BadRequest("top_logprobs is given without logprobs: expected logprobs=true", "top_logprobs")
         if body.logprobs:
             if (body.top_logprobs or 0) < 0:

@@ -181,6 +181,13 @@ class Service:
 
         return await self.lanes.run(len(token_ids), decode)
 
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Most tokens of a chat's answer that its request does not limit: what the model's generation_config.json says;
+        None: the model's limit."""
+        found = (getattr(self.llm.model.generation_config, "max_new_tokens", None), self.options.max_answer_tokens)
+        return min((most for most in found if most is not None), default=None)
+
     def params(self, body: Sampling, **changes: Any) -> SamplingParams:
         """The sampling parameters of a request: the model's defaults, the body's fields, then `changes`."""
         given = {field.name: getattr(body, field.name, None) for field in fields(SamplingParams)}
@@ -195,9 +202,11 @@ class Service:
                 values["structured_outputs"] = StructuredOutputsParams(
                     form.json_, form.regex, form.choice, form.grammar, form.json_object
                 )
+        most, defaults = self.options.max_answer_tokens, self.llm.get_default_sampling_params()
+        if most is not None and defaults.max_tokens is not None:  # the model's own default may be longer
+            defaults = replace(defaults, max_tokens=min(defaults.max_tokens, most))
         with bad_request():
-            params = replace(self.llm.get_default_sampling_params(), **values | changes)
-        most = self.options.max_answer_tokens
+            params = replace(defaults, **values | changes)
         if most is not None:
             if params.max_tokens is not None and params.max_tokens > most:
                 raise BadRequest(f"max_tokens={params.max_tokens}: expected at most {most}", "max_tokens")
