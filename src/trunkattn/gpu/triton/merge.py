@@ -16,8 +16,8 @@ from trunkattn.gpu.tuning.merge import MergeTile
 from trunkattn.numerics import padded_head_dim
 
 # Partials that a task of one head adds at once: a block of _FEW if there are no more, blocks of _MANY where there are
-# dozens. A task of several heads adds _OF_SEVERAL of each, and one of a slice of a head as many more as it has fewer
-# dims.
+# dozens. A task of several heads adds _OF_SEVERAL of each. One of a slice of a head has fewer dims, and blocks of half
+# the size: with whole ones the kernel would take more registers, where nothing is cut, too.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
 _OF_SEVERAL = tl.constexpr(2)
@@ -110,7 +110,7 @@ def _merge_heads(
     else:
         state = Softmax(tl.zeros([DV], tl.float32), tl.full((), NEG_INF, tl.float32), tl.full((), 0.0, tl.float32))
         FEW: tl.constexpr = _FEW * SLICES
-        MANY: tl.constexpr = _MANY * SLICES
+        MANY: tl.constexpr = _MANY // 2 * SLICES if SLICES > 1 else _MANY
         if last - first <= FEW:
             state = _add_block(state, operands, first, last, head, dv, SHAPE, FEW)
         else:
