@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -136,3 +137,58 @@ def test_a_bad_option(folder: Path, option: str, value: object, message: str) ->
     environment = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(command(folder, option, value), capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 2 and option in done.stderr and message in done.stderr
+
+
+def test_a_key_that_is_set_and_empty_opens_nothing(folder: Path) -> None:
+    environment = os.environ | {"TRUNKATTN_API_KEY": " ", "COLUMNS": "200"}
+    done = subprocess.run(command(folder), capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2 and "TRUNKATTN_API_KEY is set and has no key" in " ".join(done.stderr.split())
+
+
+def test_an_open_page_delays_no_end_and_what_is_cut_off_is_told(folder: Path) -> None:
+    with serving(folder, "--shutdown-seconds", 1, "--max-num-batched-tokens", 256) as (process, url):
+        answers: list[httpx.Response] = []
+        body: dict[str, Any] = LONG | {"n": 100, "max_tokens": 480, "stream": False}
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+        )
+        with httpx.stream("GET", f"{url}/live", timeout=60) as page:
+            next(page.iter_lines())
+            asking.start()
+            end = time.monotonic() + 60
+            while "trunkattn_running_sequences 0.0" in httpx.get(f"{url}/metrics").text:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        asking.join(20)
+    assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]["message"]
+
+
+def test_a_live_page_alone_ends_at_once(folder: Path) -> None:
+    with (
+        serving(folder, "--shutdown-seconds", 60) as (process, url),
+        httpx.stream("GET", f"{url}/live", timeout=60) as page,
+    ):
+        next(page.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+def test_a_closed_stdout_stops_nobody(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = shlex.join(command(folder, "--port", port))
+    process = subprocess.Popen(["bash", "-c", f"exec {line} >&-"], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert process.poll() is None and time.monotonic() < end
+            with suppress(httpx.ConnectError):
+                assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+                break
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()

@@ -7,6 +7,7 @@ preemption, which keeps the tokens, changes nothing.
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,20 @@ class LogitsRules:
     sequences: tuple[tuple[int, ...], ...] = ()
     allowed: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     grammar: GrammarState | None = None
+
+    @cached_property
+    def banned_alone(self) -> list[int]:
+        """Tokens that no answer has anywhere."""
+        return [sequence[0] for sequence in self.sequences if len(sequence) == 1]
+
+    @cached_property
+    def banned_after(self) -> dict[int, list[tuple[int, ...]]]:
+        """Token -> the longer sequences whose last token follows it."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for sequence in self.sequences:
+            if len(sequence) > 1:
+                found.setdefault(sequence[-2], []).append(sequence)
+        return found
 
 
 class LogitsState:
@@ -92,7 +107,8 @@ class LogitsState:
         """Tokens that cannot come next: ends of bad words, and before `min_tokens` what ends the answer."""
         num_output_tokens = len(self._token_ids) - self._num_prompt_tokens
         banned = list(self._rules.ends) if num_output_tokens < self.params.min_tokens else []
-        for *start, last in self._rules.sequences:
+        banned += self._rules.banned_alone
+        for *start, last in self._rules.banned_after.get(self._token_ids[-1], ()) if num_output_tokens else ():
             if len(start) <= num_output_tokens and self._token_ids[len(self._token_ids) - len(start) :] == start:
                 banned.append(last)
         return banned

@@ -1,0 +1,207 @@
+"""The HTTP server beside a hostile client: pauses of a witness's stream, times of /health, and memory.
+
+    python -m benchmarks.engines.serve_hostile  # results/serve-hostile-cpu.json
+
+A witness streams one greedy answer after another. Meanwhile a hostile client sends, one kind after another, what could
+stop, slow or fill a server: bodies that are large, deep or wrong, lists without end, forms that compile for minutes or
+overflow a stack, programs as templates, connections that say nothing. Every answer of the witness must be equal, no
+pause longer than half a second, and no /health later than a fifth. The machine must be idle: what else it does pauses
+the witness too, so that the script first measures the pauses of a witness alone.
+"""
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from benchmarks.engines.serve_load import memory_mb, ours, save_folder, server
+from benchmarks.lib.options import integer
+from benchmarks.lib.report import write_result
+
+COMPLETE: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+MAX_PAUSE_S: Final = 0.5
+MAX_HEALTH_S: Final = 0.2
+IDLE_CONNECTIONS: Final = 500
+WITNESS: Final = {"prompt": "The tide is", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
+MESSAGES: Final = [{"role": "user", "content": "hi"}]
+CHAIN: Final = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
+RULES: Final = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(3000)) + '\nr3000: "b"'
+LOOP: Final = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+
+
+def completion(**changes: Any) -> tuple[str, bytes]:
+    """A request to complete a short prompt."""
+    return COMPLETE, json.dumps({"prompt": "x", "max_tokens": 2} | changes).encode()
+
+
+def chat(**changes: Any) -> tuple[str, bytes]:
+    """A request to answer a short conversation."""
+    return CHAT, json.dumps({"messages": MESSAGES, "max_tokens": 2} | changes).encode()
+
+
+def hostile() -> dict[str, tuple[str, bytes]]:
+    """A request of each kind: path and body."""
+    tool = {"type": "function", "function": {"name": "f", "description": "ab " * 3_500_000}}
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    return {
+        "a wrong item after a million": (COMPLETE, b'{"prompt":[' + b"1," * 990_000 + b'"x"]}'),
+        "eight million items": (COMPLETE, b'{"prompt":[' + b"1," * 7_900_000 + b"1]}"),
+        "a body over the limit": (COMPLETE, b'{"prompt":"' + b"a" * 40_000_000 + b'"}'),
+        "a text of 10 MB": completion(prompt="ab " * 3_500_000),
+        "tools of 10 MB": chat(tools=[tool]),
+        "brackets": (COMPLETE, b"[" * 10_000_000),
+        "brackets in arguments": chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}]),
+        "numbers without end": completion(temperature=10**400, top_k=2**63),
+        "bad words": completion(bad_words=["w"] * 40_000),
+        "all bad words": completion(bad_words=[f"w{i}" for i in range(256)], n=64),
+        "stop tokens": completion(stop_token_ids=[5] * 2_000_000),
+        "all log-probabilities": completion(logprobs=49_152),
+        "the most log-probabilities": completion(logprobs=20, n=32, max_tokens=16),
+        "a regex of 90 kB": completion(structured_outputs={"regex": "(a|b)?" * 15_000}),
+        "a regex that takes its time": completion(structured_outputs={"regex": "(a|b)?" * 1_300}),
+        "a schema that compiles for minutes": completion(structured_outputs={"json": {"multipleOf": 12_345_677}}),
+        "a chain of references": completion(structured_outputs={"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}),
+        "a chain of rules": completion(structured_outputs={"grammar": RULES}),
+        "a program as template": chat(chat_template_kwargs={"chat_template": LOOP}),
+    }
+
+
+class Watch:
+    """A witness, /health and the memory of a server, until `end`."""
+
+    def __init__(self, url: str, memory: Callable[[], float]) -> None:
+        self.url, self._memory = url, memory
+        self.pause_s = self.health_s = self.memory_mb = 0.0
+        self.texts: set[str] = set()
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=watch) for watch in (self._witness, self._health)]
+
+    @contextmanager
+    def watching(self) -> Iterator["Watch"]:
+        """While it is open, everything is watched."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            for thread in self._threads:
+                thread.join()
+
+    def _witness(self) -> None:
+        while not self._over.is_set():
+            text, last = "", None
+            with httpx.stream("POST", self.url + COMPLETE, json=WITNESS, timeout=600) as response:
+                for line in response.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    now = time.perf_counter()
+                    self.pause_s, last = max(self.pause_s, 0.0 if last is None else now - last), now
+                    text += json.loads(line[6:])["choices"][0]["text"]
+            self.texts.add(text)
+
+    def _health(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=600) as client:
+            while not self._over.wait(0.05):
+                began = time.perf_counter()
+                client.get("/health").raise_for_status()
+                self.health_s = max(self.health_s, time.perf_counter() - began)
+                self.memory_mb = max(self.memory_mb, self._memory())
+
+    def figures(self) -> dict[str, float]:
+        """The worst of what was seen."""
+        return {
+            "pause_s": round(self.pause_s, 3),
+            "health_s": round(self.health_s, 3),
+            "memory_mb": round(self.memory_mb, 1),
+        }
+
+
+def send(url: str, path: str, body: bytes, times: int) -> str:
+    """Sends a request several times at once; the statuses."""
+    seen: list[str] = []
+
+    def one() -> None:
+        try:
+            headers = {"Content-Type": "application/json"}
+            seen.append(str(httpx.post(url + path, content=body, headers=headers, timeout=120).status_code))
+        except httpx.HTTPError as error:
+            seen.append(type(error).__name__)
+
+    threads = [threading.Thread(target=one) for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ",".join(sorted(set(seen)))
+
+
+def wait(seconds: float) -> str:
+    """Sends nothing."""
+    time.sleep(seconds)
+    return "-"
+
+
+def hold_connections(url: str) -> str:
+    """Opens connections that say nothing, or half a head, and keeps them for some seconds."""
+    where = urlsplit(url)
+    held = [socket.create_connection((where.hostname, where.port)) for _ in range(IDLE_CONNECTIONS)]
+    for connection in held[::2]:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    time.sleep(3)
+    for connection in held:
+        connection.close()
+    return f"{len(held)} held"
+
+
+def run(folder: Path, seconds: int, times: int) -> dict[str, Any]:
+    """See the module."""
+    found: dict[str, Any] = {"at_once": times}
+    command = ours(folder, 8206, "--max-num-batched-tokens", "256")
+    with server(command, folder / "hostile.log") as (url, process):
+        texts: set[str] = set()
+        kinds: dict[str, Callable[[], str]] = {"nothing": lambda: wait(seconds)}
+        for name, (path, body) in hostile().items():
+            kinds[name] = lambda path=path, body=body: send(url, path, body, times)  # type: ignore[misc]
+        kinds["idle connections"] = lambda: hold_connections(url)
+        for name, act in kinds.items():
+            with Watch(url, lambda: memory_mb(process)).watching() as watch:
+                time.sleep(0.5)
+                seen = act()
+            texts |= watch.texts
+            found[name] = watch.figures() | {"answers": seen}
+            print(f"{name:36} {found[name]}", flush=True)
+    found["witness_answers"] = len(texts)
+    rest = [figures for name, figures in found.items() if isinstance(figures, dict) and name != "nothing"]
+    found["worst_pause_s"] = max(figures["pause_s"] for figures in rest)
+    found["worst_health_s"] = max(figures["health_s"] for figures in rest)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=integer(1, 3600), default=10, help="of the witness alone")
+    parser.add_argument("--times", type=integer(1, 64), default=3, help="requests of a kind at once")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "smollm2"
+        save_folder(folder)
+        found = run(folder, arguments.seconds, arguments.times)
+    print(write_result("serve-hostile-cpu", found, "transformers"))
+    is_good = found["witness_answers"] == 1 and found["worst_pause_s"] <= MAX_PAUSE_S
+    sys.exit(0 if is_good and found["worst_health_s"] <= MAX_HEALTH_S else "the witness or /health had to wait")
+
+
+if __name__ == "__main__":
+    main()
