@@ -36,7 +36,13 @@ NAME, KEY = "smollm2", "the-right-key"
 PATH: Final = "/v1/completions"
 PARTS: Final = ("load", "throughput", "start")
 ANSWER_TOKENS: Final = 24
-BAD_BODIES: Final = (b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "x", "temperature": -1}', b'{"prompt": "x", "no": 1}')
+BAD_BODIES: Final = (
+    b"{",
+    b"[]",
+    b'{"prompt": 1}',
+    b'{"prompt": "x", "temperature": -1}',
+    b'{"prompt": "x", "stops": 1}',
+)
 SUBJECTS: Final = ("tides", "bridges", "bees", "glass", "maps", "rivers", "clocks", "bread")
 DOCUMENT: Final = "This is what is known of {}. They have been studied for a long time, and every year adds a little. "
 QUESTIONS: Final = ("What is known?", "Who studied them?", "Why do they matter?", "What comes next?", "Sum it up:",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine import LLM, SamplingParams, scheduler
 
 VOCAB = 256
 PROMPTS = [[(7 * place + number) % 200 + 1 for place in range(30)] for number in range(3)]
@@ -102,6 +102,28 @@ def test_prompt_logprobs_are_the_models(llm: LLM, small: LLM, tiny_model: Callab
     assert llm.generate([1], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs == [None]
     cached = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))[0]
     assert cached.num_cached_tokens == 28, "what such a request computes is reused by others"
+
+
+def test_a_step_holds_few_rows_of_prompt_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+    expected = llm.generate(PROMPTS, params)
+    rows: list[int] = []
+    execute = llm.engine.runner.execute
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        logits = execute(*arguments)
+        rows.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(llm.engine.runner, "execute", counted)
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 5)
+    outputs = llm.generate(PROMPTS, params)
+    assert max(rows) <= 5 + 2 * len(PROMPTS) and len(rows) > 5
+    for output, before in zip(outputs, expected, strict=True):
+        assert output.outputs[0].token_ids == before.outputs[0].token_ids
+        assert output.prompt_logprobs is not None and before.prompt_logprobs is not None
+        for entry, other in zip(output.prompt_logprobs[1:], before.prompt_logprobs[1:], strict=True):
+            assert entry is not None and other is not None and entry.keys() == other.keys()
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -67,6 +67,21 @@ def test_too_much_is_a_short_400_that_names_the_field(
     server.wait_idle()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["zzz\ud83d", "prompt\ud83d", "\0", "x" * 100_000, "", "a\nb"])
+def test_names_of_every_kind(start_server: Callable[..., Server], name: str, strict: bool) -> None:
+    server = start_server(strict_requests=strict)
+    raw = json.dumps(BASE | {name: 1}).encode()
+    response = httpx.post(f"{server.url}{COMPLETE}", content=raw, timeout=60)
+    assert response.status_code == (400 if strict or name.startswith("prompt") else 200), response.text
+    assert len(response.text) < 1500
+
+
+def test_more_tokens_than_any_text_has(server: Server) -> None:
+    response = server.post("/detokenize", {"tokens": [1] * 900_000})
+    assert response.status_code == 400 and "tokens has 900000 items" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("raw", [b'{"a":' + b"[" * 100_000, b'{"x":' + b"1" * 5000 + b"}", b"[" + b"1," * 1_200_000])
 def test_json_that_nobody_should_read(server: Server, raw: bytes) -> None:
     response = httpx.post(f"{server.url}{COMPLETE}", content=raw, timeout=60)

@@ -18,6 +18,9 @@ from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
 
 
+MAX_PROMPT_LOGITS: Final = 512  # rows of a step for tokens of prompts; each row is as long as the vocabulary
+
+
 @dataclass(frozen=True)
 class ScheduledChunk:
     """Tokens [start, start + num_tokens) of one sequence, computed in one step."""
@@ -180,7 +183,7 @@ class Scheduler:
             request = self.running[position]
             num_later = len(self.running) - position - 1  # one token of the budget is reserved for each of them
             start = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - start, budget - num_later)
+            num_tokens = _within_logits(request, min(request.num_tokens - start, budget - num_later), batch)
             if not self._extend(request, start + num_tokens, batch):
                 break
             batch.chunks.append(ScheduledChunk(request, start, num_tokens))
@@ -240,7 +243,7 @@ class Scheduler:
         cached = self.cache.admit(request.request_id, request.token_ids, request.cache_salt, reuse)
         num_tokens = request.num_tokens - cached
         if chunked:
-            num_tokens = min(num_tokens, budget)
+            num_tokens = _within_logits(request, min(num_tokens, budget), batch)
         is_over = num_tokens > budget and bool(batch.chunks)
         if is_over or not self.cache.can_extend(request.request_id, request.num_tokens):
             self.cache.free(request.request_id)
@@ -280,6 +283,14 @@ class Scheduler:
             self.cache.free(request.request_id)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+
+def _within_logits(request: Request, num_tokens: int, batch: ScheduledBatch) -> int:
+    """Tokens of a chunk, fewer if it needs logits at every token of the prompt: a step holds so many rows at most."""
+    if not request.needs_prompt_logits:
+        return num_tokens
+    used = sum(len(chunk.prompt_positions) for chunk in batch.chunks)
+    return min(num_tokens, max(1, MAX_PROMPT_LOGITS - used))
 
 
 def chunked_prefill(scheduler: Scheduler, batch: ScheduledBatch) -> None:

@@ -170,7 +170,9 @@ class Service:
 
     async def text(self, token_ids: list[int]) -> str:
         """The text of token ids."""
-        most = self.llm.info.vocab_size - 1
+        most, longest = self.llm.info.vocab_size - 1, self.llm.engine.limits.max_model_len
+        if len(token_ids) > longest:
+            raise BadRequest(f"tokens has {len(token_ids)} items: expected at most {longest}", "tokens")
         tokenizer = self._tokenizer()
 
         def decode() -> str:
