@@ -77,6 +77,13 @@ def test_names_of_every_kind(start_server: Callable[..., Server], name: str, str
     assert len(response.text) < 1500
 
 
+@pytest.mark.parametrize("field", ["logit_bias", "metadata", "structured_outputs"])
+def test_names_within_a_field(server: Server, field: str) -> None:
+    raw = json.dumps(BASE | {field: {"\ud83d": 1}}).encode()
+    response = httpx.post(f"{server.url}{COMPLETE}", content=raw, timeout=60)
+    assert response.status_code == (200 if field == "metadata" else 400), response.text
+
+
 def test_more_tokens_than_any_text_has(server: Server) -> None:
     response = server.post("/detokenize", {"tokens": [1] * 900_000})
     assert response.status_code == 400 and "tokens has 900000 items" in response.json()["error"]["message"]

@@ -17,7 +17,6 @@ from trunkattn.engine.request import Request
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
 
-
 MAX_PROMPT_LOGITS: Final = 512  # rows of a step for tokens of prompts; each row is as long as the vocabulary
 
 

@@ -51,7 +51,10 @@ def _no_constant(name: str) -> NoReturn:
 
 def _first(error: ValidationError) -> BadRequest:
     """The first thing that is wrong, as an error of the API."""
-    first = error.errors(include_url=False)[0]
+    try:
+        first = error.errors(include_url=False)[0]
+    except UnicodeEncodeError:  # a name that pydantic cannot quote
+        return BadRequest("the body names a field with half of a surrogate pair: expected Unicode text")
     location, kind, reason = first["loc"], first["type"], first["msg"]
     name = _name(location)
     if kind in _OWN_MESSAGES:

@@ -34,7 +34,8 @@ class Reading:
 
 
 def _refuse(kind: str, message: str) -> PydanticCustomError:
-    return PydanticCustomError(kind, "{message}", {"message": message})
+    written = message.encode("utf-8", "replace").decode()  # pydantic quotes nothing that no encoding has
+    return PydanticCustomError(kind, "{message}", {"message": written})
 
 
 class Body(BaseModel):
