@@ -175,7 +175,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--temperature", "-1"], ["--temperature", "-1", ">= 0"]),
         (["--temperature", "hot"], ["--temperature", "'hot'", "a number"]),
         (["--top-p", "1.5"], ["--top-p", "1.5", "(0, 1]"]),
-        (["--top-k", "-2"], ["--top-k", "-2", "an integer of at least -1"]),
+        (["--top-k", "-2"], ["--top-k", "-2", "an integer from -1 to"]),
         (["-n", "0"], ["--n", "0", "an integer of at least 1"]),
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--logprobs", "-1"], ["--logprobs", "-1"]),

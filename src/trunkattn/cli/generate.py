@@ -198,7 +198,7 @@ def _logprobs(entries: Sequence[dict[int, Logprob] | None] | None) -> list[Any] 
     if entries is None:
         return None
     return [
-        None if entry is None else [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in entry.items()]
+        None if entry is None else [_logprob(token_id, logprob) for token_id, logprob in entry.items()]
         for entry in entries
     ]
 
@@ -211,3 +211,9 @@ def _figures(output: RequestOutput) -> str:
     parts += [] if first is None else [f"first token after {first:.2f} s"]
     parts += [] if each is None else [f"{1 / each:.1f} tokens/s"]
     return ", ".join([*parts, f"ended by {answer.finish_reason}"])
+
+
+def _logprob(token_id: int, logprob: Logprob) -> dict[str, Any]:
+    """A token's log-probability; its bytes as numbers, which JSON has."""
+    written = logprob.token_bytes
+    return {"token_id": token_id, **asdict(logprob), "token_bytes": None if written is None else list(written)}
