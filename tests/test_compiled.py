@@ -24,7 +24,7 @@ def first_axis(x):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package with a few sources in the place of trunkattn."""
-    for name in ("compiled.py", "planner/packing/cost.py", "engine/llm.py"):
+    for name in ("compiled.py", "planner/packs/cost.py", "engine/llm.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     monkeypatch.setattr(compiled, "_PACKAGE", tmp_path)
@@ -35,7 +35,7 @@ def stamp() -> str:
     return compiled.source_stamp.__wrapped__()
 
 
-@pytest.mark.parametrize(("name", "matters"), [("planner/packing/cost.py", True), ("engine/llm.py", False)])
+@pytest.mark.parametrize(("name", "matters"), [("planner/packs/cost.py", True), ("engine/llm.py", False)])
 def test_a_stamp_follows_the_compiled_sources(own_package: Path, name: str, matters: bool) -> None:
     before = stamp()
     (own_package / name).write_text("x = 2\n")

@@ -213,15 +213,15 @@ def test_every_file_stands_in_the_house() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("planner/planner.py", "from trunkattn.gpu import executor"),
+        ("planner/planner.py", "from trunkattn.gpu import attention"),
         ("planner/planner.py", "from trunkattn import gpu"),
         ("planner/planner.py", "import trunkattn.cpu.parallel"),
         ("planner/planner.py", "from ..cpu.parallel import execute"),
         ("planner/planner.py", "def f():\n    from .. import kv_cache"),
         ("planner/planner.py", "if TYPE_CHECKING:\n    from trunkattn.engine.request import Request"),
         ("planner/__init__.py", "from ..cpu import executor"),
-        ("cpu/executor.py", "from trunkattn.gpu.tuning.decode import GpuTile"),
-        ("gpu/executor.py", "from trunkattn.attention import Plan"),
+        ("cpu/backend.py", "from trunkattn.gpu.tuning.decode import GpuTile"),
+        ("gpu/attention.py", "from trunkattn.attention import Plan"),
         ("config.py", "from trunkattn.planner.planner import Planner"),
         ("config.py", "from numba import njit"),
         ("training/flash_attention.py", "import numba"),
@@ -260,7 +260,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("gpu/triton/decode.py", "import triton\nfrom trunkattn.planner.work_list import DIRECT\nfrom . import merge"),
+        ("gpu/portable/decode.py", "import triton\nfrom trunkattn.planner.work_list import DIRECT\nfrom . import merge"),
         ("gpu/tuning/decode.py", "from .cards import Card"),
         ("attention.py", "from trunkattn.inputs import check_layer"),
         ("inputs.py", "from .config import AttentionConfig"),

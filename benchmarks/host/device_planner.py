@@ -64,7 +64,7 @@ def row_of(tree: str, batch: PagedBatch) -> dict[str, Any]:
     there = tuple(table.cuda() for table in tables)
     plan, expected = on_device.plan(*there), on_host.plan(*tables)
     found, host = step_of(plan).tile_list(), step_of(expected).tile_list
-    names = ("items", "segments", "queries", "slots", "parts", "counts", "merge_queries", "merge_ranges")
+    names = ("items", "segments", "queries", "partial_slots", "merge_slots", "counts", "merge_queries", "merge_ranges")
     differing = [name for name in names if not np.array_equal(getattr(found, name), getattr(host, name))]
     fresh = trunkattn.BatchAttention(config, "cuda")
 

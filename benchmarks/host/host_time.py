@@ -43,7 +43,7 @@ EXECUTIONS: Final = ("auto", "serial")
 FAKE_CARD: Final = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20
 )
-EXECUTORS: Final = ("trunkattn.gpu.executor", "trunkattn.attention_gpu")  # of this layout, and of the one before
+EXECUTORS: Final = ("trunkattn.gpu.attention", "trunkattn.attention_gpu")  # of this layout, and of the one before
 
 
 class Case(NamedTuple):
@@ -100,13 +100,13 @@ def make_attention(config: Any, capacity: Any, fake: bool) -> Any:
     name = next(name for name in ("_backend", "_executor") if hasattr(attention, name))
     for module in EXECUTORS:
         try:
-            executor = import_module(module).GpuExecutor
+            executor = import_module(module).GpuBackend
         except ModuleNotFoundError:
             continue
         attention.config = config
         setattr(attention, name, executor(config, torch.device("cpu"), capacity))
         return attention
-    raise RuntimeError(f"no GpuExecutor in {' or '.join(EXECUTORS)}: expected a checkout with one of them")
+    raise RuntimeError(f"no GpuBackend in {' or '.join(EXECUTORS)}: expected a checkout with one of them")
 
 
 def host_us(call: Callable[[], object], calls: int, settle: Callable[[], object]) -> dict[str, float]:

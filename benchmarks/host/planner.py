@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.lib.report import time_ms, write_result
 from trunkattn.cpu.tuning import cpu_device
-from trunkattn.dtypes import POLICIES
-from trunkattn.planner.packing import policies as packing
-from trunkattn.planner.packing.cost import CostModel, cost_model
-from trunkattn.planner.packing.optimal import optimal
+from trunkattn.config import POLICIES
+from trunkattn.planner.packs import policies as packing
+from trunkattn.planner.packs.cost import CostModel, cost_model
+from trunkattn.planner.packs.optimal import optimal
 from trunkattn.planner.planner import HEURISTICS, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import split_rule

@@ -29,7 +29,7 @@ from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, without_subtiles
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, tile_work
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, tile_work
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import parse_tree, tree_batch

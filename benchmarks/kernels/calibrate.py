@@ -26,13 +26,13 @@ from benchmarks.kernels.ragged_batches import make_batches
 from benchmarks.kernels.ragged_batches import make_case as make_ragged_case
 from benchmarks.kernels.tile_lists import list_tiles, make_run, tile_rule
 from benchmarks.lib.report import short_name, with_earlier, write_result
-from trunkattn.gpu.tuning.cards import H200
+from trunkattn.gpu.cards import H200
 from trunkattn.gpu.tuning.decode import DECODE_TILES, GpuTile, hopper_tiles
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.row_tiles import choice as tiling
-from trunkattn.planner.row_tiles import cost as tile_costs
-from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.row_tiles.cost import CardTimes
+from trunkattn.planner.tiles import candidates as tiling
+from trunkattn.planner.tiles import cost as tile_costs
+from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.device import CardTimes
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch

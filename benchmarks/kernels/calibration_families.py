@@ -15,15 +15,15 @@ from benchmarks.kernels.calibrate import losses, random_steps
 from benchmarks.kernels.decode_cases import Shape
 from benchmarks.workloads.shape_table import parse_batch, shapes_named
 from trunkattn import AttentionConfig
-from trunkattn.gpu import executor
-from trunkattn.gpu.tuning.cards import Card, card_of
+from trunkattn.gpu import attention
+from trunkattn.gpu.cards import Card, card_of
 from trunkattn.gpu.tuning.choice import choose_tiles
 from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, gpu_device, hopper_source
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.row_tiles.choice import TilingRule
-from trunkattn.planner.row_tiles.cost import StageLoads, stage_loads, tilings_ns
-from trunkattn.planner.row_tiles.layout import make_entries
+from trunkattn.planner.tiles.candidates import TilingRule
+from trunkattn.planner.tiles.cost import StageLoads, stage_loads, tilings_ns
+from trunkattn.planner.tiles.layout import make_entries
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads.trees import tree_batch
 
@@ -60,7 +60,7 @@ class Family:
     """
 
     tiles: tuple[GpuTile, ...]
-    facts: executor.GpuFacts
+    facts: attention.GpuFacts
     card: Card
     bytes_per_us: int
     rows: list[Mapping[str, Any]]
@@ -89,7 +89,7 @@ class Family:
         tiles = tuple(tile for tile in tiles if tile.block_m * shape.num_kv_heads >= shape.num_qo_heads)
         model = make_planner(config, gpu_device(self.facts.num_sms, tiles[-1].block_m)).spec.model
         card = replace(self.card, times=self.card.times._replace(bytes_per_us=self.bytes_per_us))
-        return executor.make_rule(config, tiles, card, self.facts, model, may_fuse=True)
+        return attention.make_rule(config, tiles, card, self.facts, model, may_fuse=True)
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -136,7 +136,7 @@ class Family:
 
 def families_of(result: Mapping[str, Any]) -> list[Family]:
     """The families of a result of calibrate_shapes.py."""
-    facts = executor.GpuFacts(**result["card"])
+    facts = attention.GpuFacts(**result["card"])
     card = card_of(facts.name, facts.num_sms)
     rows: dict[tuple[HopperSource, tuple[GpuTile, ...]], list[Mapping[str, Any]]] = {}
     for row in result["rows"]:

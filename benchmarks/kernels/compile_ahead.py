@@ -20,11 +20,11 @@ from triton.compiler import ASTSource
 
 from benchmarks.kernels.tile_solver import PipelineOps, Resources
 from trunkattn.gpu.plan import Geometry
-from trunkattn.gpu.triton import arguments
-from trunkattn.gpu.triton.arguments import Features, Shape
-from trunkattn.gpu.triton.decode import Buckets, decode_kernel, decode_tile
-from trunkattn.gpu.triton.merge import merge_kernel, merge_shape
-from trunkattn.gpu.triton.prefill import prefill_kernel, tile_shape
+from trunkattn.gpu.portable import arguments
+from trunkattn.gpu.portable.arguments import Features, Shape
+from trunkattn.gpu.portable.decode import Buckets, decode_kernel, decode_tile
+from trunkattn.gpu.portable.merge import merge_kernel, merge_shape
+from trunkattn.gpu.portable.prefill import prefill_kernel, tile_shape
 from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, hopper_source
 from trunkattn.gpu.tuning.merge import merge_tile
 from trunkattn.gpu.tuning.prefill import PrefillTile

@@ -265,7 +265,7 @@ def sweep(head_dim: int, passes: list[str]) -> list[dict[str, Any]]:
     """Each tile of a pass, with the table's tiles for the other passes; None ms where it does not fit the card."""
     from trunkattn.training.common import Sequences
     from trunkattn.training.forward import forward
-    from trunkattn.training.tiles import FlashTile
+    from trunkattn.training.spec import FlashTile
 
     rows = []
     for length, causal in ((2048, True), (8192, True), (8192, False)):

@@ -20,7 +20,7 @@ from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, Case, ceilings
 from benchmarks.kernels.tile_lists import list_tiles, make_run, planned_bytes, rule_on_card
 from benchmarks.lib.report import short_name, write_result
 from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_FP8, GpuTile, hopper_tiles, without_subtiles
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule
 from trunkattn.planner.work_list import SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
 
 REQUESTS = (1, 8, 32, 64, 128, 256)

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from benchmarks.kernels.decode import PAGE_SIZE, Case, Run
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
-from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.gpu.cards import card_of
 from trunkattn.gpu.tuning.decode import GpuTile, tile_config
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, query_positions
-from trunkattn.planner.row_tiles.cost import CardTimes
-from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, query_positions
+from trunkattn.planner.device import CardTimes
+from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch
@@ -114,7 +114,7 @@ def planned_bytes(case: Case, listed: TileList) -> PlannedBytes:
     read = np.zeros(case.batch.num_pages * case.batch.page_size, np.bool_)
     read[places] = True
     token_bytes = sum(cache.itemsize * hkv * dim for cache in case.kv[0])
-    states = int((listed.slots >= 0).sum())
+    states = int((listed.partial_slots >= 0).sum())
     return PlannedBytes(
         kv_memory=int(read.sum()) * token_bytes,
         kv_tiles=int(tokens.sum()) * token_bytes,

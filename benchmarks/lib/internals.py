@@ -6,7 +6,7 @@ from trunkattn import BatchAttention, Plan
 
 
 def backend_of(attention: BatchAttention) -> Any:
-    """What plans and runs, a `GpuExecutor` or a `CpuExecutor`."""
+    """What plans and runs, a `GpuBackend` or a `CpuBackend`."""
     return attention._backend
 
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks.page.common import table
 from trunkattn import AttentionConfig, flash_attention
 from trunkattn.cli.kernels import MODELS, attention_of
-from trunkattn.gpu.tuning.cards import H100, H200
+from trunkattn.gpu.cards import H100, H200
 from trunkattn.gpu.tuning.choice import why_portable
 
 ROOT = Path(__file__).parents[2]

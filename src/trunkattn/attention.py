@@ -1,11 +1,12 @@
 """`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from trunkattn.backend import Backend, PlannedStep
-from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.backend import PARTS, Backend, Counters, Part, PlannedStep
+from trunkattn.config import BACKENDS, AttentionConfig, Capacity
 from trunkattn.inputs import (
     PromptChunks,
     Scale,
@@ -23,17 +24,6 @@ from trunkattn.planner.work_list import PlanStats
 from trunkattn.validate import check_int
 
 
-def _make_backend(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> Backend:
-    """What plans and runs on a device. Imported here, so that neither device needs the other's compiler."""
-    if device.type == "cpu":
-        from trunkattn.cpu.executor import CpuExecutor
-
-        return CpuExecutor(config)
-    from trunkattn.gpu.executor import GpuExecutor
-
-    return GpuExecutor(config, device, capacity)
-
-
 class Plan:
     """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
 
@@ -45,65 +35,54 @@ class Plan:
 
     @property
     def num_query_tokens(self) -> int:
-        """Rows of q and out that `run` expects; of a plan made on the device with query_start_loc, at least."""
+        """Rows of q and out that `run` expects. At least so many for a plan made on the device with query_start_loc,
+        because the host does not know the number."""
         return self.step.num_query_tokens
 
     @property
+    def num_chunks(self) -> int:
+        """Requests that are prompt chunks for a kernel of their own, as there may be on a GPU."""
+        return self.step.num_chunks
+
+    @property
     def stats(self) -> PlanStats:
-        """What this plan reads, and what one pack per request would read."""
+        """What this plan reads, and what one pack per request would read. Waits for the device if the plan was made
+        there. After `run` it also says which layers a faster kernel could not read, and why."""
         return self.step.stats()
 
     @property
-    def chunk_stats(self) -> PlanStats | None:
-        """The same of its prompt chunks alone, which the host lists: they are known at once, of a plan made on the
-        device too. None: it has none."""
-        return self.step.chunk_stats()
+    def counters(self) -> Counters:
+        """What can be told without a wait for the device, for counters of a serving engine.
 
-    @property
-    def traffic(self) -> torch.Tensor:
-        """Of a plan made on the device, there: int64 [2], KV tokens that it reads, and those that it would read if
-        every request read its own; for counters that must not wait. See `stats` for other plans."""
-        if self.step.traffic is None:
-            raise ValueError("traffic of a plan that was made on the host: expected one made on the device; see stats")
-        return self.step.traffic
+        `counters.kv_tokens` is int64 [2] on the device: KV tokens read, and KV tokens without sharing, of requests that
+        are not prompt chunks; None for plans made on the host, whose `stats` never wait. `counters.chunks` are the
+        statistics of the prompt chunks only; None if the plan has none.
+        """
+        return self.step.counters
 
-    @property
-    def has_chunks(self) -> bool:
-        """Whether requests of this plan are prompt chunks to a kernel of their own, as they may be on a GPU."""
-        return self.step.has_chunks
+    def only(self, part: Part) -> "Plan":
+        """This plan, in the same arrays, run without the launches that the other part needs, which saves some µs a
+        layer. Nothing can be planned into the result; a CUDA graph that ran it computes any plan of that part that is
+        put into this one later.
 
-    @property
-    def may_have_chunks(self) -> bool:
-        """Whether `run` launches that kernel: with a capacity it does even if there is nothing for it to compute."""
-        return self.step.launches_chunks
-
-    def without_chunks(self) -> "Plan":
-        """The same plan, in the same arrays, but `run` does not launch the kernel for prompt chunks, which spares a
-        decode step some µs a layer. A CUDA graph that ran it computes any plan without chunks that is put into this one
-        later; into the result nothing can be.
+        Args:
+            part: "decodes" to leave out the kernel for prompt chunks. With a capacity `run` launches it even if it
+                finds nothing to compute; where it would not, the result is this plan itself. "chunks" to launch only
+                that kernel, for a plan made on the device all requests of which are prompt chunks.
 
         Raises:
-            ValueError: the plan has chunks.
+            ValueError: the other part has something to compute, or there is no such part.
         """
-        if self.has_chunks:
-            raise ValueError("without_chunks: expected a plan without prompt chunks, see has_chunks")
-        if not self.may_have_chunks:
-            return self
-        return Plan(self.step.without_chunks(), self.owner, self.last_page, self.window, refills=False)
-
-    def of_chunks_alone(self) -> "Plan":
-        """The same plan, in the same arrays, but `run` launches only the kernel for prompt chunks, which spares a step
-        of prompts some µs a layer. Into the result nothing can be planned.
-
-        Raises:
-            ValueError: the plan was made on the host, or not all of its requests are prompt chunks.
-        """
-        step = self.step.of_chunks_alone()
+        if part not in PARTS:
+            raise ValueError(f"part={part!r}: expected one of {', '.join(map(repr, PARTS))}")
+        step = self.step.only(part)
         if step is None:
-            raise ValueError(
-                "of_chunks_alone: expected a plan made on the device, all requests of which are prompt chunks"
-            )
-        return Plan(step, self.owner, self.last_page, self.window, refills=False)
+            expected = {
+                "decodes": f"a plan without prompt chunks, and this one has {self.num_chunks}; see num_chunks",
+                "chunks": "a plan made on the device, all requests of which are prompt chunks",
+            }[part]
+            raise ValueError(f"part={part!r}: expected {expected}")
+        return self if step is self.step else Plan(step, self.owner, self.last_page, self.window, refills=False)
 
     def check(self) -> None:
         """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
@@ -148,7 +127,8 @@ class BatchAttention:
         self.config, self.device, self.capacity = config, torch.device(device), capacity
         if self.device.type == "cpu":
             self.device = torch.device("cpu")  # tensors there have no index
-        self._backend = _make_backend(config, self.device, capacity)
+        source = import_module(BACKENDS[self.device.type].source)
+        self._backend: Backend[Any] = source.make(config, self.device, capacity)
 
     def plan(
         self,
@@ -218,11 +198,6 @@ class BatchAttention:
         (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
         return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
 
-    @property
-    def plans_on_device(self) -> bool:
-        """Whether `plan` plans tables that all lie on a GPU there, without a wait."""
-        return self._backend.plans_on_device
-
     def overlaps(self, chunks: PromptChunks) -> bool:
         """Whether `plan` with these chunks lets one kernel compute them and what decodes beside them, which is faster
         than one after the other by a card's measured times (POD-Attention §4). Always False but on an H100 or H200."""
@@ -247,9 +222,7 @@ class BatchAttention:
         if self.capacity is None:
             raise ValueError("into is given: expected a BatchAttention with a capacity")
         if not into.refills:
-            raise ValueError(
-                "into is a plan of `without_chunks` or `of_chunks_alone`: expected the plan that it was made of"
-            )
+            raise ValueError("into is a plan of `only`: expected the plan that it was made of")
         if into.window != window:
             given, kept = (None if each == UNLIMITED else each for each in (window, into.window))
             raise ValueError(f"sliding_window={given}: expected {kept}, the window that `into` was planned with")

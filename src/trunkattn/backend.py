@@ -1,12 +1,27 @@
-"""What a device does for `BatchAttention`: the protocols that its backends follow."""
+"""What a device does for `BatchAttention`: the protocols that its back ends follow, and the table of back ends."""
 
-from typing import Any, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import PlanStats
+
+Part = Literal["decodes", "chunks"]
+PARTS: Final[tuple[Part, ...]] = ("decodes", "chunks")
+DeviceTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # block_table, seq_lens, query_start_loc
+
+
+class Counters(NamedTuple):
+    """What a plan can tell without a wait for the device.
+
+    kv_tokens: int64 [2] on the device: KV tokens read, and KV tokens without sharing, of requests that are not prompt
+    chunks. Only for plans made on the device. chunks: statistics of the prompt chunks; None if there are none.
+    """
+
+    kv_tokens: torch.Tensor | None
+    chunks: PlanStats | None
 
 
 class PlannedStep(Protocol):
@@ -17,34 +32,28 @@ class PlannedStep(Protocol):
         """Rows of q and out that `run` expects; of a step planned on the device, at least this many."""
 
     @property
-    def traffic(self) -> torch.Tensor | None:
-        """int64 [2] on the device: KV tokens read, and of one pack per request. None: planned on the host."""
+    def num_chunks(self) -> int:
+        """Requests that are prompt chunks for a kernel of their own."""
 
     @property
-    def has_chunks(self) -> bool:
-        """Whether some requests are prompt chunks for a kernel of their own."""
+    def counters(self) -> Counters:
+        """What can be counted without a wait."""
 
-    @property
-    def launches_chunks(self) -> bool:
-        """Whether `run` launches the kernel for prompt chunks, even if it finds nothing to compute."""
-
-    def without_chunks(self) -> "PlannedStep":
-        """The same arrays, run without the kernel for prompt chunks."""
-
-    def of_chunks_alone(self) -> "PlannedStep | None":
-        """The same arrays, run by the kernel for prompt chunks alone; None: others may have work."""
+    def only(self, part: Part) -> "PlannedStep | None":
+        """The same arrays, run without the launches for the other part; itself if there are none; None if the other
+        part has work."""
 
     def stats(self) -> PlanStats:
         """See PlanStats."""
-
-    def chunk_stats(self) -> PlanStats | None:
-        """Of the prompt chunks alone, without a wait; None: there are none."""
 
     def check(self) -> None:
         """Raises AssertionError if the work list breaks an invariant."""
 
 
-class Backend(Protocol):
+Step = TypeVar("Step", bound=PlannedStep)
+
+
+class Backend(Protocol[Step]):
     """Plans steps and runs layers on one device."""
 
     @property
@@ -55,14 +64,13 @@ class Backend(Protocol):
     def errors(self) -> torch.Tensor | None:
         """[1] int32 on the device, not 0 if `check` would raise; None if nothing is planned there."""
 
-    def plan(self, batch: StepTables, into: Any = None) -> PlannedStep:
-        """Plans a checked batch. into: a step of this backend, whose arrays the new one takes over."""
+    def plan(self, batch: StepTables, into: Step | None = None) -> Step:
+        """Plans a checked batch. into: a step of this back end, whose arrays the new one takes over."""
 
     def plan_on_device(
-        self, tables: Any, window: int, into: Any = None, chunks: PromptChunks | None = None
-    ) -> PlannedStep:
-        """Plans block_table, seq_lens and query_start_loc (or None) without waiting for the device. chunks: what the
-        host knows of the last requests."""
+        self, tables: DeviceTables, window: int, into: Step | None = None, chunks: PromptChunks | None = None
+    ) -> Step:
+        """Plans tables on the device without waiting for it. chunks: what the host knows of the last requests."""
 
     def overlaps(self, chunks: PromptChunks) -> bool:
         """Whether one kernel is to compute these chunks and what decodes beside them."""
@@ -70,5 +78,5 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raises ValueError if a plan made on the device met values that are out of bounds. Waits for the device."""
 
-    def run(self, step: Any, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+    def run(self, step: Step, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes `out`; returns lse [num_query_tokens, num_qo_heads] float32."""

@@ -2,37 +2,40 @@
 
 import math
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
-from typing import Final
+from importlib import import_module
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import torch
 
-from trunkattn.dtypes import (
-    COMPUTE_DTYPES,
-    E4M3_NEEDS,
-    EXECUTIONS,
-    HOPPER_GROUPS,
-    HOPPER_HEAD_DIM,
-    HOPPER_PREFILL_ROWS,
-    KV_KINDS,
-    POLICIES,
-    has_e4m3,
-    hopper_decode_misfits,
-    hopper_prefill_misfits,
-)
+from trunkattn.dtypes import COMPUTE_DTYPES, KV_KINDS
 from trunkattn.numerics import LOG2_E
 from trunkattn.validate import check_int, check_positive
 
-_MAX_HEAD_DIM_ON_GPU: Final = 256
-_MAX_GROUP_SIZE_ON_GPU: Final = 64  # rows of the tallest tile, for head_dim up to 128 and 16-bit caches
-_MAX_GROUP_SIZE_OF_LARGE_TILES: Final = 32  # for larger heads or elements
-_SMALL_TILE_HEAD_DIM: Final = 128
-_MAX_INT32: Final = torch.iinfo(torch.int32).max  # kernels count the tokens of a cache in int32
-_OVERLAP_NEEDS: Final = (
-    "expected queries and caches of one 16-bit dtype, head_dim 128, a page_size that is a multiple of 16, "
-    "1, 2, 4, 8 or 16 query heads per KV head, policy='auto', no soft cap, no sinks, batch_invariant=False and "
-    "compute capability 9.0; use execution='auto' or 'serial'"
+# How shared prefixes are packed (`trunkattn.planner.packs`), and how a GPU launches a step (`trunkattn.gpu.launch`)
+POLICIES: Final = ("per_query", "relay", "cascade", "pat", "fasttree", "optimal", "auto")
+EXECUTIONS: Final = ("auto", "serial", "overlapped", "streams")
+
+
+class BackendModules(NamedTuple):
+    """The modules of a back end, imported when they are first needed, so that no device needs the compiler of another.
+
+    spec: has `unsupported(config, device)`, why the back end does not run an attention, and imports no compiler.
+    source: has `make(config, device, capacity)`, which makes the `backend.Backend`.
+    """
+
+    spec: str
+    source: str
+
+
+BACKENDS: Final = MappingProxyType(
+    {
+        "cpu": BackendModules("trunkattn.cpu.tuning", "trunkattn.cpu.backend"),
+        "cuda": BackendModules("trunkattn.gpu.kernel", "trunkattn.gpu.attention"),
+    }
 )
+
+_MAX_INT32: Final = torch.iinfo(torch.int32).max  # kernels count the tokens of a cache in int32
 
 
 @dataclass(frozen=True)
@@ -197,49 +200,9 @@ class AttentionConfig:
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
-    def tile_itemsize(self) -> int:
-        """Bytes of an element of the keys in a GPU's tile: float32 queries convert the cache's elements to float32."""
-        return max(self.cache_dtype.itemsize, self.dtype.itemsize if self.dtype.itemsize > 2 else 0)
-
-    @property
-    def decode_misfits(self) -> list[str]:
-        """Why the Hopper kernel for decoding, for sm_90, does not compute this attention; empty: it does."""
-        misfits = hopper_decode_misfits(*self._shape)
-        if self.policy != "auto":
-            misfits.append(f"policy={self.policy!r}: expected 'auto'")
-        if self.batch_invariant:  # where a tile's tokens end decides where the last ones lie in a block
-            misfits.append("batch_invariant=True: expected False")
-        return misfits
-
-    @property
-    def prompt_misfits(self) -> list[str]:
-        """Why the Hopper kernel for prompts, for sm_90, does not compute the prompt chunks of this attention."""
-        return hopper_prefill_misfits(*self._shape)
-
-    @property
-    def _shape(self) -> tuple[tuple[torch.dtype, ...], tuple[int, int], int, int]:
-        """What decides whether a Hopper kernel computes it."""
-        dtypes, head_dims = (self.dtype, self.cache_dtype), (self.head_dim, self.value_dim)
-        return dtypes, head_dims, self.page_size, self.num_qo_heads // self.num_kv_heads
-
-    @property
-    def overlaps_on_hopper(self) -> bool:
-        """Whether the Hopper kernel for prompts and decodes together computes this attention."""
-        fits = not self.decode_misfits and not self.prompt_misfits
-        group_size = self.num_qo_heads // self.num_kv_heads
-        return fits and self.head_dim == HOPPER_HEAD_DIM and group_size in HOPPER_GROUPS
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is of the heads and groups that the Hopper kernels were timed with: no other head_dim than 128,
-        no groups that leave rows of an item unused, no soft cap and no sinks."""
-        whole = HOPPER_PREFILL_ROWS % (self.num_qo_heads // self.num_kv_heads) == 0
-        return self.head_dim == HOPPER_HEAD_DIM and whole and self.logits_soft_cap is None and not self.sinks
-
-    @property
-    def on_hopper(self) -> bool:
-        """Whether all Hopper kernels compute this attention, and were timed with its like."""
-        return self.overlaps_on_hopper and self.is_plain
+    def group_size(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
 
     def supports(self, device: torch.device | str) -> list[str]:
         """Reasons why this configuration cannot run on `device`; empty if it can.
@@ -248,35 +211,10 @@ class AttentionConfig:
             ValueError: if `device` is no device.
         """
         try:
-            kind = torch.device(device).type
+            found = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device={device!r}: expected a torch.device or the name of one") from error
-        if kind == "cpu":
-            if self.execution == "auto":
-                return []
-            return [f"device cpu: execution={self.execution!r}: expected 'auto', for a CPU launches no GPU kernels"]
-        if kind != "cuda":
-            return [f"device {kind}: expected cpu or cuda"]
-        reasons = [] if torch.cuda.is_available() else ["device cuda: torch finds no CUDA device"]
-        if self.execution == "overlapped" and not (self.on_hopper and _is_hopper(device)):
-            reasons.append(f"device cuda: execution='overlapped': {_OVERLAP_NEEDS}")
-        if self.cache_dtype == torch.float8_e4m3fn and not has_e4m3(device):
-            reasons.append(f"device cuda: kv_dtype={self.cache_dtype}: {E4M3_NEEDS}")
-        if find_spec("triton") is None:
-            reasons.append("device cuda: the package triton is not installed; use pip install triton")
-        widest, group = max(self.head_dim, self.value_dim), self.num_qo_heads // self.num_kv_heads
-        if widest > _MAX_HEAD_DIM_ON_GPU:
-            reasons.append(f"device cuda: head_dim {widest}: expected at most {_MAX_HEAD_DIM_ON_GPU}; use the CPU")
-        small = widest <= _SMALL_TILE_HEAD_DIM and self.tile_itemsize <= 2
-        most = _MAX_GROUP_SIZE_ON_GPU if small else _MAX_GROUP_SIZE_OF_LARGE_TILES
-        if group > most:
-            reasons.append(
-                f"device cuda: {group} query heads per KV head: expected at most {most} with head_dim {widest}, "
-                f"{self.dtype} queries and {self.cache_dtype} caches; use the CPU"
-            )
-        return reasons
-
-
-def _is_hopper(device: torch.device | str) -> bool:
-    """Whether a CUDA device, if there is one, is an sm_90."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
+        if found.type not in BACKENDS:
+            return [f"device {found.type}: expected {' or '.join(BACKENDS)}"]
+        reasons = import_module(BACKENDS[found.type].spec).unsupported(self, found)
+        return [f"device {found.type}: {reason}" for reason in reasons]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, BatchAttention
-from trunkattn.dtypes import POLICIES
+from trunkattn.config import POLICIES
 from trunkattn.workloads import random_forest
 
 from .cases import LAYOUTS, fraction, random_step

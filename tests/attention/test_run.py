@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.dtypes import POLICIES
+from trunkattn.config import POLICIES
 from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
 from .cases import Step, random_step

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, PlanStats
-from trunkattn.dtypes import POLICIES
+from trunkattn.config import POLICIES
 from trunkattn.workloads import PAT_TREES, parse_tree, tree_batch
 
 

@@ -19,7 +19,7 @@ from trunkattn.cli import app as application
 from trunkattn.cli import doctor, models
 from trunkattn.cli.app import app
 from trunkattn.cli.kernels import kernels_on
-from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.gpu.cards import GpuFacts
 
 COMMANDS = ("demo", "generate", "doctor")
 

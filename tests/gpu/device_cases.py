@@ -7,16 +7,16 @@ import torch
 
 from trunkattn.config import Capacity
 from trunkattn.gpu import plan as plan_arrays
-from trunkattn.gpu.device_planner.choice import Candidates, candidates_of
-from trunkattn.gpu.device_planner.invariant import InvariantPlanner
+from trunkattn.gpu.device_planner.candidates import Candidates, candidates_of
+from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.planner import DevicePlanner, errors_of
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
-from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.row_tiles.choice import TilingRule, query_positions, stages_of
-from trunkattn.planner.row_tiles.cost import shared_tokens, stage_tokens
+from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles.candidates import TilingRule, query_positions, stages_of
+from trunkattn.planner.tiles.cost import shared_tokens, stage_tokens
 from trunkattn.planner.work_list import TileLimits, TileList
 
 from ..planner.specs import forest_of
@@ -113,7 +113,7 @@ class Planned:
         expected = {
             "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "segments": host.segments,
             "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
-            "slots": host.slots, "parts": host.parts, "merge_queries": host.merge_queries,
+            "partial_slots": host.partial_slots, "merge_slots": host.merge_slots, "merge_queries": host.merge_queries,
             "merge_ranges": host.merge_ranges,
         }  # fmt: skip
         for name, array in expected.items():

@@ -21,23 +21,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import common, cost, invariant, items, prefix_forest, row_tiles, work_list
-from trunkattn.gpu.device_planner.choice import candidates_of
-from trunkattn.gpu.device_planner.invariant import InvariantPlanner
+from trunkattn.gpu.device_planner import batch_invariant, common, cost, items, layout, prefix_forest, tile_list
+from trunkattn.gpu.device_planner.candidates import candidates_of
+from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
-from trunkattn.gpu.tuning.cards import H100
+from trunkattn.gpu.cards import H100
 from trunkattn.gpu.tuning.decode import INVARIANT_TILE, decode_tiles, tile_config
-from trunkattn.planner.row_tiles.choice import TilingRule, tile_limits
-from trunkattn.planner.row_tiles.invariant import invariant_limits
+from trunkattn.planner.tiles.candidates import TilingRule, tile_limits
+from trunkattn.planner.tiles.batch_invariant import invariant_limits
 
 KERNELS = {
     prefix_forest: ("hash_kernel", "links_kernel", "entries_kernel"),
-    row_tiles: ("tiles_kernel",),
+    layout: ("tiles_kernel",),
     cost: ("candidates_kernel",),
     items: ("items_kernel",),
-    work_list: ("lists_kernel",),
-    invariant: ("chunks_kernel", "chunk_items_kernel", "chunk_segments_kernel"),
+    tile_list: ("lists_kernel",),
+    batch_invariant: ("chunks_kernel", "chunk_items_kernel", "chunk_segments_kernel"),
 }
 TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
 

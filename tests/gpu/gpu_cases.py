@@ -14,18 +14,19 @@ from trunkattn import AttentionConfig
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.tuning.cards import H200, TIMED_CAPABILITY
+from trunkattn.gpu.cards import H200, TIMED_CAPABILITY
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
 from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
-from trunkattn.planner.invariants import check_plan, check_tiles
-from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.check import check_plan, check_tiles
+from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planned, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
-from trunkattn.planner.row_tiles.choice import TilingRule, candidates, query_positions, tile_work
-from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, tile_work
+from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.work_list import DeviceModel, TileList
+from trunkattn.planner.device import DeviceModel
+from trunkattn.planner.work_list import TileList
 
 from ..attention.cases import Step
 

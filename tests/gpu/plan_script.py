@@ -16,10 +16,10 @@ import torch
 from numba.core import event
 
 from trunkattn import AttentionConfig, Capacity, PromptChunks
-from trunkattn.gpu.device_planner import chunks, planner
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.device_planner import planner, prompt_chunks
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.host_planner import compile_ahead
-from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.gpu.cards import GpuFacts
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -50,7 +50,7 @@ class Listener(event.Listener):
 def plan_on_host(facts: GpuFacts, batch_invariant: bool) -> None:
     """Decodes, prompts, both, and neither."""
     for config, capacity in product(CONFIGS, CAPACITIES):
-        executor = GpuExecutor(replace(config, batch_invariant=batch_invariant), CPU, capacity, facts=facts)
+        executor = GpuBackend(replace(config, batch_invariant=batch_invariant), CPU, capacity, facts=facts)
         for seed, most in product(range(6), (1, 40, 200)):
             rng = np.random.default_rng(seed)
             batch = random_forest(rng, page_size=config.page_size, max_query_len=most)
@@ -68,7 +68,7 @@ def plan_beside_chunks() -> None:
     for module in (planner, chunks):
         module.launch = lambda kernel, grid: lambda *arguments, **options: None  # type: ignore[attr-defined]
     capacity = Capacity(8, 8, 256, 500, max_query_len=1, max_chunk_tokens=8192)
-    executor = GpuExecutor(PLAIN, CPU, capacity, facts=GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))
+    executor = GpuBackend(PLAIN, CPU, capacity, facts=GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))
     table = torch.zeros(3, 256, dtype=torch.int32)
     lens, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([9, 4000, 30], [0, 1, 3001, 3021]))
     listed = PromptChunks(1, starts[1:].diff(), lens[1:], 8000)

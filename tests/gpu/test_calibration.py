@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks.kernels import calibrate, calibration_families
 from benchmarks.lib.report import RESULTS
-from trunkattn.gpu.tuning.cards import H100, H200, Card
+from trunkattn.gpu.cards import H100, H200, Card
 from trunkattn.gpu.tuning.decode import GpuTile, hopper_tiles
-from trunkattn.planner.row_tiles.cost import CardTimes
+from trunkattn.planner.device import CardTimes
 
 TILES = hopper_tiles(2, 128, 16)
 CARDS = {"h100": H100, "h200": H200}

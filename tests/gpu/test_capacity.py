@@ -9,7 +9,7 @@ import torch
 
 from trunkattn import BatchAttention, Capacity
 from trunkattn.attention import Plan
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
@@ -30,7 +30,7 @@ def as_tensors(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 @pytest.mark.parametrize("execution", ["serial", "streams"])
 @pytest.mark.parametrize("policy", ["auto", "pat"])
 def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: str, execution: str) -> None:
-    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution), torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution), torch.device("cpu"), CAPACITY)
     step, places = None, set()
     for tree in TREES:
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
@@ -50,7 +50,7 @@ def test_a_capacity_for_several_query_tokens_masks_them() -> None:
     batch = tree_batch(parse_tree("1,4_48,32"), 16, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.full(4, 4, np.int32))
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     q, kv = torch.randn(16, 4, 32), caches(batch, CONFIG)
     out, _ = run(executor, executor.plan(arrays), q, kv)
     torch.testing.assert_close(out.double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
@@ -64,13 +64,13 @@ def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> 
     config = replace(CONFIG, batch_invariant=True)
     batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
     requests, pages = batch.block_table.shape
-    executor = GpuExecutor(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
+    executor = GpuBackend(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
     executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)).check()
 
 
 def test_a_refused_batch_leaves_no_trace() -> None:
     """Without that the next batch would be patched into the forest of the refused one."""
-    executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
     first = executor.plan(arrays)
@@ -84,7 +84,7 @@ def test_a_refused_batch_leaves_no_trace() -> None:
 
 
 def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
-    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
     step = executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
     out = torch.full((32, 4, 10), 7.0).transpose(0, 2)
@@ -93,7 +93,7 @@ def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
 
 
 def test_a_plan_of_no_request_computes_nothing() -> None:
-    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     empty = StepTables(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
     out, _ = run(
         executor, executor.plan(empty), torch.randn(5, 4, 32), caches(tree_batch(parse_tree("1_20"), 16), CONFIG)
@@ -102,7 +102,7 @@ def test_a_plan_of_no_request_computes_nothing() -> None:
 
 
 def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
-    executor = GpuExecutor(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
     executor._limits = replace(executor._limits, items=2)
     batch = tree_batch(parse_tree(TREES[0]), 16)
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
 
 def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
     """No partial may be written, so nothing may be cut."""
-    executor = GpuExecutor(CONFIG, torch.device("cpu"), CAPACITY)
+    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1_200"), 16)
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
     executor._limits = replace(executor._limits, slots=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.tuning.cards import H100, H200, Card, card_of
+from trunkattn.gpu.cards import H100, H200, Card, card_of
 from trunkattn.gpu.tuning.choice import choose_chunk_tile, choose_tiles
 from trunkattn.gpu.tuning.decode import INVARIANT_TILE
 

@@ -8,8 +8,8 @@ import torch
 
 from trunkattn import AttentionConfig
 from trunkattn.cli.kernels import attention_of
-from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.gpu.tuning.cards import H100, H200, Card, GpuFacts, card_of
+from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.cards import H100, H200, Card, GpuFacts, card_of
 from trunkattn.gpu.tuning.choice import choose_chunk_tile, choose_tiles, why_portable
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -108,6 +108,6 @@ def test_a_plan_says_it(head_dim: int) -> None:
     queries = [1, 1, 1, 200]
     starts = torch.tensor([0, *queries]).cumsum(0).int().numpy()
     tables = StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)
-    stats = GpuExecutor(config, CPU, facts=H100_FACTS).plan(tables).stats()
+    stats = GpuBackend(config, CPU, facts=H100_FACTS).plan(tables).stats()
     assert all((f"; portable kernel: {said}" in stats.reason) is (head_dim == 80) for said in (DIM_80, PROMPTS_80))
     assert ("portable" in stats.reason) is (head_dim == 80)

@@ -1,4 +1,4 @@
-"""`GpuExecutor` with prompt chunks under Triton's interpreter: mixed batches, plans of fixed size, what is refused."""
+"""`GpuBackend` with prompt chunks under Triton's interpreter: mixed batches, plans of fixed size, what is refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from trunkattn.config import Capacity
 from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.device_planner.step import DeviceStep
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.tuning.prefill import PREFILL_TILE
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -28,7 +28,7 @@ DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
 MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 32, 1, 40, 2, 33], np.int32))
 
 
-def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+def assert_right(executor: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
     q, kv, sinks = torch.randn(step.num_query_tokens, 4, 32), caches(batch, CONFIG), torch.randn(4)
     out, lse = run(executor, step, q, kv, sinks=sinks)
     want, want_lse = expected(batch, q, kv, sliding_window=window, sinks=sinks)
@@ -36,14 +36,14 @@ def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: in
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
-def into(executor: GpuExecutor, batch: PagedBatch, step: Any) -> Any:
+def into(executor: GpuBackend, batch: PagedBatch, step: Any) -> Any:
     return executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
 
 
 @pytest.mark.parametrize("policy, execution", [("auto", "serial"), ("cascade", "streams"), ("per_query", "serial")])
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_batch_of_decodes_and_chunks(policy: str, execution: str, window: int | None) -> None:
-    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU)
+    executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU)
     step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
     step.check()
     assert step.chunks.division.chunk_tokens.tolist() == [*range(1, 71), *range(105, 145), *range(147, 180)]
@@ -51,7 +51,7 @@ def test_a_batch_of_decodes_and_chunks(policy: str, execution: str, window: int 
 
 
 def test_chunks_alone() -> None:
-    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU)
+    executor = GpuBackend(replace(CONFIG, sinks=True), CPU)
     batch = replace(DECODES, query_lens=np.array([0, 50, 0, 40, 0, 0, 0, 0, 0], np.int32))
     step = plan(executor, batch)
     step.check()
@@ -61,14 +61,14 @@ def test_chunks_alone() -> None:
 
 
 def test_decodes_next_to_chunks_need_no_mask() -> None:
-    executor = GpuExecutor(CONFIG, CPU)
+    executor = GpuBackend(CONFIG, CPU)
     batch = replace(DECODES, query_lens=np.array([1, 50, 1, 1, 0, 1, 1, 1, 1], np.int32))
     assert not plan(executor, batch).gpu_plan.geometry.masked
     assert plan(executor, MIXED).gpu_plan.geometry.masked
 
 
 def test_stats_of_both_halves() -> None:
-    executor = GpuExecutor(CONFIG, CPU)
+    executor = GpuBackend(CONFIG, CPU)
     stats, decodes = plan(executor, MIXED).stats(), plan(executor, DECODES).stats()
     assert stats.tiles["64x32 prefill"] > 0 and "64x32 prefill" not in decodes.tiles
     assert sum(stats.tiles.values()) == stats.num_work_items
@@ -80,7 +80,7 @@ def test_stats_of_both_halves() -> None:
 
 @pytest.mark.parametrize("policy, execution", [("auto", "serial"), ("pat", "streams")])
 def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, execution: str) -> None:
-    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU, CAPACITY)
+    executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU, CAPACITY)
     step, places = None, set()
     chunks = replace(DECODES, query_lens=np.array([0, 109, 0, 0, 0, 0, 50, 0, 0], np.int32))
     for batch in (MIXED, DECODES, chunks, MIXED):
@@ -96,7 +96,7 @@ def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, ex
 
 @pytest.mark.parametrize("longest", [1, 32])
 def test_a_capacity_without_chunks_has_no_launch_for_them(longest: int) -> None:
-    executor = GpuExecutor(CONFIG, CPU, replace(CAPACITY, max_query_len=longest))
+    executor = GpuBackend(CONFIG, CPU, replace(CAPACITY, max_query_len=longest))
     batch = DECODES if longest == 1 else replace(MIXED, query_lens=np.minimum(MIXED.query_lens, 32))
     step = plan(executor, batch)
     assert (step.chunks, step.gpu_plan.prefill) == (None, None)
@@ -106,7 +106,7 @@ def test_no_partial_slot_is_left() -> None:
     """`auto` then reads chunks alone and whole; another policy is refused, and the plan is as it was."""
     batch = replace(DECODES, query_lens=np.array([33] * 7 + [1, 1], np.int32))
     for policy in ("auto", "cascade"):
-        executor = GpuExecutor(replace(CONFIG, policy=policy, sinks=True), CPU, CAPACITY)
+        executor = GpuBackend(replace(CONFIG, policy=policy, sinks=True), CPU, CAPACITY)
         step = plan(executor, MIXED)
         before = step.gpu_plan.prefill.flat.clone()
         executor._limits = replace(executor._limits, slots=40)
@@ -124,7 +124,7 @@ def test_no_partial_slot_is_left() -> None:
 
 def test_a_cheapest_packing_that_does_not_fit_is_passed_over() -> None:
     """A single short chunk behind a long context would be cut."""
-    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU, replace(CAPACITY, max_pages_per_request=130))
+    executor = GpuBackend(replace(CONFIG, sinks=True), CPU, replace(CAPACITY, max_pages_per_request=130))
     executor._chunks._planner.spec = replace(
         executor._chunks._planner.spec, rule=executor._chunks._planner.spec.rule._replace(num_workers=132)
     )
@@ -154,7 +154,7 @@ def test_sharing_that_leaves_the_card_idle_is_passed_over(requests: int, policy:
 
 
 def test_plans_made_on_the_device_have_no_chunks() -> None:
-    executor = GpuExecutor(CONFIG, CPU, Capacity(2, 40, 4, 10))
+    executor = GpuBackend(CONFIG, CPU, Capacity(2, 40, 4, 10))
     batch = replace(tree_batch(parse_tree("1,2_16,35"), 16), query_lens=np.array([35, 1], np.int32))
     host = plan(executor, batch)
     assert host.gpu_plan.arrays["prefill_count"][0] > 0
@@ -179,7 +179,7 @@ def two(*query_lens: int) -> tuple[PagedBatch, tuple[torch.Tensor, ...]]:
 
 
 def test_a_refused_plan_on_the_device_leaves_the_chunks_as_they_were() -> None:
-    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU, Capacity(2, 40, 4, 10))
+    executor = GpuBackend(replace(CONFIG, sinks=True), CPU, Capacity(2, 40, 4, 10))
     batch, tables = two(35, 1)
     host = plan(executor, batch)
     with pytest.raises(ValueError, match="seq_lens"):
@@ -189,7 +189,7 @@ def test_a_refused_plan_on_the_device_leaves_the_chunks_as_they_were() -> None:
 
 def test_a_plan_captured_on_the_device_has_no_chunks_whatever_the_host_put_there_since() -> None:
     """A replay repeats what `plan_on_device` launched, not what it looked at."""
-    executor = GpuExecutor(CONFIG, CPU, Capacity(2, 40, 4, 10))
+    executor = GpuBackend(CONFIG, CPU, Capacity(2, 40, 4, 10))
     decodes, tables = two(1, 1)
     zeroed: list[torch.Tensor] = []
     step = executor.plan_on_device(tables, UNLIMITED, plan(executor, decodes))
@@ -201,13 +201,13 @@ def test_a_plan_captured_on_the_device_has_no_chunks_whatever_the_host_put_there
 
 
 def test_a_batch_invariant_plan_has_no_chunks() -> None:
-    executor = GpuExecutor(replace(CONFIG, batch_invariant=True), CPU)
+    executor = GpuBackend(replace(CONFIG, batch_invariant=True), CPU)
     assert plan(executor, MIXED).chunks is None
 
 
 def test_a_chunk_planned_after_others_is_planned_afresh() -> None:
     """The sub-batch may have the same shape and other pages."""
-    executor = GpuExecutor(replace(CONFIG, sinks=True), CPU)
+    executor = GpuBackend(replace(CONFIG, sinks=True), CPU)
     for rows in ([1, 3, 4], [6, 7, 8], [1, 3, 4]):
         some = PagedBatch(DECODES.block_table[rows], DECODES.seq_lens[rows], np.array([35, 1, 40], np.int32), 16, 200)
         step = plan(executor, some)

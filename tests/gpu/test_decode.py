@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig
 from trunkattn.gpu.plan import GpuPlan, upload
-from trunkattn.gpu.triton import decode
-from trunkattn.gpu.triton.decode import spread_stride
-from trunkattn.planner.row_tiles.choice import candidates
+from trunkattn.gpu.portable import decode
+from trunkattn.gpu.portable.decode import spread_stride
+from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import Step, random_step
@@ -256,7 +256,7 @@ def test_an_item_merges_the_partials_of_a_taller_tile() -> None:
     step = random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
     case = Interpreted(step, 3, "64x64+16x64")
     assert len(case.tile_list.merge_queries) == 0
-    assert (case.tile_list.parts[:, 1] - case.tile_list.parts[:, 0]).max() > 1
+    assert (case.tile_list.merge_slots[:, 1] - case.tile_list.merge_slots[:, 0]).max() > 1
     case.step.assert_accurate(*case.run())
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trunkattn import BatchAttention, PromptChunks
 from trunkattn.config import Capacity
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.inputs import StepInputs, check_chunks
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
@@ -35,7 +35,7 @@ def batch_of(*query_lens: int) -> PagedBatch:
 
 
 def planned(
-    executor: GpuExecutor, batch: PagedBatch, num_chunks: int, step: Any = None, window: int = UNLIMITED
+    executor: GpuBackend, batch: PagedBatch, num_chunks: int, step: Any = None, window: int = UNLIMITED
 ) -> Any:
     tables = tuple(torch.from_numpy(each) for each in (batch.block_table, batch.seq_lens, batch.query_start_loc))
     first = len(batch.seq_lens) - num_chunks
@@ -44,7 +44,7 @@ def planned(
     return executor.plan_on_device(tables, window, step, chunks if num_chunks else None)
 
 
-def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+def assert_right(executor: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
     step.check()
     executor.check()
     num_tokens = int(batch.query_start_loc[-1])
@@ -57,11 +57,11 @@ def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: in
 
 
 @pytest.fixture(params=[False, True], ids=["serial", "overlapped"])
-def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GpuExecutor:
+def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GpuBackend:
     """One that overlaps decodes and chunks, by the portable kernels, or one that does not."""
     if not request.param:
-        return GpuExecutor(CONFIG, CPU, CAPACITY)
-    made = GpuExecutor(CONFIG, CPU, CAPACITY)
+        return GpuBackend(CONFIG, CPU, CAPACITY)
+    made = GpuBackend(CONFIG, CPU, CAPACITY)
     made._overlap = OVERLAP
     return made
 
@@ -77,7 +77,7 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_decodes_and_chunks(
-    executor: GpuExecutor, query_lens: tuple[int, ...], num_chunks: int, window: int | None
+    executor: GpuBackend, query_lens: tuple[int, ...], num_chunks: int, window: int | None
 ) -> None:
     batch = batch_of(*query_lens)
     step = planned(executor, batch, num_chunks, window=UNLIMITED if window is None else window)
@@ -85,7 +85,7 @@ def test_decodes_and_chunks(
     assert_right(executor, step, batch, window)
 
 
-def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuExecutor) -> None:
+def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> None:
     step, places = None, set()
     for query_lens, num_chunks in (
         ((1,) * 9, 0),
@@ -110,7 +110,7 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuExecutor) ->
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_plan_for_prompts_alone(window: int | None) -> None:
     """It has room for one query token of decodes, which no step has."""
-    made = GpuExecutor(replace(CONFIG, execution="serial"), CPU, Capacity(9, 1, 7, 200, 1, max_chunk_tokens=200))
+    made = GpuBackend(replace(CONFIG, execution="serial"), CPU, Capacity(9, 1, 7, 200, 1, max_chunk_tokens=200))
     step = None
     for query_lens in ((20,) * 9, (100,), (1, 64, 3), (1,)):
         batch = PagedBatch(TREE.block_table[: len(query_lens)], TREE.seq_lens[: len(query_lens)],
@@ -124,7 +124,7 @@ def test_a_plan_for_prompts_alone(window: int | None) -> None:
 
 
 def test_overlapping_takes_the_items_of_the_lowest_tile() -> None:
-    made = GpuExecutor(CONFIG, CPU, CAPACITY)
+    made = GpuBackend(CONFIG, CPU, CAPACITY)
     batch = batch_of(*(1,) * 7, 60, 60)
     alone = planned(made, batch, 2)
     assert alone.gpu_plan.arrays["overlapped"][:2].diff() == 0
@@ -148,7 +148,7 @@ def test_any_step(data: st.DataObject) -> None:
     num_chunks = data.draw(st.integers(1, rows), label="chunks")
     decodes = data.draw(st.lists(st.integers(0, 2), min_size=rows - num_chunks, max_size=rows - num_chunks))
     chunks = data.draw(st.lists(st.integers(1, 22), min_size=num_chunks, max_size=num_chunks))
-    made = GpuExecutor(CONFIG, CPU, CAPACITY)
+    made = GpuBackend(CONFIG, CPU, CAPACITY)
     if data.draw(st.booleans(), label="overlapped"):
         made._overlap = OVERLAP
     some = PagedBatch(TREE.block_table[:rows], TREE.seq_lens[:rows], np.array([*decodes, *chunks], np.int32), 16, 200)
@@ -158,7 +158,7 @@ def test_any_step(data: st.DataObject) -> None:
 
 
 def test_pages_of_chunks_are_clamped() -> None:
-    made = GpuExecutor(CONFIG, CPU, CAPACITY)
+    made = GpuBackend(CONFIG, CPU, CAPACITY)
     batch = batch_of(*(1,) * 8, 40)
     wrong = replace(batch, block_table=batch.block_table.copy())
     wrong.block_table[8, 2:4] = (-7, 10**6)
@@ -214,7 +214,7 @@ def test_a_batch_invariant_plan_takes_no_chunks(monkeypatch: pytest.MonkeyPatch)
         attention.plan(torch.zeros(1, 1, dtype=torch.int32), one, chunks=PromptChunks(0, one, one))
 
 
-def test_the_result_holds_no_row_of_another_token(executor: GpuExecutor) -> None:
+def test_the_result_holds_no_row_of_another_token(executor: GpuBackend) -> None:
     """Rows of q beyond the step's tokens are left as they are."""
     batch = batch_of(*(1,) * 8, 30)
     step = planned(executor, batch, 1)

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import choice
+from trunkattn.gpu.device_planner import candidates
 from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
 from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
 from trunkattn.gpu.plan import DeviceInfo
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, hopper_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import TilingRule, candidates, tile_limits
+from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileLimits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
@@ -257,8 +257,8 @@ def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -
     assert (items[:, 2] <= limits.segments).all()
     assert (items[:, 4] <= limits.queries).all()
     for start, end in items[:, 3:5]:
-        assert (arrays["slots"].numpy()[start:end] < limits.slots).all()
-        assert (arrays["parts"].numpy()[2 * start : 2 * end] <= limits.slots).all()
+        assert (arrays["partial_slots"].numpy()[start:end] < limits.slots).all()
+        assert (arrays["merge_slots"].numpy()[2 * start : 2 * end] <= limits.slots).all()
     assert (arrays["merge_ranges"].numpy()[: 2 * counts[2 * kinds + 1]] <= limits.slots).all()
 
 

@@ -10,7 +10,7 @@ from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, reserve
 from trunkattn.gpu.tuning.choice import WhyPortable
 from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.planner.row_tiles.choice import candidates, tile_limits
+from trunkattn.planner.tiles.candidates import candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
 
 from ..planner.tile_cases import TREE_BATCH, make_rule, predicted

@@ -1,4 +1,4 @@
-"""`GpuExecutor` as a whole without a GPU: Triton's interpreter runs its kernels on CPU tensors, on a made-up card."""
+"""`GpuBackend` as a whole without a GPU: Triton's interpreter runs its kernels on CPU tensors, on a made-up card."""
 
 import math
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -39,14 +39,14 @@ def caches(batch: PagedBatch, config: AttentionConfig) -> tuple[torch.Tensor, to
     return k, v
 
 
-def plan(executor: GpuExecutor, batch: PagedBatch, rows: list[int] | None = None, window: int = UNLIMITED) -> Any:
+def plan(executor: GpuBackend, batch: PagedBatch, rows: list[int] | None = None, window: int = UNLIMITED) -> Any:
     rows = list(range(len(batch.seq_lens))) if rows is None else rows
     starts = np.append(0, np.cumsum(batch.query_lens[rows])).astype(np.int32)
     return executor.plan(StepTables(batch.block_table[rows], batch.seq_lens[rows], starts, window))
 
 
 def run(
-    executor: GpuExecutor, step: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any
+    executor: GpuBackend, step: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (len(q), executor.config.num_qo_heads, executor.config.value_dim)
     out = options.pop("out", torch.full(shape, math.nan))
@@ -64,7 +64,7 @@ def expected(batch: PagedBatch, q: torch.Tensor, kv: tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_batch_of_decodes_and_chunks(policy: str, window: int | None) -> None:
     batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 7, 1, 1, 2, 1], np.int32))
-    executor = GpuExecutor(replace(CONFIG, policy=policy, sinks=True), torch.device("cpu"))
+    executor = GpuBackend(replace(CONFIG, policy=policy, sinks=True), torch.device("cpu"))
     step = plan(executor, batch, window=UNLIMITED if window is None else window)
     step.check()
     q, kv, sinks = torch.randn(step.num_query_tokens, 4, 32), caches(batch, CONFIG), torch.randn(4)
@@ -77,7 +77,7 @@ def test_a_batch_of_decodes_and_chunks(policy: str, window: int | None) -> None:
 @pytest.mark.parametrize("policy", ["auto", "pat"])
 @pytest.mark.parametrize("execution", ["streams"])
 def test_every_execution(policy: str, execution: str) -> None:
-    executor = GpuExecutor(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
+    executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
     for tree in ("1,2,9_48,32,21", "1_300"):  # the second is cut into parts, which are merged
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
         step, kv, sinks = plan(executor, batch), caches(batch, CONFIG), torch.randn(4)
@@ -91,7 +91,7 @@ def test_every_execution(policy: str, execution: str) -> None:
 
 
 def test_scales() -> None:
-    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    executor = GpuBackend(CONFIG, torch.device("cpu"))
     step, q, (k, v) = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
     k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor(3.0)
     out, _ = run(executor, step, q, (k, v), q_scale=0.25, k_scale=k_scale, v_scale=v_scale)
@@ -100,7 +100,7 @@ def test_scales() -> None:
 
 
 def test_q_and_out_of_any_strides() -> None:
-    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    executor = GpuBackend(CONFIG, torch.device("cpu"))
     step, q, kv = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
     strided = q.transpose(0, 2).contiguous().transpose(0, 2)
     out = torch.full_like(strided, math.nan)
@@ -116,7 +116,7 @@ def pieces(step: Any, query: int) -> list[tuple[int, tuple[int, ...]]]:
         assert full == start, "a segment that is marked full takes another loop"
         for entry in range(begin, stop):
             if tiles.queries[entry] == query:
-                found.append((int(tiles.slots[entry]), tuple(tiles.segments[start:end, 2].tolist())))
+                found.append((int(tiles.partial_slots[entry]), tuple(tiles.segments[start:end, 2].tolist())))
     first = min(slot for slot, _ in found)
     return sorted((slot - first, positions) for slot, positions in found)
 
@@ -125,7 +125,7 @@ def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
     """The same pieces, blocks and order of merging in one kind of tile; tests/on_gpu compares the bits, on a card."""
     config = replace(CONFIG, batch_invariant=True)
     batch = tree_batch(parse_tree("1,2,6_512,32,21"), 16, row_seed=0)
-    executor = GpuExecutor(config, torch.device("cpu"))
+    executor = GpuBackend(config, torch.device("cpu"))
     together = plan(executor, batch)
     q, kv = torch.randn(6, 4, 32), caches(batch, config)
     torch.testing.assert_close(run(executor, together, q, kv)[0].double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
@@ -143,7 +143,7 @@ def test_batch_invariant_windows(window: int) -> None:
     config = replace(CONFIG, batch_invariant=True, sinks=True)
     batch = tree_batch(parse_tree("1,2,6_512,96,21"), 16, row_seed=0)
     batch = replace(batch, seq_lens=batch.seq_lens - np.array([0, 7, 0, 20, 64, 0], np.int32))
-    executor, kv = GpuExecutor(config, torch.device("cpu")), caches(batch, config)
+    executor, kv = GpuBackend(config, torch.device("cpu")), caches(batch, config)
     q, sinks = torch.randn(6, 4, 32), torch.randn(4)
     want, _ = expected(batch, q, kv, sliding_window=window, sinks=sinks)
     for rows in ([0, 1, 2, 3, 4, 5], [2], [0, 5], [1, 3, 4]):
@@ -154,7 +154,7 @@ def test_batch_invariant_windows(window: int) -> None:
 
 
 def test_stats_tell_what_is_read_and_why() -> None:
-    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    executor = GpuBackend(CONFIG, torch.device("cpu"))
     stats = plan(executor, TREE).stats()
     assert stats.kv_tokens_per_query == int(TREE.seq_lens.sum())
     assert 48 + 2 * 32 + 9 * 21 <= stats.kv_tokens_read <= stats.kv_tokens_per_query
@@ -163,9 +163,9 @@ def test_stats_tell_what_is_read_and_why() -> None:
 
 
 def test_a_growing_batch_gives_the_plan_of_a_fresh_executor() -> None:
-    executor = GpuExecutor(CONFIG, torch.device("cpu"))
+    executor = GpuBackend(CONFIG, torch.device("cpu"))
     for grown in range(4):
         batch = replace(TREE, seq_lens=TREE.seq_lens + np.int32(grown))
-        lists = [plan(each, batch).tile_list for each in (executor, GpuExecutor(CONFIG, torch.device("cpu")))]
-        for name in ("items", "segments", "queries", "slots", "parts", "counts", "merge_queries", "merge_ranges"):
+        lists = [plan(each, batch).tile_list for each in (executor, GpuBackend(CONFIG, torch.device("cpu")))]
+        for name in ("items", "segments", "queries", "partial_slots", "merge_slots", "counts", "merge_queries", "merge_ranges"):
             assert np.array_equal(*(getattr(each, name) for each in lists)), name

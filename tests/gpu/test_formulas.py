@@ -17,11 +17,11 @@ from trunkattn.gpu.device_planner.formulas import (
     step_of,
     tile_blocks,
 )
-from trunkattn.gpu.tuning.cards import H100, H200, Card
-from trunkattn.planner.row_tiles import cost, layout
-from trunkattn.planner.row_tiles.choice import price
-from trunkattn.planner.row_tiles.cost import StageLoad, TileTimes
-from trunkattn.planner.row_tiles.layout import Stage
+from trunkattn.gpu.cards import H100, H200, Card
+from trunkattn.planner.tiles import cost, layout
+from trunkattn.planner.tiles.candidates import price
+from trunkattn.planner.tiles.cost import StageLoad, TileTimes
+from trunkattn.planner.tiles.layout import Stage
 
 from ..planner.tile_cases import make_rule
 

@@ -14,7 +14,7 @@ from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.hopper.decode import DecodeArguments, Pdl
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, reserve, upload
-from trunkattn.gpu.triton import decode, merge
+from trunkattn.gpu.portable import decode, merge
 from trunkattn.gpu.tuning.decode import (
     HOPPER_TILES,
     GpuTile,
@@ -42,8 +42,8 @@ def make_list() -> TileList:
     segment = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
     return TileList(
         items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)),
-        queries=np.array([0, 1, 2, 2], np.int32), slots=np.array([-1, -1, 0, 1], np.int32),
-        parts=np.zeros((4, 2), np.int32), counts=np.array([0, 1, 2, 4, 4, 4, 4], np.int32),
+        queries=np.array([0, 1, 2, 2], np.int32), partial_slots=np.array([-1, -1, 0, 1], np.int32),
+        merge_slots=np.zeros((4, 2), np.int32), counts=np.array([0, 1, 2, 4, 4, 4, 4], np.int32),
         merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32), num_slots=2, merges_taller=True,
     )  # fmt: skip
 

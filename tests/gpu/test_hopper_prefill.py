@@ -15,11 +15,11 @@ from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, reserve, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.triton import prefill
+from trunkattn.gpu.portable import prefill
 from trunkattn.gpu.tuning.decode import decode_tiles
 from trunkattn.gpu.tuning.prefill import prefill_device, prefill_tile, tile_under
 from trunkattn.planner.from_config import make_planner
-from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, PrefillLimits, PrefillList, TileLimits, TileList
+from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, ChunkLimits, ChunkList, TileLimits, TileList
 
 pytestmark = pytest.mark.slow
 
@@ -54,14 +54,14 @@ class Recorder:
 
 def make_plan(geometry: Geometry, hopper: bool = True) -> GpuPlan:
     """Two items of 32 query tokens behind 32 others, and nothing else."""
-    ints = {name: np.zeros(0, np.int32) for name in ("queries", "slots", "merge_queries")}
+    ints = {name: np.zeros(0, np.int32) for name in ("queries", "partial_slots", "merge_queries")}
     pairs = {"parts": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
     empty = TileList(
         items=np.zeros((0, 5), np.int32), segments=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
         num_slots=0, merges_taller=False, **ints, **pairs,
     )  # fmt: skip
     items = np.array([[0, 0, 96, 32, 64], [0, 0, 64, 0, 32]], np.int32)
-    listed = PrefillList(
+    listed = ChunkList(
         items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4")
     )
     positions = np.arange(32, 96, dtype=np.int32)
@@ -162,7 +162,7 @@ def test_programs_of_the_hopper_kernel_stay_and_take_item_after_item(
     hopper: bool, num_items: int, num_programs: int
 ) -> None:
     items = np.zeros((num_items, ITEM_COLUMNS), np.int32)
-    listed = PrefillList(items, *(np.zeros(size, np.int32) for size in (1, 1)), np.zeros((1, 1), np.int32))
+    listed = ChunkList(items, *(np.zeros(size, np.int32) for size in (1, 1)), np.zeros((1, 1), np.int32))
     tile, cpu = prefill_tile(2, 64, hopper), torch.device("cpu")
     chunks, under = Chunks(listed, tile), Chunks(listed, tile_under(tile, 64, 128))
     whole, short = (prefill_plan.upload(each, 2, 132, False, cpu).num_programs for each in (chunks, under))
@@ -174,7 +174,7 @@ def test_programs_of_the_hopper_kernel_stay_and_take_item_after_item(
 @pytest.mark.parametrize("window, num_programs", [(128, 264), (129, 132), (UNLIMITED, 132)])
 def test_a_plan_of_fixed_size_has_two_programs_an_sm_under_a_short_window(window: int, num_programs: int) -> None:
     shape = replace(GEOMETRY, head_dim=64, head_dim_v=64, window=window)
-    tiles, room = decode_tiles(2, 64, 4), PrefillLimits(items=8, queries=64, rows=2, columns=16)
+    tiles, room = decode_tiles(2, 64, 4), ChunkLimits(items=8, queries=64, rows=2, columns=16)
     limits = TileLimits(*(64 for _ in fields(TileLimits)))
     chunks = room, prefill_tile(2, 64, hopper=True)
     found = reserve(limits, tiles, shape, DEVICE_INFO, "serial", torch.device("cpu"), chunks).prefill

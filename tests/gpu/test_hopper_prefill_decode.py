@@ -16,10 +16,10 @@ from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
 from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.triton import decode, merge, prefill
+from trunkattn.gpu.portable import decode, merge, prefill
 from trunkattn.gpu.tuning.decode import decode_tiles, hopper_tiles
 from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_ROWS, prefill_tile
-from trunkattn.planner.work_list import UNLIMITED, PrefillList, TileList
+from trunkattn.planner.work_list import UNLIMITED, ChunkList, TileList
 
 from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_plan, make_tensors
 
@@ -42,12 +42,12 @@ def make_lists() -> tuple[TileList, Chunks]:
     segment = np.array([16, 4 << 8 | 16 << 16, 0], np.int32)
     tiles = TileList(
         items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)), queries=ints,
-        slots=np.array([-1, -1, 0, 1], np.int32), parts=np.zeros((4, 2), np.int32),
+        partial_slots=np.array([-1, -1, 0, 1], np.int32), merge_slots=np.zeros((4, 2), np.int32),
         counts=np.array([0, 3, 4, 4, 4], np.int32), merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32),
         num_slots=2, merges_taller=False,
     )  # fmt: skip
     queries = np.arange(4, 24, dtype=np.int32)
-    listed = PrefillList(
+    listed = ChunkList(
         np.array([[0, 0, 36, 0, 20]], np.int32), queries, np.full(20, -1, np.int32), np.arange(3)[None].astype("i4")
     )
     return tiles, Chunks(listed, prefill_tile(2, 128, hopper=True))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.planner.invariants import _check_chunks, check_tiles
+from trunkattn.planner.check import _check_chunks, check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import TilingRule
-from trunkattn.planner.row_tiles.invariant import CHUNK_TOKENS, invariant_limits, invariant_list
+from trunkattn.planner.tiles.candidates import TilingRule
+from trunkattn.planner.tiles.batch_invariant import CHUNK_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import QUERY_START, SEGMENT_FULL, SEGMENT_START, TileList
 from trunkattn.workloads import tree_batch
@@ -67,7 +67,7 @@ CASES = given(
 def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size: int, window: int) -> None:
     rule, batch = invariant_rule(group, page_size), random_batch(seed, page_size, window)
     host = host_list(rule, batch)
-    check_tiles(host, batch, rule, in_chunks=True)
+    check_tiles(host, batch, rule, in_spans=True)
     requests, pages = batch.block_table.shape
     tokens = max(1, int(batch.query_start_loc[-1]))
     capacity = Capacity(requests + 1, tokens + 2, pages + 1, 1 << 20)
@@ -94,7 +94,7 @@ def pieces(tiles: TileList, query: int, rule: TilingRule) -> list[tuple[int, lis
                     [int(place), int(packed) >> 16] for place, packed, _ in tiles.segments[start - hidden : end]
                 ]
                 assert segments[:hidden] == [[0, 0]] * hidden
-                found.append((int(tiles.slots[entry]), segments))
+                found.append((int(tiles.partial_slots[entry]), segments))
     first = min(slot for slot, _ in found)
     return sorted((slot - first, segments) for slot, segments in found)
 
@@ -150,7 +150,7 @@ def test_a_chunk_that_ends_within_its_last_segment_comes_first() -> None:
     lens = np.array([100, CHUNK_TOKENS - 7], np.int32)
     batch = StepTables(table, lens, np.arange(3, dtype=np.int32), UNLIMITED)
     tiles = host_list(rule, batch)
-    check_tiles(tiles, batch, rule, in_chunks=True)
+    check_tiles(tiles, batch, rule, in_spans=True)
     assert tiles.queries[tiles.items[:, QUERY_START]].tolist() == [1, 0]
 
 
@@ -168,7 +168,7 @@ def test_what_breaks_the_order_of_chunks_is_found() -> None:
         with pytest.raises(AssertionError, match=message):
             _check_chunks(replace(tiles, items=items), rule)
     with pytest.raises(AssertionError, match="item 1 ends with its chunk, and the item before it does not"):
-        check_tiles(replace(tiles, items=tiles.items[::-1].copy()), batch, rule, in_chunks=True)
+        check_tiles(replace(tiles, items=tiles.items[::-1].copy()), batch, rule, in_spans=True)
 
 
 def test_blocks_that_a_window_hides_are_left_out() -> None:
@@ -177,7 +177,7 @@ def test_blocks_that_a_window_hides_are_left_out() -> None:
     table = np.arange(96, dtype=np.int32).reshape(2, 48)
     batch = StepTables(table, lens, np.arange(3, dtype=np.int32), 128)
     tiles = host_list(rule, batch)
-    check_tiles(tiles, batch, rule, in_chunks=True)
+    check_tiles(tiles, batch, rule, in_spans=True)
     per_chunk, block = CHUNK_TOKENS // rule.segment_size, 64 // rule.segment_size
     # From token 376 on, and from 584, in blocks of 64 tokens
     assert (tiles.items[:, SEGMENT_START] % per_chunk).tolist() == [5 * block, 1 * block]

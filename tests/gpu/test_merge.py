@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from trunkattn import Capacity
 from trunkattn.cli.kernels import attention_of
-from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.gpu.triton import merge
-from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.portable import merge
+from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.tuning.merge import MergeTile, merge_tile
 from trunkattn.numerics import NEG_INF
 from trunkattn.planner.planner import StepTables
@@ -137,7 +137,7 @@ def test_plans_merge_as_their_attention_asks(batch_invariant: bool, capacity: Ca
     """Of plans of their own, and of fixed size; heads of 256 have fewer programs of more warps."""
     for width, ctas_per_sm in ((128, 16), (256, 8)):
         config = attention_of({"head_dim": width, "num_qo_heads": 16, "batch_invariant": batch_invariant})
-        executor = GpuExecutor(config, torch.device("cpu"), capacity, facts=GpuFacts("NVIDIA H200", 132, 90, 50 << 20))
+        executor = GpuBackend(config, torch.device("cpu"), capacity, facts=GpuFacts("NVIDIA H200", 132, 90, 50 << 20))
         batch = tree_batch(parse_tree("1,200_1024,20" if capacity is None else "1,60_512,20"), 16)
         starts = torch.arange(len(batch.seq_lens) + 1).int().numpy()
         plan = executor.plan(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)).gpu_plan

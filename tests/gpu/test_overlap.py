@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention import Plan
 from trunkattn.config import Capacity
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.overlap import Overlap, make_overlap, overlap_candidates
-from trunkattn.gpu.triton import decode, prefill
-from trunkattn.gpu.tuning.cards import H200, OverlapTimes, Shares, card_of
+from trunkattn.gpu.portable import decode, prefill
+from trunkattn.gpu.cards import H200, OverlapTimes, Shares, card_of
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import Tiling
-from trunkattn.planner.row_tiles.overlap import ChunkTimes
+from trunkattn.planner.tiles.candidates import Tiling
+from trunkattn.planner.tiles.overlap import ChunkTimes
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
@@ -50,12 +50,12 @@ TIMES = times_of(600_000, Shares(80, 50))
 def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=9, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("trunkattn.gpu.executor.card_of", lambda name, num_sms: H200)
+    monkeypatch.setattr("trunkattn.gpu.attention.card_of", lambda name, num_sms: H200)
 
 
-def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuExecutor:
+def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuBackend:
     """Of a Hopper card, whose own kernels the interpreter does not know."""
-    executor = GpuExecutor(config, CPU, capacity)
+    executor = GpuBackend(config, CPU, capacity)
     executor._device_info = replace(executor._device_info, hopper=False, overlaps=False)
     return executor
 
@@ -65,7 +65,7 @@ def overlapped_items(step: Any) -> tuple[int, int]:
     return first, last
 
 
-def assert_right(executor: GpuExecutor, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+def assert_right(executor: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
     q, kv = torch.randn(step.num_query_tokens, 4, 128).half(), tuple(it.half() for it in caches(batch, CONFIG))
     out, lse = run(executor, step, q, kv)
     want, want_lse = expected(batch, q, kv, sliding_window=window)
@@ -175,7 +175,7 @@ def test_what_has_no_kernel_is_refused_or_serial(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not any("overlapped" in reason for reason in CONFIG.supports("cuda"))
     assert any("use execution='auto' or 'serial'" in reason for reason in replace(CONFIG, **change).supports("cuda"))
-    found = GpuExecutor(replace(CONFIG, **({"execution": "auto"} | change)), CPU)._overlap
+    found = GpuBackend(replace(CONFIG, **({"execution": "auto"} | change)), CPU)._overlap
     assert (found is not None) == bool(change.keys() & {"logits_soft_cap", "sinks"})
 
 

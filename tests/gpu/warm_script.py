@@ -17,8 +17,8 @@ from triton.runtime.jit import JITFunction
 
 from trunkattn import AttentionConfig, Capacity, PromptChunks
 from trunkattn.gpu.compiling import compiled_together
-from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.cards import GpuFacts
 from trunkattn.inputs import LayerInputs
 from trunkattn.integrations.warm_up import warm_prompts
 from trunkattn.planner.planner import StepTables
@@ -52,14 +52,14 @@ def note(asked: list[str]) -> None:
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[misc,assignment]
 
 
-def run(executor: GpuExecutor, step: Any, rows: int) -> None:
+def run(executor: GpuBackend, step: Any, rows: int) -> None:
     q, cache = torch.zeros(rows, 32, 128, dtype=torch.bfloat16), torch.zeros(500, 16, 8, 128, dtype=torch.bfloat16)
     executor.run(step, LayerInputs(q, cache, cache, None, None, None, None, None, False), torch.empty_like(q))
 
 
 def chunks_beside_decodes(asked: list[str]) -> list[list[str]]:
     """As vLLM warms up, with a chunk too small to overlap decodes, and a real step, in which they overlap."""
-    executor = GpuExecutor(CONFIG, CPU, CAPACITY, facts=CARD)
+    executor = GpuBackend(CONFIG, CPU, CAPACITY, facts=CARD)
     found: list[list[str]] = []
     step = None
     for chunk in (1, 4000):
@@ -75,7 +75,7 @@ def chunks_beside_decodes(asked: list[str]) -> list[list[str]]:
 
 def batch_invariant_prompts(asked: list[str]) -> list[list[str]]:
     """As vLLM warms up, and real steps of prompts, cut and not."""
-    executor = GpuExecutor(replace(CONFIG, batch_invariant=True), CPU, facts=CARD)
+    executor = GpuBackend(replace(CONFIG, batch_invariant=True), CPU, facts=CARD)
     found: list[list[str]] = []
     pages = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
     real = [(pages[:1], int32(37), int32(0, 37)), (pages, int32(900, 700, 64), int32(0, 300, 1000, 1064))]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.integrations.sglang.tables import Requests, pages
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.reference import paged_attention
@@ -119,7 +119,7 @@ def test_padded_decode_steps_in_one_plan() -> None:
     torch.manual_seed(0)
     table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
     tables = DeviceTables(Requests(table, None, PAGE), ROWS)
-    executor = GpuExecutor(CONFIG, CPU, Capacity(ROWS, ROWS, -(-CONTEXT // PAGE), PAGES + 1, max_query_len=1))
+    executor = GpuBackend(CONFIG, CPU, Capacity(ROWS, ROWS, -(-CONTEXT // PAGE), PAGES + 1, max_query_len=1))
     k_cache, v_cache = torch.randn(2, PAGES + 1, PAGE, 2, 32)
     step, places = None, set()
     for lens, rows in (([40, 57, 33], 4), ([70, 41, 58, 34, 96, 35, 36], 8), ([42], 1), ([50, 50], 8)):

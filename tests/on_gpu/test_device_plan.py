@@ -11,8 +11,8 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.plan import DeviceInfo
 from trunkattn.gpu.tuning.decode import INVARIANT_TILE
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import TilingRule, candidates
-from trunkattn.planner.row_tiles.invariant import invariant_limits, invariant_list
+from trunkattn.planner.tiles.candidates import TilingRule, candidates
+from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 

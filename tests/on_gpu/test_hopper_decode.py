@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu import executor
+from trunkattn.gpu import attention
 from trunkattn.gpu.hopper import decode as hopper_decode
-from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.gpu.cards import card_of
 from trunkattn.gpu.tuning.choice import choose_tiles
 from trunkattn.gpu.tuning.decode import hopper_tiles
-from trunkattn.planner.row_tiles.choice import candidates
-from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.tiles.candidates import candidates
+from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -163,7 +163,7 @@ def test_head_dims_groups_sinks_and_soft_caps(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, rows: int, window: int | None
 ) -> None:
     timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True, hopper_padded=True)
-    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+    monkeypatch.setattr(attention, "card_of", lambda *_: timed)
     tall = hopper_tiles(config.cache_dtype.itemsize, config.head_dim, config.page_size)[-1]
     low = choose_tiles(config, timed, 90)[0]
     tile = low if rows == low.block_m else tall

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu.tuning.cards import Card, OverlapTimes, Shares, card_of
+from trunkattn.gpu.cards import Card, OverlapTimes, Shares, card_of
 from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
@@ -125,7 +125,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes, family: bool
     def card(name: str, num_sms: int) -> Card:
         return replace(card_of(name, num_sms), overlap=times, hopper_family=family)
 
-    monkeypatch.setattr("trunkattn.gpu.executor.card_of", card)
+    monkeypatch.setattr("trunkattn.gpu.attention.card_of", card)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan
-from trunkattn.gpu import executor
-from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.gpu import attention
+from trunkattn.gpu.cards import card_of
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -187,7 +187,7 @@ def as_if_timed(monkeypatch: pytest.MonkeyPatch, family: bool = True) -> None:
     """Lets the kernels for decoding and for prompts on Hopper compute all that they can, whatever was timed. family:
     False: only what is plain."""
     timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=family, overlap=None)
-    monkeypatch.setattr(executor, "card_of", lambda *_: timed)
+    monkeypatch.setattr(attention, "card_of", lambda *_: timed)
 
 
 @pytest.mark.parametrize("config", FAMILY, ids=str)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trunkattn.planner.packing.cost import CostModel
+from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.planner import PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED, SplitRule

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates, query_positions
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, query_positions
 from trunkattn.planner.work_list import QUERY_END, SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
 
 from .specs import make_batch
@@ -77,7 +77,7 @@ ONE_TILE = [
     (last_segment(2, -1), "item 0 reads pages that its query .* does not have"),
     (changed("queries", 0, 1), "reads pages that|" + MISSED),
     (changed("counts", 1, 1), "item 0 has .* queries, but its tile holds"),
-    (changed("slots", 0, 1), NOT_MERGED),
+    (changed("partial_slots", 0, 1), NOT_MERGED),
 ]
 
 
@@ -109,8 +109,8 @@ def test_a_segment_that_the_wrong_subtile_reads_is_found(name: str) -> None:
 
 
 CUT = [
-    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 0, tiles.slots)), "partial slot 0 is written twice"),
-    (lambda tiles: replace(tiles, slots=np.where(tiles.slots == 1, 999, tiles.slots)), NOT_MERGED),
+    (lambda tiles: replace(tiles, partial_slots=np.where(tiles.partial_slots == 1, 0, tiles.partial_slots)), "partial slot 0 is written twice"),
+    (lambda tiles: replace(tiles, partial_slots=np.where(tiles.partial_slots == 1, 999, tiles.partial_slots)), NOT_MERGED),
     (changed("merge_ranges", (0, 1), -1), NOT_MERGED),
     (changed("merge_ranges", (0, 0), 1), NOT_MERGED),
     (lambda tiles: replace(tiles, merge_queries=tiles.merge_queries[[0, *range(len(tiles.merge_queries) - 1)]]),

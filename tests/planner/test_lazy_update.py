@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.dtypes import POLICIES
+from trunkattn.config import POLICIES
 from trunkattn.planner import planner as planner_module
-from trunkattn.planner.invariants import check_plan
+from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import random_forest, tree_batch
@@ -124,7 +124,7 @@ def assert_same_plan(found: Planned, expected: Planned) -> None:
 
 def snapshot(planned: Planned) -> list[np.ndarray]:
     work = planned.work
-    return [a.copy() for a in (work.items, work.queries, work.slots, work.merge_queries, work.merge_indptr)]
+    return [a.copy() for a in (work.items, work.queries, work.partial_slots, work.merge_queries, work.merge_indptr)]
 
 
 @pytest.mark.property

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numba import njit
 
-from trunkattn.planner.packing import policies as packing
-from trunkattn.planner.packing.cost import CostModel, partial_cost, read_cost
-from trunkattn.planner.packing.optimal import optimal
+from trunkattn.planner.packs import policies as packing
+from trunkattn.planner.packs.cost import CostModel, partial_cost, read_cost
+from trunkattn.planner.packs.optimal import optimal
 from trunkattn.planner.planner import HEURISTICS
 from trunkattn.planner.prefix_forest import Forest, build_forest
 

@@ -8,7 +8,7 @@ from typing import Final
 PLAN: Final = """
 import numpy as np
 from trunkattn.cpu.tuning import cpu_device
-from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
 from trunkattn.planner.splitting import split_rule
 

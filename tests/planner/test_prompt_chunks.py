@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
-from trunkattn.planner.invariants import check_plan
-from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.check import check_plan
+from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
-from trunkattn.planner.prompt_chunks import divide, join, limits_broken, prefill_limits, whole_chunks
+from trunkattn.planner.prompt_chunks import divide, join, limits_broken, chunk_limits, whole_chunks
 from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.work_list import DIRECT, DeviceModel, TileList
+from trunkattn.planner.device import DeviceModel
+from trunkattn.planner.work_list import DIRECT, TileList
 from trunkattn.workloads import random_forest
 
 from .specs import as_batch, make_batch
@@ -88,11 +89,11 @@ def test_chunks_are_planned_and_joined(seed: int, policy: str) -> None:
     work = planned.work
     joined, listed = join(empty_tiles(), work, division)
     assert joined.num_slots == 3 + work.num_slots
-    assert np.array_equal(listed.slots == DIRECT, work.slots == DIRECT)
-    assert np.array_equal(np.sort(listed.slots[listed.slots != DIRECT]), 3 + np.arange(work.num_slots))
+    assert np.array_equal(listed.partial_slots == DIRECT, work.partial_slots == DIRECT)
+    assert np.array_equal(np.sort(listed.partial_slots[listed.partial_slots != DIRECT]), 3 + np.arange(work.num_slots))
     for query, (first, last) in zip(joined.merge_queries, joined.merge_ranges, strict=True):
-        assert np.array_equal(np.sort(listed.slots[listed.queries == query]), np.arange(first, last))
-    finished = np.concatenate([listed.queries[listed.slots == DIRECT], joined.merge_queries])
+        assert np.array_equal(np.sort(listed.partial_slots[listed.queries == query]), np.arange(first, last))
+    finished = np.concatenate([listed.queries[listed.partial_slots == DIRECT], joined.merge_queries])
     assert np.array_equal(np.sort(finished), division.chunk_tokens)
 
 
@@ -107,7 +108,7 @@ def test_what_shares_nothing_and_is_not_cut_fits_every_capacity(seed: int, above
     spec = spec_of("per_query", 4, one_slot)
     requests, pages = batch.block_table.shape
     capacity = Capacity(requests, int(batch.query_start_loc[-1]), pages, 10_000)
-    limits = prefill_limits(spec.rule, spec.model.queries_per_tile, above, capacity)
+    limits = chunk_limits(spec.rule, spec.model.queries_per_tile, above, capacity)
     assert limits_broken(Planner(spec).plan(division.chunks).work, limits, free_slots=0) == []
     assert len(division.chunks.seq_lens) <= limits.rows
     assert division.chunks.block_table.shape[1] <= limits.columns
@@ -124,7 +125,7 @@ def test_what_is_over_its_limit_is_named() -> None:
     assert division is not None
     spec = spec_of("per_query", 1)
     work = Planner(spec).plan(division.chunks).work
-    limits = prefill_limits(spec.rule, 8, 0, Capacity(1, 20, 100, 100))
+    limits = chunk_limits(spec.rule, 8, 0, Capacity(1, 20, 100, 100))
     assert work.num_slots > 0
     broken = limits_broken(work, limits, free_slots=work.num_slots - 1)
     assert broken == [f"{work.num_slots} prefill slots of {work.num_slots - 1}"]

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.planner.packing.cost import cost_model
-from trunkattn.planner.packing.policies import Packs
+from trunkattn.planner.packs.cost import cost_model
+from trunkattn.planner.packs.policies import Packs
 from trunkattn.planner.planner import Planned, Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED, SplitRule, row_tiles, split_rule, split_tiles
-from trunkattn.planner.work_list import DIRECT, DeviceModel
+from trunkattn.planner.device import DeviceModel
+from trunkattn.planner.work_list import DIRECT
 
 from .specs import MODEL, UNCUT, make_batch, make_spec
 
@@ -130,7 +131,7 @@ def test_the_work_list_of_two_requests_with_a_trunk() -> None:
     work = plan(make_batch(rows), policy="cascade").work
     assert work.items.tolist() == [[0, 0, 8, 0, 2], [0, 8, 10, 2, 3], [1, 8, 9, 3, 4]]
     assert work.queries.tolist() == [0, 1, 0, 1]
-    assert work.slots.tolist() == [0, 2, 1, 3]
+    assert work.partial_slots.tolist() == [0, 2, 1, 3]
     assert work.merge_queries.tolist() == [0, 1]
     assert work.merge_indptr.tolist() == [0, 2, 4]
     assert work.num_slots == 4
@@ -140,7 +141,7 @@ def test_a_query_in_one_item_needs_no_slot() -> None:
     rows = [[*range(8), 20, 21], [*range(8)], [40]]
     work = plan(make_batch(rows), policy="cascade").work
     assert work.items.tolist() == [[0, 0, 8, 0, 2], [0, 8, 10, 2, 3], [2, 0, 1, 3, 4]]
-    assert work.slots.tolist() == [0, DIRECT, 1, DIRECT]
+    assert work.partial_slots.tolist() == [0, DIRECT, 1, DIRECT]
     assert work.merge_queries.tolist() == [0]
 
 

@@ -8,9 +8,9 @@ from hypothesis import given
 
 from trunkattn.gpu.tuning.decode import GpuTile
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles import cost as tile_costs
-from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, price, stages_of
+from trunkattn.planner.tiles import cost as tile_costs
+from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, price, stages_of
 from trunkattn.planner.splitting import UNLIMITED
 
 from .specs import forest_of

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
-from trunkattn.dtypes import POLICIES
-from trunkattn.gpu.tuning.cards import card_of
+from trunkattn.config import POLICIES
+from trunkattn.gpu.cards import card_of
 from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_config, without_subtiles
-from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import Planner, StepTables
-from trunkattn.planner.row_tiles import cost as tile_costs
-from trunkattn.planner.row_tiles import layout as tiles
-from trunkattn.planner.row_tiles.choice import (
+from trunkattn.planner.tiles import cost as tile_costs
+from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles.candidates import (
     Tiling,
     TilingRule,
     candidates,
@@ -23,7 +23,7 @@ from trunkattn.planner.row_tiles.choice import (
     tile_limits,
     tile_work,
 )
-from trunkattn.planner.row_tiles.tile_list import nest
+from trunkattn.planner.tiles.tile_list import nest
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import (
     DIRECT,
@@ -60,14 +60,14 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
             rounds = masked.reshape(-1, kind.subtiles * private_segments)
             assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
-        slots, parts = (x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.slots, tile_list.parts))
+        slots, parts = (x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.partial_slots, tile_list.merge_slots))
         if of < num_kinds:
             assert (parts[:, 0] == parts[:, 1]).all()
         else:
             assert (slots == DIRECT).all()
             assert (parts[:, 1] > parts[:, 0]).any()
         assert (parts[:, 1] - parts[:, 0] <= rule.fuse_up_to).all()
-    written = np.sort(tile_list.slots[tile_list.slots != DIRECT])
+    written = np.sort(tile_list.partial_slots[tile_list.partial_slots != DIRECT])
     assert len(written) == 0 or written[-1] < tile_list.num_slots
 
 

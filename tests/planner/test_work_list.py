@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.dtypes import POLICIES
-from trunkattn.planner.invariants import check_plan
+from trunkattn.config import POLICIES
+from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, Planner
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, WorkList
@@ -39,7 +39,7 @@ def test_every_work_list_keeps_the_invariants(
     planned = Planner(random_spec(rng, policy, page_size)).plan(as_batch(paged, window))
     check_plan(planned)
     assert planned.num_packs <= len(planned.work.items)
-    assert planned.work.items.dtype == planned.work.queries.dtype == planned.work.slots.dtype == np.int32
+    assert planned.work.items.dtype == planned.work.queries.dtype == planned.work.partial_slots.dtype == np.int32
 
 
 @pytest.mark.property
@@ -73,7 +73,7 @@ def set_item(item: int, column: int, value: int) -> Callable[[WorkList], None]:
 
 def set_slots(*slots: int) -> Callable[[WorkList], None]:
     def change(work: WorkList) -> None:
-        work.slots[:] = slots
+        work.partial_slots[:] = slots
 
     return change
 

@@ -20,15 +20,15 @@ import torch
 
 from trunkattn import AttentionConfig, Capacity
 from trunkattn.cpu.tuning import cpu_device
-from trunkattn.gpu.executor import GpuExecutor
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.overlap import overlap_candidates
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import join
-from trunkattn.planner.row_tiles.choice import tile_limits
-from trunkattn.planner.row_tiles.overlap import ChunkTimes
-from trunkattn.planner.row_tiles.step import TiledStep
-from trunkattn.planner.work_list import PrefillList, TileList, WorkList
+from trunkattn.planner.tiles.candidates import tile_limits
+from trunkattn.planner.tiles.overlap import ChunkTimes
+from trunkattn.planner.tiles.step import TiledStep
+from trunkattn.planner.work_list import ChunkList, TileList, WorkList
 
 FILE: Final = Path(__file__).with_name("work_list_hashes.json")
 NUM_STEPS: Final = 1000
@@ -88,7 +88,7 @@ class Gpu:
         config = AttentionConfig(**step.config, **step.options)
         self.capacity = Capacity(**step.capacity) if step.capacity else None
         with patch.object(torch.cuda, "get_device_properties", lambda device: card):
-            self.executor = GpuExecutor(config, torch.device("cpu"), self.capacity)
+            self.executor = GpuBackend(config, torch.device("cpu"), self.capacity)
         self.rule, self.chunks, self.overlap = self.executor._rule, self.executor._chunks, self.executor._overlap
         self.batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
         self.step = TiledStep(self.rule, self.executor._planner.forest(self.batch)[0], self.batch)
@@ -99,16 +99,16 @@ class Gpu:
 
 
 def work_arrays(work: WorkList) -> tuple:
-    return work.items, work.queries, work.slots, work.merge_queries, work.merge_indptr
+    return work.items, work.queries, work.partial_slots, work.merge_queries, work.merge_indptr
 
 
 def tile_arrays(tiles: TileList) -> tuple:
-    arrays = tiles.items, tiles.segments, tiles.queries, tiles.slots, tiles.parts, tiles.counts
+    arrays = tiles.items, tiles.segments, tiles.queries, tiles.partial_slots, tiles.merge_slots, tiles.counts
     return *arrays, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots, tiles.merges_taller
 
 
-def prefill_arrays(listed: PrefillList) -> tuple:
-    return listed.items, listed.queries, listed.slots, listed.block_table
+def prefill_arrays(listed: ChunkList) -> tuple:
+    return listed.items, listed.queries, listed.partial_slots, listed.block_table
 
 
 def cpu_work(step: Step, policy: str, invariant: bool) -> tuple:
@@ -148,7 +148,7 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
         return ()
     rest, found = division.rest, []
     tiling = gpu.rule.priced.tilings[np.argmin(gpu.times)]
-    forest, table = gpu.executor._planner.forest(rest)
+    forest, table = gpu.attention._planner.forest(rest)
     tiles = TiledStep(gpu.rule, forest, replace(rest, block_table=table)).emit(tiling)
     for whole in (False, True):
         planned = gpu.chunks.plan(division, None, whole).planned
@@ -170,9 +170,9 @@ def overlapped(step: Step, gpu: Gpu) -> tuple:
 
 def whole_step(step: Step, gpu: Gpu) -> tuple:
     """What the executor makes of the step, all of its choices together; or what it says if that does not fit."""
-    gpu.executor._planner.forget()
+    gpu.attention._planner.forget()
     try:
-        planned = gpu.executor.plan(gpu.batch, None)
+        planned = gpu.attention.plan(gpu.batch, None)
     except ValueError as error:
         assert "capacity" in str(error)
         return ("refused",)

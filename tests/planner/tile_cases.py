@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from trunkattn.gpu.tuning.cards import H200
+from trunkattn.gpu.cards import H200
 from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, hopper_tiles, tile_config
-from trunkattn.planner.invariants import check_tiles
+from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule, candidates
-from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
+from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileLimits, TileList
 from trunkattn.workloads import parse_tree, random_forest, tree_batch

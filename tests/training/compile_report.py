@@ -24,7 +24,7 @@ from trunkattn.training.backward_keys import KeysVariant, keys_kernel
 from trunkattn.training.backward_queries import queries_kernel
 from trunkattn.training.common import Batch, Shape, Variant
 from trunkattn.training.forward import forward_kernel
-from trunkattn.training.tiles import FlashTile, fitting_tile
+from trunkattn.training.spec import FlashTile, fitting_tile
 
 KERNELS = MappingProxyType(
     {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel, "one_pass": keys_kernel}

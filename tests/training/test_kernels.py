@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trunkattn.training.backward import backward
 from trunkattn.training.common import Sequences
 from trunkattn.training.forward import forward
-from trunkattn.training.tiles import FlashTile, fitting_tile, shared_bytes
+from trunkattn.training.spec import FlashTile, fitting_tile, shared_bytes
 
 from ..attention.cases import fraction
 from .training_cases import TABLE, Results, TrainingCase

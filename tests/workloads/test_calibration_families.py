@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.kernels import calibrate, calibration_families
 from benchmarks.workloads.shape_table import BATCHES, shapes_named
-from trunkattn.gpu import executor
-from trunkattn.gpu.tuning.cards import H200
+from trunkattn.gpu import attention
+from trunkattn.gpu.cards import H200
 from trunkattn.gpu.tuning.decode import GpuTile, hopper_tiles
 
 LLAMA, MISTRAL = "llama3-8b 32/8x128", "mistral-large 96/8x128"

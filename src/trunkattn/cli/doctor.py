@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 import trunkattn
-from trunkattn.cli.kernels import Kernels, kernels_on
+from trunkattn.cli.kernels import KernelsOf, kernels_on
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DoctorOptions
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 from trunkattn.cpu.microkernel import LANES
-from trunkattn.gpu.tuning.cards import facts_of
+from trunkattn.gpu.cards import card_at
 from trunkattn.integrations.sglang import versions as sglang_versions
 from trunkattn.integrations.vllm import versions as vllm_versions
 from trunkattn.reference import paged_attention
@@ -61,7 +61,7 @@ class Report:
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
     ways: tuple[Way, ...]
-    kernels: tuple[Kernels, ...]
+    kernels: tuple[KernelsOf, ...]
     healthy: bool
 
 
@@ -165,10 +165,10 @@ def gpu_kernels() -> Way:
     return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
 
 
-def kernels_here() -> tuple[Kernels, ...]:
+def kernels_here() -> tuple[KernelsOf, ...]:
     """Which kernels compute common attentions on the first GPU."""
     device = torch.device("cuda", 0)
-    return kernels_on(facts_of(device), lambda config: config.supports(device))
+    return kernels_on(card_at(device))
 
 
 def vllm_plugin() -> Way:

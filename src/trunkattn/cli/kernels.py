@@ -1,6 +1,6 @@
 """Which kernel computes the attention of common models on a GPU, for `trunkattn doctor` and the support matrix."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.tuning.cards import GpuFacts, card_of
-from trunkattn.gpu.tuning.choice import choose_tiles, why_portable
+from trunkattn.gpu.cards import Card
+from trunkattn.gpu.kernel import KERNELS, Choice, Kernel, kernel_named, kernels_of, refusals
 
 LLAMA: Final = MappingProxyType(
     {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
@@ -40,8 +40,8 @@ EXAMPLES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Of an attention: "fast", or "portable" or "no" and why. prompts: of prompt chunks."""
+class KernelsOf:
+    """The kernels of an attention, in words: "fast", or "portable" or "no" and why. prompts: of prompt chunks."""
 
     attention: str
     decodes: str
@@ -49,28 +49,30 @@ class Kernels:
 
 
 def attention_of(changes: Mapping[str, Any]) -> AttentionConfig:
-    """Of a model with a 16-bit cache and pages of 16 tokens, but for the changes."""
+    """The attention of a model with a 16-bit cache and pages of 16 tokens, but for the changes."""
     return AttentionConfig(**{**LLAMA, **changes})
 
 
-def kernels_on(facts: GpuFacts, refusals: Callable[[AttentionConfig], list[str]]) -> tuple[Kernels, ...]:
-    """On a GPU, of the models and options above. refusals: why it does not run an attention; empty: it does."""
-    return tuple(_kernels(name, attention_of(changes), facts, refusals) for name, changes in EXAMPLES.items())
+def kernels_on(card: Card, table: tuple[Kernel, ...] = KERNELS) -> tuple[KernelsOf, ...]:
+    """The kernels of the models and options above on a card."""
+    return tuple(_kernels(name, attention_of(changes), card, table) for name, changes in EXAMPLES.items())
 
 
-def _kernels(
-    name: str, config: AttentionConfig, facts: GpuFacts, refusals: Callable[[AttentionConfig], list[str]]
-) -> Kernels:
-    if reasons := refusals(config):
+def _kernels(name: str, config: AttentionConfig, card: Card, table: tuple[Kernel, ...]) -> KernelsOf:
+    if reasons := refusals(config, card, table):
         refused = f"no: {', '.join(reasons)}"
-        return Kernels(name, refused, refused)
-    card = card_of(facts.name, facts.num_sms)
-    why, low = why_portable(config, card, facts.capability), choose_tiles(config, card, facts.capability)[0]
-    decodes = _named(why.decodes)
-    if not why.decodes and not low.hopper:
+        return KernelsOf(name, refused, refused)
+    kernels = kernels_of(config, card, table)
+    decodes = _named(kernels.decode)
+    if is_fast(kernels.decode) and kernel_named(kernels.tiles[0].kernel, table).portable:
         decodes += "; single requests portable, which is faster"
-    return Kernels(name, decodes, _named(why.prompts))
+    return KernelsOf(name, decodes, _named(kernels.prefill or kernels.decode))
 
 
-def _named(why: tuple[str, ...]) -> str:
-    return f"portable: {', '.join(why)}" if why else "fast"
+def is_fast(choice: Choice) -> bool:
+    """Whether a kernel was chosen that is made for the card."""
+    return choice.kernel is not None and not choice.kernel.portable
+
+
+def _named(choice: Choice) -> str:
+    return "fast" if is_fast(choice) else ": ".join(["portable", *([", ".join(choice.reasons)] * bool(choice.reasons))])

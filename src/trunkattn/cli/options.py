@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from trunkattn.dtypes import POLICIES
+from trunkattn.config import POLICIES
 from trunkattn.validate import check_int
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ class PlanArguments(NamedTuple):
     block_table: int
     items: int
     queries: int
-    slots: int
+    partial_slots: int
     positions: int
     tasks: int
     task_indptr: int

@@ -43,7 +43,7 @@ class Work(NamedTuple):
     table_columns: int
     items: int
     queries: int
-    slots: int
+    partial_slots: int
     positions: int
 
 
@@ -138,7 +138,7 @@ def _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws,
 def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
     """A task's rows: final outputs of those that have no other task, partial states of the others."""
     group = shape.num_qo_heads // shape.num_kv_heads
-    queries, slots = array_at(work.queries, np.int32), array_at(work.slots, np.int32)
+    queries, slots = array_at(work.queries, np.int32), array_at(work.partial_slots, np.int32)
     row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
     v_scale, partial_lse = array_at(options.v_scale, np.float32), array_at(outputs.partial_lse, np.float32)
     for m in range(rows):
@@ -229,7 +229,7 @@ def attention_kernel(kv_bits: Any) -> Any:
         shape = _shape_of(a)
         options = Options(a.logit_scale, a.v_scale, a.sinks, a.num_sinks)
         outputs = Outputs(a.out, a.lse, a.partial, a.partial_lse)
-        work = Work(a.block_table, a.table_columns, a.items, a.queries, a.slots, a.positions)
+        work = Work(a.block_table, a.table_columns, a.items, a.queries, a.partial_slots, a.positions)
         k_cache = Cache(a.k_cache, a.k_page_stride, a.k_token_stride, a.k_head_stride)
         v_cache = Cache(a.v_cache, a.v_page_stride, a.v_token_stride, a.v_head_stride)
         floats, ints = a.floats + 4 * thread * a.thread_floats, a.ints + 8 * thread * a.thread_ints

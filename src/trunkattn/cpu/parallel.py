@@ -104,7 +104,7 @@ def prepare(
 ) -> CpuPlan:
     """Deals the tasks to threads, heaviest first to the least loaded."""
     group = shape.num_qo_heads // shape.num_kv_heads
-    arrays = (block_table, work.items, work.queries, work.slots, work.merge_queries, work.merge_indptr)
+    arrays = (block_table, work.items, work.queries, work.partial_slots, work.merge_queries, work.merge_indptr)
     positions, tasks, indptr, most, addresses = _deal(
         arrays, seq_lens, query_start_loc, shape.num_kv_heads, group, num_threads
     )

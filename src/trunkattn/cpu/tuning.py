@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from trunkattn.planner.work_list import DeviceModel
+import torch
+
+from trunkattn.config import AttentionConfig
+from trunkattn.planner.device import DeviceModel
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,10 @@ def cpu_device(num_threads: int) -> DeviceModel:
         split_above_mean=False,
         split_grid=256,
     )
+
+
+def unsupported(config: AttentionConfig, device: torch.device) -> list[str]:
+    """Why a CPU does not run an attention; empty: it does."""
+    if config.execution == "auto":
+        return []
+    return [f"execution={config.execution!r}: expected 'auto', for a CPU launches no GPU kernels"]

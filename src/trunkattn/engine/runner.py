@@ -91,7 +91,7 @@ class ModelRunner:
         slots += positions % self._page_size
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
         self._plan(block_table, starts + lengths, query_start_loc)
-        has_chunks = any(plan.has_chunks for plan in self._plans.values())
+        has_chunks = any(plan.num_chunks for plan in self._plans.values())
         wanted = np.concatenate([query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)])
         logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
         self.last_reads = self._reads()  # the host counts while a GPU computes
@@ -102,7 +102,7 @@ class ModelRunner:
         capacity = self._attention.capacity
         num_tokens = min(PROBE_TOKENS, capacity.max_query_tokens if capacity else PROBE_TOKENS)
         self._plan(np.zeros_like(self._block_table[:1]), np.array([num_tokens]), np.array([0, num_tokens]))
-        has_chunks = any(plan.has_chunks for plan in self._plans.values())
+        has_chunks = any(plan.num_chunks for plan in self._plans.values())
         positions = np.arange(num_tokens)
         nowhere = np.full(num_tokens, -1)
         self._forward(StepArrays(np.zeros_like(positions), positions, nowhere, positions[-1:], has_chunks))
@@ -119,7 +119,7 @@ class ModelRunner:
         empty = np.zeros(0, dtype=np.int64)
         self._plan(self._block_table[:0], empty, np.zeros(1, dtype=np.int64))
         max_rows = len(self._block_table)
-        may_have_chunks = any(plan.may_have_chunks for plan in self._plans.values())
+        may_have_chunks = any(plan.num_chunks or plan.only("decodes") is not plan for plan in self._plans.values())
         # Largest first: the smaller graphs then fit into its memory.
         for size in reversed(self._forward.sizes if sizes is None else sizes):
             padding = np.zeros(size, dtype=np.int64)
@@ -184,7 +184,7 @@ def _forward(
 ) -> torch.Tensor:
     """Logits [R, vocab_size]; writes the tokens' KV."""
     if not inputs.has_chunks:
-        plans = {window: plan.without_chunks() for window, plan in plans.items()}
+        plans = {window: plan.only("decodes") for window, plan in plans.items()}
     with torch.inference_mode():
         output = model(
             input_ids=inputs.token_ids[None],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trunkattn.gpu.compiling import is_compiling, launch
-from trunkattn.gpu.plan import Tensors
+from trunkattn.gpu.layer import Tensors
 
 _ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of it, and one for others
 
@@ -39,7 +39,7 @@ def layer_key(t: Tensors, return_lse: bool) -> LayerKey:
 class Grid(NamedTuple):
     """One launch of a kernel. arguments: all of them by name, and compile options."""
 
-    num_programs: int
+    num_ctas: int
     arguments: Mapping[str, Any]
 
 
@@ -74,7 +74,7 @@ class _Launch:
     """One of them. The first call goes through Triton, which compiles the kernel or finds it; others do not."""
 
     def __init__(self, kernel: Any, grid: Grid, layer_names: tuple[str, ...]) -> None:
-        self._kernel, self._grid, self._layer_names = kernel, (grid.num_programs, 1, 1), layer_names
+        self._kernel, self._grid, self._layer_names = kernel, (grid.num_ctas, 1, 1), layer_names
         self._fixed = {name: value for name, value in grid.arguments.items() if name not in layer_names}
         self._compiled: Callable[..., None] | None = None
         self._positional: list[Any] = []

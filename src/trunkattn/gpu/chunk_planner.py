@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
+from trunkattn.gpu.tiles import PrefillTile, prefill_device
+from trunkattn.planner.check import check_plan
 from trunkattn.planner.from_config import make_planner
-from trunkattn.planner.invariants import check_plan
 from trunkattn.planner.planner import Planned, StepTables
-from trunkattn.planner.prompt_chunks import Division, divide, limits_broken, prefill_limits, whole_chunks
+from trunkattn.planner.prompt_chunks import Division, chunk_limits, divide, limits_broken, whole_chunks
 from trunkattn.planner.split_schedule import work_time
-from trunkattn.planner.work_list import PrefillLimits
+from trunkattn.planner.work_list import ChunkLimits, PlanStats
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,15 @@ class PlannedChunks:
 
     planned: Planned
     division: Division
+
+    @property
+    def num_requests(self) -> int:
+        """How many there are."""
+        return len(self.planned.batch.seq_lens)
+
+    def stats(self) -> PlanStats:
+        """Statistics of the chunks."""
+        return self.planned.stats()
 
     def check(self) -> None:
         """Raises AssertionError if the work list breaks an invariant, or a query token is in both halves or none."""
@@ -41,9 +50,9 @@ class ChunkPlanner:
         self._whole = make_planner(config, replace(device, num_workers=1)).spec  # of one slot: nothing is cut
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
-        self.limits: PrefillLimits | None = None
+        self.limits: ChunkLimits | None = None
         if capacity:
-            self.limits = prefill_limits(spec.rule, spec.model.queries_per_tile, self._above, capacity)
+            self.limits = chunk_limits(spec.rule, spec.model.queries_per_tile, self._above, capacity)
 
     def divide(self, batch: StepTables) -> Division | None:
         """None: no request has so many query tokens."""

@@ -15,8 +15,8 @@ import torch
 
 from trunkattn.compiled import cache_folder
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.executor import GpuExecutor
-from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.cards import GpuFacts
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -32,7 +32,7 @@ def plan_every_kind(facts: GpuFacts, batch_invariant: bool) -> None:
     """Plans steps that need every compiled function: of requests that share pages, then of requests that share none;
     each again when they are a token longer, for which the planner patches its forest."""
     config = AttentionConfig(8, 2, 128, _PAGE_SIZE, torch.bfloat16, batch_invariant=batch_invariant)
-    executor = GpuExecutor(config, _CPU, facts=facts)
+    executor = GpuBackend(config, _CPU, facts=facts)
     starts = torch.tensor(_STARTS, dtype=torch.int32, device="cpu")
     lens = torch.full((len(starts) - 1,), _LENGTH, dtype=torch.int32, device="cpu")
     own = torch.arange(len(lens) * 64, dtype=torch.int32, device="cpu").view(len(lens), 64)

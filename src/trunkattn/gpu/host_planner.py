@@ -11,7 +11,7 @@ import sys
 from typing import Final
 
 from trunkattn.compiled import cache_folder
-from trunkattn.gpu.tuning.cards import GpuFacts
+from trunkattn.gpu.cards import GpuFacts
 
 _MODULE: Final = "trunkattn.gpu.compile_planner"
 _LONGEST_WAIT_S: Final = 120.0

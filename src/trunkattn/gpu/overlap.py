@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Final
 
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.tuning.cards import H200, Card, OverlapTimes
-from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_NARROW_ROWS
+from trunkattn.gpu.cards import H200, Card, OverlapTimes
+from trunkattn.gpu.hopper import spec as hopper
+from trunkattn.gpu.kernel import Kernels
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import TileStage, Tiling, TilingRule, stages_of
-from trunkattn.planner.row_tiles.overlap import (
+from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, stages_of
+from trunkattn.planner.tiles.overlap import (
     ChunkTimes,
     ChunkWork,
     OverlapCosts,
@@ -18,7 +19,7 @@ from trunkattn.planner.row_tiles.overlap import (
     choose_overlap,
     chunk_work,
 )
-from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import TileList
 
 # Time of prompt chunks from which decodes gain more beside them than by tiles of their own choice
@@ -91,9 +92,9 @@ class Overlap:
         return OverlapCosts(
             chunk_percent=(narrow.chunk_percent, wide.chunk_percent),
             decode_percent=(narrow.decode_percent, wide.decode_percent),
-            narrow_rows=PREFILL_DECODE_NARROW_ROWS,
+            narrow_rows=hopper.BOTH_NARROW_ROWS,
             block_ns=self.times.block_ns,
-            block_segments=PREFILL_DECODE_KEYS // self.rule.segment_size,
+            block_segments=hopper.BOTH_KEYS // self.rule.segment_size,
             item_ns=self.times.item_ns,
             fixed_ns=self.times.fixed_ns,
             group_size=self.rule.group_size,
@@ -108,7 +109,7 @@ class Overlap:
         return launch
 
     def best_of(self, step: TiledStep, numbers: list[int], chunks: ChunkTimes) -> tuple[int, Overlapped]:
-        """Of some candidates of low tiles alone, by number, the one with which the step ends first."""
+        """The candidate (among `numbers`, all single-height low tilings) whose step ends first."""
         return step.overlap(numbers, chunks, self.costs, self.leftover)
 
     def choose(self, tiles: TileList, chunks: ChunkTimes) -> Overlapped:
@@ -134,7 +135,7 @@ def overlap_candidates(
         group_size: query heads of a KV head.
     """
     low = [number for number in numbers if tilings[number].tall is None and tilings[number].low == 0]
-    alone = [number for number in low if tilings[number].alone] if group_size <= PREFILL_DECODE_NARROW_ROWS else []
+    alone = [number for number in low if tilings[number].alone] if group_size <= hopper.BOTH_NARROW_ROWS else []
     found = list[int]()
     for some in (low, alone):
         if some:
@@ -144,18 +145,17 @@ def overlap_candidates(
     return list(dict.fromkeys(found))
 
 
-def make_overlap(
-    config: AttentionConfig, card: Card, num_sms: int, chunk_rows: int, rule: TilingRule
-) -> Overlap | None:
-    """None: the kernel does not compute this attention, another execution was asked for, or `auto` on a card of which
-    nothing is known. chunk_rows: of a chunk's work item."""
-    fits = config.overlaps_on_hopper if card.hopper_family else config.on_hopper
-    if not fits or config.execution not in ("auto", "overlapped"):
+def make_overlap(config: AttentionConfig, kernels: Kernels, card: Card, rule: TilingRule) -> Overlap | None:
+    """What is known of the kernel that computes chunks and decodes at once; None: no such kernel computes the
+    attention. On a card that was not timed, which must be asked for, an H200's times stand in."""
+    times = card.model.overlap or H200.overlap
+    if kernels.both is None or kernels.prefill_tile is None or times is None:
         return None
-    forced = config.execution == "overlapped"
-    times = card.overlap or (H200.overlap if forced else None)
-    if times is None:
-        return None
-    flops = 2 * (config.head_dim + config.value_dim) * config.num_qo_heads
-    queries = chunk_rows * config.num_kv_heads // config.num_qo_heads
-    return Overlap(times, rule, flops, num_sms, queries, forced)
+    return Overlap(
+        times=times,
+        rule=rule,
+        flops_per_pair=2 * (config.head_dim + config.value_dim) * config.num_qo_heads,
+        num_sms=card.num_sms,
+        chunk_queries=kernels.prefill_tile.block_m // config.group_size,
+        forced=config.execution == "overlapped",
+    )

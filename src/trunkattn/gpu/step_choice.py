@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from trunkattn.gpu.overlap import Overlap, overlap_candidates
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.row_tiles.choice import Tiling, TilingRule
-from trunkattn.planner.row_tiles.step import TiledStep
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule
+from trunkattn.planner.tiles.step import TiledStep
 
 
 @dataclass(frozen=True)

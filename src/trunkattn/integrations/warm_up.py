@@ -8,14 +8,14 @@ from typing import Final
 import torch
 
 from trunkattn.attention import BatchAttention, Plan
+from trunkattn.gpu.cards import facts_of
 from trunkattn.gpu.compiling import compiled_together
 from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
-from trunkattn.gpu.tuning.cards import facts_of
-from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS
+from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS
 
 # Of the prompts of a warm-up
 _PROMPT_TOKENS: Final = (2, 128)
-_PROMPT_LENS: Final = (4 * INVARIANT_CHUNK_TOKENS, 128)
+_PROMPT_LENS: Final = (4 * INVARIANT_SPAN_TOKENS, 128)
 
 
 @cache  # one process compiles for all layers

@@ -4,7 +4,8 @@ import torch
 
 from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
-from trunkattn.dtypes import E4M3_NEEDS, KV_KINDS, has_e4m3
+from trunkattn.dtypes import KV_KINDS
+from trunkattn.gpu.cards import E4M3_NEEDS, card_at
 
 
 def write_kv(
@@ -37,7 +38,7 @@ def write_kv(
     """
     _check_all(k, v, k_cache, v_cache, slot_mapping)
     if k.is_cuda:
-        from trunkattn.gpu.triton.write_kv import write_on_gpu  # needs Triton, which a CPU does not
+        from trunkattn.gpu.portable.write_kv import write_on_gpu  # needs Triton, which a CPU does not
 
         with torch.cuda.device(k.device):  # launches go to the current device
             return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
@@ -90,7 +91,7 @@ def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -
         )
     if cache.dtype not in KV_KINDS:
         raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
-    if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not has_e4m3(cache.device):
+    if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not card_at(cache.device).has_e4m3:
         raise TypeError(f"{name}_cache has dtype {cache.dtype}: {E4M3_NEEDS}")
     expected = (num_tokens, *cache.shape[2:])
     if tuple(new.shape) != expected:

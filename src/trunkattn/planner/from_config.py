@@ -1,10 +1,11 @@
 """Makes the planner of a `BatchAttention` from its configuration and a description of its device."""
 
 from trunkattn.config import AttentionConfig
-from trunkattn.planner.packing.cost import cost_model
+from trunkattn.planner.device import DeviceModel
+from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec
 from trunkattn.planner.splitting import split_rule
-from trunkattn.planner.work_list import INVARIANT_CHUNK_TOKENS, DeviceModel
+from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS
 
 
 def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
@@ -22,7 +23,7 @@ def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
     )
     share_columns, fixed_chunk = 1, 0
     if config.batch_invariant:
-        share_columns = -(-INVARIANT_CHUNK_TOKENS // config.page_size)
+        share_columns = -(-INVARIANT_SPAN_TOKENS // config.page_size)
         fixed_chunk = share_columns * config.page_size
     head_dims = config.head_dim + config.value_dim
     rule = split_rule(machine, model, config.num_kv_heads, head_dims, fixed_chunk)

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.packing import policies
-from trunkattn.planner.packing.cost import CostModel
-from trunkattn.planner.packing.optimal import count_states, optimal
+from trunkattn.planner.packs import policies
+from trunkattn.planner.packs.cost import CostModel
+from trunkattn.planner.packs.optimal import count_states, optimal
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import UNLIMITED, SplitRule, emit, row_tiles, split_tiles
 from trunkattn.planner.work_list import KV_END, KV_START, PlanStats, WorkList

@@ -11,7 +11,7 @@ from trunkattn.config import Capacity
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.split_schedule import MAX_ITEMS_PER_WORKER, weight
 from trunkattn.planner.splitting import SplitRule
-from trunkattn.planner.work_list import DIRECT, PrefillLimits, PrefillList, TileList, WorkList
+from trunkattn.planner.work_list import DIRECT, ChunkLimits, ChunkList, TileList, WorkList
 
 Int32Array = NDArray[np.int32]
 
@@ -111,12 +111,12 @@ class _Joined(NamedTuple):
     chunk_slots: Int32Array
 
 
-def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, PrefillList]:
+def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, ChunkList]:
     """Both halves' lists in query tokens and partial slots of the whole step; the tile list merges for both."""
     joined = _Joined(
         *_join(
             (tiles.queries, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots),
-            (work.queries, work.slots, work.merge_queries, work.merge_indptr),
+            (work.queries, work.partial_slots, work.merge_queries, work.merge_indptr),
             (division.rest_tokens, division.chunk_tokens),
         )
     )
@@ -124,15 +124,15 @@ def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList,
         items=tiles.items,
         segments=tiles.segments,
         queries=joined.queries,
-        slots=tiles.slots,
-        parts=tiles.parts,
+        partial_slots=tiles.partial_slots,
+        merge_slots=tiles.merge_slots,
         counts=tiles.counts,
         merge_queries=joined.merge_queries,
         merge_ranges=joined.merge_ranges,
         num_slots=tiles.num_slots + work.num_slots,
         merges_taller=tiles.merges_taller,
     )
-    return whole, PrefillList(work.items, joined.chunk_queries, joined.chunk_slots, division.chunks.block_table)
+    return whole, ChunkList(work.items, joined.chunk_queries, joined.chunk_slots, division.chunks.block_table)
 
 
 @njit
@@ -153,7 +153,7 @@ def _join(tiles, work, tokens):
     return _Joined(rest_tokens[queries], both_queries, both_ranges, chunk_tokens[chunk_queries], slots)
 
 
-def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> PrefillLimits | None:
+def chunk_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> ChunkLimits | None:
     """What every batch of a capacity keeps in chunks that share nothing and are not cut, and room for more; None: no
     batch has any."""
     longest = capacity.max_query_len or capacity.max_query_tokens
@@ -165,10 +165,10 @@ def prefill_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity:
     if capacity.max_chunk_tokens:  # chunks that the host lists for the device may be short, and are never cut
         rows = capacity.max_requests
         items = max(items, rows + capacity.max_chunk_tokens // queries_per_tile)
-    return PrefillLimits(items, items * queries_per_tile, rows, capacity.max_pages_per_request) if rows else None
+    return ChunkLimits(items, items * queries_per_tile, rows, capacity.max_pages_per_request) if rows else None
 
 
-def limits_broken(work: WorkList, limits: PrefillLimits, free_slots: int) -> list[str]:
+def limits_broken(work: WorkList, limits: ChunkLimits, free_slots: int) -> list[str]:
     """What of a chunks' work list is over its limits; empty: it fits. free_slots: partial slots that are left."""
     sizes = (
         (len(work.items), limits.items, "prefill items"),

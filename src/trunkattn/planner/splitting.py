@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.packing.cost import CostModel
+from trunkattn.planner.device import DeviceModel
+from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.split_schedule import heaviest_first, scheduled_splits, split_evenly, weight_of
 from trunkattn.planner.work_list import (
     DIRECT,
@@ -33,7 +34,6 @@ from trunkattn.planner.work_list import (
     QUERY_END,
     QUERY_START,
     UNLIMITED,
-    DeviceModel,
 )
 
 # A row tile has the columns of a work item, but for the first: it names its pack, not a row of the block table.
@@ -77,7 +77,7 @@ class RowTiles(NamedTuple):
 class PartialSlots(NamedTuple):
     """Where partial results go; see WorkList."""
 
-    slots: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
     merge_queries: NDArray[np.int32]
     merge_indptr: NDArray[np.int32]
 
@@ -222,7 +222,7 @@ def emit(packs, row_tiles, splits, window, rule, num_queries):
     queries = queries[:filled].copy()
     partials = _partial_slots(queries, items_of, num_queries)
     ordered = _take_rows(items, heaviest_first(weights[:count]))
-    return ordered, queries, partials.slots, partials.merge_queries, partials.merge_indptr
+    return ordered, queries, partials.partial_slots, partials.merge_queries, partials.merge_indptr
 
 
 @njit(inline="always")

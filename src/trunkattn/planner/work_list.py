@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 KV_ROW: Final = 0  # row of the block table that holds the pages of the item's KV
 KV_START: Final = 1  # first token
 KV_END: Final = 2  # one past the last token
-QUERY_START: Final = 3  # into WorkList.queries and .slots
+QUERY_START: Final = 3  # into WorkList.queries and .partial_slots
 QUERY_END: Final = 4
 ITEM_COLUMNS: Final = 5
 
@@ -40,8 +40,8 @@ SEGMENT_POSITION: Final = 2  # of its first token in the sequence
 SEGMENT_COLUMNS: Final = 3
 
 # A batch-invariant plan of packs always computes a token in the same chunk of its sequence, whatever other requests
-# there are. Plans of row tiles have chunks of their own (`row_tiles.invariant`).
-INVARIANT_CHUNK_TOKENS: Final = 256
+# there are. Plans of row tiles have chunks of their own (`tiles.batch_invariant`).
+INVARIANT_SPAN_TOKENS: Final = 256
 
 UNLIMITED: Final = 2**31 - 1  # the sliding window of attention without one
 
@@ -49,49 +49,17 @@ DIRECT: Final = -1  # the slot of a query whose KV is in one item: that item wri
 
 
 @dataclass(frozen=True)
-class DeviceModel:
-    """What the planner must know of a device; integers, from measurements (`cpu/tuning.py`, `gpu/tuning/`).
-
-    Attributes:
-        name: what `stats.tiles` calls the device's tile.
-        tile_rows: query rows (tokens × group size) of the tallest tile.
-        row_unit: rows are computed in multiples of this, a power of two.
-        num_workers: workers, each of which computes one work item of one KV head at a time.
-        item_bytes: fixed cost of such an item, in bytes of KV that are read in the same time.
-        flops_per_byte: arithmetic done while one byte is read, for balance only.
-        split_above_mean: no work item is longer than the mean (PAT §6).
-        split_grid: splits begin at multiples of this many tokens from a pack's start.
-        by_schedule: tiles are split only as far as all workers then end sooner, partials included.
-        partial_factor: with `by_schedule`, bytes of KV that are read while a byte of partials is written or read. It
-            prices splits and whole work lists; packs are priced in bytes alone.
-        merge_bytes: with `by_schedule`, fixed cost of a merge, in bytes of KV that are read in the same time.
-    """
-
-    name: str
-    tile_rows: int
-    row_unit: int
-    num_workers: int
-    item_bytes: int
-    flops_per_byte: int
-    split_above_mean: bool
-    split_grid: int
-    by_schedule: bool = False
-    partial_factor: int = 1
-    merge_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class WorkList:
     """Items that each read one range of KV; all arrays are int32.
 
-    items [num_items, ITEM_COLUMNS]: heaviest first. queries, slots [...]: the query tokens of each item, and the
+    items [num_items, ITEM_COLUMNS]: heaviest first. queries, partial_slots [...]: the query tokens of each item, and the
     partial slot that each of them writes, or DIRECT. merge_queries [num_merged]: the query tokens in several items. The
     partial slots of merge_queries[i] are merge_indptr[i] to merge_indptr[i + 1] - 1, in the order of their tokens.
     """
 
     items: NDArray[np.int32]
     queries: NDArray[np.int32]
-    slots: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
     merge_queries: NDArray[np.int32]
     merge_indptr: NDArray[np.int32]
 
@@ -111,7 +79,7 @@ class TileList:
 
     items [num_items, ITEM_COLUMNS]: in buckets, first the items that merge nothing by tile height, then those that
     merge by tile height, each bucket heaviest first. counts [2 * heights + 1]: where each bucket begins, and the end.
-    segments [num_segments, SEGMENT_COLUMNS]: the segments. queries, slots: as in WorkList. parts [..., 2]: the partial
+    segments [num_segments, SEGMENT_COLUMNS]: the segments. queries, partial_slots: as in WorkList. merge_slots [..., 2]: the partial
     slots [first, last) that the item merges for the query. merge_queries, merge_ranges [num_merged, 2]: the queries
     that no item merges, and their partial slots. num_slots: partial slots. merges_taller: items merge what taller tiles
     leave, and nothing else.
@@ -120,8 +88,8 @@ class TileList:
     items: NDArray[np.int32]
     segments: NDArray[np.int32]
     queries: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    parts: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
+    merge_slots: NDArray[np.int32]
     counts: NDArray[np.int32]
     merge_queries: NDArray[np.int32]
     merge_ranges: NDArray[np.int32]
@@ -130,22 +98,22 @@ class TileList:
 
 
 @dataclass(frozen=True)
-class PrefillList:
+class ChunkList:
     """The work list of a step's prompt chunks, next to the tile list of its other requests.
 
-    items, queries, slots: as in WorkList, with the query tokens and partial slots of the whole step. block_table [rows,
+    items, queries, partial_slots: as in WorkList, with the query tokens and partial slots of the whole step. block_table [rows,
     columns]: the pages of the chunks' requests, whose rows KV_ROW names. The tile list merges the chunks' partials too.
     """
 
     items: NDArray[np.int32]
     queries: NDArray[np.int32]
-    slots: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
     block_table: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class PrefillLimits:
-    """The largest PrefillList that buffers of a fixed size hold. Its table has exactly `columns` columns."""
+class ChunkLimits:
+    """The largest ChunkList that buffers of a fixed size hold. Its table has exactly `columns` columns."""
 
     items: int
     queries: int

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.triton.online_softmax import LOG2_E
+from trunkattn.gpu.portable.online_softmax import LOG2_E
 from trunkattn.training.backward_keys import KeysTensors, write_key_gradients
 from trunkattn.training.backward_queries import QueriesTensors, write_query_gradients
 from trunkattn.training.common import Sequences, attention_shape, load_tile, with_batch
-from trunkattn.training.tiles import FlashTile, card_tile
+from trunkattn.training.spec import FlashTile, card_tile
 
 
 class PrepareTensors(NamedTuple):

@@ -19,7 +19,7 @@ from trunkattn.training.common import (
     span,
     store_tile,
 )
-from trunkattn.training.tiles import FlashTile
+from trunkattn.training.spec import FlashTile
 
 
 class KeysTensors(NamedTuple):

@@ -20,7 +20,7 @@ from trunkattn.training.common import (
     visible,
     visible_keys,
 )
-from trunkattn.training.tiles import FlashTile
+from trunkattn.training.spec import FlashTile
 
 
 class QueriesTensors(NamedTuple):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.numerics import LOG2_E, padded_head_dim
-from trunkattn.training.tiles import FlashTile
+from trunkattn.training.spec import FlashTile
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,21 @@ CPU.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch.library import custom_op
 
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import spec
 from trunkattn.validate import check_positive
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-_GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_DTYPES: Final = {"cuda": _GPU_DTYPES, "cpu": (*_GPU_DTYPES, torch.float64)}
-_GPU_HEAD_DIM = 256  # above it accumulators do not fit the registers
+_DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
 _CPU_BLOCK = 256  # queries and keys of a tile: 256 KiB of scores a head
 
 
@@ -84,7 +86,7 @@ def flash_attention(
 
 def _autocast(tensor: Any) -> Any:
     """In the dtype that torch.autocast asks for, if it is on; float64 stays, as in torch's own operators."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _GPU_DTYPES:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in spec.DTYPES:
         return tensor
     kind = tensor.device.type
     on = kind in _DTYPES and torch.is_autocast_enabled(kind)
@@ -106,8 +108,8 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
             expected = "(tokens, heads, head_dim), as cu_seqlens_q is given" if packed else "4 dimensions"
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
     heads, head_dim = q.shape[-2:]
-    if not 1 <= head_dim <= (_GPU_HEAD_DIM if q.is_cuda else math.inf):
-        raise ValueError(f"q has head_dim {head_dim}: expected 1 to {_GPU_HEAD_DIM} on a GPU, from 1 on a CPU")
+    if not 1 <= head_dim <= (spec.MAX_HEAD_DIM if q.is_cuda else math.inf):
+        raise ValueError(f"q has head_dim {head_dim}: expected 1 to {spec.MAX_HEAD_DIM} on a GPU, from 1 on a CPU")
     if k.shape[-1] != head_dim or (not packed and len(k) != len(q)):
         expected = f"q's head_dim, {head_dim}" + ("" if packed else f", and batch, {len(q)}")
         raise ValueError(f"k has shape {tuple(k.shape)}: expected {expected}")
@@ -132,6 +134,14 @@ def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
             raise ValueError(f"{name} has shape {tuple(sums.shape)}: expected {expected}")
 
 
+def _kernel(work: Work, q: torch.Tensor) -> ModuleType:
+    """The source of the kernel for some work on the card of q."""
+    choice = choose(work, spec.TrainingConfig(q.shape[-1], q.dtype), card_at(q.device))
+    if choice.kernel is None:
+        raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(choice.reasons)}")
+    return choice.kernel.source()
+
+
 @custom_op("trunkattn::flash_attention", mutates_args=())
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
@@ -141,8 +151,8 @@ def _forward(
     the backward pass."""
     if q.is_cuda:
         from trunkattn.training.common import Sequences  # needs Triton, which a CPU does not
-        from trunkattn.training.forward import forward
 
+        forward = _kernel(Work.FORWARD, q).forward
         sums = [None if tensor is None else tensor.contiguous() for tensor in (cu_seqlens_q, cu_seqlens_k)]
         with torch.cuda.device(q.device):  # launches go to the current device
             return forward(q, k, v, Sequences(causal, sm_scale, *sums))
@@ -170,9 +180,9 @@ def _backward(
     sums = (cu_seqlens[0], cu_seqlens[1]) if cu_seqlens else (None, None)
     q, k, v, out, lse = saved
     if q.is_cuda:
-        from trunkattn.training.backward import backward
         from trunkattn.training.common import Sequences
 
+        backward = _kernel(Work.BACKWARD, q).backward
         sequences = Sequences(causal, sm_scale, *(tensor.contiguous() for tensor in cu_seqlens))
         with torch.cuda.device(q.device):
             return backward((dout, dlse), tuple(saved), sequences, deterministic)

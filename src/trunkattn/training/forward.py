@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.triton.online_softmax import add_values, empty_state, lse_of, output_of, softmax_step
+from trunkattn.gpu.portable.online_softmax import add_values, empty_state, lse_of, output_of, softmax_step
 from trunkattn.training.common import (
     Batch,
     Sequences,
@@ -24,7 +24,7 @@ from trunkattn.training.common import (
     visible_keys,
     with_batch,
 )
-from trunkattn.training.tiles import FlashTile, card_tile
+from trunkattn.training.spec import FlashTile, card_tile
 
 
 class ForwardTensors(NamedTuple):

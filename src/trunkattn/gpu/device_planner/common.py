@@ -87,14 +87,6 @@ class Sizes(NamedTuple):
     segment_block: int  # segments that it lists
 
 
-class Pdl(NamedTuple):
-    """Programmatic dependent launch. trigger: the next launch may start early. wait: this one waits until the launch
-    ahead of it, and so all before it, is over."""
-
-    trigger: bool
-    wait: bool
-
-
 class Status(NamedTuple):
     """counts: see `Counts`. errors: the sticky error word."""
 
@@ -122,7 +114,7 @@ class EntryArrays(NamedTuple):
 
 @triton.jit
 def trigger_and_wait(PDL: tl.constexpr):
-    """See `Pdl`."""
+    """Lets the next launch start, and waits for the one ahead and so for all before it, as `layer.Pdl` says."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL.wait:

@@ -1,7 +1,7 @@
 """Planning on the device, third step: the time of every candidate tiling, and its items by tile.
 
 One program for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
-of each tile (`planner.row_tiles.cost.tilings_ns`, `tilings_fit`). Whoever comes after takes the candidate of least
+of each tile (`planner.tiles.cost.tilings_ns`, `tilings_fit`). Whoever comes after takes the candidate of least
 time, the first of equals.
 """
 
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from trunkattn.gpu.device_planner.common import counts_of, trigger_and_wait
 from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load_ns, memory_tokens, share_of, step_of
-from trunkattn.gpu.device_planner.row_tiles import TileArrays, Totals, tile_arrays, totals_of
-from trunkattn.planner.row_tiles.cost import StageLoad, TileTimes
+from trunkattn.gpu.device_planner.layout import TileArrays, Totals, tile_arrays, totals_of
+from trunkattn.planner.tiles.cost import StageLoad, TileTimes
 
 NEVER = tl.constexpr(1 << 61)  # ns of what does not fit
 

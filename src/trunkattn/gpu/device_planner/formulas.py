@@ -11,7 +11,7 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 
-from trunkattn.planner.row_tiles import cost, layout
+from trunkattn.planner.tiles import cost, layout
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Planning on the device, fourth step: the items, and which of them merge (`planner.row_tiles.layout`: `emit_stage`,
+"""Planning on the device, fourth step: the items, and which of them merge (`planner.tiles.layout`: `emit_stage`,
 `nest`, `finish`).
 
 Items are numbered as the host emits them: by pass, tile and part. Of each it is enough to know which segments of its
@@ -13,8 +13,8 @@ import triton.language as tl
 from trunkattn.gpu.device_planner.common import BIG, MANY_ITEMS, NUMBERS, counts_of, flag, trigger_and_wait
 from trunkattn.gpu.device_planner.cost import chosen, load_pass, num_parts_of
 from trunkattn.gpu.device_planner.formulas import step_of
+from trunkattn.gpu.device_planner.layout import first_node, load_nodes, node_arrays, tile_arrays
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
-from trunkattn.gpu.device_planner.row_tiles import first_node, load_nodes, node_arrays, tile_arrays
 from trunkattn.gpu.device_planner.stats import summarize
 
 

@@ -1,6 +1,6 @@
 """The planner's twin on a GPU (PAT §5.1, §5.2): fills a reserved plan from tensors on the device.
 
-`DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.row_tiles.choice.tile_forest` and
+`DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.tiles.candidates.tile_forest` and
 `gpu.plan.refill`, for the tiling that the host predicts to be the fastest. It reads nothing back and makes the same
 launches for every batch, so a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
 """
@@ -12,13 +12,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from trunkattn.config import Capacity
+from trunkattn.gpu.arrays import GpuPlan
+from trunkattn.gpu.cards import Card
 from trunkattn.gpu.compiling import launch
-from trunkattn.gpu.device_planner import common, cost, items, prefix_forest, row_tiles, work_list
-from trunkattn.gpu.device_planner.choice import Candidates, sizes_of
-from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Pdl, Status, Tables
+from trunkattn.gpu.device_planner import common, cost, items, layout, prefix_forest, tile_list
+from trunkattn.gpu.device_planner.candidates import Candidates, sizes_of
+from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Status, Tables
 from trunkattn.gpu.device_planner.prefix_forest import Links
-from trunkattn.gpu.plan import DeviceInfo, GpuPlan
-from trunkattn.planner.row_tiles.layout import Stage
+from trunkattn.gpu.layer import Pdl
+from trunkattn.planner.tiles.layout import Stage
 from trunkattn.planner.work_list import TileLimits
 
 ERRORS: Final = MappingProxyType(
@@ -47,7 +49,7 @@ class _Arrays(NamedTuple):
     status: Status
     links: Links
     entries: EntryArrays
-    layout: row_tiles.Layout
+    layout: layout.Layout
     choice: cost.ChoiceArrays
 
 
@@ -62,11 +64,11 @@ class DevicePlanner:
         candidates: Candidates,
         capacity: Capacity,
         limits: TileLimits,
-        device_info: DeviceInfo,
+        card: Card,
         device: torch.device,
     ) -> None:
         """limits: those that the plans were reserved with."""
-        self._capacity, self._device_info, self._device = capacity, device_info, device
+        self._capacity, self._card, self._device = capacity, card, device
         self._limits = Limits(
             num_pages=capacity.num_pages,
             max_query_len=capacity.max_query_len or capacity.max_query_tokens,
@@ -101,8 +103,8 @@ class DevicePlanner:
             "entry_length": (tokens,),
             "entry_shared": (tokens,),
             "pieces": (common.NUM_PIECES.value, tokens),
-            "nodes": (stages, row_tiles.NODE_FIELDS.value, 2 * tokens),
-            "tiles": (stages, row_tiles.TILE_FIELDS.value, tokens),
+            "nodes": (stages, layout.NODE_FIELDS.value, 2 * tokens),
+            "tiles": (stages, layout.TILE_FIELDS.value, tokens),
             "num_items": (candidates, 2),
             "share": (candidates, 2),
             "item_starts": (candidates, 2, tokens),
@@ -111,7 +113,7 @@ class DevicePlanner:
         int64: dict[str, tuple[int, ...]] = {
             "hashes": (capacity.max_pages_per_request, rows),
             "links": (rows,),
-            "totals": (stages, row_tiles.TOTAL_FIELDS.value),
+            "totals": (stages, layout.TOTAL_FIELDS.value),
             "times": (candidates, 2),
         }
         return {
@@ -181,7 +183,7 @@ class DevicePlanner:
             Status(b["counts"], b["errors"]),
             Links(b["links"], b["subtree_queries"]),
             EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields)),
-            row_tiles.Layout(b["nodes"], b["tiles"], b["totals"]),
+            layout.Layout(b["nodes"], b["tiles"], b["totals"]),
             cost.ChoiceArrays(self._passes, self._every, b["times"], b["num_items"], b["share"], b["item_starts"]),
         )
 
@@ -219,7 +221,7 @@ class DevicePlanner:
         """The tiles of every stage, and the time of every candidate. allowed: those that may be chosen."""
         arrays, sizes = self._arrays, self._sizes
         choice = arrays.choice._replace(allowed=allowed)
-        launch(row_tiles.tiles_kernel, (self._num_tiles,))(
+        launch(layout.tiles_kernel, (self._num_tiles,))(
             *(arrays.entries, arrays.status, self._stages, arrays.layout, window),
             SIZES=sizes,
             num_warps=min(16, max(4, sizes.nodes // 8)),
@@ -237,8 +239,8 @@ class DevicePlanner:
         arrays, sizes, limits = self._arrays, self._sizes, self._limits
         work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
-        num_programs = min(limits.items, self._device_info.num_sms * min(8, -(-sizes.tokens // 256)))
-        launch(items.items_kernel, (num_programs,))(
+        num_ctas = min(limits.items, self._card.num_sms * min(8, -(-sizes.tokens // 256)))
+        launch(items.items_kernel, (num_ctas,))(
             *(tables, len(tables.block_table), self._columns(tables), window, arrays.entries, arrays.status),
             *(arrays.layout, arrays.choice, work, limits),
             SIZES=sizes,
@@ -247,8 +249,8 @@ class DevicePlanner:
         # With 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128 and spills.
         # With 8 warps, for groups of one head, they take turns.
         warps = max(4, sizes.nodes // 16)
-        lists = work_list.PlanArrays(*(plan.arrays[name] for name in work_list.PlanArrays._fields))
-        launch(work_list.lists_kernel, (max(4, 3 * self._device_info.num_sms),))(
+        lists = tile_list.PlanArrays(*(plan.arrays[name] for name in tile_list.PlanArrays._fields))
+        launch(tile_list.lists_kernel, (max(4, 3 * self._card.num_sms),))(
             *(tables, tables.block_table.stride(0), arrays.entries, arrays.status, arrays.layout, arrays.choice),
             *(work, lists, limits),
             SIZES=sizes,
@@ -263,5 +265,5 @@ class DevicePlanner:
 
     def _pdl(self, trigger: bool = True, wait: bool = True) -> dict[str, Any]:
         """How a launch follows the one ahead of it: it starts before that one ends, where the card can, and waits."""
-        trigger, wait = trigger and self._device_info.overlaps, wait and self._device_info.overlaps
+        trigger, wait = trigger and self._card.has_pdl, wait and self._card.has_pdl
         return {"PDL": Pdl(trigger, wait)} | ({"launch_pdl": True} if wait else {})

@@ -1,6 +1,6 @@
 """Planning on the device, first half: the order of the requests in the prefix forest, and the entries of their tokens.
 
-Three launches give what `planner.prefix_forest` and `planner.row_tiles.layout.make_entries` give. A cumulative hash of
+Three launches give what `planner.prefix_forest` and `planner.tiles.layout.make_entries` give. A cumulative hash of
 each row's pages makes the number of columns that two rows share a search. A row's parent is the lowest row of those
 before it that share the most columns with it. In the order of the forest a row is followed by its children, those that
 share more columns first, of equals the lower; so what stands before a row is found on its path to the root. What

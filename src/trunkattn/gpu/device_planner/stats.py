@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.device_planner.cost import PASS_COLUMNS
+from trunkattn.gpu.device_planner.layout import totals_of
 from trunkattn.gpu.device_planner.prefix_forest import load_request
-from trunkattn.gpu.device_planner.row_tiles import totals_of
 
 
 @triton.jit

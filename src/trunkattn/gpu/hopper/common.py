@@ -16,12 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn import numerics
-from trunkattn.dtypes import HOPPER_BOX_DIMS, HOPPER_PAGE_UNIT
-from trunkattn.gpu.plan import Tensors
+from trunkattn.gpu.hopper import spec
+from trunkattn.gpu.layer import Tensors
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS
 
-BOX_DIMS = gl.constexpr(HOPPER_BOX_DIMS)  # dims of a TMA box; a head has a multiple of them, or is padded to one
-BOX_TOKENS = gl.constexpr(HOPPER_PAGE_UNIT)  # tokens of a TMA box; a page holds a multiple of them
+BOX_DIMS = gl.constexpr(spec.BOX_DIMS)  # dims of a TMA box; a head has a multiple of them, or is padded to one
+BOX_TOKENS = gl.constexpr(spec.PAGE_UNIT)  # tokens of a TMA box; a page holds a multiple of them
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix product
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 NEG_INF = gl.constexpr(numerics.NEG_INF)
@@ -33,7 +33,6 @@ _HAS_REINTERPRET = gl.constexpr(
 _LINE = gl.constexpr(32)  # numbers in a cache line of 128 bytes
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
-_TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
 
 
 class Layer(NamedTuple):
@@ -172,19 +171,3 @@ LAYER: Final = ("layer", "k_desc", "v_desc")  # the arguments of the kernels tha
 def of_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
     """The arguments `LAYER`."""
     return layer_of(t), *tma_descriptors(t)
-
-
-def dtypes_of(t: Tensors) -> tuple[torch.dtype, ...]:
-    """Of queries, keys and values."""
-    return t.q.dtype, t.k_cache.dtype, t.v_cache.dtype
-
-
-def is_aligned(t: Tensors) -> bool:
-    """Whether the caches can be read 16 bytes at a time: their rows are contiguous, and aligned like the strides
-    between them."""
-    return all(
-        cache.data_ptr() % _TMA_BYTES == 0
-        and cache.stride(-1) == 1
-        and all(stride * cache.itemsize % _TMA_BYTES == 0 for stride in cache.stride()[:-1])
-        for cache in (t.k_cache, t.v_cache)
-    )

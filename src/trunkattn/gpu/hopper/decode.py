@@ -16,15 +16,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import hopper_decode_misfits, hopper_width
+from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.hopper.common import (
     LAYER,
     SWIZZLED,
     WARPGROUP_ROWS,
     Layer,
-    dtypes_of,
-    is_aligned,
     layer_of,
     of_layer,
     pdl_trigger,
@@ -54,8 +53,8 @@ from trunkattn.gpu.hopper.pipeline import (
 )
 from trunkattn.gpu.hopper.segments import BlockMask, RowTiles, mask_gathered, mask_rows, row_tiles_of
 from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16, kind_of, staged_descriptor
-from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
-from trunkattn.gpu.tuning.decode import HOPPER_TILES, WIDE, GpuTile, HopperSource, hopper_source
+from trunkattn.gpu.layer import Geometry, Pdl, Tensors
+from trunkattn.gpu.portable.spec import WIDE
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 
@@ -70,20 +69,20 @@ class DecodeShape(NamedTuple):
 
 _SHAPES: Final = MappingProxyType(
     {
-        HopperSource.LOADED: {64: DecodeShape(1, 56, 128), 128: DecodeShape(1, 24, 128), 256: DecodeShape(1, 24, 128)},
-        HopperSource.WIDENED: {
+        spec.Source.LOADED: {64: DecodeShape(1, 56, 128), 128: DecodeShape(1, 24, 128), 256: DecodeShape(1, 24, 128)},
+        spec.Source.WIDENED: {
             64: DecodeShape(4, 64, 128),
             128: DecodeShape(4, 88, 128),
             256: DecodeShape(8, 128, 168),
         },
-        HopperSource.GATHERED: {
+        spec.Source.GATHERED: {
             64: DecodeShape(4, 88, 128),
             128: DecodeShape(4, 88, 128),
             256: DecodeShape(8, 128, 168),
         },
     }
 )
-_LOADED, _WIDENED, _GATHERED = (gl.constexpr(int(source)) for source in HopperSource)
+_LOADED, _WIDENED, _GATHERED = (gl.constexpr(int(source)) for source in spec.Source)
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
@@ -97,7 +96,7 @@ class DecodeConstants(NamedTuple):
         segment_size: tokens.
         masked: queries of one sequence see different tokens.
         soft_cap: of logits; 0: none.
-        source: where keys and values come from, a `HopperSource`.
+        source: where keys and values come from, a `Source`.
         kv_bytes, kv_kind: of numbers in the cache; see `widen.kind_of`.
         tile: constants of the main loop.
         producer_registers: of a thread of the producer warps.
@@ -120,26 +119,17 @@ class DecodeConstants(NamedTuple):
     producer_registers: int
 
 
-def shape_of(head_dim: int, source: HopperSource) -> DecodeShape:
+def shape_of(head_dim: int, source: spec.Source) -> DecodeShape:
     """The shape of the kernel."""
-    return _SHAPES[source][hopper_width(head_dim)]
+    return _SHAPES[source][spec.width_of(head_dim)]
 
 
-def tile_of(head_dim: int, source: HopperSource, masked: bool = False) -> MainloopTile:
+def tile_of(head_dim: int, source: spec.Source, masked: bool = False) -> MainloopTile:
     """The constants of its main loop. Masks of positions are behind the product where few registers are left: heads of
     64 have twice the scores, those of 256 twice the output. Masks of gathered blocks would wait for memory there."""
-    width, producer_warps = hopper_width(head_dim), shape_of(head_dim, source).producer_warps
-    mask_ahead = width == WIDE or not masked or source is HopperSource.GATHERED
-    return mainloop_tile(width, HOPPER_TILES[source, width].block_n, 2, 4, mask_ahead, producer_warps)
-
-
-class Pdl(NamedTuple):
-    """Programmatic dependent launch. trigger: the next kernel may start early. overlaps: this one runs while the kernel
-    ahead does, of which it needs nothing, and ends after it, so that what waits for this one waits for both; if False,
-    it waits before it begins. Both are bools, whose values Triton does not compile for."""
-
-    trigger: Any
-    overlaps: Any
+    width, producer_warps = spec.width_of(head_dim), shape_of(head_dim, source).producer_warps
+    mask_ahead = width == WIDE or not masked or source is spec.Source.GATHERED
+    return mainloop_tile(width, spec.TILES[source, width].block_n, 2, 4, mask_ahead, producer_warps)
 
 
 class DecodeWork(NamedTuple):
@@ -301,7 +291,7 @@ def hopper_decode_kernel(
 ):
     """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers. first_cta:
     of this launch, among all `total_ctas` of the launches that share the items."""
-    if not work.pdl.overlaps:
+    if not work.pdl.wait:  # it needs nothing of the launch ahead, but must not run beside it
         pdl_wait()
     if work.pdl.trigger:
         pdl_trigger()
@@ -354,96 +344,94 @@ def hopper_decode_kernel(
             [1, 1],
             [C.producer_registers, C.producer_registers],
         )
-    if work.pdl.overlaps & (gl.program_id(0) == 0):
+    if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch waits for those ahead of it
         pdl_wait()
 
 
-def supports(t: Tensors, geometry: Geometry, tile: GpuTile) -> bool:
-    """Whether `bind` takes this: what `hopper_decode_misfits` and `is_aligned` accept, and segments that blocks hold
-    whole."""
-    group, width = geometry.num_qo_heads // geometry.num_kv_heads, hopper_width(geometry.head_dim)
-    return (
-        not hopper_decode_misfits(dtypes_of(t), (geometry.head_dim, geometry.head_dim_v), geometry.page_size, group)
-        and is_aligned(t)
-        and group <= tile.block_m <= WARPGROUP_ROWS.value
-        and (tile.block_n, tile.subtiles) == (HOPPER_TILES[source_of(t, geometry), width].block_n, 1)
-        and tile.block_n % geometry.segment_size == 0
-    )
-
-
-def source_of(t: Tensors, geometry: Geometry) -> HopperSource:
+def source_of(t: Tensors, geometry: Geometry) -> spec.Source:
     """Where keys and values come from."""
-    return hopper_source(t.k_cache.element_size(), geometry.page_size)
+    return spec.source_of(t.k_cache.element_size(), geometry.page_size)
 
 
-class DecodeLaunch(NamedTuple):
-    """What a launch adds to a plan. buckets: first and last. first_cta: of this launch, among `total_ctas` of all."""
+class Share(NamedTuple):
+    """One of several launches that share the items of some buckets. first_cta: of this launch, among `total_ctas` of
+    all."""
 
-    buckets: tuple[int, int]
     first_cta: int
     total_ctas: int
     pdl: Pdl
-    return_lse: bool
 
 
-def arguments(t: Tensors, plan: GpuPlan, launch: DecodeLaunch) -> DecodeArguments:
-    """The arguments of one launch, from the tensors of a layer, a plan, and what the launch adds."""
-    g, bytes_and_kind = plan.geometry, (t.k_cache.element_size(), kind_of(t.k_cache.dtype))
-    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
-    options = (g.masked, g.soft_cap or 0.0, g.sinks)
-    source = source_of(t, g)
+def arguments(t: Tensors, plan: GpuPlan, buckets: tuple[int, int], share: Share, return_lse: bool) -> DecodeArguments:
+    """The arguments of one launch, from the tensors of a layer and a plan. buckets: the first and the last."""
+    g, source = plan.geometry, source_of(t, plan.geometry)
+    layer, keys, values = _OF_LAYER[source](t)
     return DecodeArguments(
-        *_OF_LAYER[source](t),  # the layer, keys and values
-        DecodeWork(row_tiles_of(plan), plan.arrays["counts"], g.window, launch.pdl),
-        *launch.buckets,
-        plan.sizes["items"],
-        plan.sizes["queries"],
-        plan.sizes["segments"],
-        launch.first_cta,
-        launch.total_ctas,
-        DecodeConstants(
-            *(*heads, g.page_size, g.segment_size, *options),
-            launch.return_lse,
-            int(source),
-            *bytes_and_kind,
-            tile_of(g.head_dim, source, g.masked),
-            shape_of(g.head_dim, source).producer_registers,
+        layer=layer,
+        k_desc=keys,
+        v_desc=values,
+        work=DecodeWork(tiles=row_tiles_of(plan), counts=plan.arrays["counts"], window=g.window, pdl=share.pdl),
+        first_bucket=buckets[0],
+        last_bucket=buckets[1],
+        items_size=plan.sizes["items"],
+        queries_size=plan.sizes["queries"],
+        segments_size=plan.sizes["segments"],
+        first_cta=share.first_cta,
+        total_ctas=share.total_ctas,
+        C=DecodeConstants(
+            num_qo_heads=g.num_qo_heads,
+            num_kv_heads=g.num_kv_heads,
+            group_size=g.num_qo_heads // g.num_kv_heads,
+            head_dim=g.head_dim,
+            page_size=g.page_size,
+            segment_size=g.segment_size,
+            masked=g.masked,
+            soft_cap=g.soft_cap or 0.0,
+            sinks=g.sinks,
+            return_lse=return_lse,
+            source=int(source),
+            kv_bytes=t.k_cache.element_size(),
+            kv_kind=kind_of(t.k_cache.dtype),
+            tile=tile_of(g.head_dim, source, g.masked),
+            producer_registers=shape_of(g.head_dim, source).producer_registers,
         ),
     )
 
 
 def _of_gathered_layer(t: Tensors) -> tuple[Layer, torch.Tensor, torch.Tensor]:
-    """The arguments `LAYER`."""
+    """Values of the arguments `LAYER` where the kernel gathers."""
     return layer_of(t), as_words(t.k_cache), as_words(t.v_cache)
 
 
 def _of_widened_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
-    """The same by TMA."""
+    """Values of the arguments `LAYER` where the kernel widens."""
     return layer_of(t), staged_descriptor(t.k_cache), staged_descriptor(t.v_cache)
 
 
 _OF_LAYER: Final = MappingProxyType(
     {
-        HopperSource.LOADED: of_layer,
-        HopperSource.WIDENED: _of_widened_layer,
-        HopperSource.GATHERED: _of_gathered_layer,
+        spec.Source.LOADED: of_layer,
+        spec.Source.WIDENED: _of_widened_layer,
+        spec.Source.GATHERED: _of_gathered_layer,
     }
 )
 
 
-def bind(
-    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], num_programs: tuple[int, ...], pdl: Pdl, return_lse: bool
-) -> BoundLaunches:
-    """Launches of the items of all buckets from the first to the last, for layers like `t`. With a window up to 15
-    tokens before it are loaded and masked: they must be finite, as tokens of the sequence are.
+def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
+    """Launches of the items of the launch's buckets, for layers like `t`. With a window up to 15 tokens before it are
+    loaded and masked: they must be finite, as tokens of the sequence are.
 
-    num_programs: of each of the launches, which run side by side. pdl: of all of them: the first overlaps what is
-    ahead, and the last triggers what comes next."""
-    source, grids = source_of(t, plan.geometry), []
-    for number, count in enumerate(num_programs):
-        its_pdl = Pdl(pdl.trigger or number + 1 < len(num_programs), pdl.overlaps or number > 0)
-        each = DecodeLaunch(buckets, sum(num_programs[:number]), sum(num_programs), its_pdl, return_lse)
+    A launch that spreads its items is several of a CTA an SM each, side by side; with one KV head they would cost more
+    than that saves. The first of them overlaps what is ahead, and the last triggers what comes next."""
+    source, grids, pdl = source_of(t, plan.geometry), [], options.pdl
+    each_sm = (plan.card.num_sms,) * plan.tiles[launch.buckets[0]].ctas_per_sm
+    spreads = launch.spread and plan.geometry.num_kv_heads > 1
+    num_ctas = each_sm if spreads else (min(launch.num_ctas, sum(each_sm)),)
+    buckets = launch.buckets[0], launch.buckets[-1]
+    for number, count in enumerate(num_ctas):
+        its_pdl = Pdl(pdl.trigger or number + 1 < len(num_ctas), pdl.wait or number > 0)
+        share = Share(sum(num_ctas[:number]), sum(num_ctas), its_pdl)
         registers = shape_of(plan.geometry.head_dim, source).registers
-        options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-        grids.append(Grid(count, arguments(t, plan, each)._asdict() | options))
+        compiled = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
+        grids.append(Grid(count, arguments(t, plan, buckets, share, options.return_lse)._asdict() | compiled))
     return BoundLaunches(hopper_decode_kernel, grids, LAYER, _OF_LAYER[source])

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import HOPPER_PREFILL_ROWS, hopper_prefill_misfits
+from trunkattn.gpu.arrays import ChunkArrays, GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
@@ -24,8 +24,6 @@ from trunkattn.gpu.hopper.common import (
     SWIZZLED,
     WARPGROUP_ROWS,
     Layer,
-    dtypes_of,
-    is_aligned,
     layer_of,
     of_layer,
     pdl_trigger,
@@ -52,9 +50,7 @@ from trunkattn.gpu.hopper.pipeline import (
     load_block,
     make_pipeline,
 )
-from trunkattn.gpu.plan import Geometry, GpuPlan, Tensors
-from trunkattn.gpu.prefill_plan import PrefillPlan
-from trunkattn.gpu.tuning.prefill import PrefillTile
+from trunkattn.gpu.layer import Tensors
 from trunkattn.planner.work_list import (
     DIRECT,
     KV_END,
@@ -101,7 +97,7 @@ class PrefillConstants(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Arrays of a `PrefillList` on the device. table_stride: columns of the block table."""
+    """Arrays of a `ChunkList` on the device. table_stride: columns of the block table."""
 
     items: Any
     block_table: Any
@@ -112,7 +108,7 @@ class Chunks(NamedTuple):
 
 class PrefillWork(NamedTuple):
     """The arrays of a plan. num_items [1]: items as `even_rounds` orders them. positions [T]: of query tokens in their
-    sequences. window: tokens, 0 for all."""
+    sequences. window: tokens, 2^31 - 1 for all."""
 
     chunks: Chunks
     num_items: Any
@@ -366,45 +362,56 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     )
 
 
-def supports(t: Tensors, tile: PrefillTile, geometry: Geometry) -> bool:
-    """Whether `bind` takes this: a tile of the kernel, what `hopper_prefill_misfits` and `is_aligned` accept, and query
-    tokens less than 2^32 elements apart."""
-    group = geometry.num_qo_heads // geometry.num_kv_heads
-    near = all(tensor.stride(0) < 2**32 for tensor in (t.q, t.out))
-    dims = (geometry.head_dim, geometry.head_dim_v)
-    misfits = hopper_prefill_misfits(dtypes_of(t), dims, geometry.page_size, group)
-    return tile.hopper and tile.block_m == HOPPER_PREFILL_ROWS and near and not misfits and is_aligned(t)
-
-
-def chunks_of(prefill: PrefillPlan) -> Chunks:
+def chunks_of(chunks: ChunkArrays) -> Chunks:
     """The arrays of a plan's prompt chunks."""
-    arrays = prefill.arrays
-    return Chunks(arrays["items"], arrays["block_table"], arrays["queries"], arrays["slots"], prefill.table_stride)
+    arrays = chunks.arrays
+    return Chunks(
+        items=arrays["items"],
+        block_table=arrays["block_table"],
+        queries=arrays["queries"],
+        partial_slots=arrays["partial_slots"],
+        table_stride=chunks.table_stride,
+    )
 
 
 def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillArguments:
     """The arguments of a launch, from the tensors of a layer, a plan, and options."""
-    assert plan.prefill
+    assert plan.chunks
     arrays, g = plan.arrays, plan.geometry
-    heads, windowed = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads), g.window != UNLIMITED
-    window = g.window if windowed else 0
+    k_desc, v_desc = tma_descriptors(t)
     return PrefillArguments(
-        layer_of(t),
-        *tma_descriptors(t),
-        PrefillWork(chunks_of(plan.prefill), arrays["prefill_count"], arrays["positions"], window),
-        PrefillConstants(
-            *heads, g.head_dim, g.page_size, windowed, plan.prefill.tile.ctas_per_sm, g.soft_cap or 0.0, g.sinks,
-            return_lse, pdl_trigger,
+        layer=layer_of(t),
+        k_desc=k_desc,
+        v_desc=v_desc,
+        work=PrefillWork(
+            chunks=chunks_of(plan.chunks),
+            num_items=arrays["chunk_count"],
+            positions=arrays["positions"],
+            window=g.window,
         ),
-    )  # fmt: skip
+        C=PrefillConstants(
+            num_qo_heads=g.num_qo_heads,
+            num_kv_heads=g.num_kv_heads,
+            group_size=g.num_qo_heads // g.num_kv_heads,
+            head_dim=g.head_dim,
+            page_size=g.page_size,
+            windowed=g.window != UNLIMITED,
+            ctas_per_sm=plan.chunks.tile.ctas_per_sm,
+            soft_cap=g.soft_cap or 0.0,
+            sinks=g.sinks,
+            return_lse=return_lse,
+            pdl_trigger=pdl_trigger,
+        ),
+    )
 
 
-def bind(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
-    """The launch of the items of prompt chunks that `supports` accepts, for layers like `t`.
+def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
+    """The launch of the items of prompt chunks, for layers like `t`. It is the first of a plan, and waits for nothing.
 
     Without a window an item's KV_START is a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it
     are loaded and masked: they must be finite, as tokens of the sequence are."""
-    assert plan.prefill
-    registers = REGISTERS[plan.prefill.tile.ctas_per_sm]
-    given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": registers}
-    return BoundLaunches(hopper_prefill_kernel, [Grid(plan.prefill.num_programs, given)], LAYER, of_layer)
+    assert plan.chunks
+    registers = REGISTERS[plan.chunks.tile.ctas_per_sm]
+    given = arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
+    given |= {"num_warps": 4, "maxnreg": registers}
+    return BoundLaunches(hopper_prefill_kernel, [Grid(launch.num_ctas, given)], LAYER, of_layer)

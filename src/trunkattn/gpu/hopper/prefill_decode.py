@@ -18,11 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.dtypes import HOPPER_GROUPS, HOPPER_HEAD_DIM
+from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.bound import BoundLaunches, Grid
-from trunkattn.gpu.hopper import prefill
+from trunkattn.gpu.hopper import prefill, spec
 from trunkattn.gpu.hopper.common import (
-    BOX_TOKENS,
     LAYER,
     NEG_INF,
     PRODUCER_REGISTERS,
@@ -60,25 +59,23 @@ from trunkattn.gpu.hopper.segments import (
     mask_columns,
     row_tiles_of,
 )
-from trunkattn.gpu.plan import GpuPlan, Tensors
-from trunkattn.gpu.tuning.decode import GpuTile
-from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS, PREFILL_DECODE_ROWS
+from trunkattn.gpu.layer import Tensors
 from trunkattn.numerics import LOG2_E
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
 CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
 DECODE_REGISTERS = gl.constexpr(72)
-_NARROW_ROWS = gl.constexpr(PREFILL_DECODE_NARROW_ROWS)  # of a decode tile, in whole groups
-_WIDE_ROWS = gl.constexpr(PREFILL_DECODE_ROWS)
+_NARROW_ROWS = gl.constexpr(spec.BOTH_NARROW_ROWS)  # of a decode tile, in whole groups
+_WIDE_ROWS = gl.constexpr(spec.BOTH_ROWS)
 # Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
 _SHAPE: Final = PipelineShape(
-    HOPPER_HEAD_DIM, BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY
+    spec.BOTH_HEAD_DIM, BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY
 )
 assert _SHAPE.empty + _SHAPE.num_stages <= NUM_BARRIERS
 _PIPELINE = gl.constexpr(_SHAPE)
-_HEAD_DIM = gl.constexpr(HOPPER_HEAD_DIM)
-_COPY = gl.constexpr(copy_layout(HOPPER_HEAD_DIM))
+_HEAD_DIM = gl.constexpr(spec.BOTH_HEAD_DIM)
+_COPY = gl.constexpr(copy_layout(spec.BOTH_HEAD_DIM))
 _NUM_WARPS = gl.constexpr(4)
 _SPECULATION_LIMIT = gl.constexpr(8.0)  # p may grow to 2 to this power before sums are rescaled
 _LOG2_E = gl.constexpr(LOG2_E)
@@ -364,35 +361,41 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     )
 
 
-def supports(t: Tensors, plan: GpuPlan, tile: GpuTile) -> bool:
-    """Whether `bind` takes the chunks of a plan and the items that overlap them, of this tile: chunks that
-    `prefill.supports` accepts, and tiles of 16 rows by 64 keys."""
-    return (
-        plan.prefill is not None
-        and prefill.supports(t, plan.prefill.tile, plan.geometry)
-        and (tile.block_m, tile.block_n, tile.subtiles) == (PREFILL_DECODE_ROWS, BLOCK_TOKENS.value, 1)
-        and plan.geometry.head_dim == HOPPER_HEAD_DIM
-        and plan.geometry.num_qo_heads // plan.geometry.num_kv_heads in HOPPER_GROUPS
-        and plan.geometry.segment_size % BOX_TOKENS.value == 0
-    )
-
-
 def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillDecodeArguments:
     """The arguments of a launch, from the tensors of a layer, a plan, and options."""
-    assert plan.prefill
+    assert plan.chunks
     arrays, g = plan.arrays, plan.geometry
-    chunks = prefill.chunks_of(plan.prefill)
-    heads = (g.num_qo_heads, g.num_kv_heads, g.num_qo_heads // g.num_kv_heads, g.head_dim)
-    pages, masks = (g.page_size, g.segment_size), (g.masked, g.window != UNLIMITED)
+    k_desc, v_desc = tma_descriptors(t)
     return PrefillDecodeArguments(
-        layer_of(t),
-        *tma_descriptors(t),
-        PrefillDecodeWork(chunks, arrays["prefill_count"], row_tiles_of(plan), arrays["overlapped"], g.window),
-        PrefillDecodeConstants(*heads, *pages, *masks, g.soft_cap or 0.0, g.sinks, return_lse, pdl_trigger),
+        layer=layer_of(t),
+        k_desc=k_desc,
+        v_desc=v_desc,
+        work=PrefillDecodeWork(
+            chunks=prefill.chunks_of(plan.chunks),
+            num_chunk_items=arrays["chunk_count"],
+            tiles=row_tiles_of(plan),
+            item_range=arrays["overlapped"],
+            window=g.window,
+        ),
+        C=PrefillDecodeConstants(
+            num_qo_heads=g.num_qo_heads,
+            num_kv_heads=g.num_kv_heads,
+            group_size=g.num_qo_heads // g.num_kv_heads,
+            head_dim=g.head_dim,
+            page_size=g.page_size,
+            segment_size=g.segment_size,
+            masked=g.masked,
+            windowed=g.window != UNLIMITED,
+            soft_cap=g.soft_cap or 0.0,
+            sinks=g.sinks,
+            return_lse=return_lse,
+            pdl_trigger=pdl_trigger,
+        ),
     )
 
 
-def bind(t: Tensors, plan: GpuPlan, num_programs: int, pdl_trigger: bool, return_lse: bool) -> BoundLaunches:
+def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
     """The launch of a plan's prompt chunks and of the items that are co-scheduled with them, for layers like `t`."""
-    given = arguments(t, plan, pdl_trigger, return_lse)._asdict() | {"num_warps": 4, "maxnreg": REGISTERS}
-    return BoundLaunches(hopper_prefill_decode_kernel, [Grid(num_programs, given)], LAYER, of_layer)
+    given = arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
+    given |= {"num_warps": 4, "maxnreg": REGISTERS}
+    return BoundLaunches(hopper_prefill_decode_kernel, [Grid(launch.num_ctas, given)], LAYER, of_layer)

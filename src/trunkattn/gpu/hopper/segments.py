@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from trunkattn.gpu.arrays import GpuPlan
+from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.hopper.common import BOX_TOKENS
 from trunkattn.gpu.hopper.pipeline import Boxes
-from trunkattn.gpu.plan import GpuPlan
-from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS
 from trunkattn.planner.work_list import (
     SEGMENT_COLUMNS,
     SEGMENT_END,
@@ -22,7 +22,7 @@ from trunkattn.planner.work_list import (
     SEGMENT_START,
 )
 
-BLOCK_TOKENS = gl.constexpr(PREFILL_DECODE_KEYS)
+BLOCK_TOKENS = gl.constexpr(spec.BOTH_KEYS)
 # Columns of an item: its segments [start, end), of which those before `full` are whole and seen by all of its queries
 ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_FULL)
 ITEM_SEGMENT_END = gl.constexpr(SEGMENT_END)
@@ -164,4 +164,6 @@ def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
 def row_tiles_of(plan: GpuPlan) -> RowTiles:
     """The arrays of a plan's tile list."""
     arrays = plan.arrays
-    return RowTiles(arrays["items"], arrays["segments"], arrays["queries"], arrays["slots"], arrays["positions"])
+    return RowTiles(
+        arrays["items"], arrays["segments"], arrays["queries"], arrays["partial_slots"], arrays["positions"]
+    )

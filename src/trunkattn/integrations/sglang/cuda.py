@@ -217,7 +217,7 @@ class TrunkCudaBackend(TrunkBackend):
         layers = list(self._kinds.values())
         token_bytes = {kind: kind.spec.kv_token_bytes * layers.count(kind) for kind in self._plans_of(step.chunks)}
         if step.chunks is not None:
-            stats = {kind: plan.chunk_stats for kind, (_, plan) in self._prompt_plans.items()}
+            stats = {kind: plan.counters.chunks for kind, (_, plan) in self._prompt_plans.items()}
             read = sum(found.kv_tokens_read * token_bytes[kind] for kind, found in stats.items() if found is not None)
             self.stats.count_read(read, read, step.rows)
             self.stats.log()
@@ -225,10 +225,10 @@ class TrunkCudaBackend(TrunkBackend):
         if self._traffic is None:
             errors = [each.errors for each in self._attentions.values() if each.errors is not None]
             self._traffic = DeviceTraffic(len(self._plans), self.device, errors)
-        plans = [plan.traffic for _, plan in self._plans.values()]
+        plans = [counted for _, plan in self._plans.values() if (counted := plan.counters.kv_tokens) is not None]
         self._traffic.note(plans, step.rows - step.padding, step.padding)
         count_arrivals(self.stats, self._traffic, list(token_bytes.values()), logger.error)
 
 
 def _as_run(plan: Plan, chunks: PromptChunks | None) -> Plan:
-    return plan if chunks is None else plan.of_chunks_alone()
+    return plan if chunks is None else plan.only("chunks")

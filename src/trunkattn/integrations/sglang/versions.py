@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from trunkattn.dtypes import has_e4m3
+from trunkattn.gpu.cards import card_at
 
 # 0.5.17 is the newest that pins torch 2.11. `make test-sglang` runs 0.5.23 on a CPU.
 OLDEST: Final = (0, 5, 17)
@@ -89,7 +89,7 @@ def caution(version: str) -> str | None:
 
 def served(on_cpu: bool) -> str:
     """What the plug-in serves and refuses here, in words."""
-    dtypes = [dtype for dtype in KV_DTYPES if on_cpu or dtype != torch.float8_e4m3fn or has_e4m3("cuda")]
+    dtypes = [dtype for dtype in KV_DTYPES if on_cpu or dtype != torch.float8_e4m3fn or card_at("cuda").has_e4m3]
     caches = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     refused = ", ".join(("multi-head latent attention (MLA)", *(name for _, name in REFUSED_OPTIONS.values())))
     return f"It serves full and sliding-window attention with caches of {caches}, and refuses, among others, {refused}"

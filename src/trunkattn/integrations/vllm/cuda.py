@@ -309,7 +309,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
             options |= {"chunks": chunks} if chunks is not None else {}
             plan = self._plans[spec] = attention.plan(*rows, **options)
             if chunks is None and spec not in self._decode_plans:
-                self._decode_plans[spec] = plan.without_chunks()
+                self._decode_plans[spec] = plan.only("decodes")
         plans = self._decode_plans if chunks is None else self._plans
         return {spec: (self._runs[spec], plan) for spec, plan in plans.items()}
 
@@ -341,7 +341,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         if not plans:
             self.stats.count_unshared("no_decode")
         else:
-            traffic.note([plan.traffic for plan in plans], step.requests)
+            traffic.note([counted for plan in plans if (counted := plan.counters.kv_tokens) is not None], step.requests)
         count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
 
 

@@ -74,7 +74,7 @@ class OwnPrompts:
         options: dict[str, Any] = {"sliding_window": window, "into": self._plans.get(spec), "chunks": known}
         plan = attention.plan(block_table, seq_lens, query_start_loc, **options)
         self._plans[spec] = plan
-        return attention, plan.of_chunks_alone()
+        return attention, plan.only("chunks")
 
     def run_once(self, caches: Mapping[LayerSpec, tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
         """Plans and runs what needs each kernel of the layers, on queries that are zeros; caches: theirs."""

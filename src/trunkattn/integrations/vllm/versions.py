@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from trunkattn.dtypes import has_e4m3
+from trunkattn.gpu.cards import card_at
 
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
 # of 0.32. On GPUs the oldest and the newest have run.
@@ -113,7 +113,7 @@ def caution(version: str) -> str | None:
 
 def served(on_cpu: bool) -> str:
     """What the plug-in serves and refuses here, in words."""
-    has_all = on_cpu or has_e4m3("cuda")
+    has_all = on_cpu or card_at("cuda").has_e4m3
     caches = ", ".join(name for name, dtype in KV_DTYPES.items() if has_all or dtype != torch.float8_e4m3fn)
     options = (*REFUSED_OPTIONS, *(REFUSED_CPU_OPTIONS if on_cpu else REFUSED_GPU_OPTIONS))
     refused = ", ".join(("multi-head latent attention (MLA)", *(name for *_, name in options)))

@@ -1,0 +1,152 @@
+"""The CPU side of `BatchAttention`: a work list, a workspace that grows with the plans, and the run."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trunkattn.backend import Counters, DeviceTables, Part
+from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.cpu import parallel
+from trunkattn.cpu.block import Shape
+from trunkattn.cpu.tuning import cpu_device
+from trunkattn.dtypes import KV_KINDS
+from trunkattn.inputs import LayerInputs, PromptChunks, Scale, scale_array
+from trunkattn.planner.check import check_plan
+from trunkattn.planner.from_config import make_planner
+from trunkattn.planner.planner import Planned, StepTables
+from trunkattn.planner.work_list import UNLIMITED, PlanStats
+
+
+class CpuStep(NamedTuple):
+    """A planned step."""
+
+    planned: Planned
+    prepared: parallel.CpuPlan
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Rows of q and out."""
+        return len(self.prepared.positions)
+
+    @property
+    def num_chunks(self) -> int:
+        """None: one kernel computes everything."""
+        return 0
+
+    @property
+    def counters(self) -> Counters:
+        """Nothing: `stats` never wait."""
+        return Counters(None, None)
+
+    def only(self, part: Part) -> "CpuStep | None":
+        """The step itself for decodes: there are no prompt chunks for a kernel of their own."""
+        return self if part == "decodes" else None
+
+    def stats(self) -> PlanStats:
+        """See PlanStats."""
+        return self.planned.stats()
+
+    def check(self) -> None:
+        """Raises AssertionError if the work list breaks an invariant."""
+        check_plan(self.planned)
+
+
+def make(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> "CpuBackend":
+    """The back end of a CPU, whose plans have no fixed size."""
+    return CpuBackend(config)
+
+
+class CpuBackend:
+    """Plans and runs on a CPU."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.config = config
+        self._threads = torch.get_num_threads()
+        self._planner = make_planner(config, cpu_device(self._threads))
+        self._shape = Shape(
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            head_dim_v=config.value_dim,
+            page_size=config.page_size,
+            kv_kind=KV_KINDS[config.cache_dtype][0],
+            window=UNLIMITED,
+            aligned_blocks=config.batch_invariant,
+        )
+        self._plain_options = self._make_options(None, None, None, None)
+        self._workspace = parallel.Workspace(self._threads, 0, 0, self._shape)
+
+    def plan(self, batch: StepTables, into: CpuStep | None = None) -> CpuStep:
+        """Plans a checked batch; a step has nothing fixed that `into` would have to keep."""
+        planned = self._planner.plan(batch)
+        shape = self._shape if batch.window == UNLIMITED else self._shape._replace(window=batch.window)
+        kept = planned.batch
+        prepared = parallel.prepare(
+            planned.work, kept.block_table, kept.seq_lens, kept.query_start_loc, shape, self._threads
+        )
+        self._reserve(prepared)
+        return CpuStep(planned, prepared)
+
+    @property
+    def plans_on_device(self) -> bool:
+        """The tables lie in host memory."""
+        return False
+
+    @property
+    def errors(self) -> None:
+        """Bad values are refused when a step is planned."""
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """A CPU computes all rows by the same code."""
+        return False
+
+    def plan_on_device(
+        self, tables: DeviceTables, window: int, into: CpuStep | None = None, chunks: PromptChunks | None = None
+    ) -> CpuStep:
+        """Not for this backend, see `plans_on_device`."""
+        raise AssertionError("a CPU has no device to plan on")
+
+    def check(self) -> None:
+        """Bad values are refused when a step is planned."""
+
+    def _reserve(self, prepared: parallel.CpuPlan) -> None:
+        """Grows the workspace so that `run` does not allocate."""
+        space = self._workspace
+        lanes, slots = max(prepared.max_lanes, space.lanes), max(prepared.work.num_slots, space.num_slots)
+        if (lanes, slots) != (space.lanes, space.num_slots):
+            self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
+
+    def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+        """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
+        # torch.compile leaves the kernel alone: it cannot follow calls through addresses.
+        run = torch.compiler.disable(self._run) if torch.compiler.is_compiling() else self._run
+        return run(step, inputs, out)
+
+    def _run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device="cpu")
+        out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
+        in_place = out.dtype == torch.float32 and out.is_contiguous()
+        computed = out if in_place else torch.empty(out.shape, dtype=torch.float32, device="cpu")
+        q = inputs.q if inputs.q_rope is None else torch.cat((inputs.q, inputs.q_rope), dim=-1)
+        queries = q[: step.num_query_tokens].to(torch.float32).contiguous()
+        bits = KV_KINDS[self.config.cache_dtype][1]
+        layer = parallel.Layer(queries, inputs.k_cache, inputs.v_cache, bits, computed, lse)
+        parallel.execute(step.prepared, layer, self._options(inputs), self._workspace)
+        if not in_place:
+            out.copy_(computed)
+        return lse
+
+    def _options(self, inputs: LayerInputs) -> parallel.Options:
+        given = (inputs.q_scale, inputs.k_scale, inputs.v_scale, inputs.sinks)
+        return self._plain_options if all(value is None for value in given) else self._make_options(*given)
+
+    def _make_options(
+        self, q_scale: Scale, k_scale: Scale, v_scale: Scale, sinks: torch.Tensor | None
+    ) -> parallel.Options:
+        config, heads = self.config, self.config.num_kv_heads
+        of_logits = scale_array(q_scale, heads).astype(np.float64) * scale_array(k_scale, heads) * config.logit_scale
+        extra = np.empty(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
+        return parallel.Options(
+            of_logits.astype(np.float32), scale_array(v_scale, heads), config.logits_soft_cap or 0.0, extra
+        )

@@ -1,0 +1,396 @@
+"""Lists on the device: the arrays that kernels read of a step, and the launches that read them.
+
+`Arrays.place` is the one way there. Without a capacity a step gets arrays of its own size; with one, `Arrays.reserve`
+makes arrays that hold any step of the capacity, for launches of fixed size that a CUDA graph may hold.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trunkattn.gpu.cards import Card
+from trunkattn.gpu.kernel import Kernels, Work
+from trunkattn.gpu.layer import Geometry, Pdl, Tensors
+from trunkattn.gpu.tiles import GpuTile, MergeTile, PrefillTile
+from trunkattn.planner.work_list import (
+    ITEM_COLUMNS,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_COLUMNS,
+    ChunkLimits,
+    ChunkList,
+    TileLimits,
+    TileList,
+)
+
+Int32Array = NDArray[np.int32]
+
+
+class Launch(NamedTuple):
+    """One launch of a plan.
+
+    kernel: the name of its kernel. num_ctas: of its grid.
+    buckets: of the tile list, whose items it computes: of one tile, or ascending those of all tiles of a kernel.
+    spread: where items are few, no SM gets two CTAs with work while others have none, though a launch ahead may still
+    be busy on some. counts: the array that says where the buckets begin.
+    """
+
+    kernel: str
+    work: Work
+    num_ctas: int
+    buckets: tuple[int, ...] = ()
+    spread: bool = False
+    counts: str = "counts"
+
+
+class LaunchOptions(NamedTuple):
+    """pdl: how a launch stands among others. return_lse: outputs get their log-sum-exp, too."""
+
+    pdl: Pdl
+    return_lse: bool
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Arrays of `sizes` int32 on the device, one after the other in `flat`."""
+
+    flat: torch.Tensor
+    sizes: dict[str, int]
+
+    @cached_property
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The arrays by name: views of `flat`."""
+        return dict(zip(self.sizes, self.flat.split(list(self.sizes.values())), strict=True))
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return list(accumulate(self.sizes.values(), initial=0))
+
+    def send(self, host: dict[str, Int32Array]) -> None:
+        """Fills the first arrays, in one copy up to the end of what the last of them gets; host: in their order."""
+        last = list(host)[-1]
+        used = self._begins[len(host) - 1] + host[last].size
+        staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda, device="cpu")
+        flat = staging.numpy()
+        for begin, array in zip(self._begins, host.values(), strict=False):
+            flat[begin : begin + array.size] = array.ravel()
+        self.flat[:used].copy_(staging, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class ChunkArrays(Packed):
+    """A ChunkList on the device. table_stride: columns of its block table. num_ctas: of its launch."""
+
+    tile: PrefillTile
+    num_kv_heads: int
+    table_stride: int
+    num_ctas: int
+
+    def fill(self, chunks: ChunkList) -> None:
+        """Sends prompt chunks to the device."""
+        self.send(_chunk_arrays(chunks, self.table_stride, self.num_kv_heads, self.num_ctas))
+
+
+@dataclass(frozen=True)
+class GpuPlan(Packed):
+    """A tile list on the device, the work items of prompt chunks, if there may be any, and the launches of both.
+
+    Its array `overlapped` [3]: items [first, last), of the lowest tile and merging nothing, that are co-scheduled with
+    the chunks in one launch and are in no bucket of `counts`, and the most queries of one; only a plan with a launch of
+    `Work.BOTH` has any.
+
+    Attributes:
+        launches: in their order.
+        tiles, merge_tile: of the launches.
+        streams: launches that wait for nothing run side by side (PAT §6).
+        chunks: the arrays of prompt chunks; None: there may be none.
+        summary: [3] int64, the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
+            that was made on the device.
+        bound: its launches, ready for layers of a kind, and why its kernels could not read the layers of some kinds
+            (`gpu.launch`).
+    """
+
+    launches: tuple[Launch, ...]
+    geometry: Geometry
+    card: Card
+    tiles: tuple[GpuTile, ...]
+    merge_tile: MergeTile
+    streams: bool = False
+    chunks: ChunkArrays | None = None
+    summary: torch.Tensor | None = None
+    bound: dict[Hashable, Callable[[Tensors], None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    unreadable: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
+
+    def without_chunks(self) -> "GpuPlan":
+        """The same arrays, without the launch that computes prompt chunks."""
+        decodes = tuple(launch for launch in self.launches if launch.work not in (Work.PREFILL, Work.BOTH))
+        return replace(self, launches=decodes, chunks=None)
+
+    @cached_property
+    def chunks_alone(self) -> "GpuPlan":
+        """The same arrays, with no launch but the one that computes prompt chunks."""
+        return replace(self, launches=tuple(each for each in self.launches if each.work in (Work.PREFILL, Work.BOTH)))
+
+    def forget_tiles(self) -> None:
+        """Takes all rows of tiles out of a plan that is filled on the device, on the current stream."""
+        assert self.summary is not None
+        self.arrays["counts"].zero_()
+        self.summary.zero_()
+
+    def forget_chunks(self) -> None:
+        """Takes the prompt chunks, if it may hold any, and the items that overlap them out of a plan that is filled on
+        the device, on the current stream."""
+        if self.chunks:
+            self.arrays["chunk_count"].zero_()
+            self.arrays["overlapped"].zero_()
+
+
+class Lists(NamedTuple):
+    """What a plan is filled with. positions [num_query_tokens]: place in the sequence. num_overlapped: so many items of
+    the first bucket are co-scheduled with the chunks."""
+
+    tiles: TileList
+    positions: Int32Array
+    chunks: ChunkList | None = None
+    num_overlapped: int = 0
+
+
+class Arrays:
+    """Puts lists on a device, for the kernels of an attention."""
+
+    def __init__(self, kernels: Kernels, card: Card, device: torch.device, streams: bool = False) -> None:
+        """streams: launches that wait for nothing run side by side (PAT §6)."""
+        self._kernels, self._card, self._device, self._streams = kernels, card, device, streams
+
+    def place(self, lists: Lists, geometry: Geometry, into: GpuPlan | None = None) -> GpuPlan:
+        """Starts the copy of lists to the device. into: a reserved plan that they fit; launches that were captured read
+        them there. None: they get arrays of their own."""
+        host = _tile_arrays(lists)
+        if into is None:
+            into = self._of_size(lists, host, geometry)
+        if lists.chunks:
+            assert into.chunks
+            into.chunks.fill(lists.chunks)
+        into.send(host)
+        return into
+
+    def _of_size(self, lists: Lists, host: dict[str, Int32Array], geometry: Geometry) -> GpuPlan:
+        counts = np.diff(host["counts"][:-1])
+        merged = len(lists.tiles.merge_queries) * geometry.num_qo_heads
+        launches = [
+            *self._decode_launches(counts, geometry.num_kv_heads, self._merge_early(lists)),
+            self._merge_launch(self._kernels.merge_tile.most_tasks(merged)),
+        ]
+        chunks = None
+        if lists.chunks:
+            chunks = self._chunks_of_size(lists.chunks, geometry, lists.num_overlapped > 0)
+            launches.insert(0, self._chunk_launch(chunks, lists.num_overlapped > 0))
+        sizes = {name: aligned(array.size) for name, array in host.items()}
+        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        return self._plan(flat, sizes, [launch for launch in launches if launch.num_ctas], geometry, chunks)
+
+    @torch.inference_mode(False)
+    def reserve(self, limits: TileLimits, geometry: Geometry, chunk_limits: ChunkLimits | None = None) -> GpuPlan:
+        """An empty plan for any tile list, and any prompt chunks, within the limits. Its launches have a fixed size.
+        Items may merge only what taller tiles leave, and not with streams."""
+        sizes = {
+            "counts": 2 * len(self._kernels.tiles) + 2,
+            "chunk_count": 1,
+            "overlapped": 3,
+            "positions": limits.query_tokens,
+            "items": limits.items * ITEM_COLUMNS,
+            "queries": limits.queries,
+            "partial_slots": limits.queries,
+            "merge_slots": 2 * limits.queries,
+            "merge_queries": limits.merged,
+            "merge_ranges": 2 * limits.merged,
+            "segments": SEGMENT_COLUMNS * limits.segments,
+        }
+        sizes = {name: aligned(size) for name, size in sizes.items()}
+        launches, chunks = [*self._decode_launches(), self._merge_launch()], None
+        if chunk_limits:
+            chunks = self._reserve_chunks(chunk_limits, geometry)
+            launches.insert(0, self._chunk_launch(chunks, self._kernels.both is not None))
+        flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        summary = torch.zeros(3, dtype=torch.int64, device=self._device)
+        return self._plan(flat, sizes, launches, geometry, chunks, summary)
+
+    def _plan(
+        self,
+        flat: torch.Tensor,
+        sizes: dict[str, int],
+        launches: list[Launch],
+        geometry: Geometry,
+        chunks: ChunkArrays | None,
+        summary: torch.Tensor | None = None,
+    ) -> GpuPlan:
+        return GpuPlan(
+            flat=flat,
+            sizes=sizes,
+            launches=tuple(launches),
+            geometry=geometry,
+            card=self._card,
+            tiles=self._kernels.tiles,
+            merge_tile=self._kernels.merge_tile,
+            streams=self._streams,
+            chunks=chunks,
+            summary=summary,
+        )
+
+    def _merge_early(self, lists: Lists) -> bool:
+        """Whether items that merge may share a launch with others of their tile: nothing that they merge is computed in
+        that launch, or beside it."""
+        return lists.tiles.merges_taller and not self._streams and not lists.num_overlapped
+
+    def _decode_launches(
+        self, counts: Int32Array | None = None, num_kv_heads: int = 1, merge_early: bool = False
+    ) -> list[Launch]:
+        """The launches of rows of tiles. counts: items of each bucket; None: they are not known, and a launch fills the
+        device."""
+        tiles, launches = self._kernels.tiles, []
+        groups = self._groups() if counts is None else self._groups_of(counts, merge_early)
+        for buckets in groups:
+            its_tiles = [tiles[bucket % len(tiles)] for bucket in buckets]
+            if counts is None:
+                num_ctas = self._card.num_sms * max(tile.ctas_per_sm for tile in its_tiles)
+            else:
+                num_ctas = int(counts[[*buckets]].sum()) * num_kv_heads
+            launches.append(Launch(its_tiles[0].kernel, Work.DECODE, num_ctas, buckets, spread=counts is None))
+        return launches
+
+    @property
+    def _queues(self) -> bool:
+        """Whether CTAs of the lowest tile wait for a place on an SM in a plan of fixed size."""
+        lowest, *taller = self._kernels.tiles
+        return lowest.queued_per_sm > 0 and all(tile.one_launch for tile in taller)
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        """Buckets of the launches of a plan of fixed size: of all tiles that share a launch, then of the others, tall
+        ones first. Items of the lowest tile that merge come with those that do not."""
+        tiles = self._kernels.tiles
+        together = tuple(bucket for bucket, tile in enumerate(tiles) if tile.one_launch)
+        groups: list[tuple[int, ...]] = [(bucket,) for bucket in range(len(tiles)) if bucket not in together]
+        if groups and tiles[0].merges and not self._streams and not self._queues:
+            groups[0] = (0, len(tiles))
+        return [*([together] if together else []), *reversed(groups)]
+
+    def _groups_of(self, counts: Int32Array, merge_early: bool) -> list[tuple[int, ...]]:
+        """Buckets of the launches of a plan whose items are known: a launch for each, tall tiles first, then those that
+        merge. A few long items alone would idle the card, so those of the lowest tile share one where they may."""
+        heights = len(self._kernels.tiles)
+        lowest_together = merge_early and counts[0] and counts[heights]
+        tall = [(bucket,) for bucket in range(heights - 1, 0, -1)]
+        tall_that_merge = [(bucket,) for bucket in range(2 * heights - 1, heights, -1)]
+        if lowest_together:
+            return [*tall, (0, heights), *tall_that_merge]
+        return [*tall, (0,), *tall_that_merge, (heights,)]
+
+    def _merge_launch(self, num_tasks: int | None = None) -> Launch:
+        """The launch of the merges that no item does. num_tasks: None: they are not known."""
+        most = self._card.num_sms * self._kernels.merge_tile.ctas_per_sm
+        return Launch("portable merge", Work.MERGE, most if num_tasks is None else min(num_tasks, most))
+
+    def _chunk_launch(self, chunks: ChunkArrays, overlapped: bool) -> Launch:
+        if overlapped:
+            assert self._kernels.both
+            return Launch(self._kernels.both.name, Work.BOTH, self._card.num_sms)
+        assert self._kernels.prefill and self._kernels.prefill.kernel
+        return Launch(self._kernels.prefill.kernel.name, Work.PREFILL, chunks.num_ctas)
+
+    def _prefill_tile(self, window: int) -> PrefillTile:
+        assert self._kernels.prefill_tile
+        return self._kernels.prefill_tile.under(window)
+
+    def _chunks_of_size(self, chunks: ChunkList, geometry: Geometry, overlapped: bool) -> ChunkArrays:
+        """Room for some prompt chunks. CTAs of a persistent tile, and of one that decodes overlap, take one item after
+        the other and load ahead; of another tile each item and head has its own CTA."""
+        tile, num_sms = self._prefill_tile(geometry.window), self._card.num_sms
+        columns = -(-chunks.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
+        num_ctas = len(chunks.items) * geometry.num_kv_heads
+        if overlapped:
+            num_ctas = num_sms
+        elif tile.persistent:
+            num_ctas = min(num_ctas, num_sms * tile.ctas_per_sm)
+        host = _chunk_arrays(chunks, columns, geometry.num_kv_heads, num_ctas)
+        sizes = {name: aligned(array.size) for name, array in host.items()}
+        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        return ChunkArrays(flat, sizes, tile, geometry.num_kv_heads, columns, num_ctas)
+
+    def _reserve_chunks(self, limits: ChunkLimits, geometry: Geometry) -> ChunkArrays:
+        """Room for any prompt chunks within the limits. Its positions: those of their query tokens, on their way to the
+        plan's."""
+        sizes = {
+            "items": limits.items * ITEM_COLUMNS,
+            "queries": limits.queries,
+            "partial_slots": limits.queries,
+            "positions": limits.queries,
+            "block_table": limits.rows * limits.columns,
+        }
+        sizes = {name: aligned(size) for name, size in sizes.items()}
+        tile = self._prefill_tile(geometry.window)
+        flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        num_ctas = self._card.num_sms * tile.ctas_per_sm
+        return ChunkArrays(flat, sizes, tile, geometry.num_kv_heads, limits.columns, num_ctas)
+
+
+def aligned(size: int) -> int:
+    """Numbers of 4 bytes in whole 16 bytes."""
+    return -(-size // 4) * 4
+
+
+def _tile_arrays(lists: Lists) -> dict[str, Int32Array]:
+    """What the kernels read; the segment list, which is the longest, last. counts: buckets, then merged queries."""
+    tiles, num_overlapped = lists.tiles, lists.num_overlapped
+    counts = np.empty(len(tiles.counts) + 1, np.int32)
+    counts[:-1], counts[-1] = tiles.counts, len(tiles.merge_queries)
+    counts[0] += num_overlapped
+    overlapped = tiles.items[:num_overlapped]
+    most = int((overlapped[:, QUERY_END] - overlapped[:, QUERY_START]).max()) if num_overlapped else 0
+    return {
+        "counts": counts,
+        "chunk_count": np.array([len(lists.chunks.items) if lists.chunks else 0], np.int32),
+        "overlapped": np.array([0, num_overlapped, most], np.int32),
+        "positions": lists.positions,
+        "items": tiles.items,
+        "queries": tiles.queries,
+        "partial_slots": tiles.partial_slots,
+        "merge_slots": tiles.merge_slots,
+        "merge_queries": tiles.merge_queries,
+        "merge_ranges": tiles.merge_ranges,
+        "segments": tiles.segments,
+    }
+
+
+def _chunk_arrays(chunks: ChunkList, columns: int, num_kv_heads: int, num_ctas: int) -> dict[str, Int32Array]:
+    """What the kernels read of prompt chunks; the block table, with rows of so many columns, last."""
+    table = np.zeros((len(chunks.block_table), columns), np.int32)
+    table[:, : chunks.block_table.shape[1]] = chunks.block_table
+    return {
+        "items": even_rounds(chunks.items, num_kv_heads, num_ctas),
+        "queries": chunks.queries,
+        "partial_slots": chunks.partial_slots,
+        "positions": np.zeros(0, np.int32),  # the plan's own are sent with it
+        "block_table": table,
+    }
+
+
+def even_rounds(items: Int32Array, num_kv_heads: int, num_ctas: int) -> Int32Array:
+    """Orders the items of prompt chunks, heaviest first, so that CTAs end at about the same time.
+
+    A task is an item and a KV head. CTAs take the tasks of the first item, then those of the next: a round is one task
+    for each CTA, forwards and backwards in turn. The last round, if it is not full, goes forwards. If the one before it
+    did so too, the CTAs with the heaviest tasks would get the last ones, so those are listed lightest first.
+    """
+    full, left = divmod(len(items) * num_kv_heads, num_ctas)
+    if full % 2 == 0 or left == 0:
+        return items
+    begin = full * num_ctas // num_kv_heads
+    return np.concatenate([items[:begin], items[begin:][::-1]])

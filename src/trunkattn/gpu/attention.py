@@ -1,0 +1,210 @@
+"""The GPU side of `BatchAttention`: choose kernels once, then plan steps and run layers.
+
+Requests with more than a few query tokens are prompt chunks, which a prefill kernel computes. All others are rows of
+tiles. In a batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from trunkattn.backend import DeviceTables
+from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
+from trunkattn.gpu.cards import GpuFacts, card_of, facts_of
+from trunkattn.gpu.chunk_planner import ChunkPlanner, no_room
+from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, tables_of
+from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.launch import execute
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.step import GpuStep
+from trunkattn.gpu.steps import make_step_planner
+from trunkattn.gpu.workspace import Scales, Workspace
+from trunkattn.inputs import LayerInputs, PromptChunks
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.prompt_chunks import Division, join
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.candidates import query_positions
+
+
+def make(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> "GpuBackend":
+    """The back end of a GPU."""
+    return GpuBackend(config, device, capacity)
+
+
+class GpuBackend:
+    """Plans, on the host or on the device, and runs on a GPU."""
+
+    @torch.inference_mode(False)  # what it keeps is written to outside of it too
+    def __init__(
+        self,
+        config: AttentionConfig,
+        device: torch.device,
+        capacity: Capacity | None = None,
+        *,
+        facts: GpuFacts | None = None,
+    ) -> None:
+        """facts: of another card than `device`, to plan for it."""
+        card = card_of(facts or facts_of(device))
+        kernels = kernels_of(config, card)
+        self.config, self.device, self._capacity, self._kernels = config, device, capacity, kernels
+        self._planner = make_step_planner(config, kernels, card, device, capacity)
+        self._chunks = None
+        if kernels.prefill_tile:
+            self._chunks = ChunkPlanner(config, kernels.prefill_tile, card.num_sms, capacity)
+        self._arrays = Arrays(kernels, card, device, streams=config.execution == "streams")
+        limits = self._planner.limits
+        self._workspace = Workspace(config, limits.slots if limits else 1, device)
+        self._scales = Scales(config, device)
+
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether tables that lie on the device are planned there."""
+        return self._planner.on_device is not None
+
+    @property
+    def errors(self) -> torch.Tensor | None:
+        """The error word of plans made on the device, see BatchAttention.errors."""
+        return self._planner.on_device.errors if self._planner.on_device else None
+
+    def check(self) -> None:
+        """Raises ValueError if a plan made on the device met values that are wrong; waits for the device."""
+        if self._planner.on_device:
+            self._planner.on_device.check()
+
+    def plan(self, batch: StepTables, into: GpuStep | None = None) -> GpuStep:
+        """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
+        try:
+            return self._plan(batch, into.gpu_plan if into else None)
+        except Exception:
+            self._planner.forget()  # the forest is of this batch by now, and no plan is
+            raise
+
+    def _plan(self, batch: StepTables, into: GpuPlan | None) -> GpuStep:
+        """Takes out prompt chunks, if there is room for any; plans the rest, then the chunks in what is left of the
+        capacity; and sends both lists to the device."""
+        if into is None and self._capacity:
+            into = self._reserve(batch.window)
+        division = self._divide(batch, into)
+        rest = division.rest if division else batch
+        tiles = self._planner.plan(rest, division.chunks if division else None)
+        limits, choice = self._planner.limits, tiles.choice
+        if limits and (broken := limits.broken_by(tiles.tiles)):
+            raise ValueError(no_room(self.config.policy, broken))
+        chunks, whole, listed = None, tiles.tiles, None
+        if division and self._chunks:
+            free_slots = limits.slots - whole.num_slots if limits else None
+            chunks = self._chunks.plan(division, free_slots, choice.keeps_chunks_whole)
+            whole, listed = join(whole, chunks.planned.work, division)
+        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        self._workspace.grow(whole.num_slots)
+        several = bool((np.diff(rest.query_start_loc) > 1).any())
+        lists = Lists(whole, positions, listed, choice.num_overlapped)
+        placed = self._arrays.place(lists, self._geometry(batch.window, several), into)
+        own = tiles.tables  # but for these, which may be the caller's
+        own = replace(own, seq_lens=own.seq_lens.copy(), query_start_loc=own.query_start_loc.copy())
+        return GpuStep(
+            tiles=tiles._replace(tables=own),
+            chunks=chunks,
+            rule=self._planner.rule,
+            kernels=self._kernels,
+            gpu_plan=placed,
+            num_query_tokens=len(positions),
+            num_decodes=len(rest.seq_lens),
+        )
+
+    def _divide(self, batch: StepTables, into: GpuPlan | None) -> Division | None:
+        """The batch in prompt chunks and the rest; None: it has no chunks, or the plan has no room for any."""
+        has_room = into is None or into.chunks is not None
+        return self._chunks.divide(batch) if self._chunks and has_room else None
+
+    def plan_on_device(
+        self,
+        tables: DeviceTables,
+        window: int,
+        into: GpuStep | None = None,
+        chunks: PromptChunks | None = None,
+    ) -> GpuStep:
+        """Plans tables without waiting for the device. All requests become rows of tiles, but for those of which the
+        host says that they are prompt chunks."""
+        on_device = self._planner.on_device
+        assert on_device and self._capacity
+        self._planner.forget()  # the host has not seen this batch: its next one may not be patched
+        gpu_plan = into.gpu_plan if into else self._reserve(window, with_chunks=self._capacity.max_chunk_tokens > 0)
+        listed = self._list_chunks(chunks, window) if chunks else None
+        tiles = on_device.plan(tables, window, gpu_plan, listed)
+        if listed is None:
+            gpu_plan.forget_chunks()  # whatever the host put there, before or between replays of a captured plan
+        return GpuStep(
+            tiles=tiles,
+            chunks=listed,
+            rule=self._planner.rule,
+            kernels=self._kernels,
+            gpu_plan=gpu_plan,
+            num_query_tokens=tiles.num_query_tokens,
+            num_decodes=len(tiles.tables[0]),
+        )
+
+    def overlaps(self, chunks: PromptChunks) -> bool:
+        """Whether one kernel is to compute these chunks and what decodes beside them."""
+        overlap = self._planner.overlap
+        if overlap is None or self._capacity is None or not self._capacity.max_chunk_tokens:
+            return False
+        tables = tables_of(chunks, self.config.page_size, UNLIMITED)
+        return overlap.is_worth_for(tables, chunks.other_kv_tokens)
+
+    def _list_chunks(self, chunks: PromptChunks, window: int) -> ListedChunks:
+        assert self._chunks
+        tables = tables_of(chunks, self.config.page_size, window)
+        return ListedChunks(self._chunks.list_whole(tables), int(chunks.first_token), self.overlaps(chunks))
+
+    def _reserve(self, window: int, with_chunks: bool = True) -> GpuPlan:
+        """An empty plan for any batch of the capacity. with_chunks: some requests may be prompt chunks."""
+        assert self._planner.limits and self._capacity
+        several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
+        chunk_limits = self._chunks.limits if self._chunks and with_chunks else None
+        return self._arrays.reserve(self._planner.limits, self._geometry(window, several), chunk_limits)
+
+    def _geometry(self, window: int, several: bool) -> Geometry:
+        """several: some request that is rows of tiles may have several query tokens."""
+        config = self.config
+        return Geometry(
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            head_dim_v=config.value_dim,
+            page_size=config.page_size,
+            segment_size=self._planner.rule.segment_size,
+            window=window,
+            masked=several or window != UNLIMITED,
+            soft_cap=config.logits_soft_cap,
+            sinks=config.sinks,
+        )
+
+    def run(self, step: GpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+        """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
+        workspace, (logit_scale, v_scale) = self._workspace, self._scales.of(inputs)
+        lse = workspace.partial_lse
+        if inputs.return_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
+        # the kernels take any strides but that of the last dimension
+        q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
+        computed = out if out.stride(2) == 1 else out.contiguous()
+        tensors = Tensors(
+            q=q,
+            k_cache=inputs.k_cache,
+            v_cache=inputs.v_cache,
+            out=computed,
+            lse=lse,
+            partial=workspace.partial,
+            partial_lse=workspace.partial_lse,
+            logit_scale=logit_scale,
+            v_scale=v_scale,
+            sinks=self._scales.ones if inputs.sinks is None else inputs.sinks.contiguous(),
+        )
+        with torch.cuda.device(inputs.q.device):  # launches go to the current device
+            execute(step.gpu_plan, tensors, inputs.return_lse)
+        if computed is not out:
+            out.copy_(computed)
+        return lse

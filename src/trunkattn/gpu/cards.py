@@ -1,0 +1,195 @@
+"""One record for each model of card: everything that was fitted to it. A card is such a record and what CUDA says."""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from trunkattn.planner.device import CardTimes
+
+E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"
+_HAS_E4M3: Final = 89  # compute capability
+HOPPER: Final = 90  # compute capability of the cards on which the tiles were timed, and of the Hopper kernels
+
+
+class GpuFacts(NamedTuple):
+    """What CUDA says of a GPU. capability: 90 for 9.0."""
+
+    name: str
+    num_sms: int
+    capability: int
+    l2_bytes: int
+
+
+def facts_of(device: torch.device) -> GpuFacts:
+    """What CUDA says of a device."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return GpuFacts(properties.name, properties.multi_processor_count, capability, properties.L2_cache_size)
+
+
+class Shares(NamedTuple):
+    """Speed of prompt chunks and of decodes while one kernel computes both, of their speed there alone."""
+
+    chunk_percent: int
+    decode_percent: int
+
+
+@dataclass(frozen=True)
+class OverlapTimes:
+    """The kernel that computes prompt chunks and decodes at once.
+
+    Attributes:
+        flops_per_ns: of prompt chunks alone.
+        narrow: with decode tiles of 8 rows.
+        wide: with decode tiles of 16 rows.
+        block_ns: of a block of a decode item. An SM computes one item at a time.
+        item_ns: of an item besides its blocks.
+        fixed_ns: of the launch, and of what follows it.
+        reads_percent: decodes wait for so much of the time in which memory gives the chunks' keys and values once.
+    """
+
+    flops_per_ns: int
+    narrow: Shares
+    wide: Shares
+    block_ns: int
+    item_ns: int
+    fixed_ns: int
+    reads_percent: int
+
+
+@dataclass(frozen=True)
+class CardModel:
+    """What was measured on a model of card.
+
+    Attributes:
+        name: for `stats.reason`.
+        times: for the choice of row tiles.
+        runs_hopper_kernels: whether the times of the Hopper kernels' tiles hold. Other cards of compute capability 9.0
+            may have less arithmetic to spare.
+        pads_heads: whether the Hopper kernel is the faster one for heads that it pads, too.
+        overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
+    """
+
+    name: str
+    times: CardTimes
+    runs_hopper_kernels: bool = False
+    pads_heads: bool = False
+    overlap: OverlapTimes | None = None
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card: what CUDA says of it, and what was measured on its model."""
+
+    facts: GpuFacts
+    model: CardModel
+
+    @property
+    def num_sms(self) -> int:
+        """Streaming multiprocessors."""
+        return self.facts.num_sms
+
+    @property
+    def capability(self) -> int:
+        """Compute capability, 90 for 9.0."""
+        return self.facts.capability
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a kernel may start before the one ahead of it ends (programmatic dependent launch)."""
+        return self.capability >= HOPPER
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether it converts float8_e4m3fn."""
+        return self.capability >= _HAS_E4M3
+
+    @property
+    def description(self) -> str:
+        """Its name, and what is assumed of a card that was not measured."""
+        name = self.model.name
+        return f"{name}, which was not measured (2 TB/s assumed)" if self.model.times is _UNMEASURED else name
+
+
+H100: Final = CardModel(
+    name="NVIDIA H100",
+    times=CardTimes(
+        bytes_per_us=3_125_000,
+        launch_ns=5300,
+        l2_bytes_per_us=6_000_000,
+        filled_ns=20_000,
+        arithmetic_percent=75,
+        unhidden_part=16,
+        idle_percent=8,
+    ),
+    runs_hopper_kernels=True,
+    overlap=OverlapTimes(
+        flops_per_ns=585_000,
+        narrow=Shares(80, 87),
+        wide=Shares(83, 78),
+        block_ns=1352,
+        item_ns=1130,
+        fixed_ns=14_400,
+        reads_percent=100,
+    ),
+)
+
+H200: Final = CardModel(
+    name="NVIDIA H200",
+    times=CardTimes(
+        bytes_per_us=4_665_000,
+        launch_ns=5300,
+        l2_bytes_per_us=6_000_000,
+        filled_ns=20_000,
+        arithmetic_percent=75,
+        unhidden_part=16,
+        idle_percent=8,
+    ),
+    runs_hopper_kernels=True,
+    pads_heads=True,
+    overlap=OverlapTimes(
+        flops_per_ns=544_000,
+        narrow=Shares(90, 68),
+        wide=Shares(84, 56),
+        block_ns=1030,
+        item_ns=1400,
+        fixed_ns=8300,
+        reads_percent=0,
+    ),
+)
+
+# CUDA's names are matched as a whole: the H100 PCIe and the NVL cards have other clocks, memory or power.
+_MODELS: Final = (
+    ("NVIDIA H100 80GB HBM3", 132, H100),
+    ("NVIDIA H100", 132, H100),
+    ("NVIDIA H200", 132, H200),
+)
+
+_UNMEASURED: Final = CardTimes(
+    bytes_per_us=2_000_000,
+    launch_ns=5000,
+    l2_bytes_per_us=6_000_000,
+    filled_ns=20_000,
+    arithmetic_percent=75,
+    unhidden_part=16,
+    idle_percent=8,
+)
+
+
+def card_of(facts: GpuFacts) -> Card:
+    """The card that CUDA describes. A part of a card has fewer multiprocessors, so it is a model of its own. Cards that
+    were not measured get cautious values, and their description says so."""
+    for name, num_sms, model in _MODELS:
+        if (facts.name, facts.num_sms) == (name, num_sms):
+            return Card(facts, model)
+    return Card(facts, CardModel(f"{facts.name} with {facts.num_sms} SMs", _UNMEASURED))
+
+
+# Stands in where there is no GPU: what an H100 refuses, every card does.
+ASSUMED: Final = card_of(GpuFacts("NVIDIA H100 80GB HBM3", 132, HOPPER, 50 << 20))
+
+
+def card_at(device: torch.device | str) -> Card:
+    """The card of a CUDA device; where there is no GPU, one that stands in."""
+    return card_of(facts_of(torch.device(device))) if torch.cuda.is_available() else ASSUMED

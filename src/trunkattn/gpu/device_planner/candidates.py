@@ -1,0 +1,115 @@
+"""The candidates of a rule as the kernels take them, and the sizes that the kernels are compiled for."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.config import Capacity
+from trunkattn.gpu.device_planner.common import BIG, Sizes
+from trunkattn.gpu.device_planner.cost import Pass
+from trunkattn.gpu.device_planner.layout import TOTAL_FIELDS
+from trunkattn.planner.tiles.candidates import TilingRule
+from trunkattn.planner.tiles.cost import Costs
+from trunkattn.planner.tiles.layout import Stage
+
+_RADIX: Final = 9  # parts that a round of the search over the columns tells apart
+_HASHED: Final = 256  # columns of a row that are hashed at once
+_PAIRS: Final = 1024  # other rows that a program compares its row with at once
+_BLOCK: Final = 512  # elements of a program's pass over rows, columns, items or tokens
+_CANDIDATE_BLOCK: Final = 256  # tiles of a program's pass
+_NODES_TIMES_SEGMENTS: Final = 2048  # a program compares so many pairs of a node and a segment at once
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The candidates for a step, as `planner.tiles.candidates.price` lists them.
+
+    Attributes:
+        stages: [stages, fields of Stage] int64.
+        passes: [candidates, 2, fields of Pass] int64; a candidate's tall tiles come first.
+        lowest: [candidates] int32, 1 for those of the lowest tile alone, whose items can overlap prompt chunks.
+        costs: of the rule.
+        page_size: tokens.
+        segment_size: tokens.
+        fuse_up_to: partial states that an item may merge.
+    """
+
+    stages: NDArray[np.int64]
+    passes: NDArray[np.int64]
+    lowest: NDArray[np.int32]
+    costs: Costs
+    page_size: int
+    segment_size: int
+    fuse_up_to: int
+
+    @property
+    def num_kinds(self) -> int:
+        """Tiles of the rule."""
+        return len(self.costs.tiles)
+
+
+def candidates_of(rule: TilingRule) -> Candidates:
+    """The candidates of a rule."""
+    priced = rule.priced
+    passes = np.array([[_pass_of(rule, *use) for use in uses.tolist()] for uses in priced.uses], np.int64)
+    lowest = np.array([tiling.tall is None and tiling.low == 0 for tiling in priced.tilings], np.int32)
+    return Candidates(priced.stages, passes, lowest, priced.costs, rule.page_size, rule.segment_size, rule.fuse_up_to)
+
+
+def _pass_of(rule: TilingRule, stage: int, kind: int, num_parts: int) -> Pass:
+    """A launch of a candidate. A stage of -1 is no launch, and the shape of another stage stands in."""
+    shape = Stage(*rule.priced.stages[max(stage, 0)].tolist())
+    tile = rule.kinds[max(kind, 0)]
+    return Pass(
+        stage=stage,
+        kind=kind,
+        num_parts=num_parts,
+        height=shape.height,
+        block_segments=shape.block_segments,
+        subtiles=shape.subtiles,
+        private_segments=shape.private_segments,
+        subtile_entries=tile.entries(rule.group_size) // tile.subtiles,
+    )
+
+
+def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
+    """The constants of the kernels for batches within a capacity."""
+    stages = [Stage(*stage) for stage in candidates.stages.tolist()]
+    bounds = [bound for stage in stages for bound in (stage.least, stage.below) if 1 < bound < BIG.value]
+    highest, least = max(stage.height for stage in stages), max([2, *bounds])
+    nodes = 2 * power_of_two(highest)
+    rows, columns = capacity.max_requests, capacity.max_pages_per_request
+    return Sizes(
+        rows=rows,
+        tokens=capacity.max_query_tokens,
+        page_size=candidates.page_size,
+        segment_size=candidates.segment_size,
+        totals=len(stages) * TOTAL_FIELDS.value,
+        stages=len(stages),
+        stage_lanes=power_of_two(len(stages)),
+        candidates=len(candidates.passes),
+        candidate_lanes=power_of_two(len(candidates.passes)),
+        kinds=candidates.num_kinds,
+        bucket_lanes=power_of_two(2 * candidates.num_kinds + 1),
+        fuse_up_to=candidates.fuse_up_to,
+        nodes=nodes,
+        most_least=power_of_two(least),
+        windows=power_of_two(highest + least),
+        subtiles=max(stage.subtiles for stage in stages),
+        rounds=next(n for n in range(1, 33) if _RADIX**n > columns),
+        radix=_RADIX,
+        hashed=_HASHED,
+        pairs=min(power_of_two(rows), _PAIRS),
+        row_block=min(power_of_two(rows), _BLOCK),
+        column_block=min(power_of_two(columns), _BLOCK),
+        candidate_block=_CANDIDATE_BLOCK,
+        block=_BLOCK,
+        segment_block=max(32, _NODES_TIMES_SEGMENTS // max(32, nodes)),
+    )
+
+
+def power_of_two(size: int) -> int:
+    """The least one that is no smaller."""
+    return 1 << (size - 1).bit_length()

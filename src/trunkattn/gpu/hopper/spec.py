@@ -1,0 +1,307 @@
+"""The Hopper kernels, in Gluon, for compute capability 9.0: what they refuse, and their tiles with their prices.
+
+Triton is not imported here.
+"""
+
+from dataclasses import replace
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import torch
+
+from trunkattn.config import AttentionConfig
+from trunkattn.gpu.cards import HOPPER, Card
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.portable.spec import DECODE_TILES, DECODE_TILES_FP8, DECODE_TILES_WIDE, PREFILL_TILE, WIDE
+from trunkattn.gpu.tiles import GpuTile, PrefillTile
+
+MODULE: Final = "trunkattn.gpu.hopper"
+DECODE: Final = "Hopper decode"
+
+DTYPES: Final = (torch.bfloat16, torch.float16)
+DTYPES_8_BIT: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+PAGE_UNIT: Final = 16  # tokens that TMA loads at a time
+BOX_DIMS: Final = 64
+HEAD_DIMS: Final = (64, 128, 256)
+# Heads that decode as wider ones: of 16 bits, in pages of whole PAGE_UNIT
+PADDED_HEAD_DIMS: Final = MappingProxyType({96: 128})
+DECODE_ROWS: Final = 64  # of a tile, which holds a query's heads of a group
+PREFILL_ROWS: Final = 128  # of an item, which holds whole groups
+# Decodes together with prompt chunks
+BOTH_HEAD_DIM: Final = 128
+BOTH_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
+BOTH_ROWS: Final = 16  # of a decode tile
+BOTH_NARROW_ROWS: Final = 8  # of those that are computed faster
+BOTH_KEYS: Final = 64  # of a block of a decode tile
+_TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
+
+
+class Source(IntEnum):
+    """How the Hopper decode kernel gets its keys and values."""
+
+    LOADED = 0  # 16-bit numbers, by TMA
+    WIDENED = 1  # 8-bit numbers by TMA, which producer warps make 16-bit ones
+    GATHERED = 2  # by producer warps, from pages that are not of whole 16 tokens, which TMA does not load
+
+
+class TileTimes(NamedTuple):
+    """As in `GpuTile`."""
+
+    block_ns: tuple[int, int]
+    chain_ns: tuple[int, int]
+
+
+class HopperTile(NamedTuple):
+    """Of the Hopper decode kernel, for one source and head_dim.
+
+    Attributes:
+        block_n, ctas_per_sm: of all its tiles.
+        low, middle, tall: times of tiles of 16, 32 and 64 rows; None: those of a portable tile, which is the low one.
+        low_read_percent: of a low tile of this kernel; less than 100 breaks ties with the taller ones.
+    """
+
+    block_n: int
+    ctas_per_sm: int
+    low: TileTimes | None
+    middle: TileTimes
+    tall: TileTimes
+    low_read_percent: int = 100
+
+
+# `benchmarks/calibrate_shapes.py` fits the times, but for what no shape has: 8-bit heads of 64 have the times of heads
+# of 128, and gathered heads of 256 those of widened ones. 16-bit heads of 128 have times that suit an H100, too. Two
+# CTAs fit on an SM, or one with 8-bit heads of 256.
+TILES: Final = MappingProxyType(
+    {
+        (Source.LOADED, 64): HopperTile(
+            128,
+            2,
+            TileTimes((2000, 2130), (1300, 1100)),
+            TileTimes((2270, 1640), (1280, 1090)),
+            TileTimes((3520, 1160), (1240, 1090)),
+        ),
+        (Source.LOADED, 128): HopperTile(
+            64,
+            2,
+            TileTimes((2130, 3470), (2150, 2160)),
+            TileTimes((1340, 1850), (870, 720)),
+            TileTimes((1460, 1820), (1000, 800)),
+            98,
+        ),
+        (Source.LOADED, 256): HopperTile(
+            32,
+            2,
+            TileTimes((1390, 1510), (1030, 600)),
+            TileTimes((1470, 1740), (760, 590)),
+            TileTimes((2250, 680), (720, 590)),
+        ),
+        (Source.WIDENED, 64): HopperTile(
+            128,
+            2,
+            None,
+            TileTimes((1960, 1520), (1270, 830)),
+            TileTimes((1880, 1490), (1130, 810)),
+        ),
+        (Source.WIDENED, 128): HopperTile(
+            64,
+            2,
+            None,
+            TileTimes((1960, 1520), (1270, 830)),
+            TileTimes((1880, 1490), (1130, 810)),
+        ),
+        (Source.WIDENED, 256): HopperTile(
+            64,
+            1,
+            TileTimes((1360, 1340), (1060, 1060)),
+            TileTimes((1190, 1270), (1080, 1050)),
+            TileTimes((1330, 1210), (1070, 1060)),
+        ),
+        (Source.GATHERED, 64): HopperTile(
+            64,
+            2,
+            TileTimes((390, 490), (4000, 3380)),
+            TileTimes((2070, 1200), (1300, 760)),
+            TileTimes((2660, 730), (1270, 980)),
+        ),
+        (Source.GATHERED, 128): HopperTile(
+            64,
+            2,
+            TileTimes((2830, 3730), (2130, 1890)),
+            TileTimes((2460, 2060), (1550, 940)),
+            TileTimes((2850, 1930), (1490, 930)),
+        ),
+        (Source.GATHERED, 256): HopperTile(
+            64,
+            1,
+            None,
+            TileTimes((1190, 1270), (1080, 1050)),
+            TileTimes((1330, 1210), (1070, 1060)),
+        ),
+    }
+)
+
+# The largest tiles that do not spill. What is between an item's begin and end takes these kernels half as long as the
+# portable one, so the begin, the end and partials weigh more; and the merge begins while items end.
+_PREFILL_TILE: Final = replace(PREFILL_TILE, persistent=True, item_bytes=240_000, partial_factor=6, merge_bytes=0)
+_PREFILL_TILE_WIDE: Final = replace(_PREFILL_TILE, block_n=32, stages=2)
+# Two CTAs have too few registers for larger heads.
+_PREFILL_TILE_64: Final = replace(_PREFILL_TILE, ctas_under_short_window=2)
+
+
+def width_of(head_dim: int) -> int:
+    """Dims of a head in the decode kernel, which pads some with zeros."""
+    return PADDED_HEAD_DIMS.get(head_dim, head_dim)
+
+
+def source_of(kv_itemsize: int, page_size: int) -> Source:
+    """Where the decode kernel gets keys and values of such a cache from."""
+    if page_size % PAGE_UNIT:
+        return Source.GATHERED
+    return Source.WIDENED if kv_itemsize == 1 else Source.LOADED
+
+
+def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
+    """Why the kernel for decodes does not compute an attention on a card; empty: it does."""
+    if reasons := _wrong_card(card) or _decode_misfits(config):
+        return reasons
+    if not card.model.runs_hopper_kernels:
+        return [f"the fast kernel was not timed on {card.model.name}"]
+    if not card.model.pads_heads and config.head_dim in PADDED_HEAD_DIMS:
+        return [f"head_dim {config.head_dim}: the fast kernel is slower for some batches on {card.model.name}"]
+    return []
+
+
+def refuses_prefill(config: AttentionConfig, card: Card) -> list[str]:
+    """Why the kernel for prompt chunks does not compute an attention on a card; empty: it does."""
+    return _wrong_card(card) or _prefill_misfits(config) or _untimed(config, card)
+
+
+def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
+    """Why the kernel for prompt chunks and decodes at once (POD-Attention §4) does not compute an attention on a card;
+    empty: it does."""
+    if reasons := _wrong_card(card):
+        return reasons
+    reasons = list(dict.fromkeys([*_decode_misfits(config), *_prefill_misfits(config)]))
+    if config.head_dim in HEAD_DIMS and config.head_dim != BOTH_HEAD_DIM:
+        reasons.append(f"head_dim {config.head_dim}: expected {BOTH_HEAD_DIM}")
+    if config.group_size not in BOTH_GROUPS:
+        reasons.append(
+            f"{config.group_size} query heads per KV head: expected one of {', '.join(map(str, BOTH_GROUPS))}"
+        )
+    if config.execution not in ("auto", "overlapped"):
+        reasons.append(f"execution={config.execution!r}: expected 'auto' or 'overlapped'")
+    if card.model.overlap is None and config.execution != "overlapped":
+        reasons.append(f"prompt chunks and decodes at once were not timed on {card.model.name}")
+    return reasons or _untimed(config, card)
+
+
+def _wrong_card(card: Card) -> list[str]:
+    major, minor = divmod(card.capability, 10)
+    return [] if card.capability == HOPPER else [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
+
+
+def _untimed(config: AttentionConfig, card: Card) -> list[str]:
+    """On a Hopper card that was not timed, an attention is trusted that is like the first ones timed: heads of 128, no
+    groups that leave rows of an item unused, no soft cap and no sinks."""
+    whole = PREFILL_ROWS % config.group_size == 0
+    plain = config.head_dim == BOTH_HEAD_DIM and whole and config.logits_soft_cap is None and not config.sinks
+    trusted = plain or card.model.runs_hopper_kernels
+    return [] if trusted else [f"nothing like it was timed in the fast kernel on {card.model.name}"]
+
+
+def _decode_misfits(config: AttentionConfig) -> list[str]:
+    heads = tuple(sorted((*HEAD_DIMS, *PADDED_HEAD_DIMS)))
+    misfits = _misfits(config, heads, DTYPES_8_BIT)
+    padded, has_8_bits = config.head_dim in PADDED_HEAD_DIMS, config.cache_dtype.itemsize == 1
+    if padded and has_8_bits:
+        misfits.append(f"{_name(config.cache_dtype)} caches of heads of {config.head_dim}: expected 16 bits")
+    if config.page_size % PAGE_UNIT and (padded or (config.head_dim == max(HEAD_DIMS) and not has_8_bits)):
+        misfits.append(
+            f"page_size {config.page_size} with heads of {config.head_dim}: expected a multiple of {PAGE_UNIT}"
+        )
+    if config.policy != "auto":
+        misfits.append(f"policy={config.policy!r}: expected 'auto'")
+    if config.batch_invariant:  # where a tile's tokens end decides where the last ones lie in a block
+        misfits.append("batch_invariant=True: expected False")
+    if config.execution == "streams":  # for comparisons: PAT's launches side by side
+        misfits.append("execution='streams': expected 'auto', 'serial' or 'overlapped'")
+    return misfits
+
+
+def _prefill_misfits(config: AttentionConfig) -> list[str]:
+    misfits = _misfits(config, HEAD_DIMS, ())
+    if config.page_size % PAGE_UNIT:
+        misfits.append(f"page_size {config.page_size}: expected a multiple of {PAGE_UNIT}")
+    return misfits
+
+
+def _misfits(config: AttentionConfig, heads: tuple[int, ...], other_caches: tuple[torch.dtype, ...]) -> list[str]:
+    """What all kernels ask for. heads: that a kernel takes; other_caches: than of the queries' dtype."""
+    queries, cache, misfits = config.dtype, config.cache_dtype, list[str]()
+    if queries not in DTYPES:
+        misfits.append(f"{_name(queries)} queries: expected bfloat16 or float16")
+    elif cache not in (queries, *other_caches):
+        others = ", or 8 bits" * bool(other_caches)
+        misfits.append(f"{_name(cache)} caches: expected {_name(queries)}, as the queries{others}")
+    if config.head_dim not in heads:
+        *most, last = heads
+        misfits.append(f"head_dim {config.head_dim}: expected {', '.join(map(str, most))} or {last}")
+    if config.value_dim != config.head_dim:
+        misfits.append(f"values of {config.value_dim} dims: expected {config.head_dim}, as keys")
+    if config.group_size > DECODE_ROWS:
+        misfits.append(f"{config.group_size} query heads per KV head: expected at most {DECODE_ROWS}")
+    return misfits
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
+    """Why the kernels cannot read the tensors of a layer: caches are read 16 bytes at a time, so their rows must be
+    contiguous, and aligned like the strides between them. Query tokens lie less than 2^32 elements apart."""
+    reasons = [] if t.q.is_cuda else ["tensors on a CPU: expected a GPU"]
+    for name, cache in (("k_cache", t.k_cache), ("v_cache", t.v_cache)):
+        if cache.data_ptr() % _TMA_BYTES:
+            reasons.append(f"{name} begins at an address that is no multiple of {_TMA_BYTES} bytes")
+        strides = [stride * cache.itemsize for stride in cache.stride()[:-1]]
+        if cache.stride(-1) != 1 or any(stride % _TMA_BYTES for stride in strides):
+            reasons.append(f"{name} has strides {cache.stride()}: expected multiples of {_TMA_BYTES} bytes, and 1")
+    far = [name for name, tensor in (("q", t.q), ("out", t.out)) if tensor.stride(0) >= 2**32]
+    return reasons + [f"{name} has tokens 2^32 elements or more apart" for name in far]
+
+
+def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
+    """The tiles of decodes, in ascending order of rows.
+
+    Tiles of 16 rows are for single queries and for decodes beside prompt chunks, those of 32 rows for batches whose
+    tiles of 64 rows would leave SMs idle. One kernel computes them all, so that a plan of fixed size is one launch and
+    the merge. Single queries of small pages, and of 8-bit heads up to 128, are read faster by a portable tile.
+    """
+    tiles = tiles_of(config.cache_dtype.itemsize, config.head_dim, config.page_size)
+    return tuple(tile for tile in tiles if tile.block_m >= config.group_size)
+
+
+def tiles_of(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, GpuTile, GpuTile]:
+    """The tiles for any group. kv_itemsize: bytes of an element of the cache."""
+    source, head_dim = source_of(kv_itemsize, page_size), width_of(head_dim)
+    shape = TILES[source, head_dim]
+    tall = GpuTile(
+        64, shape.block_n, 4, 2, shape.ctas_per_sm, *shape.tall, flat_n=shape.block_n, kernel=DECODE, one_launch=True
+    )
+    middle = replace(tall, block_m=32, **shape.middle._asdict())
+    if source is Source.LOADED or (source is Source.WIDENED and head_dim > WIDE):
+        assert shape.low
+        low = replace(tall, block_m=16, read_percent=shape.low_read_percent, **shape.low._asdict())
+        return low, middle, tall
+    portable = DECODE_TILES_WIDE if head_dim > WIDE else DECODE_TILES_FP8 if kv_itemsize == 1 else DECODE_TILES
+    times = shape.low._asdict() if shape.low and kv_itemsize > 1 else {}
+    return replace(portable[0], read_percent=98, **times), middle, tall
+
+
+def prefill_tiles(config: AttentionConfig, card: Card) -> tuple[PrefillTile, ...]:
+    """The tile of prompt chunks, alone or with decodes beside them."""
+    if config.head_dim > WIDE:
+        return (_PREFILL_TILE_WIDE,)
+    return (_PREFILL_TILE_64 if config.head_dim == min(HEAD_DIMS) else _PREFILL_TILE,)

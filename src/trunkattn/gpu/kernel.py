@@ -1,0 +1,234 @@
+"""A kernel as the rest of the house sees it, the table of all kernels, and the choice among them.
+
+What differs between kernels is one value, `Kernel`. What it says is in a file `spec.py` beside the kernel's source. A
+spec imports no compiler, so a plan, `AttentionConfig.supports`, `trunkattn doctor`, the support matrix and the plug-ins
+for other engines all ask this table.
+
+To add a kernel: a folder with its source and its spec, and a row in `KERNELS`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from trunkattn.config import AttentionConfig
+from trunkattn.gpu.cards import Card, card_at
+from trunkattn.gpu.hopper import spec as hopper
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.portable import spec as portable
+from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
+from trunkattn.training import spec as training
+
+
+class Work(Enum):
+    """What a launch computes."""
+
+    DECODE = "rows of tiles"
+    PREFILL = "prompt chunks"
+    BOTH = "prompt chunks and rows of tiles at once"
+    MERGE = "partial results"
+    FORWARD = "the forward pass of training"
+    BACKWARD = "the backward pass of training"
+
+
+def _reads_any(tensors: Tensors, geometry: Geometry) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel. Its configuration is an `AttentionConfig`, in training a `TrainingConfig`.
+
+    Attributes:
+        name: what `stats.reason` and the support matrix call it.
+        work: what it computes.
+        module: its source, imported when it is first used. An attention kernel's has
+            `bind(plan, tensors, launch, options)`, see `gpu.launch`.
+        refuses: why it does not compute a configuration on a card; empty: it does.
+        tiles: what a planner may choose from, with their prices: ascending heights; in training the preferred one first.
+        refuses_layer: why it cannot read the tensors of a layer, which are known only at `run`; empty: it can.
+        portable: it stands in for the others of its work where they refuse a layer.
+    """
+
+    name: str
+    work: Work
+    module: str
+    refuses: Callable[[Any, Card], list[str]]
+    tiles: Callable[[Any, Card], tuple[Any, ...]]
+    refuses_layer: Callable[[Tensors, Geometry], list[str]] = _reads_any
+    portable: bool = False
+
+    def source(self) -> ModuleType:
+        """The module of its source. Imports its compiler."""
+        return import_module(self.module)
+
+
+# The first that does not refuse is taken. Portable kernels stand last and refuse least.
+KERNELS: Final = (
+    Kernel(
+        name=hopper.DECODE,
+        work=Work.DECODE,
+        module=f"{hopper.MODULE}.decode",
+        refuses=hopper.refuses_decode,
+        tiles=hopper.decode_tiles,
+        refuses_layer=hopper.refuses_layer,
+    ),
+    Kernel(
+        name="Hopper prefill",
+        work=Work.PREFILL,
+        module=f"{hopper.MODULE}.prefill",
+        refuses=hopper.refuses_prefill,
+        tiles=hopper.prefill_tiles,
+        refuses_layer=hopper.refuses_layer,
+    ),
+    Kernel(
+        name="Hopper prefill and decode",
+        work=Work.BOTH,
+        module=f"{hopper.MODULE}.prefill_decode",
+        refuses=hopper.refuses_both,
+        tiles=hopper.prefill_tiles,
+        refuses_layer=hopper.refuses_layer,
+    ),
+    Kernel(
+        name=PORTABLE_DECODE,
+        work=Work.DECODE,
+        module=f"{portable.MODULE}.decode",
+        refuses=portable.refuses,
+        tiles=portable.decode_tiles,
+        portable=True,
+    ),
+    Kernel(
+        name="portable prefill",
+        work=Work.PREFILL,
+        module=f"{portable.MODULE}.prefill",
+        refuses=portable.refuses,
+        tiles=portable.prefill_tiles,
+        portable=True,
+    ),
+    Kernel(
+        name="portable merge",
+        work=Work.MERGE,
+        module=f"{portable.MODULE}.merge",
+        refuses=portable.refuses_merge,
+        tiles=portable.merge_tiles,
+        portable=True,
+    ),
+    Kernel(
+        name="portable forward",
+        work=Work.FORWARD,
+        module="trunkattn.training.forward",
+        refuses=training.refuses,
+        tiles=training.forward_tiles,
+        portable=True,
+    ),
+    Kernel(
+        name="portable backward",
+        work=Work.BACKWARD,
+        module="trunkattn.training.backward",
+        refuses=training.refuses,
+        tiles=training.backward_tiles,
+        portable=True,
+    ),
+)
+
+
+class Choice(NamedTuple):
+    """The kernel of some work, and why each one before it in the table does not compute it. None: all refuse."""
+
+    kernel: Kernel | None
+    passed_over: Mapping[str, tuple[str, ...]]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the kernels before it do not compute it, each reason once."""
+        return tuple(dict.fromkeys(reason for reasons in self.passed_over.values() for reason in reasons))
+
+
+def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> Choice:
+    """The first kernel of the table that computes some work of a configuration on a card."""
+    passed_over: dict[str, tuple[str, ...]] = {}
+    for kernel in (each for each in kernels if each.work is work):
+        reasons = kernel.refuses(config, card)
+        if not reasons:
+            return Choice(kernel, passed_over)
+        passed_over[kernel.name] = tuple(reasons)
+    return Choice(None, passed_over)
+
+
+def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
+    """The kernel of a name, as launches and tiles carry it."""
+    return next(kernel for kernel in kernels if kernel.name == name)
+
+
+def portable_kernel(work: Work, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
+    """What stands in for a kernel that cannot read a layer."""
+    return next(kernel for kernel in kernels if kernel.work is work and kernel.portable)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of an attention on a card, and their tiles.
+
+    Attributes:
+        decode, prefill, merge: the choices. prefill is None under batch invariance: all requests are rows of tiles then,
+            because a token's bits must not depend on how many came with it.
+        both: what computes prompt chunks and decodes at once; None: one kernel after the other does.
+        tiles: of decodes. A tile names its kernel, which may be another one than that of `decode`.
+        prefill_tile: of prompt chunks; None if there are none.
+        merge_tile: of merges.
+    """
+
+    decode: Choice
+    prefill: Choice | None
+    both: Kernel | None
+    tiles: tuple[GpuTile, ...]
+    prefill_tile: PrefillTile | None
+    merge_tile: MergeTile
+
+
+def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> Kernels:
+    """The kernels of an attention on a card.
+
+    Raises:
+        ValueError: with every reason, if none computes it.
+    """
+    if reasons := refusals(config, card, kernels):
+        raise ValueError("; ".join(reasons))
+    decode, merge = (choose(work, config, card, kernels) for work in (Work.DECODE, Work.MERGE))
+    prefill = both = prefill_tile = None
+    if not config.batch_invariant:
+        prefill = choose(Work.PREFILL, config, card, kernels)
+        both = choose(Work.BOTH, config, card, kernels).kernel
+        assert prefill.kernel
+        (prefill_tile,) = prefill.kernel.tiles(config, card)
+    assert decode.kernel and merge.kernel
+    (merge_tile,) = merge.kernel.tiles(config, card)
+    return Kernels(decode, prefill, both, decode.kernel.tiles(config, card), prefill_tile, merge_tile)
+
+
+def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
+    """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
+    works = [Work.DECODE, *([] if config.batch_invariant else [Work.PREFILL])]
+    works += [Work.BOTH] if config.execution == "overlapped" else []
+    reasons = []
+    for work in works:
+        choice = choose(work, config, card, kernels)
+        if choice.kernel is None:
+            last = list(choice.passed_over.values())[-1] if choice.passed_over else (f"nothing computes {work.value}",)
+            overlapped = "execution='overlapped': " if work is Work.BOTH else ""
+            reasons += [f"{overlapped}{reason}" for reason in last]
+    return list(dict.fromkeys(reasons))
+
+
+def unsupported(config: AttentionConfig, device: torch.device) -> list[str]:
+    """Why a GPU does not run an attention; empty: it does."""
+    reasons = [] if torch.cuda.is_available() else ["torch finds no CUDA device"]
+    if find_spec("triton") is None:
+        reasons.append("the package triton is not installed; use pip install triton")
+    return reasons + refusals(config, card_at(device))

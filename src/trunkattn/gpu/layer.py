@@ -1,0 +1,51 @@
+"""What launches are bound for: an attention's geometry, and the tensors of one layer."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the launches must know of an attention and a step, besides the tensors."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    segment_size: int  # tokens
+    window: int
+    masked: bool  # queries of one sequence see different tokens
+    soft_cap: float | None
+    sinks: bool
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """One layer. q, out [T, Hq, D / Dv]; caches [pages, page_size, Hkv, D / Dv]; the rest float32.
+
+    lse [T, Hq]; partial [slots, Hq, Dv], partial_lse [slots, Hq]; logit_scale [Hkv], log2(e) included unless there is a
+    soft cap; v_scale [Hkv]; sinks [Hq] of any floating dtype.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
+    logit_scale: torch.Tensor
+    v_scale: torch.Tensor
+    sinks: torch.Tensor
+
+
+class Pdl(NamedTuple):
+    """Programmatic dependent launch. trigger: the next kernel may start early. wait: this one may run while the kernel
+    ahead still does, and waits for it where it first needs something of it, at the latest before it ends."""
+
+    trigger: Any
+    wait: Any

@@ -1,0 +1,190 @@
+"""The ways to plan the rows of tiles of a step: tilings, packs, or batch-invariant spans, with one interface.
+
+Each is a planner on the host. Two of them have a twin that plans on the device (`device_planner`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import torch
+
+from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.gpu.cards import Card
+from trunkattn.gpu.device_planner.step import OnDevice
+from trunkattn.gpu.kernel import Kernels
+from trunkattn.gpu.overlap import Overlap, make_overlap
+from trunkattn.gpu.step import HostTiles
+from trunkattn.gpu.step_choice import BATCH_INVARIANT, PackingChoice, choose_step
+from trunkattn.gpu.tiles import GpuTile, gpu_device, tile_config
+from trunkattn.planner.from_config import make_planner
+from trunkattn.planner.packs.cost import CostModel
+from trunkattn.planner.planner import Planner, StepTables
+from trunkattn.planner.prefix_forest import Forest
+from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
+from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tile_work
+from trunkattn.planner.tiles.step import TiledStep
+from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS, TileLimits
+
+_FUSE_UP_TO: Final = 8  # partials that an item merges; more are spread over the merge kernel's CTAs
+
+
+class StepPlanner(Protocol):
+    """Plans the requests of a step that are rows of tiles.
+
+    Attributes:
+        rule: of the tiles.
+        limits: that every tile list of the capacity keeps within; None: there is no capacity.
+        overlap: what is known of the kernel that computes prompt chunks and decodes at once; None: it is not used.
+        on_device: the twin on the device; None: there is none, or no capacity.
+    """
+
+    @property
+    def rule(self) -> TilingRule: ...
+
+    @property
+    def limits(self) -> TileLimits | None: ...
+
+    @property
+    def overlap(self) -> Overlap | None: ...
+
+    @property
+    def on_device(self) -> OnDevice | None: ...
+
+    def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
+        """Plans a batch. chunks: the prompt chunks of the step; None: there are none."""
+
+    def forget(self) -> None:
+        """Forgets the last batch: the next one may not be a step later than it."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What all ways to plan have in common. forests: makes prefix forests, and packs."""
+
+    config: AttentionConfig
+    card: Card
+    device: torch.device
+    capacity: Capacity | None
+    forests: Planner
+    rule: TilingRule
+
+    def forest(self, batch: StepTables) -> tuple[Forest, StepTables]:
+        """The prefix forest of a batch, and the batch with the block table that the forest was made of."""
+        forest, table = self.forests.forest(batch)
+        return forest, StepTables(table, batch.seq_lens, batch.query_start_loc, batch.window)
+
+    def twin(self, limits: TileLimits | None) -> OnDevice | None:
+        """What plans on the device."""
+        if self.capacity is None or limits is None:
+            return None
+        return OnDevice(self.rule, self.capacity, limits, self.card, self.device)
+
+
+class TilePlanner:
+    """Tilings of the prefix forest: the candidate of least predicted time."""
+
+    def __init__(self, parts: _Parts, overlap: Overlap | None) -> None:
+        self.rule, self.overlap, self._parts = parts.rule, overlap, parts
+        self.limits = tile_limits(parts.rule, parts.capacity) if parts.capacity else None
+        self.on_device = parts.twin(self.limits)
+
+    def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
+        """Plans a batch; see StepPlanner."""
+        forest, batch = self._parts.forest(batch)
+        step = TiledStep(self.rule, forest, batch, self.limits)
+        choice = choose_step(step, self._parts.card.description, self.overlap, chunks)
+        return HostTiles(batch, step.emit(choice.tiling), choice)
+
+    def forget(self) -> None:
+        """Forgets the last batch."""
+        self._parts.forests.forget()
+
+
+class InvariantPlanner:
+    """Spans of sequences that no batch changes: a request is cut alike in any batch."""
+
+    overlap = None
+
+    def __init__(self, parts: _Parts) -> None:
+        self.rule, self._parts, self.limits = parts.rule, parts, None
+        if parts.capacity:
+            tokens = parts.capacity.max_pages_per_request * parts.config.page_size
+            self.limits = invariant_limits(parts.capacity.max_query_tokens, tokens, parts.rule.segment_size)
+        self.on_device = parts.twin(self.limits)
+
+    def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
+        """Plans a batch; see StepPlanner."""
+        forest, batch = self._parts.forest(batch)
+        return HostTiles(batch, invariant_list(self.rule, forest, batch), BATCH_INVARIANT)
+
+    def forget(self) -> None:
+        """Forgets the last batch."""
+        self._parts.forests.forget()
+
+
+class PackPlanner:
+    """Packs of one of the packing policies: an item of a pack in the lowest tile that holds it."""
+
+    overlap = None
+    on_device = None
+
+    def __init__(self, parts: _Parts) -> None:
+        self.rule, self._planner, self.limits = parts.rule, parts.forests, None
+        config, capacity = parts.config, parts.capacity
+        if capacity:
+            tokens = capacity.max_pages_per_request * config.page_size
+            pieces = -(-tokens // INVARIANT_SPAN_TOKENS) + 1 if config.batch_invariant else 0
+            self.limits = tile_limits(parts.rule, capacity, pieces)
+
+    def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
+        """Plans a batch; see StepPlanner."""
+        planned = self._planner.plan(batch)
+        batch = StepTables(planned.batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window)
+        tile_list = tile_work(self.rule, planned.work, batch)
+        return HostTiles(batch, tile_list, PackingChoice(planned.policy, planned.reason))
+
+    def forget(self) -> None:
+        """Forgets the last batch."""
+        self._planner.forget()
+
+
+def make_step_planner(
+    config: AttentionConfig, kernels: Kernels, card: Card, device: torch.device, capacity: Capacity | None
+) -> StepPlanner:
+    """What plans the rows of tiles of an attention on a card. Items may merge partials where no launch could run them
+    too early: those of fixed size keep an order only for tilings, and side by side there is none."""
+    has_spans = config.policy == "auto" and config.batch_invariant
+    is_tiled = config.policy == "auto" and not config.batch_invariant
+    packing = replace(config, batch_invariant=False) if has_spans else config
+    forests = make_planner(packing, gpu_device(card.num_sms, kernels.tiles[-1].block_m))
+    in_order = capacity is None or (is_tiled and config.execution != "streams")
+    rule = make_rule(config, kernels.tiles, card, forests.spec.model, may_fuse=in_order)
+    parts = _Parts(config, card, device, capacity, forests, rule)
+    if is_tiled:
+        return TilePlanner(parts, make_overlap(config, kernels, card, rule))
+    return InvariantPlanner(parts) if has_spans else PackPlanner(parts)
+
+
+def make_rule(
+    config: AttentionConfig, tiles: tuple[GpuTile, ...], card: Card, model: CostModel, *, may_fuse: bool
+) -> TilingRule:
+    """What the planner must know of tiles on a card.
+
+    may_fuse: items may merge partials. In a batch-invariant plan none does, since which items merge depends on the
+    batch.
+    """
+    # 8-bit keys and values take as much arithmetic as 16-bit ones
+    key_bytes = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
+    fuses = may_fuse and tiles[0].merges and not config.batch_invariant
+    return TilingRule(
+        kinds=tuple(tile_config(tile, card.num_sms, key_bytes) for tile in tiles),
+        group_size=model.group_size,
+        num_kv_heads=config.num_kv_heads,
+        page_size=config.page_size,
+        card_times=card.model.times,
+        head_bytes=model.kv_bytes // config.num_kv_heads,
+        partial_bytes=model.partial_bytes,
+        fuse_up_to=_FUSE_UP_TO if fuses else 0,
+        l2_bytes=card.facts.l2_bytes,
+        uniform=config.batch_invariant,
+    )

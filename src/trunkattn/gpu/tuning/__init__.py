@@ -1,1 +1,0 @@
-"""Tiles and card records: what was fitted for each card."""

@@ -1,0 +1,211 @@
+"""Batch-invariant row tiles: how a request is computed does not depend on what it is batched with.
+
+A sequence is cut into chunks of CHUNK_TOKENS from its first token. An item holds query tokens that see one chunk: of
+one request, or of neighbours in the prefix forest whose sequences have the whole chunk in common. A key of the chunk
+stands at the same place of the same block, whoever else is in the item, and each chunk that a query sees leaves one
+partial. So every query adds up the same numbers in the same order in any batch.
+
+`gpu.device_planner.batch_invariant` gives the same lists on a GPU.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.prefix_forest import Forest
+from trunkattn.planner.tiles.candidates import TilingRule
+from trunkattn.planner.tiles.cost import EVERY, shared_tokens
+from trunkattn.planner.tiles.layout import make_entries
+from trunkattn.planner.work_list import (
+    DIRECT,
+    ITEM_COLUMNS,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_COLUMNS,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_PLACE,
+    SEGMENT_POSITION,
+    SEGMENT_QUERIES,
+    SEGMENT_START,
+    TileLimits,
+    TileList,
+)
+
+# Longer chunks leave fewer partials, and share less of a prefix that ends within one.
+CHUNK_TOKENS: Final = 512
+
+
+class ChunkEntries(NamedTuple):
+    """Query tokens in the order of the forest's rows, [E] int32 each. shared: tokens in common with the one before."""
+
+    query: NDArray[np.int32]
+    position: NDArray[np.int32]
+    row: NDArray[np.int32]
+    shared: NDArray[np.int32]
+
+
+class _Arrays(NamedTuple):
+    """Fields of a TileList, in a form that compiled functions return."""
+
+    items: NDArray[np.int32]
+    segments: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
+    merge_queries: NDArray[np.int32]
+    merge_ranges: NDArray[np.int32]
+    num_slots: int
+
+
+def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
+    """The tile list of a step: items that reach the end of a chunk first, by chunk and by entry; then the others."""
+    entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
+    (tile,) = rule.kinds
+    block_segments = tile.block_tokens // rule.segment_size
+    sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size, block_segments
+    arrays: _Arrays = _emit(entries, batch.seq_lens, batch.block_table, sizes)
+    return TileList(
+        **arrays._asdict(),
+        merge_slots=np.zeros((len(arrays.queries), 2), np.int32),
+        counts=np.array([0, len(arrays.items), len(arrays.items)], np.int32),
+        merges_taller=True,
+    )
+
+
+def invariant_limits(max_query_tokens: int, max_tokens: int, segment_size: int) -> TileLimits:
+    """What every batch keeps within. max_tokens: of a sequence."""
+    pieces = max_query_tokens * -(-max_tokens // CHUNK_TOKENS)
+    segments = pieces * (CHUNK_TOKENS // segment_size)
+    return TileLimits(pieces, segments, pieces, max_query_tokens, pieces, max_query_tokens)
+
+
+@njit
+def _entries(forest, seq_lens, query_start_loc):
+    """The entries of all rows, depth first."""
+    entries = make_entries(forest, seq_lens, query_start_loc)
+    row = np.empty(len(entries.query), np.int32)
+    at = 0
+    for each in forest.order:
+        count = query_start_loc[each + 1] - query_start_loc[each]
+        row[at : at + count] = each
+        at += count
+    shared, _ = shared_tokens(forest, entries, EVERY)
+    return ChunkEntries(entries.query, entries.position, row, shared.astype(np.int32))
+
+
+@njit(inner=True)
+def _sees(entries, entry, chunk, window):
+    """Whether an entry sees a token of a chunk."""
+    position, begin = np.int64(entries.position[entry]), chunk * CHUNK_TOKENS
+    return position >= begin and position + 1 - window < begin + CHUNK_TOKENS
+
+
+@njit(inner=True)
+def _starts(entries, chunk, height, window):
+    """[entries] 0: does not see the chunk; 1: is in the item of the entry before it; 2: begins an item."""
+    found = np.zeros(len(entries.query), np.int8)
+    run = 0  # where the entries began that may be in one item
+    for entry in range(len(found)):
+        if not _sees(entries, entry, chunk, window):
+            continue
+        follows = entry > 0 and found[entry - 1] > 0
+        if follows and entries.row[entry] != entries.row[entry - 1]:
+            follows = entries.shared[entry] >= (chunk + 1) * CHUNK_TOKENS
+        if not follows:
+            run = entry
+        found[entry] = 2 if (entry - run) % height == 0 else 1
+    return found
+
+
+@njit(inner=True)
+def _num_segments(entries, first, last, chunk, segment_size):
+    """Of a chunk, up to the last of an item of entries [first, last]: of one request, up to the last that is seen; of
+    several, which have the whole chunk in common, all."""
+    tokens = np.int64(CHUNK_TOKENS)
+    if entries.row[first] == entries.row[last]:
+        tokens = min(tokens, np.int64(entries.position[last]) + 1 - chunk * CHUNK_TOKENS)
+    return (tokens + segment_size - 1) // segment_size
+
+
+@njit(inner=True)
+def _first_seen(entries, first, last, window):
+    """The first token that an entry of [first, last] sees; at most 0: one of them sees its sequence from the start."""
+    lowest = np.int64(entries.position[first])
+    for entry in range(first + 1, last + 1):
+        lowest = min(lowest, np.int64(entries.position[entry]))
+    return lowest + 1 - window
+
+
+@njit(inner=True)
+def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, sizes):
+    """The segments of a chunk from token `begin` on, for an item of `count` entries. What none of them sees of a window
+    leaves an empty segment, so that all others keep their places."""
+    _, _, segment_size, page_size, _ = sizes
+    for i in range(len(segments)):
+        token = begin + i * segment_size
+        if token + segment_size > first_seen:
+            tokens = min(segment_size, seq_lens[row] - token)
+            segments[i, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
+            segments[i, SEGMENT_QUERIES] = count << 8 | tokens << 16
+            segments[i, SEGMENT_POSITION] = token
+
+
+@njit
+def _emit(entries, seq_lens, table, sizes):
+    """sizes: query tokens of an item, window, tokens of a segment and of a page, segments of a block."""
+    height, window, segment_size, _, block_segments = sizes
+    count, per_item = len(entries.query), CHUNK_TOKENS // segment_size
+    first_chunk, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    num_chunks = np.int64(0)
+    for entry in range(count):
+        position = np.int64(entries.position[entry])
+        first_chunk[entry] = max(0, position + 1 - window) // CHUNK_TOKENS
+        pieces[entry] = position // CHUNK_TOKENS + 1 - first_chunk[entry]
+        num_chunks = max(num_chunks, position // CHUNK_TOKENS + 1)
+    split = pieces > 1
+    first_slot = np.cumsum(pieces * split) - pieces * split
+    merge_ranges = np.empty((split.sum(), 2), np.int32)
+    merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + pieces)[split]
+
+    num_ending, num_others = 0, 0
+    for chunk in range(num_chunks):
+        starts = _starts(entries, chunk, height, window)
+        first = 0
+        for entry in range(count):
+            first = entry if starts[entry] == 2 else first
+            if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
+                ends = _num_segments(entries, first, entry, chunk, segment_size) == per_item  # with the chunk
+                num_ending, num_others = num_ending + ends, num_others + (not ends)
+    items = np.zeros((num_ending + num_others, ITEM_COLUMNS), np.int32)
+    segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
+    queries, slots = np.empty(pieces.sum(), np.int32), np.full(pieces.sum(), DIRECT, np.int32)
+    ending, other, at = 0, num_ending, 0
+    for chunk in range(num_chunks):
+        starts = _starts(entries, chunk, height, window)
+        first = 0
+        for entry in range(count):
+            if starts[entry] == 0:
+                continue
+            first = entry if starts[entry] == 2 else first
+            queries[at] = entries.query[entry]
+            if split[entry]:
+                slots[at] = first_slot[entry] + chunk - first_chunk[entry]
+            at += 1
+            if entry + 1 < count and starts[entry + 1] == 1:
+                continue
+            used = _num_segments(entries, first, entry, chunk, segment_size)
+            item = ending if used == per_item else other
+            ending, other = ending + (item < num_ending), other + (item >= num_ending)
+            begin, first_seen = item * per_item, _first_seen(entries, first, entry, window)
+            # Blocks before the first that is seen are not computed; without them the others keep their places, too.
+            hidden = max(0, first_seen - chunk * CHUNK_TOKENS) // (block_segments * segment_size) * block_segments
+            items[item, SEGMENT_START], items[item, SEGMENT_FULL] = begin + hidden, begin + hidden
+            items[item, SEGMENT_END] = begin + used
+            items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at
+            listed, row = segments[begin : begin + used], entries.row[first]
+            _list_segments(listed, row, chunk * CHUNK_TOKENS, first_seen, entry + 1 - first, seq_lens, table, sizes)
+    merge_queries = entries.query[split]
+    return _Arrays(items, segments, queries, slots, merge_queries, merge_ranges, int((pieces * split).sum()))

@@ -1,0 +1,255 @@
+"""Which row tiles a step may take on a GPU: the candidates, their launches, and what they cost."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
+from trunkattn.config import Capacity
+from trunkattn.planner.device import CardTimes, TileConfig
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.tiles import cost as tile_costs
+from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles.tile_list import Subtiles, TileArrays, finish, nest
+from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
+
+_CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
+
+
+@dataclass(frozen=True)
+class TilingRule:
+    """Integers, from the tile table and the device.
+
+    kinds: ascending heights. card_times: what is fitted to the card. head_bytes: keys and values of one token and head.
+    partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
+    l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend on the
+    rows beside it (the two loops of the kernel may round differently).
+    """
+
+    kinds: tuple[TileConfig, ...]
+    group_size: int
+    num_kv_heads: int
+    page_size: int
+    card_times: CardTimes
+    head_bytes: int
+    partial_bytes: int
+    fuse_up_to: int
+    l2_bytes: int
+    uniform: bool = False
+
+    @property
+    def launch_ns(self) -> int:
+        """What a launch adds that waits for another one."""
+        return self.card_times.launch_ns
+
+    @property
+    def bytes_per_us(self) -> int:
+        """Memory bandwidth."""
+        return self.card_times.bytes_per_us
+
+    @cached_property
+    def segment_size(self) -> int:
+        """Tokens of a segment: a power of two that divides the page and every block."""
+        smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
+        return min(smallest, self.page_size & -self.page_size)
+
+    @cached_property
+    def priced(self) -> "PricedTilings":
+        """The candidates and what they cost."""
+        return price(self)
+
+    @cached_property
+    def list_rule(self) -> "ListRule":
+        """What emits tile lists."""
+        subtiles = [
+            Subtiles(
+                kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.segment_size
+            )
+            for kind in self.kinds
+        ]
+        is_nested = any(each.number > 1 for each in subtiles)
+        return ListRule(np.array(subtiles, np.int64), is_nested, self.segment_size, self.page_size, self.fuse_up_to)
+
+    def usable(self) -> list[int]:
+        """Heights that hold at least one query token."""
+        return [index for index, kind in enumerate(self.kinds) if kind.entries(self.group_size)]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One way to tile a step: `low` for all nodes, or `tall` for those of at least `least` entries. alone: a low tile
+    holds one query token. waves: long tiles are cut into at most so many items for each of the device's slots, as even
+    tiles can be (`layout.share_of`); 0: none is."""
+
+    low: int
+    tall: int | None = None
+    least: int = tile_costs.EVERY
+    alone: bool = False
+    waves: int = 1
+
+    def name(self, rule: TilingRule) -> str:
+        """For `stats`: rows × keys of the tiles."""
+        kinds = [rule.kinds[index] for index in (self.tall, self.low) if index is not None]
+        text = "+".join(f"{kind.rows}x{kind.block_tokens}" for kind in kinds)
+        return text + (" per query" if self.alone else "") + _CUTS[self.waves]
+
+
+def candidates(rule: TilingRule) -> list[Tiling]:
+    """The lowest tiles with one query token; every tile, and every taller one, if paired, with every lowest one; cut or
+    not."""
+    usable = rule.usable()
+    lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
+    least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
+    taller = [index for index in usable[len(lowest) :] if rule.kinds[index].paired]
+    pairs = [Tiling(low, tall, least) for tall in taller for low in lowest]
+    alone = [Tiling(low, alone=True) for low in lowest]
+    ways = [*alone, *(Tiling(index) for index in usable), *pairs]
+    return [replace(way, waves=waves) for waves in _CUTS for way in ways if waves or not way.alone]
+
+
+def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
+    shape = rule.kinds[kind]
+    height = 1 if tiling.alone else shape.entries(rule.group_size)
+    items = max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves
+    blocks = (shape.block_tokens // rule.segment_size, items, shape.subtiles, shape.private_tokens // rule.segment_size)
+    return tiles.Stage(height, *limits, *blocks)
+
+
+class TileStage(NamedTuple):
+    """A stage, and the number of its tile in the rule."""
+
+    kind: int
+    stage: tiles.Stage
+
+
+def stages_of(rule: TilingRule, tiling: Tiling) -> list[TileStage]:
+    """What each launch of a tiling computes, tall tiles first."""
+    stages = [TileStage(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
+    if tiling.tall is not None:
+        tall = _stage(rule, tiling, tiling.tall, (tiling.least, tile_costs.EVERY))
+        stages.insert(0, TileStage(tiling.tall, tall))
+    return stages
+
+
+class ListRule(NamedTuple):
+    """What a rule says of the arrays of a tile list."""
+
+    subtiles: NDArray[np.int64]  # [kinds, fields of Subtiles]
+    is_nested: bool  # some tile has several
+    segment_size: int
+    page_size: int
+    fuse_up_to: int
+
+
+def launches_of(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
+    """[1 or 2, 1 + fields of Stage] tile and stage of each launch of a tiling, tall tiles first."""
+    known = rule.priced.launches.get(tiling)
+    return _launch_rows(rule, tiling) if known is None else known
+
+
+def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
+    return np.array([(kind, *stage) for kind, stage in stages_of(rule, tiling)], np.int64)
+
+
+@njit(inner=True)
+def stage_of_row(row):
+    """The stage of a row of `launches_of`."""
+    _, height, least, below, block_segments, num_parts, subtiles, private_segments = row
+    return tiles.Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
+
+
+class PricedTilings(NamedTuple):
+    """The candidates of a rule as arrays; see `tile_costs`."""
+
+    tilings: list[Tiling]
+    stages: NDArray[np.int64]  # [stages, fields of Stage] those that are not alike when uncut
+    uses: NDArray[np.int64]  # [ways, 2, 3]
+    costs: tile_costs.Costs
+    launches: dict[Tiling, NDArray[np.int64]]  # of each candidate; see `launches_of`
+
+
+def _tile_times(rule: TilingRule, kind: TileConfig) -> tile_costs.TileTimes:
+    num_slots = max(1, kind.num_programs // rule.num_kv_heads)
+    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.ctas_per_sm, kind.read_percent)
+
+
+def price(rule: TilingRule) -> PricedTilings:
+    """What `predict` needs of a rule."""
+    ways = candidates(rule)
+    stages: dict[tiles.Stage, int] = {}
+    uses = np.full((len(ways), 2, 3), -1, np.int64)
+    for number, way in enumerate(ways):
+        for nth, (kind, stage) in enumerate(stages_of(rule, way)):
+            uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
+    token_bytes = rule.head_bytes * rule.num_kv_heads
+    times = rule.card_times
+    costs = tile_costs.Costs(
+        tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
+        token_bytes=token_bytes,
+        partial_bytes=rule.partial_bytes,
+        segment_size=rule.segment_size,
+        l2_tokens=rule.l2_bytes // token_bytes,
+        l2_percent=100 * times.bytes_per_us // times.l2_bytes_per_us,
+        bytes_per_us=times.bytes_per_us,
+        launch_ns=times.launch_ns,
+        filled_ns=times.filled_ns,
+        arithmetic_percent=times.arithmetic_percent,
+        unhidden_part=times.unhidden_part,
+        idle_percent=times.idle_percent,
+    )
+    launches = {way: _launch_rows(rule, way) for way in ways}
+    return PricedTilings(ways, np.array(list(stages), np.int64), uses, costs, launches)
+
+
+def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:
+    """What every batch of a capacity keeps in low tiles that are not cut, and room for cutting.
+
+    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles. pieces: most
+    that the plan of a query is cut into, where that is known; 0: it is not.
+    """
+    heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
+    slots = max(kind.num_programs for kind in rule.kinds) // rule.num_kv_heads + 1
+    parts = 6 * slots  # of fine cuts, which have at most half as many again as they want
+    tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
+    tiles_of_requests = min(tokens, requests + tokens // heights[0])
+    segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
+    if pieces:
+        cut = tokens * pieces
+        return TileLimits(cut, cut * 2 + tokens * segments_of_request, cut, tokens, cut, tokens)
+    entries = 2 * (tokens + parts * max(heights))
+    return TileLimits(
+        items=2 * (tokens + parts),
+        segments=(tiles_of_requests + min(parts, tiles_of_requests)) * (segments_of_request + 2),
+        queries=entries,
+        merged=tokens,
+        slots=2 * tokens + 3 * slots * max(heights),
+        query_tokens=tokens + capacity.max_chunk_tokens,
+    )
+
+
+def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[num_query_tokens] int32: each query token's place in its sequence."""
+    positions = np.arange(query_start_loc[-1], dtype=np.int32)
+    positions += np.repeat(seq_lens - query_start_loc[1:], np.diff(query_start_loc))
+    return positions
+
+
+def tile_work(rule: TilingRule, work: WorkList, batch: StepTables) -> TileList:
+    """A work list of one of the packing policies as a tile list: each item in the lowest tile that holds it."""
+    table, seq_lens, starts, window = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window
+    positions = query_positions(seq_lens, starts)
+    heights = [kind.entries(rule.group_size) for kind in rule.kinds]
+    kinds = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
+    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.segment_size for kind in rule.kinds]
+    block_segments = np.array(per_kind, np.int32)[kinds]
+    emitted = tiles.items_of_work(
+        (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments
+    )
+    if rule.list_rule.is_nested:
+        emitted = nest(emitted, kinds, rule.list_rule.subtiles)
+    arrays: TileArrays = finish(emitted, kinds, len(rule.kinds), int(starts[-1]), rule.fuse_up_to)
+    return TileList(*arrays, merges_taller=False)

@@ -1,0 +1,317 @@
+"""What row tiles cost: blocks and tokens of a stage, and the time of every way to tile a step, from sums and maxima.
+
+Nothing is simulated, so a GPU finds the same integers in parallel. The planner on the device compiles this file's
+formulas with Triton: `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_segments` must stay arithmetic
+that both compilers know.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
+from trunkattn.planner.tiles.layout import Stage, share_of, stage_spans, step_of
+
+EVERY = 1 << 30  # more entries than any node has
+Int64Array = NDArray[np.int64]
+
+
+class TileTimes(NamedTuple):
+    """A tile, of one KV head.
+
+    full_ns, masked_ns: time of a block of keys that all rows see, and of another one, when all CTAs run.
+    full_chain_ns, masked_chain_ns: the same for one block after another in one CTA.
+    num_slots: items that run at once on the device.
+    ctas_per_sm: CTAs of all heads that run at once on an SM.
+    read_percent: share of the bandwidth that it reaches.
+    """
+
+    full_ns: int
+    masked_ns: int
+    full_chain_ns: int
+    masked_chain_ns: int
+    num_slots: int
+    ctas_per_sm: int
+    read_percent: int
+
+
+class Costs(NamedTuple):
+    """A card and an attention. The fields after `l2_percent` are those of `CardTimes`."""
+
+    tiles: Int64Array  # [kinds, fields of TileTimes]
+    token_bytes: int  # keys and values of all heads
+    partial_bytes: int  # one partial state of all heads, written and read
+    segment_size: int
+    l2_tokens: int  # that the L2 cache holds
+    l2_percent: int  # of the time of memory that the L2 cache takes to serve as much
+    bytes_per_us: int
+    launch_ns: int
+    filled_ns: int
+    arithmetic_percent: int
+    unhidden_part: int
+    idle_percent: int
+
+
+class StageLoads(NamedTuple):
+    """Stages that are not cut."""
+
+    blocks: Int64Array  # [tiles, 4] of all stages, one after the other; see `stage_blocks`
+    indptr: Int64Array  # [stages + 1] into blocks
+    memory: Int64Array  # [stages] tokens that leave memory
+    num_queries: int
+
+
+class StageLoad(NamedTuple):
+    """Sums and maxima over the items of a stage that is cut, and the tokens that it reads."""
+
+    num_items: int
+    work_ns: int  # of all items
+    max_item_ns: int
+    max_chain_ns: int  # of an item's blocks one after another
+    num_partials: int
+    tokens: int  # that its tiles read
+    memory_tokens: int  # of these, those that leave memory
+
+
+@njit
+def tile_blocks(shared_segments, private_segments, stage):
+    """Blocks of a tile that all of it sees, and other blocks. private_segments: of the subtile that has the most."""
+    step = stage.block_segments
+    if stage.subtiles > 1:
+        step = stage.private_segments
+    left = shared_segments % stage.block_segments
+    return shared_segments // stage.block_segments, (private_segments + left + step - 1) // step
+
+
+@njit
+def item_ns(full_blocks, masked_blocks, num_parts, subtiles, full_ns, masked_ns):
+    """Time of each of the parts of a tile. A part holds the private segments of a few requests, mostly of one subtile,
+    so the subtiles of a tile that is cut do not share its masked blocks."""
+    is_cut = min(num_parts - 1, 1)
+    masked_blocks = masked_blocks * (1 + (subtiles - 1) * is_cut)
+    return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_parts, 1)
+
+
+@njit
+def memory_tokens(once, common, again, l2_tokens):
+    """Tokens that leave memory: those that some tile reads, and those read again that the L2 cache does not hold."""
+    return once + again * max(common - l2_tokens, 0) // max(common, 1)
+
+
+@njit
+def listed_segments(num_segments, num_items, stage):
+    """Most entries of the segment list that a stage's items fill; those of a tile may all be dealt to one subtile."""
+    listed = num_segments
+    if stage.subtiles > 1:
+        listed = num_segments * stage.subtiles + num_items * stage.subtiles * stage.private_segments
+    return listed
+
+
+@njit
+def load_ns(load, tile, costs, is_flat, is_last):
+    """Predicted time of a launch: what its SMs, its longest item or its memory traffic take, whichever is most. The
+    launch itself and the partial states come on top.
+
+    Items that are left after whole rounds of the slots are too few to keep memory busy, and take as long as one item
+    does. So do the items of one round that is not full. is_flat: the tile has no subtiles; is_last: no other launch
+    reads the partial states.
+    """
+    items, slots = load.num_items, tile.num_slots
+    tokens = max(load.tokens, 1)
+    read_tokens = max(load.memory_tokens, tokens * costs.l2_percent // 100)
+    percent = 100 + costs.idle_percent * max(slots - items, 0) // slots
+    bytes_ns = read_tokens * costs.token_bytes * 1000 // costs.bytes_per_us * percent // tile.read_percent
+    if items <= slots:  # each item runs the faster for it, but not those that meet on an SM
+        meeting = (items * tile.ctas_per_sm + slots - 1) // slots
+        alone_ns = load.max_item_ns * meeting * costs.arithmetic_percent // (100 * tile.ctas_per_sm)
+        busy_ns = max(load.max_item_ns * items // slots, alone_ns)
+        if is_flat:
+            waiting_ns = max(load.max_chain_ns - costs.filled_ns, 0)
+            waiting_ns = waiting_ns * min(load.memory_tokens, tokens) // (3 * tokens)
+            bytes_ns = max(bytes_ns, load.max_chain_ns + waiting_ns)
+    else:
+        mean_ns = load.work_ns // items
+        rounds_ns = (items + slots - 1) // slots * mean_ns
+        busy_ns = max(load.work_ns // slots + load.max_item_ns - mean_ns, rounds_ns)
+    left = items % slots
+    if left > 0:
+        bytes_ns = bytes_ns * (items - left) // items + max(bytes_ns * left // items, load.max_chain_ns)
+    arithmetic_ns = max(busy_ns, load.max_chain_ns)
+    total_ns = max(arithmetic_ns, bytes_ns) + costs.launch_ns
+    if items > slots:
+        total_ns += min(arithmetic_ns, bytes_ns) // costs.unhidden_part
+    if is_last and load.num_partials > 0:
+        total_ns += costs.launch_ns
+    return total_ns + load.num_partials * costs.partial_bytes * 1000 // costs.bytes_per_us
+
+
+@njit
+def tiles_of(num_queries, stage):
+    """Tiles of a stage, of which some may have nothing to read."""
+    return (num_queries + stage.height - 1) // stage.height
+
+
+@njit
+def stage_blocks(forest, entries, stage, window, segment_size):
+    """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; segments; entries."""
+    indptr, nodes, num_segments = stage_spans(forest, entries, stage, window, segment_size)
+    blocks = np.zeros((len(indptr) - 1, 4), np.int64)
+    height = stage.height // stage.subtiles
+    private = np.zeros(stage.subtiles, np.int64)
+    for tile in range(len(blocks)):
+        first, last = tile * stage.height, min((tile + 1) * stage.height, len(entries.query))
+        whole = np.int64(0)
+        private[:] = 0
+        for i in range(indptr[tile], indptr[tile + 1]):
+            low, high = max(entries.node_start[nodes[i]], first), min(entries.node_end[nodes[i]], last)
+            if low == first and high == last:
+                whole += num_segments[i]
+            else:
+                for subtile in range((low - first) // height, (high - 1 - first) // height + 1):
+                    private[subtile] += num_segments[i]
+        blocks[tile, 0], blocks[tile, 1] = tile_blocks(whole, private.max(), stage)
+        blocks[tile, 2] = num_segments[indptr[tile] : indptr[tile + 1]].sum()
+        blocks[tile, 3] = last - first
+    return blocks[blocks[:, 2] > 0]
+
+
+@njit
+def shared_tokens(forest, entries, least):
+    """Of each entry: tokens that it has in common with the one before it; tokens in nodes of at least `least` entries.
+
+    The first of these is at most what the entry before it sees.
+    """
+    shared = np.zeros(len(entries.query), np.int64)
+    tall = np.zeros(len(entries.query), np.int64)
+    for node in range(len(forest.parent)):  # a node comes after its ancestors
+        start, end = entries.node_start[node], entries.node_end[node]
+        shared[start + 1 : end] = forest.token_end[node]
+        if end - start >= least:
+            tall[start:end] = forest.token_end[node]
+    for i in range(1, len(shared)):
+        shared[i] = min(shared[i], entries.position[i - 1] + 1)
+    return shared, tall
+
+
+@njit
+def stage_tokens(position, shared, tall, stage, window):
+    """Tokens that leave memory: each once; those that two tiles share; and how many tokens the later tiles read again.
+
+    A stage takes an entry's tokens in nodes of enough entries, which are the first ones, or those after them.
+    """
+    once, common, again = np.int64(0), np.int64(0), np.int64(0)
+    carried = np.int64(0)  # tokens that have been common to all entries since before the last tile began
+    for i in range(len(position)):
+        end = np.int64(position[i] + 1)
+        begin = max(np.int64(0), end - window)
+        if stage.least > 1:
+            end = min(end, tall[i])
+        if stage.below < EVERY:
+            begin = max(begin, tall[i])
+        once += max(0, end - max(begin, shared[i]))
+        carried = min(carried, shared[i])
+        if i and i % stage.height == 0:
+            crossing = max(0, min(end, shared[i]) - begin)
+            again += crossing
+            common += crossing - min(crossing, max(0, carried - begin))
+            carried = shared[i]
+    return once, common, again
+
+
+@njit
+def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
+    """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
+    most = np.int64(0)
+    for i in range(len(stages)):
+        most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
+    blocks = np.empty((most, 4), np.int64)
+    indptr = np.zeros(len(stages) + 1, np.int64)
+    memory = np.zeros(len(stages), np.int64)
+    for i in range(len(stages)):
+        height, least, below, block_segments, parts, subtiles, private = stages[i]
+        stage = Stage(height, least, below, block_segments, parts, subtiles, private)
+        found = stage_blocks(forest, entries, stage, window, segment_size)
+        indptr[i + 1] = indptr[i] + len(found)
+        blocks[indptr[i] : indptr[i + 1]] = found
+        shared, tall = shared_tokens(forest, entries, least if least > 1 else below)
+        once, common, again = stage_tokens(entries.position, shared, tall, stage, window)
+        memory[i] = memory_tokens(once, common, again, l2_tokens)
+    return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
+
+
+@njit
+def tile_times(costs, kind):
+    """The row of a tile kind."""
+    full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[kind]
+    return TileTimes(full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent)
+
+
+@njit
+def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
+    """Predicted time of a stage. blocks: as of `stage_blocks`; memory: tokens that leave memory; num_queries: that
+    leave partial states unless the stage is the last."""
+    tile = tile_times(costs, kind)
+    total = blocks[:, 2].sum()
+    share = share_of(total, tiles_of(num_queries, stage), stage.num_parts, stage.block_segments)
+    items, work, partials = np.int64(0), np.int64(0), np.int64(0)
+    max_item, max_chain = np.int64(0), np.int64(0)
+    for i in range(len(blocks)):
+        full, masked, segments, entries = blocks[i]
+        parts = np.int64(1)
+        if stage.num_parts > 0:
+            step = step_of(segments, share, stage.block_segments)
+            parts = (segments + step - 1) // step
+        cost = item_ns(full, masked, parts, stage.subtiles, tile.full_ns, tile.masked_ns)
+        chain = item_ns(full, masked, parts, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
+        items, work = items + parts, work + cost * parts
+        max_item, max_chain = max(max_item, cost), max(max_chain, chain)
+        partials += parts * entries if parts > 1 else 0
+    if not last:
+        partials = np.int64(num_queries)
+    load = StageLoad(items, work, max_item, max_chain, partials, total * costs.segment_size, np.int64(memory))
+    return load_ns(load, tile, costs, stage.subtiles == 1, last)
+
+
+@njit
+def tilings_ns(loads, stages, uses, costs):
+    """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
+    times = np.zeros(len(uses), np.int64)
+    for way in range(len(uses)):
+        for nth in range(2):
+            which, kind, num_parts = uses[way, nth]
+            if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
+                continue
+            height, least, below, block_segments, _, subtiles, private = stages[which]
+            stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
+            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
+            last = nth == 1 or uses[way, 1, 0] < 0
+            times[way] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
+    return times
+
+
+@njit
+def tilings_fit(loads, stages, uses, limits):
+    """[ways] whether each surely keeps within limits, [3] of items, segments and partial states; of two stages, each
+    within half of them. A tile's items may all hold all of its entries, and its segments be dealt to one subtile."""
+    fit = np.ones(len(uses), np.bool_)
+    for way in range(len(uses)):
+        pair = uses[way, 1, 0] >= 0
+        for nth in range(1 + pair):
+            which, _, num_parts = uses[way, nth]
+            height, least, below, block_segments, _, subtiles, private = stages[which]
+            stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
+            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
+            total = blocks[:, 2].sum()
+            share = share_of(total, tiles_of(loads.num_queries, stage), num_parts, block_segments)
+            items, pieces = np.int64(0), np.int64(0)
+            for tile in range(len(blocks)):
+                step = step_of(blocks[tile, 2], share, block_segments)
+                count = (blocks[tile, 2] + step - 1) // step
+                items += count
+                if count > 1 or pair:
+                    pieces += count * blocks[tile, 3]
+            listed = listed_segments(total, items, stage)
+            most = limits // (1 + pair)
+            fit[way] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
+    return fit

@@ -1,0 +1,157 @@
+"""How many items of a tile list are co-scheduled with the prompt chunks of a step (POD-Attention §4)."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
+from trunkattn.planner.tiles.cost import stage_ns
+from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEGMENT_FULL, SEGMENT_START
+
+
+class OverlapCosts(NamedTuple):
+    """The kernel that computes prompt chunks and decodes at once, in integers.
+
+    chunk_percent, decode_percent: speed of each while both run, of its speed there alone, with tiles of up to
+        `narrow_rows` rows, and of more.
+    block_ns: time of a block of `block_segments` segments. An SM computes one item at a time.
+    item_ns: time of an item besides its blocks.
+    fixed_ns: time of the launch.
+    """
+
+    chunk_percent: tuple[int, int]
+    decode_percent: tuple[int, int]
+    narrow_rows: int
+    block_ns: int
+    block_segments: int
+    item_ns: int
+    fixed_ns: int
+    group_size: int
+    num_kv_heads: int
+    num_sms: int
+
+
+class ChunkTimes(NamedTuple):
+    """Of the prompt chunks of a step.
+
+    alone_ns: predicted time without any decodes.
+    reads_ns: time in which memory gives the chunks' keys and values; decodes wait for it.
+    """
+
+    alone_ns: int
+    reads_ns: int
+
+
+class ChunkWork(NamedTuple):
+    """What the prompt chunks of a step are, all heads alike.
+
+    pairs: of a query token and a token that it sees, on average over a request.
+    kv_tokens: that some query token sees.
+    max_item_pairs: of the largest work item of chunks that are not cut.
+    num_items: such work items.
+    """
+
+    pairs: int
+    kv_tokens: int
+    max_item_pairs: int
+    num_items: int
+
+
+class Overlapped(NamedTuple):
+    """The first `items` of a tile list are co-scheduled with the chunks. total_ns: predicted time of the whole step."""
+
+    items: int
+    total_ns: int
+
+
+class _Profile(NamedTuple):
+    """Of each item of a tile list, and of those before it.
+
+    blocks: [items, 4] as of `cost.stage_blocks`: blocks that all rows of the item see, other blocks, segments, queries.
+    until_ns: time until the kernel has computed them without chunks.
+    is_wide: 1 if one of them has more rows than the narrow tile.
+    """
+
+    blocks: NDArray[np.int64]
+    until_ns: NDArray[np.int64]
+    is_wide: NDArray[np.int64]
+
+
+def chunk_work(
+    seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32], window: int, queries_per_item: int
+) -> ChunkWork:
+    """The work of prompt chunks that share nothing. In NumPy: nothing is compiled for a plan that is made on a GPU."""
+    lengths, queries = seq_lens.astype(np.int64), np.diff(query_start_loc).astype(np.int64)
+    longest = np.minimum(queries, queries_per_item)
+    return ChunkWork(
+        pairs=int((np.minimum(lengths - queries // 2, window) * queries).sum()),
+        kv_tokens=int(np.minimum(lengths, window + queries).sum()),
+        max_item_pairs=int((np.minimum(lengths, window + longest) * longest).max(initial=0)),
+        num_items=int(-(-queries // queries_per_item).sum()),
+    )
+
+
+@njit
+def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
+    """How many of the first items, which merge nothing, to co-schedule with the chunks.
+
+    The candidates are: all items; as many as fit whole rounds of the SMs that end with the chunks; one round more. The
+    other items get a launch of their own, of `stage`. num_slots: partial states that a merge reads afterwards.
+    """
+    assert len(items) > 0, "a tile list of low tiles has items that merge nothing"
+    number, profile = len(items), _profile(items, overlap)
+    until_ns = profile.until_ns + chunks.reads_ns
+    wide = profile.is_wide[number - 1]
+    chunks_end_ns = chunks.alone_ns * 100 // overlap.chunk_percent[wide]
+    fitting = np.searchsorted(until_ns, chunks_end_ns * overlap.decode_percent[wide] // 100, side="right")
+    rounds = fitting * overlap.num_kv_heads // overlap.num_sms
+    best = Overlapped(np.int64(0), np.int64(0))
+    for candidate in range(3):
+        count = number
+        if candidate > 0:
+            count = (rounds + candidate - 1) * overlap.num_sms // overlap.num_kv_heads
+        if count <= 0 or count > number:
+            continue
+        total_ns = _both_ns(chunks.alone_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
+        if count < number:
+            left = profile.blocks[count:]
+            total_ns += stage_ns(left, left[:, 2].sum() * costs.segment_size, 0, stage, kind, True, costs)
+        if best.items == 0 or total_ns < best.total_ns:
+            best = Overlapped(np.int64(count), np.int64(total_ns))
+    if num_slots == 0:
+        return best
+    merge_ns = costs.launch_ns + num_slots * costs.partial_bytes * 1000 // costs.bytes_per_us
+    return Overlapped(best.items, best.total_ns + merge_ns)
+
+
+@njit(inner=True)
+def _profile(items, overlap):
+    """An item is done when its share of every SM is, and when the SMs that have the most of the longest items are."""
+    number = len(items)
+    blocks = np.empty((number, 4), np.int64)
+    until_ns, is_wide = np.empty(number, np.int64), np.empty(number, np.int64)
+    sum_ns, latest_ns, max_queries = np.int64(0), np.int64(0), np.int64(0)
+    for item in range(number):
+        segments = np.int64(items[item, SEGMENT_END]) - items[item, SEGMENT_START]
+        full = (np.int64(items[item, SEGMENT_FULL]) - items[item, SEGMENT_START]) // overlap.block_segments
+        num_blocks = (segments + overlap.block_segments - 1) // overlap.block_segments
+        queries = np.int64(items[item, QUERY_END]) - items[item, QUERY_START]
+        blocks[item, 0], blocks[item, 1], blocks[item, 2], blocks[item, 3] = full, num_blocks - full, segments, queries
+        item_ns = num_blocks * overlap.block_ns + overlap.item_ns
+        sum_ns += item_ns
+        rounds = ((item + 1) * overlap.num_kv_heads + overlap.num_sms - 1) // overlap.num_sms
+        latest_ns = max(latest_ns, sum_ns * overlap.num_kv_heads // overlap.num_sms, rounds * item_ns)
+        max_queries = max(max_queries, queries)
+        until_ns[item], is_wide[item] = latest_ns, max_queries * overlap.group_size > overlap.narrow_rows
+    return _Profile(blocks, until_ns, is_wide)
+
+
+@njit(inner=True)
+def _both_ns(chunk_ns, decode_ns, overlap, wide):
+    """Time of chunks and decodes that take so long without the other. While both run, each has a share of its speed."""
+    chunk_end_ns = chunk_ns * 100 // overlap.chunk_percent[wide]
+    decode_end_ns = decode_ns * 100 // overlap.decode_percent[wide]
+    if decode_end_ns > chunk_end_ns:
+        return overlap.fixed_ns + chunk_end_ns + decode_ns - chunk_end_ns * overlap.decode_percent[wide] // 100
+    return overlap.fixed_ns + chunk_ns + decode_end_ns * (100 - overlap.chunk_percent[wide]) // 100

@@ -1,0 +1,126 @@
+"""One step as row tiles: its query entries are made once, and answer what each candidate tiling costs and emits."""
+
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.prefix_forest import Forest
+from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, launches_of, stage_of_row
+from trunkattn.planner.tiles.cost import stage_loads, tilings_fit, tilings_ns
+from trunkattn.planner.tiles.layout import Entries, Stage, emit_stage, heaviest_first, make_entries, outline_stage
+from trunkattn.planner.tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
+from trunkattn.planner.tiles.tile_list import TileArrays, finish, join_stages, nest
+from trunkattn.planner.work_list import TileLimits, TileList
+
+_NO_LIMITS: Final = np.full(3, np.iinfo(np.int64).max)
+
+
+class _Measures(NamedTuple):
+    """What a step's entries are, and what its candidates cost."""
+
+    entries: Entries
+    times_ns: NDArray[np.int64]  # [candidates]
+    fits: NDArray[np.bool_]  # [candidates]
+
+
+class TiledStep:
+    """The requests of a step whose query tokens are rows of tiles.
+
+    The candidates are those of `rule.priced`, in its order. The entries, the loads of every stage and the predicted
+    times are found together, once.
+    """
+
+    def __init__(self, rule: TilingRule, forest: Forest, batch: StepTables, limits: TileLimits | None = None) -> None:
+        """forest: the prefix forest of the batch. limits: of the plan's arrays; None: they may have any size."""
+        self.rule, self.forest, self.batch, self._limits = rule, forest, batch, limits
+
+    @cached_property
+    def _measures(self) -> _Measures:
+        batch, priced, limits = self.batch, self.rule.priced, self._limits
+        most = _NO_LIMITS if limits is None else np.array([limits.items, limits.segments, limits.slots], np.int64)
+        tables = batch.seq_lens, batch.query_start_loc, batch.window
+        return _measure(self.forest, tables, priced.stages, priced.uses, priced.costs, most)
+
+    @property
+    def entries(self) -> Entries:
+        """The query tokens in the order of the forest's rows."""
+        return self._measures.entries
+
+    @property
+    def num_queries(self) -> int:
+        """Query tokens that are rows of tiles."""
+        return int(self.batch.query_start_loc[-1])
+
+    def predict(self) -> NDArray[np.int64]:
+        """[candidates] predicted ns."""
+        return self._measures.times_ns
+
+    def fits(self) -> NDArray[np.bool_]:
+        """[candidates] whether each surely keeps within the limits, as the planner on the device knows it."""
+        return self._measures.fits
+
+    def emit(self, tiling: Tiling) -> TileList:
+        """The tile list of a tiling, which need not be a candidate."""
+        launches = launches_of(self.rule, tiling)
+        table, window = self.batch.block_table, self.batch.window
+        arrays: TileArrays = _emit(self.forest, self.entries, table, launches, self.rule.list_rule, window)
+        return TileList(*arrays, merges_taller=True)
+
+    def overlap(
+        self, numbers: list[int], chunks: ChunkTimes, costs: OverlapCosts, leftover: TileStage
+    ) -> tuple[int, Overlapped]:
+        """Of some candidates of one low tile without subtiles, the one with which the step ends first, and what
+        `choose_overlap` finds for it. leftover: computes the items that are not co-scheduled."""
+        priced = self.rule.priced
+        source = self.forest, self.entries, self.batch.window
+        candidates = priced.stages, priced.uses, np.array(numbers, np.int64)
+        number, items, total_ns = _overlap(source, candidates, chunks, costs, leftover, priced.costs)
+        return number, Overlapped(items, total_ns)
+
+
+@njit
+def _measure(forest, tables, stages, uses, costs, limits):
+    """tables: seq_lens, query_start_loc and window."""
+    seq_lens, query_start_loc, window = tables
+    entries = make_entries(forest, seq_lens, query_start_loc)
+    loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.segment_size)
+    return _Measures(entries, tilings_ns(loads, stages, uses, costs), tilings_fit(loads, stages, uses, limits))
+
+
+@njit
+def _emit(forest, entries, table, launches, rule, window):
+    """The arrays of a tile list. launches: as of `launches_of`."""
+    segment_size, page_size = rule.segment_size, rule.page_size
+    emitted = emit_stage(forest, entries, table, stage_of_row(launches[0]), window, segment_size, page_size)
+    bucket = np.full(len(emitted.items), launches[0, 0], np.int32)
+    if len(launches) > 1:
+        low = emit_stage(forest, entries, table, stage_of_row(launches[1]), window, segment_size, page_size)
+        emitted = join_stages(emitted, low)
+        bucket = np.concatenate((bucket, np.full(len(low.items), launches[1, 0], np.int32)))
+    if rule.is_nested:
+        emitted = nest(emitted, bucket, rule.subtiles)
+    return finish(emitted, bucket, len(rule.subtiles), len(entries.query), rule.fuse_up_to)
+
+
+@njit
+def _overlap(source, candidates, chunks, overlap, leftover, costs):
+    """Number, items and total_ns of the best. source: forest, entries and window; candidates: stages and uses of all,
+    and the numbers of some."""
+    forest, entries, window = source
+    stages, uses, numbers = candidates
+    best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
+    for number in numbers:
+        which, _, num_parts = uses[number, 0]
+        height, least, below, block_segments, _, subtiles, private_segments = stages[which]
+        assert subtiles == 1 and uses[number, 1, 0] < 0
+        stage = Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
+        outline = outline_stage(forest, entries, stage, window, costs.segment_size)
+        items, num_slots = heaviest_first(outline, len(entries.query))
+        found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.kind, costs)
+        if best_number < 0 or found.total_ns < best.total_ns:
+            best_number, best = number, found
+    return best_number, best.items, best.total_ns

@@ -1,0 +1,178 @@
+"""From the items of its stages to a tile list: subtiles, partial slots, merges, and the order of the items."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.compiled import njit
+from trunkattn.planner.tiles.layout import Items
+from trunkattn.planner.work_list import (
+    DIRECT,
+    QUERY_END,
+    QUERY_START,
+    SEGMENT_COLUMNS,
+    SEGMENT_END,
+    SEGMENT_FULL,
+    SEGMENT_QUERIES,
+    SEGMENT_START,
+)
+
+Int32Array = NDArray[np.int32]
+
+
+class Subtiles(NamedTuple):
+    """How the rows of a tile are divided; see `nest`."""
+
+    number: int
+    height: int  # entries of one
+    block_segments: int  # segments of a block of one
+
+
+class TileArrays(NamedTuple):
+    """The arrays of a TileList, in its order."""
+
+    items: Int32Array
+    segments: Int32Array
+    queries: Int32Array
+    partial_slots: Int32Array
+    merge_slots: Int32Array
+    counts: Int32Array
+    merge_queries: Int32Array
+    merge_ranges: Int32Array
+    num_slots: int
+
+
+@njit(inner=True)
+def join_stages(tall, low):
+    """The items of two stages in one list."""
+    items = np.concatenate((tall.items, low.items))
+    num_segments, num_queries = np.int32(len(tall.segments)), np.int32(len(tall.queries))
+    for item in range(len(tall.items), len(items)):
+        for column in (SEGMENT_START, SEGMENT_FULL, SEGMENT_END):
+            items[item, column] += num_segments
+        for column in (QUERY_START, QUERY_END):
+            items[item, column] += num_queries
+    segments = np.concatenate((tall.segments, low.segments))
+    queries = np.concatenate((tall.queries, low.queries))
+    return Items(items, segments, queries, np.concatenate((tall.uncut, low.uncut)))
+
+
+@njit
+def nest(emitted, kind_of_item, subtiles):
+    """Deals the segments of an item that are not full to its subtiles, which read them at the same time.
+
+    subtiles [kinds, fields of Subtiles]. A segment goes to every subtile that has queries of it. The list holds a block
+    for each subtile in turn; short blocks are filled up with segments of no token.
+    """
+    items, segments, queries, uncut = emitted
+    items = items.copy()
+    lengths = np.zeros(subtiles[:, 0].max(), np.int64)
+    ends = np.zeros(len(items) + 1, np.int64)
+    for item in range(len(items)):
+        count, height, block = subtiles[kind_of_item[item]]
+        size = items[item, SEGMENT_END] - items[item, SEGMENT_FULL]
+        if count > 1:
+            _count(segments, items[item], height, lengths)
+            size = (lengths.max() + block - 1) // block * block * count
+        ends[item + 1] = ends[item] + items[item, SEGMENT_FULL] - items[item, SEGMENT_START] + size
+    nested = np.zeros((ends[-1], SEGMENT_COLUMNS), np.int32)
+    for item in range(len(items)):
+        count, height, block = subtiles[kind_of_item[item]]
+        start, full, end = items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END]
+        at = ends[item] + full - start
+        nested[ends[item] : at] = segments[start:full]
+        if count == 1:
+            nested[at : ends[item + 1]] = segments[full:end]
+        else:
+            lengths[:] = 0
+            for i in range(full, end):
+                low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
+                for subtile in range(low // height, (high - 1) // height + 1):
+                    nth = lengths[subtile]
+                    nested[at + (nth // block * count + subtile) * block + nth % block] = segments[i]
+                    lengths[subtile] += 1
+        items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END] = ends[item], at, ends[item + 1]
+    return Items(items, nested, queries, uncut)
+
+
+@njit(inner=True)
+def _count(segments, item, height, lengths):
+    """Segments of an item that are not full, by subtile."""
+    lengths[:] = 0
+    for i in range(item[SEGMENT_FULL], item[SEGMENT_END]):
+        low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
+        for subtile in range(low // height, (high - 1) // height + 1):
+            lengths[subtile] += 1
+
+
+@njit
+def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
+    """Partial slots, merges, and items in the order of their buckets, heaviest first.
+
+    bucket [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last piece of all its
+    queries merges the others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
+    """
+    items, segments, queries, uncut = emitted
+    pieces = np.zeros(num_queries, np.int32)
+    for query in queries:
+        pieces[query] += 1
+    slots, first = _slots(queries, pieces)
+    merge_slots = np.zeros((len(queries), 2), np.int32)
+    fused = np.zeros(num_queries, np.bool_)
+    bucket = bucket.copy()
+    for item in range(len(items)):
+        merges, leaf = False, uncut[item] and bucket[item] == 0
+        for i in range(items[item, QUERY_START], items[item, QUERY_END]):
+            count = pieces[queries[i]]
+            merges = merges or count > 1
+            leaf = leaf and (count == 1 or (slots[i] == first[queries[i]] + count - 1 and count - 1 <= fuse_up_to))
+        if merges and leaf:
+            for i in range(items[item, QUERY_START], items[item, QUERY_END]):
+                if pieces[queries[i]] > 1:
+                    merge_slots[i, 0], merge_slots[i, 1] = first[queries[i]], slots[i]
+                    slots[i] = DIRECT
+                    fused[queries[i]] = True
+            bucket[item] += num_buckets
+    weight = np.empty(len(items), np.int64)
+    counts = np.zeros(2 * num_buckets + 1, np.int32)
+    for item in range(len(items)):
+        weight[item] = np.int64(bucket[item]) << 32 | (np.int64(1) << 31) - (
+            items[item, SEGMENT_END] - items[item, SEGMENT_START]
+        )
+        counts[bucket[item] + 1] += 1
+    for i in range(2 * num_buckets):
+        counts[i + 1] += counts[i]
+    left = 0
+    for query in range(num_queries):
+        left += pieces[query] > 1 and not fused[query]
+    merge_queries = np.empty(left, np.int32)
+    merge_ranges = np.empty((left, 2), np.int32)
+    at = 0
+    for query in range(num_queries):
+        if pieces[query] > 1 and not fused[query]:
+            merge_queries[at] = query
+            merge_ranges[at, 0], merge_ranges[at, 1] = first[query], first[query] + pieces[query]
+            at += 1
+    order = np.argsort(weight, kind="mergesort")
+    num_slots = int(pieces[pieces > 1].sum())
+    return TileArrays(
+        items[order], segments, queries, slots, merge_slots, counts, merge_queries, merge_ranges, num_slots
+    )
+
+
+@njit(inner=True)
+def _slots(queries, pieces):
+    """Consecutive slots for the pieces of a query, in the order in which they were emitted."""
+    first = np.zeros(len(pieces), np.int32)
+    total = 0
+    for query in range(len(pieces)):
+        first[query] = total
+        total += pieces[query] if pieces[query] > 1 else 0
+    following = first.copy()
+    slots = np.full(len(queries), DIRECT, np.int32)
+    for i in range(len(queries)):
+        if pieces[queries[i]] > 1:
+            slots[i] = following[queries[i]]
+            following[queries[i]] += 1
+    return slots, first

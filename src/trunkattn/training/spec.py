@@ -1,0 +1,124 @@
+"""The training kernels, in Triton: what they refuse, their tiles, and which of them a card takes. Triton is not imported
+here."""
+
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import torch
+
+from trunkattn.gpu.cards import Card
+from trunkattn.numerics import padded_head_dim
+
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
+
+
+class TrainingConfig(NamedTuple):
+    """What decides whether a kernel computes an attention in training. dtype: of queries, keys and values."""
+
+    head_dim: int
+    dtype: torch.dtype
+
+
+def refuses(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the kernels do not compute an attention on a card; empty: they do."""
+    reasons = []
+    if config.dtype not in DTYPES:
+        reasons.append(f"dtype {config.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+    if not 1 <= config.head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"head_dim {config.head_dim}: expected 1 to {MAX_HEAD_DIM} on a GPU, from 1 on a CPU")
+    return reasons
+
+
+class FlashTile(NamedTuple):
+    """block_m queries × block_n keys, warps of a CTA, and blocks in flight (stages)."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (pass, bytes of an element, head_dim up to) -> tiles, the preferred one first; a card takes the first that fits its
+# shared memory. Passes: `forward`; `keys`, gradients of keys and values; `queries`, of queries; `one_pass`, of all.
+# 16-bit tiles spill few registers on an sm_90. Products of float32 do not use tensor cores.
+TILES: Final = MappingProxyType(
+    {
+        ("forward", 2, 64): (FlashTile(128, 128, 8, 3), FlashTile(128, 64, 4, 3), FlashTile(64, 64, 4, 2)),
+        ("forward", 2, 128): (FlashTile(128, 128, 8, 2), FlashTile(128, 64, 8, 3), FlashTile(64, 64, 4, 2)),
+        ("forward", 2, 256): (FlashTile(128, 64, 8, 2), FlashTile(64, 32, 4, 2)),
+        ("forward", 4, 64): (FlashTile(64, 32, 8, 2),),
+        ("forward", 4, 128): (FlashTile(32, 32, 8, 2), FlashTile(64, 32, 8, 2)),
+        ("forward", 4, 256): (FlashTile(32, 32, 8, 2), FlashTile(16, 16, 4, 2)),
+        ("keys", 2, 64): (FlashTile(64, 128, 8, 2), FlashTile(64, 64, 4, 2)),
+        ("keys", 2, 128): (FlashTile(64, 128, 8, 2), FlashTile(32, 128, 8, 2), FlashTile(32, 64, 4, 2)),
+        ("keys", 2, 256): (FlashTile(32, 64, 8, 2), FlashTile(16, 64, 8, 2), FlashTile(16, 32, 4, 2)),
+        ("keys", 4, 64): (FlashTile(32, 32, 8, 2),),
+        ("keys", 4, 128): (FlashTile(16, 32, 8, 2), FlashTile(32, 32, 8, 2)),
+        ("keys", 4, 256): (FlashTile(16, 16, 8, 2),),
+        ("queries", 2, 64): (FlashTile(128, 64, 8, 3), FlashTile(64, 64, 4, 2)),
+        ("queries", 2, 128): (FlashTile(128, 64, 8, 2), FlashTile(64, 64, 4, 2), FlashTile(64, 32, 4, 2)),
+        ("queries", 2, 256): (FlashTile(64, 32, 8, 2), FlashTile(32, 16, 4, 2)),
+        ("queries", 4, 64): (FlashTile(32, 32, 8, 2),),
+        ("queries", 4, 128): (FlashTile(32, 32, 8, 2), FlashTile(32, 16, 8, 2)),
+        ("queries", 4, 256): (FlashTile(16, 16, 8, 2),),
+        ("one_pass", 2, 64): (FlashTile(64, 128, 8, 2), FlashTile(64, 64, 4, 2)),
+        ("one_pass", 2, 128): (FlashTile(64, 128, 8, 2), FlashTile(32, 128, 8, 2), FlashTile(32, 64, 8, 2)),
+        ("one_pass", 2, 256): (FlashTile(32, 64, 8, 2), FlashTile(16, 64, 8, 2), FlashTile(16, 32, 4, 2)),
+        ("one_pass", 4, 64): (FlashTile(32, 32, 8, 2),),
+        ("one_pass", 4, 128): (FlashTile(16, 32, 8, 2), FlashTile(32, 32, 8, 2)),
+        ("one_pass", 4, 256): (FlashTile(16, 16, 8, 2), FlashTile(16, 16, 8, 1)),
+    }
+)
+
+
+# From sm_100 on, tensor memory holds the products. This pass, padded head_dim and tile need 576 of its 512 columns, and
+# such a kernel compiles to a trap.
+_OVER_TENSOR_MEMORY: Final = ("one_pass", 128, FlashTile(64, 128, 8, 2))
+
+
+def candidates(name: str, head_dim: int, itemsize: int) -> tuple[FlashTile, ...]:
+    """The tiles of a pass for heads of up to 256 elements of 2 or 4 bytes, the preferred one first."""
+    return TILES[name, itemsize, max(64, padded_head_dim(head_dim))]
+
+
+def forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
+    """The tiles of the forward pass, the preferred one first."""
+    return candidates("forward", config.head_dim, config.dtype.itemsize)
+
+
+def backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
+    """The tiles of the backward pass, those of one kernel for all gradients first, then those of two."""
+    passes = ("one_pass", "keys", "queries")
+    return tuple(tile for name in passes for tile in candidates(name, config.head_dim, config.dtype.itemsize))
+
+
+def shared_bytes(name: str, tile: FlashTile, head_dim: int, itemsize: int) -> int:
+    """About what a CTA needs: its own rows and those in flight. A backward pass also keeps p in a second layout and, if
+    it adds dq to memory, dq in float32 and the keys."""
+    m, n, row = tile.block_m, tile.block_n, padded_head_dim(head_dim) * itemsize
+    if name == "forward":
+        return (m + 2 * tile.stages * n) * row
+    own, streamed = (m, n) if name == "queries" else (n, m)
+    needed, p = 2 * (own + tile.stages * streamed) * row + 1024, 4 * m * n
+    return needed + (4 * m * padded_head_dim(head_dim) + max(p, own * row) if name == "one_pass" else p)
+
+
+def fitting_tile(name: str, head_dim: int, itemsize: int, limit: int, tensor_memory: bool) -> FlashTile:
+    """The first candidate that fits `limit` bytes of shared memory and, if the card has it, tensor memory; else the
+    last, which is the smallest."""
+    tiles = [
+        tile
+        for tile in candidates(name, head_dim, itemsize)
+        if not (tensor_memory and (name, padded_head_dim(head_dim), tile) == _OVER_TENSOR_MEMORY)
+    ]
+    return next((tile for tile in tiles if shared_bytes(name, tile, head_dim, itemsize) <= limit), tiles[-1])
+
+
+def card_tile(name: str, tensor: torch.Tensor) -> FlashTile:
+    """The tile of a pass for a tensor's card; the preferred one under the interpreter, which has no limit."""
+    if not tensor.is_cuda:
+        return candidates(name, tensor.shape[-1], tensor.itemsize)[0]
+    card = torch.cuda.get_device_properties(tensor.device)
+    limit = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)  # the former only on NVIDIA
+    return fitting_tile(name, tensor.shape[-1], tensor.itemsize, limit, card.major >= 10)
