@@ -5,14 +5,15 @@ Imports count wherever they stand: at the top, inside a function, under `TYPE_CH
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
-TOP_FLOOR = 9
+TOP_FLOOR = 11
+# A file or folder of a unit may stand lower than the rest of it.
 FLOORS = MappingProxyType(
     {
         "dtypes": 0,
@@ -23,18 +24,48 @@ FLOORS = MappingProxyType(
         "config": 1,
         "inputs": 2,
         "planner": 2,
-        "cpu": 3,
-        "gpu": 3,
-        "training": 4,
-        "backend": 4,
-        "ops": 4,
-        "attention": 5,
-        "kv_cache": 6,
-        "engine": 7,
-        "server": 8,
+        "backend": 3,
+        "gpu/cards": 3,
+        "training/spec": 4,  # what the table of kernels must know of those for training
+        "cpu": 5,
+        "gpu": 5,
+        "training": 6,
+        "ops": 6,
+        "attention": 7,
+        "kv_cache": 8,
+        "engine": 9,
+        "server": 10,
         "integrations": TOP_FLOOR,
         "cli": TOP_FLOOR + 1,  # tells of the integrations
         "__main__": TOP_FLOOR + 2,  # `python -m trunkattn`: runs the command, and nothing imports it
+    }
+)
+# The floors inside gpu/. A spec imports no source, so that the table of kernels stands below all sources.
+GPU_FLOORS = MappingProxyType(
+    {
+        "cards": 0,
+        "layer": 0,
+        "tiles": 0,
+        "compiling": 0,
+        "graphs": 0,
+        "workspace": 0,
+        "host_planner": 1,
+        "bound": 1,
+        "portable/spec": 1,
+        "hopper/spec": 2,
+        "kernel": 3,
+        "arrays": 4,
+        "portable": 5,
+        "hopper": 5,
+        "overlap": 5,
+        "chunk_planner": 5,
+        "launch": 6,
+        "step_choice": 6,
+        "device_planner": 7,
+        "step": 7,
+        "steps": 8,
+        "attention": 9,
+        "compile_planner": 10,  # a program: nothing imports it
     }
 )
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
@@ -45,6 +76,13 @@ NEVER_IMPORTS = (
     ("planner", "triton"),
     ("workloads", "torch"),
     ("config", "numba"),
+    ("gpu/cards", "numba"),
+    ("gpu/cards", "triton"),
+    ("gpu/tiles", "triton"),
+    ("gpu/kernel", "triton"),
+    ("gpu/portable/spec", "triton"),
+    ("gpu/hopper/spec", "triton"),
+    ("training/spec", "triton"),
     ("dtypes", "numba"),
     ("training", "numba"),
     ("kv_cache/page_pool", "torch"),
@@ -88,9 +126,16 @@ def absolute_name(name: str, package: str) -> str:
 
 def unit_of(dotted_name: str) -> str:
     """The floor table's name for a module of ours; ROOT for a name that the package's __init__ gives."""
-    parts = dotted_name.split(".")
-    unit = parts[1] if len(parts) > 1 else ROOT
-    return unit if unit in FLOORS or unit == WORKLOADS else ROOT
+    parts = dotted_name.split(".")[1:]
+    if parts[:1] == [WORKLOADS]:
+        return WORKLOADS
+    return entry_of(parts, FLOORS) or ROOT
+
+
+def entry_of(parts: Sequence[str], floors: Mapping[str, int]) -> str | None:
+    """The longest entry of a table of floors that a path lies in."""
+    found = ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return next((path for path in reversed(found) if path in floors), None)
 
 
 def may_import(importer: str, target: str) -> bool:
@@ -110,7 +155,7 @@ def floor_violations(path: PurePosixPath, source: str) -> list[str]:
     """What one file, `path` relative to the package, imports against the table."""
     module = path.with_suffix("")
     first = module.parts[0]
-    unit = ROOT if module.parts == ("__init__",) else first
+    unit = ROOT if module.parts == ("__init__",) else entry_of(module.parts, FLOORS) or first
     if unit not in FLOORS and unit not in (ROOT, WORKLOADS):
         return [f"{path}: {unit} stands on no floor; known: {', '.join(FLOORS)}"]
     package = ".".join([ROOT, *path.parts[:-1]])
@@ -140,6 +185,49 @@ def test_every_module_imports_only_from_lower_floors() -> None:
         for violation in floor_violations(PurePosixPath(file.relative_to(SOURCE).as_posix()), file.read_text())
     ]
     assert not found, "\n".join(found)
+
+
+def gpu_violations(files: dict[str, str]) -> list[str]:
+    """Imports inside gpu/ that do not go down, or to the own folder."""
+    prefix, found = f"{ROOT}.gpu.", []
+    for module, targets in sorted(import_graph(files).items()):
+        own = entry_of(module.removeprefix(prefix).split("."), GPU_FLOORS)
+        if not module.startswith(prefix) or module.removeprefix(prefix) in ("portable", "hopper", "device_planner"):
+            continue  # these are empty
+        if own is None:
+            found.append(f"{module} stands on no floor; known: {', '.join(GPU_FLOORS)}")
+            continue
+        for target in targets:
+            other = entry_of(target.removeprefix(prefix).split("."), GPU_FLOORS) if target.startswith(prefix) else None
+            if other is not None and other != own and GPU_FLOORS[other] >= GPU_FLOORS[own]:
+                found.append(f"{module} may not import {target}")
+    return found
+
+
+def test_imports_inside_gpu_go_down() -> None:
+    found = gpu_violations(sources())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_allowed"),
+    [
+        ("arrays", "from trunkattn.gpu.kernel import Work", True),
+        ("kernel", "from trunkattn.gpu.hopper import spec", True),
+        ("hopper.decode", "from trunkattn.gpu.hopper import spec", True),
+        ("hopper.decode", "from .common import layer_of", True),
+        ("hopper.spec", "from trunkattn.gpu.portable.spec import WIDE", True),
+        ("portable.spec", "from trunkattn.gpu.hopper.spec import TILES", False),
+        ("kernel", "from trunkattn.gpu.hopper.decode import bind", False),
+        ("arrays", "def f():\n    from trunkattn.gpu import attention", False),
+        ("hopper.spec", "from .common import layer_of", False),
+        ("blackwell", "import torch", False),
+    ],
+)
+def test_an_arrow_up_inside_gpu_is_found(module: str, source: str, is_allowed: bool) -> None:
+    names = ("kernel", "attention", "hopper", "hopper.spec", "hopper.common", "hopper.decode", "portable.spec")
+    files = dict.fromkeys([f"{ROOT}.gpu.{name}" for name in names], "") | {f"{ROOT}.gpu.{module}": source}
+    assert (gpu_violations(files) == []) is is_allowed
 
 
 def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
@@ -184,9 +272,9 @@ def test_no_import_circle() -> None:
 @pytest.mark.parametrize(
     "late",
     [
-        "from trunkattn.gpu.plan import Plan",
-        "def f():\n    from trunkattn.gpu import plan",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .plan import Plan",
+        "from trunkattn.gpu.arrays import Plan",
+        "def f():\n    from trunkattn.gpu import arrays",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .arrays import Plan",
         "import trunkattn.gpu.middle",
     ],
 )
@@ -194,8 +282,8 @@ def test_a_circle_is_found(late: str) -> None:
     files = {
         "trunkattn": "",
         "trunkattn.gpu": "",
-        "trunkattn.gpu.plan": "from trunkattn.gpu.launch import execute",
-        "trunkattn.gpu.middle": "from . import plan",
+        "trunkattn.gpu.arrays": "from trunkattn.gpu.launch import execute",
+        "trunkattn.gpu.middle": "from . import arrays",
         "trunkattn.gpu.launch": late,
     }
     assert len(circles(import_graph(files))) == 1
@@ -206,7 +294,7 @@ def test_every_file_stands_in_the_house() -> None:
     """A file at the top is named in the table; everything else is in a folder that is."""
     files, folders = SOURCE.glob("*.py"), SOURCE.glob("*/__init__.py")
     units = {path.stem for path in files} | {path.parent.name for path in folders}
-    assert units == {*FLOORS, WORKLOADS, "__init__"}
+    assert units == {*(name.split("/")[0] for name in FLOORS), WORKLOADS, "__init__"}
     assert all((path.parent / "__init__.py").exists() for path in SOURCE.rglob("*.py"))
 
 
@@ -220,7 +308,11 @@ def test_every_file_stands_in_the_house() -> None:
         ("planner/planner.py", "def f():\n    from .. import kv_cache"),
         ("planner/planner.py", "if TYPE_CHECKING:\n    from trunkattn.engine.request import Request"),
         ("planner/__init__.py", "from ..cpu import executor"),
-        ("cpu/backend.py", "from trunkattn.gpu.tuning.decode import GpuTile"),
+        ("cpu/backend.py", "from trunkattn.gpu.tiles import GpuTile"),
+        ("training/spec.py", "from trunkattn.gpu.kernel import Kernel"),
+        ("gpu/cards.py", "from trunkattn.gpu.kernel import Kernel"),
+        ("gpu/kernel.py", "from trunkattn.training.forward import forward"),
+        ("gpu/hopper/spec.py", "import triton"),
         ("gpu/attention.py", "from trunkattn.attention import Plan"),
         ("config.py", "from trunkattn.planner.planner import Planner"),
         ("config.py", "from numba import njit"),
@@ -260,8 +352,12 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("gpu/portable/decode.py", "import triton\nfrom trunkattn.planner.work_list import DIRECT\nfrom . import merge"),
-        ("gpu/tuning/decode.py", "from .cards import Card"),
+        (
+            "gpu/portable/decode.py",
+            "import triton\nfrom trunkattn.planner.work_list import DIRECT\nfrom . import merge",
+        ),
+        ("gpu/hopper/decode.py", "from ..cards import Card"),
+        ("gpu/kernel.py", "from trunkattn.training import spec"),
         ("attention.py", "from trunkattn.inputs import check_layer"),
         ("inputs.py", "from .config import AttentionConfig"),
         ("planner/planner.py", "from ..config import Capacity\nfrom .prefix_forest import Forest\nimport numba"),

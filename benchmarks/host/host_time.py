@@ -43,7 +43,8 @@ EXECUTIONS: Final = ("auto", "serial")
 FAKE_CARD: Final = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20
 )
-EXECUTORS: Final = ("trunkattn.gpu.attention", "trunkattn.attention_gpu")  # of this layout, and of the one before
+# The back end in this layout, and in the one before
+BACKENDS: Final = (("trunkattn.gpu.attention", "GpuBackend"), ("trunkattn.gpu.executor", "GpuExecutor"))
 
 
 class Case(NamedTuple):
@@ -97,16 +98,14 @@ def make_attention(config: Any, capacity: Any, fake: bool) -> Any:
     if not fake:
         return trunkattn.BatchAttention(config, "cuda", capacity)
     attention = trunkattn.BatchAttention(replace(config, execution="auto"), "cpu", capacity)
-    name = next(name for name in ("_backend", "_executor") if hasattr(attention, name))
-    for module in EXECUTORS:
+    for module, name in BACKENDS:
         try:
-            executor = import_module(module).GpuBackend
+            backend = getattr(import_module(module), name)
         except ModuleNotFoundError:
             continue
-        attention.config = config
-        setattr(attention, name, executor(config, torch.device("cpu"), capacity))
+        attention.config, attention._backend = config, backend(config, torch.device("cpu"), capacity)
         return attention
-    raise RuntimeError(f"no GpuBackend in {' or '.join(EXECUTORS)}: expected a checkout with one of them")
+    raise RuntimeError(f"no back end for a GPU: expected a checkout with one of {BACKENDS}")
 
 
 def host_us(call: Callable[[], object], calls: int, settle: Callable[[], object]) -> dict[str, float]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.report import time_ms, write_result
-from trunkattn.cpu.tuning import cpu_device
 from trunkattn.config import POLICIES
+from trunkattn.cpu.tuning import cpu_device
 from trunkattn.planner.packs import policies as packing
 from trunkattn.planner.packs.cost import CostModel, cost_model
 from trunkattn.planner.packs.optimal import optimal

@@ -26,11 +26,12 @@ from benchmarks.kernels.tile_lists import arrays_of, list_tiles, make_run, plann
 from benchmarks.lib.internals import step_of
 from benchmarks.lib.report import short_name, write_result
 from trunkattn import AttentionConfig, BatchAttention
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, without_subtiles
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.portable.spec import without_subtiles
+from trunkattn.gpu.tiles import GpuTile, gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, tile_work
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import parse_tree, tree_batch
 
@@ -105,7 +106,7 @@ def packed(setting: Setting, part: str, name: str) -> Variant:
     num_sms = torch.cuda.get_device_properties(case.q.device).multi_processor_count
     planner = make_planner(replace(setting.config, policy="pat"), gpu_device(num_sms, setting.tiles[-1].block_m))
     work = planner.plan(StepTables(*arrays_of(case.batch))).work
-    listed = tile_work(rule, work, arrays_of(case.batch), UNLIMITED)
+    listed = tile_work(rule, work, StepTables(*arrays_of(case.batch)))
     return Variant(part, name, "pat", listed, make_run(case, rule, listed, setting.tiles))
 
 

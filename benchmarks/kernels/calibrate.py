@@ -27,13 +27,15 @@ from benchmarks.kernels.ragged_batches import make_case as make_ragged_case
 from benchmarks.kernels.tile_lists import list_tiles, make_run, tile_rule
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from trunkattn.gpu.cards import H200
-from trunkattn.gpu.tuning.decode import DECODE_TILES, GpuTile, hopper_tiles
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.portable.spec import DECODE_TILES
+from trunkattn.gpu.tiles import GpuTile
+from trunkattn.planner.device import CardTimes
 from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import candidates as tiling
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
-from trunkattn.planner.device import CardTimes
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch
 from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
 

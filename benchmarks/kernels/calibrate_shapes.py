@@ -31,7 +31,8 @@ from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.peers.gpu_kernels import Case
 from benchmarks.workloads.shape_table import BATCHES, SHAPES, batch_name, parse_batch
 from trunkattn import BatchAttention
-from trunkattn.gpu import attention
+from trunkattn.gpu import steps
+from trunkattn.gpu.cards import facts_of
 from trunkattn.planner.tiles.candidates import Tiling
 from trunkattn.workloads.trees import PrefixTree
 
@@ -51,12 +52,12 @@ Row = dict[str, Any]
 @contextmanager
 def only(tiling: Tiling) -> Iterator[None]:
     """Makes every plan take a tiling."""
-    choose = attention.choose_step
-    attention.choose_step = lambda *given: replace(choose(*given), tiling=tiling)
+    choose = steps.choose_step
+    steps.choose_step = lambda *given: replace(choose(*given), tiling=tiling)
     try:
         yield
     finally:
-        attention.choose_step = choose
+        steps.choose_step = choose
 
 
 def measure(shape: Shape, tree: PrefixTree) -> Row:
@@ -110,7 +111,7 @@ def measured(shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, An
     until, trees = time.monotonic() + arguments.seconds, [parse_batch(text) for text in arguments.batches]
     if arguments.jobs:
         compile_ahead(shapes, trees, arguments.jobs, until)
-    facts = attention.facts_of(torch.device("cuda"))
+    facts = facts_of(torch.device("cuda"))
     figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0])}
     name, rows = f"calibration-shapes-{short_name(facts.name)}", list[Row]()
     for shape in shapes:

@@ -15,16 +15,17 @@ from benchmarks.kernels.calibrate import losses, random_steps
 from benchmarks.kernels.decode_cases import Shape
 from benchmarks.workloads.shape_table import parse_batch, shapes_named
 from trunkattn import AttentionConfig
-from trunkattn.gpu import attention
-from trunkattn.gpu.cards import Card, card_of
-from trunkattn.gpu.tuning.choice import choose_tiles
-from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, gpu_device, hopper_source
+from trunkattn.gpu.cards import Card, GpuFacts, card_of
+from trunkattn.gpu.hopper.spec import Source, source_of
+from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.steps import make_rule
+from trunkattn.gpu.tiles import GpuTile, gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.cost import StageLoads, stage_loads, tilings_ns
 from trunkattn.planner.tiles.layout import make_entries
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads.trees import tree_batch
 
 Times = NDArray[np.float64]
@@ -54,13 +55,12 @@ class Family:
 
     Attributes:
         tiles: of all their groups.
-        facts, card: what measured them, and its record.
+        card: what measured them.
         bytes_per_us: that it read in the same run.
         rows: of the result.
     """
 
     tiles: tuple[GpuTile, ...]
-    facts: attention.GpuFacts
     card: Card
     bytes_per_us: int
     rows: list[Mapping[str, Any]]
@@ -87,9 +87,10 @@ class Family:
         """The rule of `BatchAttention` on that card."""
         config = config_of(shape)
         tiles = tuple(tile for tile in tiles if tile.block_m * shape.num_kv_heads >= shape.num_qo_heads)
-        model = make_planner(config, gpu_device(self.facts.num_sms, tiles[-1].block_m)).spec.model
-        card = replace(self.card, times=self.card.times._replace(bytes_per_us=self.bytes_per_us))
-        return attention.make_rule(config, tiles, card, self.facts, model, may_fuse=True)
+        model = make_planner(config, gpu_device(self.card.num_sms, tiles[-1].block_m)).spec.model
+        model_of_card = self.card.model
+        measured = replace(model_of_card, times=model_of_card.times._replace(bytes_per_us=self.bytes_per_us))
+        return make_rule(config, tiles, replace(self.card, model=measured), model, may_fuse=True)
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -136,15 +137,14 @@ class Family:
 
 def families_of(result: Mapping[str, Any]) -> list[Family]:
     """The families of a result of calibrate_shapes.py."""
-    facts = attention.GpuFacts(**result["card"])
-    card = card_of(facts.name, facts.num_sms)
-    rows: dict[tuple[HopperSource, tuple[GpuTile, ...]], list[Mapping[str, Any]]] = {}
+    card = card_of(GpuFacts(**result["card"]))
+    rows: dict[tuple[Source, tuple[GpuTile, ...]], list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
         (shape,) = shapes_named(row["shape"])
         one_head = replace(config_of(shape), num_qo_heads=shape.num_kv_heads)  # whose tiles are those of all groups
-        tiles = choose_tiles(one_head, card, facts.capability)
-        rows.setdefault((hopper_source(shape.kv_dtype.itemsize, shape.page_size), tiles), []).append(row)
-    return [Family(tiles, facts, card, result["bytes_per_us"], found) for (_, tiles), found in rows.items()]
+        tiles = kernels_of(one_head, card).tiles
+        rows.setdefault((source_of(shape.kv_dtype.itemsize, shape.page_size), tiles), []).append(row)
+    return [Family(tiles, card, result["bytes_per_us"], found) for (_, tiles), found in rows.items()]
 
 
 def fitted_text(family: Family, seconds: float) -> str:

@@ -19,15 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernels.tile_solver import PipelineOps, Resources
-from trunkattn.gpu.plan import Geometry
+from trunkattn.gpu.hopper.spec import Source, source_of
+from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.arguments import Features, Shape
 from trunkattn.gpu.portable.decode import Buckets, decode_kernel, decode_tile
 from trunkattn.gpu.portable.merge import merge_kernel, merge_shape
 from trunkattn.gpu.portable.prefill import prefill_kernel, tile_shape
-from trunkattn.gpu.tuning.decode import GpuTile, HopperSource, hopper_source
-from trunkattn.gpu.tuning.merge import merge_tile
-from trunkattn.gpu.tuning.prefill import PrefillTile
+from trunkattn.gpu.portable.spec import merge_tile
+from trunkattn.gpu.tiles import GpuTile, PrefillTile
 
 _TYPES = MappingProxyType({
     "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32",
@@ -39,7 +39,7 @@ _TORCH_DTYPES = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 )
 _ARRAYS = (
-    "items", "segments", "queries", "slots", "parts", "positions", "counts", "partial_slots", "merge_slots", "count",
+    "items", "segments", "queries", "positions", "counts", "partial_slots", "merge_slots", "count",
     "ranges", "block_table",
 )  # fmt: skip
 
@@ -91,8 +91,7 @@ def compile_decode(target: Target, tile: GpuTile, merges: bool = False, features
         "TILE": decode_tile(tile, _PAGE_SIZE),
         "FEATURES": features or target.no_features,
         "BUCKETS": Buckets(0, 2 if merges else -1, merges),
-        "PDL_TRIGGER": False,
-        "PDL_WAIT": merges and target.capability >= 90,
+        "PDL": Pdl(False, merges and target.capability >= 90),
     }
     return _compile(decode_kernel, target, constants, {"num_warps": tile.warps})
 
@@ -103,7 +102,7 @@ def compile_prefill(target: Target, tile: PrefillTile, features: Features | None
         "SHAPE": target.shape,
         "TILE": tile_shape(tile, _PAGE_SIZE),
         "FEATURES": features or target.no_features,
-        "PDL_TRIGGER": target.capability >= 90,
+        "PDL": Pdl(target.capability >= 90, False),
     }
     return _compile(prefill_kernel, target, constants, {"num_warps": tile.warps})
 
@@ -121,16 +120,16 @@ def compile_hopper_decode(
     from trunkattn.gpu.hopper.segments import RowTiles
 
     tiles, kv_bytes = _same(RowTiles, "*i32"), _TORCH_DTYPES[target.kv_dtype].itemsize
-    source = hopper_source(kv_bytes, page_size)
+    source = source_of(kv_bytes, page_size)
     shape = decode.shape_of(target.head_dim, source)
-    cache = "*i32" if source is HopperSource.GATHERED else _tma_descriptor(target)
+    cache = "*i32" if source is Source.GATHERED else _tma_descriptor(target)
     arguments = _same(
         decode.DecodeArguments,
         "i32",
         layer=_layer(target),
         k_desc=cache,
         v_desc=cache,
-        work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=decode.Pdl("u1", "u1")),
+        work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=Pdl("u1", "u1")),
         C=decode.DecodeConstants(
             *target.heads,
             head_dim=target.head_dim,
@@ -214,7 +213,7 @@ def compile_merge(target: Target, features: Features | None = None, batch_invari
         "SHAPE": merge_shape(target.num_qo_heads, target.num_kv_heads, target.head_dim, tile),
         "SINKS": features.sinks,
         "RETURN_LSE": features.return_lse,
-        "PDL_WAIT": target.capability >= 90,
+        "PDL": Pdl(False, target.capability >= 90),
     }
     return _compile(merge_kernel, target, constants, {"num_warps": tile.warps})
 

@@ -31,7 +31,7 @@ import torch
 
 import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE
-from benchmarks.lib.internals import backend_of, step_of
+from benchmarks.lib.internals import backend_of, execution_of, step_of
 from benchmarks.lib.options import integer
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.peers.gpu_hybrid import HYBRID_PEERS, HybridRun, halves, on_two_streams
@@ -48,8 +48,9 @@ from benchmarks.workloads.hybrid_batches import (
     summary,
     sweep_batches,
 )
+from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.chunk_planner import ChunkPlanner
-from trunkattn.gpu.tuning.prefill import prefill_device
+from trunkattn.gpu.tiles import prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.workloads.batch import pages_for
 
@@ -88,14 +89,13 @@ class Ours:
             config = trunkattn.AttentionConfig(*heads, HEAD_DIM, PAGE_SIZE, torch.bfloat16, execution=execution)
             made = trunkattn.BatchAttention(config, "cuda")
             if cut != 1:
-                executor = backend_of(made)
-                num_sms = executor._device_info.num_sms
-                device = prefill_device(num_sms, executor._chunks.tile)
+                backend, num_sms = backend_of(made), card_at("cuda").num_sms
+                device = prefill_device(num_sms, backend._chunks.tile)
                 device = replace(device, num_workers=max(1, cut * device.num_workers))
-                chunks = ChunkPlanner(config, executor._chunks.tile, num_sms)
+                chunks = ChunkPlanner(config, backend._chunks.tile, num_sms)
                 chunks._planner = make_planner(replace(config, policy="per_query"), device)
                 chunks._alone = chunks._whole = chunks._planner.spec
-                executor._chunks = chunks
+                backend._chunks = chunks
             self._made[use, heads] = made
         return self._made[use, heads]
 
@@ -278,7 +278,7 @@ class Session:
                     break
                 rows.append(measure(batch, make_case(batch, self._pool), makers(number), budget_us, exact))
                 if "trunkattn" in rows[-1]["us"]:
-                    rows[-1]["auto"] = step_of(self.ours.plans["trunkattn"]).gpu_plan.execution
+                    rows[-1]["auto"] = execution_of(self.ours.plans["trunkattn"])
                 if show:
                     show(rows[-1])
                 if (number + 1) % SAVED_EVERY == 0:

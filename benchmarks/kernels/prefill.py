@@ -26,13 +26,14 @@ import torch
 import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from benchmarks.kernels.decode_cases import CAPPED_QUERIES, Shape, attend
-from benchmarks.lib.internals import backend_of
+from benchmarks.lib.internals import take_prefill_tile
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import Case, Features, Run
 from benchmarks.peers.gpu_prefill import PREFILL_PEERS
 from benchmarks.workloads.shape_table import SHAPES
-from trunkattn.gpu.chunk_planner import ChunkPlanner
-from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
+from trunkattn.gpu.hopper.spec import prefill_tile as hopper_prefill_tile
+from trunkattn.gpu.portable.spec import prefill_tile
+from trunkattn.gpu.tiles import PrefillTile
 from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 LLAMA = Shape("llama3-8b 32/8x128", 32, 8, HEAD_DIM)
@@ -107,8 +108,7 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     )
     attention = trunkattn.BatchAttention(config, case.q.device)
     if tile:
-        executor = backend_of(attention)
-        executor._chunks = ChunkPlanner(config, tile, executor._device_info.num_sms)
+        take_prefill_tile(attention, tile)
     batch = case.batch
     tables = (torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc))
     plan = attention.plan(*tables, sliding_window=window)
@@ -130,7 +130,7 @@ def one_graph(case: Case) -> Run:
         torch.from_numpy(it).to(case.q.device) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)
     )
     chunks = trunkattn.PromptChunks(0, query_lens, lens, 0)
-    plan = attention.plan(*tables, sliding_window=window, chunks=chunks).of_chunks_alone()
+    plan = attention.plan(*tables, sliding_window=window, chunks=chunks).only("chunks")
     out = torch.full_like(case.q, math.nan)
     return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks)
 
@@ -161,7 +161,7 @@ def cell(requests: int, tokens: int, cached: int, peers: list[str], shape: Shape
     row["trunkattn_one_graph"] = measure(case, one_graph)
     row["trunkattn_portable"] = measure(case, lambda case: ours(case, prefill_tile(2, shape.head_dim))[0])
     if shape != LLAMA and torch.cuda.get_device_capability() == (9, 0):
-        row["trunkattn_hopper"] = measure(case, lambda case: ours(case, prefill_tile(2, shape.head_dim, True))[0])
+        row["trunkattn_hopper"] = measure(case, lambda case: ours(case, hopper_prefill_tile(shape.head_dim))[0])
     for name in peers:
         row[name] = measure(case, PREFILL_PEERS[name])
     return row

@@ -14,7 +14,8 @@ from rich.progress import track
 from benchmarks.kernels.compile_ahead import Target, compile_decode
 from benchmarks.kernels.tile_solver import ARCHITECTURES, Memory, reasons_against
 from benchmarks.lib.report import write_result
-from trunkattn.gpu.tuning.decode import DECODE_TILES, GpuTile
+from trunkattn.gpu.portable.spec import DECODE_TILES
+from trunkattn.gpu.tiles import GpuTile
 
 WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4, 8), 128: (4, 8)}
 KEYS = (16, 32, 64, 128)

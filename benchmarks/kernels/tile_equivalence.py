@@ -19,7 +19,9 @@ import triton.language as tl
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, Case, ceilings, make_case, measure, microseconds
 from benchmarks.kernels.tile_lists import list_tiles, make_run, planned_bytes, rule_on_card
 from benchmarks.lib.report import short_name, write_result
-from trunkattn.gpu.tuning.decode import DECODE_TILES, DECODE_TILES_FP8, GpuTile, hopper_tiles, without_subtiles
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.portable.spec import DECODE_TILES, DECODE_TILES_FP8, without_subtiles
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule
 from trunkattn.planner.work_list import SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
 
@@ -50,7 +52,7 @@ class Listed:
         """Rows × keys."""
         tile = self.tile
         nested = f" in {tile.subtiles} subtiles" if tile.subtiles > 1 else ""
-        kind = " fp8" if self.kv_dtype.itemsize == 1 else " warp specialized" if tile.hopper else ""
+        kind = " fp8" if self.kv_dtype.itemsize == 1 else " warp specialized" if tile.one_launch else ""
         return f"{tile.block_m}x{tile.block_n}{nested}{kind}"
 
 

@@ -8,16 +8,19 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.kernels.decode import PAGE_SIZE, Case, Run
+from trunkattn.gpu.arrays import Arrays, Lists
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Choice, Kernels, kernel_named
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
-from trunkattn.gpu.cards import card_of
-from trunkattn.gpu.tuning.decode import GpuTile, tile_config
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.portable.spec import merge_tile
+from trunkattn.gpu.tiles import GpuTile, tile_config
+from trunkattn.planner.device import CardTimes
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.tiles.candidates import Tiling, TilingRule, query_positions
-from trunkattn.planner.device import CardTimes
-from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, query_positions
+from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch
 
@@ -61,10 +64,9 @@ def tile_rule(
 
 def rule_on_card(case: Case, tiles: tuple[GpuTile, ...]) -> TilingRule:
     """The rule for a batch on the card that holds it."""
-    properties = torch.cuda.get_device_properties(case.q.device)
-    num_sms = properties.multi_processor_count
-    times = card_of(properties.name, num_sms).times
-    return tile_rule(tiles, case.heads, (num_sms, properties.L2_cache_size), times, case.kv[0][0].itemsize)
+    card = card_at(case.q.device)
+    size = (card.num_sms, card.facts.l2_bytes)
+    return tile_rule(tiles, case.heads, size, card.model.times, case.kv[0][0].itemsize)
 
 
 def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -84,14 +86,15 @@ def make_run(
 ) -> Run:
     """A decode batch through a tile list made with `rule`, whose kinds are `tiles`; out is NaN where nothing writes."""
     hq, hkv, dim = case.heads
-    device, properties = case.q.device, torch.cuda.get_device_properties(case.q.device)
-    hopper = (properties.major, properties.minor) == (9, 0)
-    device_info = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9, hopper=hopper)
+    device = case.q.device
     geometry = Geometry(
         hq, hkv, dim, dim, rule.page_size, rule.segment_size, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
     positions = query_positions(*arrays_of(case.batch)[1:])
-    plan = upload(listed, positions, geometry, device_info, execution, device)
+    decode = Choice(kernel_named(tiles[-1].kernel), {})
+    kernels = Kernels(decode, prefill=None, both=None, tiles=tiles, prefill_tile=None, merge_tile=merge_tile(hq, dim))
+    arrays = Arrays(kernels, card_at(device), device, streams=execution == "streams")
+    plan = arrays.place(Lists(listed, positions), geometry)
     slots = max(1, listed.num_slots)
     partial, partial_lse = torch.empty(slots, hq, dim, device=device), torch.empty(slots, hq, device=device)
     ones = torch.ones(hkv, device=device)
@@ -99,7 +102,7 @@ def make_run(
 
     def run(copy: int) -> torch.Tensor:
         tensors = Tensors(case.q, *case.kv[copy], out, partial_lse, partial, partial_lse, scale, ones, ones)
-        execute(plan, tensors, tiles, device_info, return_lse=False)
+        execute(plan, tensors, return_lse=False)
         return out
 
     return run

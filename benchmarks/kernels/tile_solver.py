@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from trunkattn.gpu.tuning.decode import GpuTile, Tile
+from trunkattn.gpu.tiles import GpuTile, Tile
 
 
 class PipelineOps(NamedTuple):

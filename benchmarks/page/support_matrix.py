@@ -21,8 +21,8 @@ import torch
 from benchmarks.page.common import table
 from trunkattn import AttentionConfig, flash_attention
 from trunkattn.cli.kernels import MODELS, attention_of
-from trunkattn.gpu.cards import H100, H200
-from trunkattn.gpu.tuning.choice import why_portable
+from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
+from trunkattn.gpu.kernel import KERNELS, Kernel, Work, choose
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
@@ -56,7 +56,9 @@ TRAINING = "training (`flash_attention`), head_dim to 256"
 @contextmanager
 def card(capability: tuple[int, int]) -> Iterator[None]:
     """As if the machine had one GPU of this compute capability."""
-    properties = SimpleNamespace(name="a card", major=capability[0], minor=capability[1], multi_processor_count=132)
+    properties = SimpleNamespace(
+        name="a card", major=capability[0], minor=capability[1], multi_processor_count=132, L2_cache_size=50 << 20
+    )
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": capability,
         "get_device_properties": properties, "get_device_name": properties.name,
@@ -91,11 +93,18 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
     return f"{first} and later" if takes == list(CAPABILITIES[-len(takes) :]) else f"{first} only"
 
 
+def is_decoded_fast(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> bool:
+    """Whether a kernel made for the card decodes an attention there."""
+    kernel = choose(Work.DECODE, config, card, table).kernel
+    return kernel is not None and not kernel.portable
+
+
 def hopper_cell(configs: list[AttentionConfig]) -> str:
     """Yes, no, or the only card."""
     takes = []
     for name, known in (("H100", H100), ("H200", H200)):
-        fast = [on_cuda(config, HOPPER) and not why_portable(config, known, 90).decodes for config in configs]
+        card_of_model = Card(GpuFacts(known.name, 132, 90, 50 << 20), known)
+        fast = [on_cuda(config, HOPPER) and is_decoded_fast(config, card_of_model) for config in configs]
         if any(fast) != all(fast):
             raise ValueError(
                 f"the fast kernels take some of {configs} and not others: expected all or none; split the row"
@@ -126,7 +135,7 @@ def summary() -> str:
     return centred([("; ".join(names), *cells) for cells, names in alike.items()])
 
 
-KERNELS = {"yes": "fast", "no": "portable", "H200 only": "fast on an H200, portable on an H100"}
+ON_HOPPER = {"yes": "fast", "no": "portable", "H200 only": "fast on an H200, portable on an H100"}
 
 
 def models() -> str:
@@ -136,7 +145,7 @@ def models() -> str:
         group = config.num_qo_heads // config.num_kv_heads
         extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
         shape = f"head_dim {config.head_dim}, {group} query head{'s' * (group > 1)} per KV head{''.join(extra)}"
-        found.append([name, shape, KERNELS[hopper_cell([config])]])
+        found.append([name, shape, ON_HOPPER[hopper_cell([config])]])
     return table(["model", "attention", "kernel on Hopper"], found, 3)
 
 

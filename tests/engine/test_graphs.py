@@ -3,6 +3,7 @@ the captured work anew on the same tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,8 +93,7 @@ def test_steps_with_prompt_chunks_have_graphs_of_their_own() -> None:
 
 
 def test_warm_up_captures_with_chunks_and_as_far_as_decodes_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Plan, "may_have_chunks", True)
-    monkeypatch.setattr(Plan, "without_chunks", lambda plan: plan)
+    monkeypatch.setattr(Plan, "only", lambda plan, part: copy(plan))  # as if there were launches for chunks
     config = AttentionConfig(2, 1, 16, 4, torch.float32)
     sizes: list[int] = []
 

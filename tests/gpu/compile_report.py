@@ -19,18 +19,13 @@ from benchmarks.kernels.compile_ahead import (
     compile_prefill,
 )
 from benchmarks.kernels.tile_solver import ARCHITECTURES, Resources
-from trunkattn.dtypes import HOPPER_PADDED_HEAD_DIMS
 from trunkattn.gpu.hopper.decode import shape_of
-from trunkattn.gpu.tuning.decode import (
-    INVARIANT_TILE,
-    Tile,
-    decode_tiles,
-    hopper_source,
-    hopper_tiles,
-    invariant_tiles,
-    without_subtiles,
-)
-from trunkattn.gpu.tuning.prefill import SHORT_HEAD_DIM, SHORT_WINDOW, prefill_tile, tile_under
+from trunkattn.gpu.hopper.spec import PADDED_HEAD_DIMS, source_of
+from trunkattn.gpu.hopper.spec import prefill_tile as hopper_prefill_tile
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.portable.spec import INVARIANT_TILE, invariant_tiles, prefill_tile, without_subtiles
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import SHORT_WINDOW, Tile
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
@@ -70,19 +65,18 @@ def others(target: Target) -> dict[str, dict[str, Any]]:
     report = {name: asdict(compile_merge(target, batch_invariant=invariant)) for name, invariant in merges.items()}
     if target.capability != 90:
         return report
-    for tile in decode_tiles(2, target.head_dim, group, hopper_tiles(2, target.head_dim, 16)):
+    for tile in (tile for tile in hopper_tiles(2, target.head_dim, 16) if tile.block_m >= group):
         name = f"{tile.block_m}x{tile.block_n} portable"  # where the Hopper kernel cannot compute them
         report[name] = described(target, tile, compile_decode(target, tile))
-    if target.head_dim in HOPPER_PADDED_HEAD_DIMS:  # for decoding alone
+    if target.head_dim in PADDED_HEAD_DIMS:  # for decoding alone
         return report
     options: dict[str, dict[str, Any]] = {"": {}, " window": {"window": True}}
     options[" with all options"] = {"window": True, "soft_cap": 30.0, "sinks": True}
     for name, chosen in options.items():
         report[f"hopper prefill{name}"] = asdict(compile_hopper_prefill(target, **chosen)) | {"ctas_per_sm": 1}
-    chunk_tile = prefill_tile(2, target.head_dim, hopper=True)
-    if target.head_dim == SHORT_HEAD_DIM:
-        tile = tile_under(chunk_tile, target.head_dim, SHORT_WINDOW)
-        tile = replace(tile, warps=12)  # those that compute, and a whole four of producers
+    chunk_tile = hopper_prefill_tile(target.head_dim)
+    if chunk_tile.ctas_under_short_window:
+        tile = replace(chunk_tile.under(SHORT_WINDOW), warps=12)  # those that compute, and a whole four of producers
         for name in (" window", " with all options"):
             used = compile_hopper_prefill(target, ctas_per_sm=tile.ctas_per_sm, **options[name])
             report[f"hopper prefill short{name}"] = described(target, tile, used)
@@ -100,8 +94,8 @@ def hopper_decodes(target: Target) -> dict[str, dict[str, Any]]:
     if target.capability != 90 or target.kv_dtype == "fp32":
         return {}
     size, report = ITEMSIZE[target.kv_dtype], {}
-    for page_size in (16,) if target.head_dim in HOPPER_PADDED_HEAD_DIMS else (16, 4):
-        source = hopper_source(size, page_size)
+    for page_size in (16,) if target.head_dim in PADDED_HEAD_DIMS else (16, 4):
+        source = source_of(size, page_size)
         producers = shape_of(target.head_dim, source).producer_warps
         tile = hopper_tiles(size, target.head_dim, page_size)[-1]
         tile = replace(tile, warps=4 + -(-producers // 4) * 4)  # those that compute, and whole fours of those that load

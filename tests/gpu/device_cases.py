@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from trunkattn.config import Capacity
-from trunkattn.gpu import plan as plan_arrays
-from trunkattn.gpu.device_planner.candidates import Candidates, candidates_of
+from trunkattn.gpu.arrays import GpuPlan
+from trunkattn.gpu.cards import Card
 from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
+from trunkattn.gpu.device_planner.candidates import Candidates, candidates_of
 from trunkattn.gpu.device_planner.planner import DevicePlanner, errors_of
-from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan
-from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.layer import Geometry
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles import layout as tiles
@@ -21,6 +22,7 @@ from trunkattn.planner.work_list import TileLimits, TileList
 
 from ..planner.specs import forest_of
 from ..planner.tile_cases import arrays, tile, tiled
+from .kernel_cases import make_card, reserved
 
 ROOMY = TileLimits(items=4096, segments=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
@@ -39,7 +41,7 @@ def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 2) ->
     return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
 
 
-def reserve(rule: TilingRule, limits: TileLimits, device: str, device_info: DeviceInfo) -> GpuPlan:
+def reserve(rule: TilingRule, limits: TileLimits, device: str, card: Card) -> GpuPlan:
     """An empty plan, every array of which stands between guards."""
     shapes = tuple(
         GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
@@ -47,12 +49,12 @@ def reserve(rule: TilingRule, limits: TileLimits, device: str, device_info: Devi
     )
     heads = rule.group_size * rule.num_kv_heads
     geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.segment_size, 0, True, None, False)
-    plan = plan_arrays.reserve(limits, shapes, geometry, device_info, "serial", torch.device(device))
+    plan = reserved(limits, geometry, shapes, card, device=device)
     sizes = {"guard": GUARD}
     for name, size in plan.sizes.items():
         sizes |= {name: size, f"guard after {name}": GUARD}
     flat = torch.full((sum(sizes.values()),), UNTOUCHED, dtype=torch.int32, device=device)
-    return GpuPlan(flat, sizes, plan.launches, geometry, "serial", plan.summary)
+    return replace(plan, flat=flat, sizes=sizes)
 
 
 @dataclass
@@ -128,15 +130,15 @@ def prepare(
     way: int | None = None,
     limits: TileLimits = ROOMY,
     device: str = "cpu",
-    device_info: DeviceInfo | None = None,
+    card: Card | None = None,
 ) -> Planned:
-    device_info = device_info or DeviceInfo(num_sms=1, overlaps=False)
+    card = card or make_card(num_sms=1, capability=80)
     kind = InvariantPlanner if rule.uniform else DevicePlanner
-    planner = kind(some_candidates(rule, way), capacity, limits, device_info, torch.device(device))
+    planner = kind(some_candidates(rule, way), capacity, limits, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)
         planner._buffers[name] = guarded[GUARD:-GUARD].view(buffer.shape).zero_()
         buffers[name] = guarded
     planner.errors = planner._buffers["errors"]
-    return Planned(rule, planner, reserve(rule, limits, device, device_info), way, buffers, limits)
+    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers, limits)

@@ -21,15 +21,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import batch_invariant, common, cost, items, layout, prefix_forest, tile_list
-from trunkattn.gpu.device_planner.candidates import candidates_of
-from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
-from trunkattn.gpu.device_planner.planner import DevicePlanner
-from trunkattn.gpu.plan import DeviceInfo, Geometry, reserve
 from trunkattn.gpu.cards import H100
-from trunkattn.gpu.tuning.decode import INVARIANT_TILE, decode_tiles, tile_config
-from trunkattn.planner.tiles.candidates import TilingRule, tile_limits
+from trunkattn.gpu.device_planner import batch_invariant, common, cost, items, layout, prefix_forest, tile_list
+from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
+from trunkattn.gpu.device_planner.candidates import candidates_of
+from trunkattn.gpu.device_planner.planner import DevicePlanner
+from trunkattn.gpu.layer import Geometry
+from trunkattn.gpu.portable.spec import INVARIANT_TILE
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import tile_config
 from trunkattn.planner.tiles.batch_invariant import invariant_limits
+from trunkattn.planner.tiles.candidates import TilingRule, tile_limits
+
+from .kernel_cases import make_card, reserved
 
 KERNELS = {
     prefix_forest: ("hash_kernel", "links_kernel", "entries_kernel"),
@@ -62,11 +66,11 @@ def record(group_size: int, capability: int, is_invariant: bool = False) -> list
     rule = TilingRule(kinds, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20, uniform=is_invariant)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = invariant_limits(256, 512 * 16, 16) if is_invariant else tile_limits(rule, capacity)
-    device_info = DeviceInfo(132, capability >= 90)
+    card = make_card(132, capability)
     kind = InvariantPlanner if is_invariant else DevicePlanner
-    planner = kind(candidates_of(rule), capacity, limits, device_info, torch.device("cpu"))
+    planner = kind(candidates_of(rule), capacity, limits, card, torch.device("cpu"))
     geometry = Geometry(8 * group_size, 8, 128, 128, 16, rule.segment_size, 1 << 30, True, None, False)
-    plan = reserve(limits, tiles, geometry, DeviceInfo(132, True), "serial", torch.device("cpu"))
+    plan = reserved(limits, geometry, tiles, make_card())
     table, lens, starts = (torch.zeros(size, dtype=torch.int32) for size in ((256, 512), 256, 257))
     planner.fill(plan, table, lens, starts, 1 << 30)
     return launches

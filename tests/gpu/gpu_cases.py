@@ -11,24 +11,26 @@ import numpy as np
 import torch
 
 from trunkattn import AttentionConfig
+from trunkattn.gpu.arrays import Lists
+from trunkattn.gpu.cards import H200, HOPPER
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import DeviceInfo, Geometry, Tensors, upload
-from trunkattn.gpu.prefill_plan import Chunks
-from trunkattn.gpu.cards import H200, TIMED_CAPABILITY
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, gpu_device, tile_config, without_subtiles
-from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_device
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.portable.spec import without_subtiles
+from trunkattn.gpu.tiles import GpuTile, PrefillTile, gpu_device, prefill_device, tile_config
 from trunkattn.planner.check import check_plan, check_tiles
+from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planned, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
+from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, tile_work
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.work_list import TileList
 
 from ..attention.cases import Step
+from .kernel_cases import make_card, plan_with
 
 POLICIES = ("pat", "cascade")
 NARROW = (2, 128)
@@ -71,7 +73,7 @@ class Interpreted:
     execution: str = "serial"
     prefill: PrefillTile | None = None
     chunk_policy: str = "auto"
-    capability: int = TIMED_CAPABILITY
+    capability: int = HOPPER
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
@@ -116,13 +118,11 @@ class Interpreted:
         """Of all that are no prompt chunks; checked."""
         rule, batch, way = self.rule, self.division.rest if self.division else self.batch, self.way
         query_lens = np.diff(batch.query_start_loc).astype(np.int32)
-        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
         if isinstance(way, str) and way in POLICIES:
             tile_list = tile_work(
                 rule,
                 self._planner(way, gpu_device(self.num_sms, self.tiles[-1].block_m)).plan(batch).work,
-                arrays,
-                batch.window,
+                batch,
             )
         else:
             forest = Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, rule.page_size, 1))
@@ -144,15 +144,16 @@ class Interpreted:
         step, config, batch, tile_list, chunks = self.step, self.step.config, self.batch, self.tile_list, None
         if self.division and self.prefill:
             tile_list, listed = join(tile_list, self.chunks.work, self.division)
-            chunks = Chunks(listed, self.prefill)
-        tokens, device_info = len(step.q), DeviceInfo(self.num_sms, overlaps=False)
+            chunks = listed
+        tokens, card = len(step.q), make_card(self.num_sms, capability=80)
         geometry = Geometry(
             config.num_qo_heads, config.num_kv_heads, config.head_dim, config.value_dim, config.page_size,
             self.rule.segment_size, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        plan = upload(tile_list, positions, geometry, device_info, self.execution, torch.device("cpu"), chunks)
+        lists, streams = Lists(tile_list, positions, chunks), self.execution == "streams"
+        plan = plan_with(lists, geometry, self.tiles, card, self.prefill, streams)
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)
         ones = torch.ones(config.num_kv_heads)
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
@@ -165,5 +166,5 @@ class Interpreted:
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
-        execute(plan, tensors, self.tiles, device_info, return_lse)
+        execute(plan, tensors, return_lse)
         return out, lse

@@ -16,10 +16,10 @@ import torch
 from numba.core import event
 
 from trunkattn import AttentionConfig, Capacity, PromptChunks
-from trunkattn.gpu.device_planner import planner, prompt_chunks
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.gpu.host_planner import compile_ahead
 from trunkattn.gpu.cards import GpuFacts
+from trunkattn.gpu.device_planner import planner, prompt_chunks
+from trunkattn.gpu.host_planner import compile_ahead
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -65,7 +65,7 @@ def plan_on_host(facts: GpuFacts, batch_invariant: bool) -> None:
 
 def plan_beside_chunks() -> None:
     """As vLLM does on an H100. What is launched has nothing to do with Numba."""
-    for module in (planner, chunks):
+    for module in (planner, prompt_chunks):
         module.launch = lambda kernel, grid: lambda *arguments, **options: None  # type: ignore[attr-defined]
     capacity = Capacity(8, 8, 256, 500, max_query_len=1, max_chunk_tokens=8192)
     executor = GpuBackend(PLAIN, CPU, capacity, facts=GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))

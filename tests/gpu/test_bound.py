@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trunkattn.gpu.bound import BoundLaunches, Grid, layer_key
-from trunkattn.gpu.plan import Tensors
+from trunkattn.gpu.layer import Tensors
 
 from .test_hopper_prefill import make_tensors
 

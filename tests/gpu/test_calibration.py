@@ -17,8 +17,9 @@ import pytest
 
 from benchmarks.kernels import calibrate, calibration_families
 from benchmarks.lib.report import RESULTS
-from trunkattn.gpu.cards import H100, H200, Card
-from trunkattn.gpu.tuning.decode import GpuTile, hopper_tiles
+from trunkattn.gpu.cards import H100, H200, CardModel
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.device import CardTimes
 
 TILES = hopper_tiles(2, 128, 16)
@@ -77,7 +78,7 @@ def replay(name: str, times: CardTimes, tiles: tuple[GpuTile, ...] = TILES) -> R
 
 
 @pytest.mark.parametrize(("name", "card"), CARDS.items())
-def test_the_choice_loses_little(name: str, card: Card) -> None:
+def test_the_choice_loses_little(name: str, card: CardModel) -> None:
     regret = replay(name, card.times)
     assert regret.mean < MEAN and regret.worst < WORST, regret
 
@@ -116,7 +117,8 @@ def test_an_h100s_bandwidth_is_found_on_an_h200() -> None:
 def test_a_spoilt_share_of_what_is_not_hidden_is_found() -> None:
     bound = FAMILIES["small pages, heads of 64"]
     family = family_of(bound.shape)
-    card = replace(family.card, times=family.card.times._replace(unhidden_part=3))
+    model = family.card.model
+    card = replace(family.card, model=replace(model, times=model.times._replace(unhidden_part=3)))
     assert not loses_little(replace(family, card=card), family.tiles, bound)
 
 

@@ -14,7 +14,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
-from .test_executor import CONFIG, caches, card, expected, run
+from .test_backend import CONFIG, caches, card, expected, run
 
 pytestmark = pytest.mark.slow
 
@@ -75,12 +75,12 @@ def test_a_refused_batch_leaves_no_trace() -> None:
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
     first = executor.plan(arrays)
     other = replace(arrays, block_table=arrays.block_table + 100)
-    limits, executor._limits = executor._limits, replace(executor._limits, items=1)
+    limits, executor._planner.limits = executor._planner.limits, replace(executor._planner.limits, items=1)
     with pytest.raises(ValueError, match="of 1 that a plan"):
         executor.plan(other)
-    executor._limits = limits
+    executor._planner.limits = limits
     again = executor.plan(arrays)
-    assert np.array_equal(again.tile_list.segments, first.tile_list.segments)
+    assert np.array_equal(again.tiles.tile_list().segments, first.tiles.tile_list().segments)
 
 
 def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
@@ -103,7 +103,7 @@ def test_a_plan_of_no_request_computes_nothing() -> None:
 
 def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
     executor = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
-    executor._limits = replace(executor._limits, items=2)
+    executor._planner.limits = replace(executor._planner.limits, items=2)
     batch = tree_batch(parse_tree(TREES[0]), 16)
     with pytest.raises(
         ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds: expected"
@@ -116,10 +116,10 @@ def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
     executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1_200"), 16)
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-    executor._limits = replace(executor._limits, slots=0)
+    executor._planner.limits = replace(executor._planner.limits, slots=0)
     step = executor.plan(arrays)
     step.check()
-    assert step.tile_list.num_slots == 0
+    assert step.tiles.tile_list().num_slots == 0
 
 
 def test_a_refilled_plan_on_a_cpu() -> None:
@@ -144,7 +144,7 @@ def test_bad_ways_to_refill() -> None:
     plan = fixed.plan(*batch)
     with pytest.raises(ValueError, match="into belongs to another BatchAttention"):
         other.plan(*batch, into=plan)
-    with pytest.raises(ValueError, match="into is a plan of `without_chunks` or"):
+    with pytest.raises(ValueError, match="into is a plan of `only`"):
         fixed.plan(*batch, into=Plan(plan.step, fixed, plan.last_page, plan.window, refills=False))
     with pytest.raises(TypeError, match="into is a SimpleNamespace: expected a Plan"):
         fixed.plan(*batch, into=SimpleNamespace())

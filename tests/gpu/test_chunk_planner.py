@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.chunk_planner import ChunkPlanner
-from trunkattn.gpu.device_planner.step import DeviceStep
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.gpu.tuning.prefill import PREFILL_TILE
+from trunkattn.gpu.chunk_planner import ChunkPlanner
+from trunkattn.gpu.device_planner.step import DeviceTiles
+from trunkattn.gpu.portable.spec import PREFILL_TILE
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
-from .test_executor import CONFIG, caches, card, expected, plan, run
+from .test_backend import CONFIG, caches, card, expected, plan, run
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +87,8 @@ def test_one_plan_serves_decodes_and_chunks_from_the_same_memory(policy: str, ex
         step = into(executor, batch, step)
         step.check()
         gpu_plan = step.gpu_plan
-        places.add((gpu_plan.flat.data_ptr(), gpu_plan.prefill.flat.data_ptr(), gpu_plan.prefill.num_programs))
-        assert gpu_plan.arrays["prefill_count"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
+        places.add((gpu_plan.flat.data_ptr(), gpu_plan.chunks.flat.data_ptr(), gpu_plan.chunks.num_ctas))
+        assert gpu_plan.arrays["chunk_count"][0] == (len(step.chunks.planned.work.items) if step.chunks else 0)
         assert (step.chunks is None) == (batch is DECODES)
         assert_right(executor, step, batch)
     assert len(places) == 1
@@ -99,7 +99,7 @@ def test_a_capacity_without_chunks_has_no_launch_for_them(longest: int) -> None:
     executor = GpuBackend(CONFIG, CPU, replace(CAPACITY, max_query_len=longest))
     batch = DECODES if longest == 1 else replace(MIXED, query_lens=np.minimum(MIXED.query_lens, 32))
     step = plan(executor, batch)
-    assert (step.chunks, step.gpu_plan.prefill) == (None, None)
+    assert (step.chunks, step.gpu_plan.chunks) == (None, None)
 
 
 def test_no_partial_slot_is_left() -> None:
@@ -108,8 +108,8 @@ def test_no_partial_slot_is_left() -> None:
     for policy in ("auto", "cascade"):
         executor = GpuBackend(replace(CONFIG, policy=policy, sinks=True), CPU, CAPACITY)
         step = plan(executor, MIXED)
-        before = step.gpu_plan.prefill.flat.clone()
-        executor._limits = replace(executor._limits, slots=40)
+        before = step.gpu_plan.chunks.flat.clone()
+        executor._planner.limits = replace(executor._planner.limits, slots=40)
         if policy == "auto":
             step = into(executor, replace(batch, query_lens=np.minimum(batch.query_lens, 33)), step)
             assert step.chunks.planned.work.num_slots <= 40
@@ -119,7 +119,7 @@ def test_no_partial_slot_is_left() -> None:
             ValueError, match=r"policy='cascade' makes .* prefill slots of .* that a plan of this capacity"
         ):
             into(executor, batch, step)
-        assert torch.equal(step.gpu_plan.prefill.flat, before)
+        assert torch.equal(step.gpu_plan.chunks.flat, before)
 
 
 def test_a_cheapest_packing_that_does_not_fit_is_passed_over() -> None:
@@ -131,7 +131,7 @@ def test_a_cheapest_packing_that_does_not_fit_is_passed_over() -> None:
     batch = replace(tree_batch(parse_tree("1_2000"), 16), query_lens=np.array([40], np.int32))
     cut = plan(executor, batch)
     assert cut.chunks.planned.work.num_slots > 0
-    executor._limits = replace(executor._limits, slots=cut.chunks.planned.work.num_slots - 1)
+    executor._planner.limits = replace(executor._planner.limits, slots=cut.chunks.planned.work.num_slots - 1)
     whole = plan(executor, batch)
     whole.check()
     assert whole.chunks.planned.work.num_slots == 0
@@ -157,14 +157,14 @@ def test_plans_made_on_the_device_have_no_chunks() -> None:
     executor = GpuBackend(CONFIG, CPU, Capacity(2, 40, 4, 10))
     batch = replace(tree_batch(parse_tree("1,2_16,35"), 16), query_lens=np.array([35, 1], np.int32))
     host = plan(executor, batch)
-    assert host.gpu_plan.arrays["prefill_count"][0] > 0
+    assert host.gpu_plan.arrays["chunk_count"][0] > 0
     tables = tuple(torch.from_numpy(each) for each in (batch.block_table, batch.seq_lens, batch.query_start_loc))
     filled = executor.plan_on_device(tables, UNLIMITED, host)
-    assert isinstance(filled, DeviceStep) and filled.gpu_plan is host.gpu_plan
-    assert filled.gpu_plan.arrays["prefill_count"][0] == 0
+    assert isinstance(filled.tiles, DeviceTiles) and filled.gpu_plan is host.gpu_plan
+    assert filled.gpu_plan.arrays["chunk_count"][0] == 0
     filled.check()
     own = executor.plan_on_device(tables, UNLIMITED)
-    assert own.gpu_plan.prefill is None
+    assert own.gpu_plan.chunks is None
     rows = into(executor, batch, own)  # a launch for chunks cannot be added to it
     rows.check()
     assert (rows.chunks, rows.num_query_tokens) == (None, 36)
@@ -193,7 +193,7 @@ def test_a_plan_captured_on_the_device_has_no_chunks_whatever_the_host_put_there
     decodes, tables = two(1, 1)
     zeroed: list[torch.Tensor] = []
     step = executor.plan_on_device(tables, UNLIMITED, plan(executor, decodes))
-    counts = step.gpu_plan.arrays["prefill_count"]
+    counts = step.gpu_plan.arrays["chunk_count"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "zero_", lambda tensor: zeroed.append(tensor) or tensor)
         executor.plan_on_device(tables, UNLIMITED, step)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.plan import GpuPlan, upload
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.portable import decode
-from trunkattn.gpu.portable.decode import spread_stride
+from trunkattn.gpu.portable.spread import spread_stride
 from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import Step, random_step
 from . import gpu_cases
 from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
+from .kernel_cases import plan_with
 
 WAYS = (*TILINGS, *POLICIES)
 EXECUTIONS = ("streams", "serial")
@@ -299,16 +301,16 @@ def test_a_launch_that_spreads_its_tasks_computes_the_same_bits(
     case = Interpreted(random_step(0, config, batch), 8, way)
     expected, strides = case.run(), []
 
-    def spread(*args: object) -> GpuPlan:
-        plan = upload(*args)  # type: ignore[arg-type]
-        launches = (replace(each, num_programs=programs, spread=True) for each in plan.launches if each.buckets)
+    def spread(*args: Any) -> GpuPlan:
+        plan = plan_with(*args)
+        launches = (each._replace(num_ctas=programs, spread=True) for each in plan.launches if each.buckets)
         return replace(plan, launches=(*launches, *(each for each in plan.launches if not each.buckets)))
 
-    def seen(num_programs: int) -> int:
-        strides.append(spread_stride(num_programs))
+    def seen(num_ctas: int) -> int:
+        strides.append(spread_stride(num_ctas))
         return strides[-1]
 
-    monkeypatch.setattr(gpu_cases, "upload", spread)
+    monkeypatch.setattr(gpu_cases, "plan_with", spread)
     monkeypatch.setattr(decode, "spread_stride", seen)
     out, lse = case.run()
     assert strides and set(strides) == {spread_stride(programs)}

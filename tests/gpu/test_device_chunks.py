@@ -15,28 +15,26 @@ from hypothesis import strategies as st
 from trunkattn import BatchAttention, PromptChunks
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.kernel import Work
 from trunkattn.inputs import StepInputs, check_chunks
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
-from .test_executor import CONFIG, caches, card, expected, run
+from .kernel_cases import CPU, overlap_always
+from .test_backend import CONFIG, caches, card, expected, run
 
 pytestmark = pytest.mark.slow
 
 __all__ = ["card"]  # a fixture
-CPU = torch.device("cpu")
 CAPACITY = Capacity(9, 16, 7, 200, max_query_len=2, max_chunk_tokens=200)
 TREE = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)  # 9 requests of 109 tokens
-OVERLAP: Any = SimpleNamespace(is_worth_for=lambda chunks, other: True)
 
 
 def batch_of(*query_lens: int) -> PagedBatch:
     return replace(TREE, query_lens=np.array(query_lens, np.int32))
 
 
-def planned(
-    executor: GpuBackend, batch: PagedBatch, num_chunks: int, step: Any = None, window: int = UNLIMITED
-) -> Any:
+def planned(executor: GpuBackend, batch: PagedBatch, num_chunks: int, step: Any = None, window: int = UNLIMITED) -> Any:
     tables = tuple(torch.from_numpy(each) for each in (batch.block_table, batch.seq_lens, batch.query_start_loc))
     first = len(batch.seq_lens) - num_chunks
     chunks = PromptChunks(int(batch.query_start_loc[first]), *(torch.from_numpy(np.ascontiguousarray(each[first:]))
@@ -62,7 +60,7 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if not request.param:
         return GpuBackend(CONFIG, CPU, CAPACITY)
     made = GpuBackend(CONFIG, CPU, CAPACITY)
-    made._overlap = OVERLAP
+    overlap_always(made)
     return made
 
 
@@ -81,7 +79,7 @@ def test_decodes_and_chunks(
 ) -> None:
     batch = batch_of(*query_lens)
     step = planned(executor, batch, num_chunks, window=UNLIMITED if window is None else window)
-    assert (step.has_chunks, step.num_query_tokens) == (True, sum(query_lens))
+    assert (step.num_chunks > 0, step.num_query_tokens) == (True, sum(query_lens))
     assert_right(executor, step, batch, window)
 
 
@@ -95,13 +93,13 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> 
     ):
         batch = batch_of(*query_lens)
         step = planned(executor, batch, num_chunks, step)
-        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.prefill.flat.data_ptr()))
-        assert step.has_chunks == (num_chunks > 0)
-        assert (step.of_chunks_alone() is None) == (num_chunks < 9), "decodes have launches of their own"
-        assert bool(step.traffic.any()) == (num_chunks < 9), "chunks are not counted there"
-        stats, of_chunks = step.stats(), step.chunk_stats()
+        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.chunks.flat.data_ptr()))
+        assert step.num_chunks == num_chunks
+        assert (step.only("chunks") is None) == (num_chunks < 9), "decodes have launches of their own"
+        assert bool(step.counters.kv_tokens.any()) == (num_chunks < 9), "chunks are not counted there"
+        stats, of_chunks = step.stats(), step.counters.chunks
         in_chunks = of_chunks.kv_tokens_read if of_chunks else 0
-        assert in_chunks + int(step.traffic[0]) == stats.kv_tokens_read
+        assert in_chunks + int(step.counters.kv_tokens[0]) == stats.kv_tokens_read
         assert (of_chunks is None) == (num_chunks == 0) and (num_chunks < 9 or in_chunks >= int(batch.seq_lens.sum()))
         assert_right(executor, step, batch)
     assert len(places) == 1
@@ -118,8 +116,9 @@ def test_a_plan_for_prompts_alone(window: int | None) -> None:
         step = planned(made, batch, len(query_lens), step, UNLIMITED if window is None else window)
         assert step.num_query_tokens == sum(query_lens)
         assert_right(made, step, batch, window)
-        alone = step.of_chunks_alone()
-        assert alone.gpu_plan.launches == () and alone.gpu_plan is step.of_chunks_alone().gpu_plan
+        alone = step.only("chunks")
+        assert [launch.work for launch in alone.gpu_plan.launches] == [Work.PREFILL]
+        assert alone.gpu_plan is step.only("chunks").gpu_plan
         assert_right(made, alone, batch, window)
 
 
@@ -128,7 +127,7 @@ def test_overlapping_takes_the_items_of_the_lowest_tile() -> None:
     batch = batch_of(*(1,) * 7, 60, 60)
     alone = planned(made, batch, 2)
     assert alone.gpu_plan.arrays["overlapped"][:2].diff() == 0
-    made._overlap = OVERLAP
+    overlap_always(made)
     both = planned(made, batch, 2)
     begin, end, most = both.gpu_plan.arrays["overlapped"][:3].tolist()
     items = both.gpu_plan.arrays["items"].view(-1)[5 * begin : 5 * end].view(-1, 5)
@@ -150,7 +149,7 @@ def test_any_step(data: st.DataObject) -> None:
     chunks = data.draw(st.lists(st.integers(1, 22), min_size=num_chunks, max_size=num_chunks))
     made = GpuBackend(CONFIG, CPU, CAPACITY)
     if data.draw(st.booleans(), label="overlapped"):
-        made._overlap = OVERLAP
+        overlap_always(made)
     some = PagedBatch(TREE.block_table[:rows], TREE.seq_lens[:rows], np.array([*decodes, *chunks], np.int32), 16, 200)
     window = data.draw(st.none() | st.integers(1, 120), label="window")
     step = planned(made, some, num_chunks, window=UNLIMITED if window is None else window)
@@ -163,7 +162,7 @@ def test_pages_of_chunks_are_clamped() -> None:
     wrong = replace(batch, block_table=batch.block_table.copy())
     wrong.block_table[8, 2:4] = (-7, 10**6)
     step = planned(made, wrong, 1)
-    table = step.gpu_plan.prefill.arrays["block_table"][:7].tolist()
+    table = step.gpu_plan.chunks.arrays["block_table"][:7].tolist()
     assert table[2:4] == [0, CAPACITY.num_pages - 1]
     assert table[:2] == batch.block_table[8, :2].tolist()
 

@@ -16,21 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner import candidates
+from trunkattn.gpu.device_planner import candidates as device_candidates
 from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
 from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
-from trunkattn.gpu.plan import DeviceInfo
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, hopper_tiles
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
 from trunkattn.planner.work_list import TileLimits
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..planner.specs import as_batch, forest_of, make_batch
 from ..planner.tile_cases import CARD_TIMES, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
+from .kernel_cases import make_card
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +53,7 @@ def _places_kernel(starts, links, places, previous, num_rows, BLOCK: tl.constexp
 def rules(draw: st.DrawFn) -> TilingRule:
     group_size = draw(st.sampled_from([1, 4, 5, 8]))
     tables = [decode_tiles(*cache, group_size) for cache in ((2, 128), (1, 128), (2, 256))]
-    table = st.sampled_from([*tables, decode_tiles(2, 128, group_size, hopper_tiles(2, 128, 16))])
+    table = st.sampled_from([*tables, tuple(tile for tile in hopper_tiles(2, 128, 16) if tile.block_m >= group_size)])
     return make_rule(
         group_size,
         draw(st.sampled_from([1, 8, 12, 16, 32])),
@@ -93,8 +95,8 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
-    device_info = DeviceInfo(num_sms=data.draw(st.sampled_from([1, 2, 8])), overlaps=False)
-    planned = prepare(rule, Capacity(**most), way, device_info=device_info)
+    card = make_card(num_sms=data.draw(st.sampled_from([1, 2, 8])), capability=80)
+    planned = prepare(rule, Capacity(**most), way, card=card)
     for batch in (first, second):
         planned.fill(batch)
         assert planned.errors == []
@@ -129,9 +131,9 @@ def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
 
 def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests and columns than one pass of any kernel takes."""
-    monkeypatch.setattr(choice, "_PAIRS", 32)
-    monkeypatch.setattr(choice, "_BLOCK", 32)
-    monkeypatch.setattr(choice, "_HASHED", 32)
+    monkeypatch.setattr(device_candidates, "_PAIRS", 32)
+    monkeypatch.setattr(device_candidates, "_BLOCK", 32)
+    monkeypatch.setattr(device_candidates, "_HASHED", 32)
     batch = as_batch(tree_batch(parse_tree("1,3,90_32,16,20"), 1, row_seed=1, page_seed=1))
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
     planned.fill(batch)
@@ -152,7 +154,7 @@ def test_two_lowest_tiles_of_one_height() -> None:
 
 
 def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_HASHED", 4)
+    monkeypatch.setattr(device_candidates, "_HASHED", 4)
     batch = make_batch([[*range(1, 11)], [20, *range(2, 11)], [*range(1, 6), 30, *range(7, 11)]])
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch), 0)
     planned.fill(batch)
@@ -326,7 +328,7 @@ def test_buffers_are_allocated_once() -> None:
         some_candidates(rule),
         Capacity(8, 8, 4, 10),
         tile_limits(rule, Capacity(8, 8, 4, 10)),
-        DeviceInfo(1, False),
+        make_card(1, 80),
         torch.device("cpu"),
     )
     places = {name: buffer.data_ptr() for name, buffer in planner._buffers.items()}

@@ -6,19 +6,21 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
-from trunkattn.gpu.device_planner.step import DeviceStep, OnDevice
-from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, reserve
-from trunkattn.gpu.tuning.choice import WhyPortable
-from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.planner.tiles.candidates import candidates, tile_limits
+from trunkattn.gpu.arrays import GpuPlan
+from trunkattn.gpu.device_planner.step import DeviceTiles, OnDevice
+from trunkattn.gpu.layer import Geometry
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.step import GpuStep
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.candidates import candidates, tile_limits
 
 from ..planner.tile_cases import TREE_BATCH, make_rule, predicted
+from .kernel_cases import CPU, kernels_with, make_card, reserved
 
 pytestmark = pytest.mark.slow
 
 RULE = make_rule(4, 16, 1, num_kv_heads=2)
-CPU, DEVICE_INFO = torch.device("cpu"), DeviceInfo(1, overlaps=False)
+CARD = make_card(num_sms=1, capability=80)
 TABLE, LENS, STARTS = (
     torch.from_numpy(array) for array in (TREE_BATCH.block_table, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
 )
@@ -29,8 +31,14 @@ def made(max_query_len: int = 1, num_pages: int = 200, max_requests: int = 16) -
     capacity = Capacity(max_requests, 32, 16, num_pages, max_query_len)
     limits = tile_limits(RULE, capacity)
     geometry = Geometry(8, 2, 128, 128, 16, RULE.segment_size, UNLIMITED, False, None, False)
-    plan = reserve(limits, decode_tiles(2, 128, 4), geometry, DEVICE_INFO, "serial", CPU)
-    return OnDevice(RULE, capacity, limits, DEVICE_INFO, CPU, WhyPortable((), ())), plan
+    plan = reserved(limits, geometry, decode_tiles(2, 128, 4), CARD)
+    return OnDevice(RULE, capacity, limits, CARD, CPU), plan
+
+
+def step_of(tiles: DeviceTiles) -> GpuStep:
+    """A step without prompt chunks."""
+    kernels = kernels_with(tiles.gpu_plan.tiles, tiles.gpu_plan.geometry)
+    return GpuStep(tiles, None, RULE, kernels, tiles.gpu_plan, tiles.num_query_tokens, len(tiles.tables[0]))
 
 
 @pytest.mark.parametrize(("group", "merging"), [(4, [(0, 2)]), (16, [(0, 2)]), (32, [])])
@@ -38,7 +46,7 @@ def test_only_tiles_of_16_rows_merge(group: int, merging: list[tuple[int, int]])
     tiles = decode_tiles(2, 128, group)
     limits = tile_limits(make_rule(group, 16, 1, num_kv_heads=2), Capacity(16, 32, 16, 200, 1))
     geometry = Geometry(2 * group, 2, 128, 128, 16, RULE.segment_size, UNLIMITED, False, None, False)
-    plan = reserve(limits, tiles, geometry, DEVICE_INFO, "serial", CPU)
+    plan = reserved(limits, geometry, tiles, CARD)
     assert [
         launch.buckets for launch in plan.launches if launch.buckets and launch.buckets[-1] >= len(tiles)
     ] == merging
@@ -46,7 +54,7 @@ def test_only_tiles_of_16_rows_merge(group: int, merging: list[tuple[int, int]])
 
 def test_a_step_says_what_it_reads() -> None:
     on_device, plan = made()
-    step = on_device.plan((TABLE, LENS, None), UNLIMITED, plan)
+    step = step_of(on_device.plan((TABLE, LENS, None), UNLIMITED, plan))
     times = predicted(RULE, TREE_BATCH)
     stats = step.stats()
     assert stats.policy == min(candidates(RULE), key=lambda way: times[way]).name(RULE)
@@ -103,7 +111,7 @@ def test_what_a_row_would_read_alone_is_counted_within_its_bounds() -> None:
     lens[2] = 10_000
     on_device, plan = made()
     step = on_device.plan((TABLE, lens, None), UNLIMITED, plan)
-    assert isinstance(step, DeviceStep) and step.gpu_plan.summary is not None
+    assert step.gpu_plan.summary is not None
     assert int(step.gpu_plan.summary[2]) == 11 * 116 + TABLE.shape[1] * 16
 
 
@@ -114,25 +122,13 @@ def test_a_cache_has_no_more_places_than_int32_counts() -> None:
         made(max_requests=1 << 19)
 
 
-def test_plans_of_the_host_have_no_traffic() -> None:
+def test_what_plans_of_the_host_do_not_have() -> None:
     attention = BatchAttention(AttentionConfig(8, 2, 64, 16, torch.float32), "cpu")
-    with pytest.raises(ValueError, match="made on the host: expected one made on the device"):
-        _ = attention.plan(TABLE, LENS).traffic
-    with pytest.raises(ValueError, match="of_chunks_alone: expected a plan made on the device"):
-        attention.plan(TABLE, LENS).of_chunks_alone()
-    assert attention.plan(TABLE, LENS).chunk_stats is None
+    plan = attention.plan(TABLE, LENS)
+    assert plan.counters == (None, None) and plan.num_chunks == 0
+    assert plan.only("decodes") is plan
+    with pytest.raises(ValueError, match="part='chunks': expected a plan made on the device"):
+        plan.only("chunks")
+    with pytest.raises(ValueError, match="part='prompts': expected one of 'decodes', 'chunks'"):
+        plan.only("prompts")  # type: ignore[arg-type]
     assert attention.errors is None
-    attention.check()
-
-
-def test_plans_may_be_made_and_checked_in_and_out_of_inference_mode() -> None:
-    with torch.inference_mode():
-        on_device, plan = made()
-        on_device.plan((TABLE, LENS, None), UNLIMITED, plan)
-    assert not plan.flat.is_inference()
-    table = TABLE.clone()
-    table[0, 0] = -1
-    on_device.plan((table, LENS, None), UNLIMITED, plan)
-    with pytest.raises(ValueError, match="outside the cache"):
-        on_device.check()
-    on_device.check()

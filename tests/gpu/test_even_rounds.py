@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trunkattn.gpu.prefill_plan import even_rounds
+from trunkattn.gpu.arrays import even_rounds
 from trunkattn.planner.work_list import ITEM_COLUMNS, KV_END
 
 NUM_PROGRAMS = 132

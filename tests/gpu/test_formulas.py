@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.cards import H100, H200, Card
 from trunkattn.gpu.device_planner.formulas import (
     item_ns,
     listed_segments,
@@ -17,7 +18,6 @@ from trunkattn.gpu.device_planner.formulas import (
     step_of,
     tile_blocks,
 )
-from trunkattn.gpu.cards import H100, H200, Card
 from trunkattn.planner.tiles import cost, layout
 from trunkattn.planner.tiles.candidates import price
 from trunkattn.planner.tiles.cost import StageLoad, TileTimes

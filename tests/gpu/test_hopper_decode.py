@@ -10,29 +10,30 @@ import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
+from trunkattn import AttentionConfig
+from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.hopper import decode as hopper_decode
-from trunkattn.gpu.hopper.decode import DecodeArguments, Pdl
+from trunkattn.gpu.hopper.decode import DecodeArguments
+from trunkattn.gpu.hopper.spec import DECODE, Source, source_of
+from trunkattn.gpu.hopper.spec import TILES as HOPPER_TILES
+from trunkattn.gpu.hopper.spec import decode_tiles as taken_tiles
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import Geometry, GpuPlan, refill, reserve, upload
+from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import decode, merge
-from trunkattn.gpu.tuning.decode import (
-    HOPPER_TILES,
-    GpuTile,
-    HopperSource,
-    decode_tiles,
-    hopper_source,
-    hopper_tiles,
-    tile_config,
-    without_subtiles,
-)
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.portable.spec import without_subtiles
+from trunkattn.gpu.portable.spread import spread_stride
+from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
-from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_tensors
+from .kernel_cases import plan_with, refilled, reserved
+from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_tensors
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
-TILES = decode_tiles(2, 128, 4, hopper_tiles(2, 128, 16))
+TILES = hopper_tiles(2, 128, 16)
 LIMITS = TileLimits(items=8, segments=8, queries=8, merged=8, slots=8, query_tokens=8)
 
 
@@ -49,7 +50,11 @@ def make_list() -> TileList:
 
 
 def uploaded(geometry: Geometry = GEOMETRY) -> GpuPlan:
-    return upload(make_list(), np.full(3, 15, np.int32), geometry, DEVICE_INFO, "serial", CPU)
+    return plan_with((make_list(), np.full(3, 15, np.int32)), geometry, TILES, CARD)
+
+
+def bound(plan: GpuPlan, launch: Launch, pdl: Pdl, return_lse: bool = False) -> Any:
+    return hopper_decode.bind(plan, make_tensors(), launch, LaunchOptions(pdl, return_lse))
 
 
 def of(kernel: Recorder) -> list[tuple[int, DecodeArguments]]:
@@ -73,7 +78,8 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     kernel = Recorder(DecodeArguments._fields)
     monkeypatch.setattr(hopper_decode, "hopper_decode_kernel", kernel)
     plan, tensors = uploaded(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
-    hopper_decode.bind(tensors, plan, (1, 2), (264,), Pdl(trigger=True, overlaps=False), False)(tensors)
+    launch = Launch(DECODE, Work.DECODE, 264, (1, 2))
+    bound(plan, launch, Pdl(trigger=True, wait=False))(tensors)
     ((num_programs, args, options),) = kernel.calls
     given = DecodeArguments(*args)
     assert (num_programs, given.first_cta, given.total_ctas) == (264, 0, 264)
@@ -90,8 +96,8 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert layer[-10:] == (8 * 128, 128, 8 * 128, 128, *of_caches, *of_caches)
     assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
     constants = hopper_decode.DecodeConstants(
-        *(8, 2, 4, 128, 16, 16, masked, 0.0), sinks=False, return_lse=False, source=int(HopperSource.LOADED),
-        kv_bytes=2, kv_kind=0, tile=hopper_decode.tile_of(128, HopperSource.LOADED), producer_registers=24,
+        *(8, 2, 4, 128, 16, 16, masked, 0.0), sinks=False, return_lse=False, source=int(Source.LOADED),
+        kv_bytes=2, kv_kind=0, tile=hopper_decode.tile_of(128, Source.LOADED), producer_registers=24,
     )  # fmt: skip
     assert constants == given.C
 
@@ -101,30 +107,28 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
 
 
 def test_a_list_takes_a_launch_for_each_tile(kernels: dict[str, Recorder]) -> None:
-    execute(uploaded(), make_tensors(), TILES, DEVICE_INFO, False)
+    execute(uploaded(), make_tensors(), False)
     buckets = [(given.first_bucket, given.last_bucket, num_programs) for num_programs, given in of(kernels["hopper"])]
     assert buckets == [(2, 2, 4), (1, 1, 2), (0, 0, 2)]
     assert [len(kernels[name].calls) for name in ("any", "merge")] == [0, 1]
 
 
-def fixed_size(tiles: tuple[GpuTile, ...], geometry: Geometry = GEOMETRY, execution: str = "serial") -> GpuPlan:
-    plan = reserve(LIMITS, tiles, geometry, DEVICE_INFO, execution, CPU)
-    refill(plan, make_list(), np.full(3, 15, np.int32))
-    return plan
+def fixed_size(tiles: tuple[GpuTile, ...], geometry: Geometry = GEOMETRY) -> GpuPlan:
+    plan = reserved(LIMITS, geometry, tiles, CARD)
+    return refilled(plan, (make_list(), np.full(3, 15, np.int32)))
 
 
-@pytest.mark.parametrize("execution", ["serial", "overlapped", "streams"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_plan_of_fixed_size_is_one_launch_of_all_heights_and_the_merge(
-    kernels: dict[str, Recorder], head_dim: int, execution: str
+    kernels: dict[str, Recorder], head_dim: int
 ) -> None:
     """The launch is one grid of an SM's CTA each for every CTA that an SM holds."""
     tiles = hopper_tiles(2, head_dim, 16)
-    plan = fixed_size(tiles, replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim), execution)
+    plan = fixed_size(tiles, replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim))
     assert [launch.buckets for launch in plan.launches] == [(0, 1, 2), ()]
-    execute(plan.without_chunks(), make_tensors(), tiles, DEVICE_INFO, False)
+    execute(plan.without_chunks(), make_tensors(), False)
     launched = of(kernels["hopper"])
-    assert [num_programs for num_programs, _ in launched] == [DEVICE_INFO.num_sms] * tiles[0].ctas_per_sm
+    assert [num_programs for num_programs, _ in launched] == [CARD.num_sms] * tiles[0].ctas_per_sm
     assert all((given.first_bucket, given.last_bucket) == (0, 2) for _, given in launched)
     assert [len(kernels[name].calls) for name in ("any", "merge")] == [0, 1]
 
@@ -132,19 +136,19 @@ def test_a_plan_of_fixed_size_is_one_launch_of_all_heights_and_the_merge(
 def test_one_kv_head_takes_one_grid(kernels: dict[str, Recorder]) -> None:
     geometry = replace(GEOMETRY, num_kv_heads=1)
     tiles = hopper_tiles(2, geometry.head_dim, 16)
-    execute(fixed_size(tiles, geometry), make_tensors(), tiles, DEVICE_INFO, False)
+    execute(fixed_size(tiles, geometry), make_tensors(), False)
     ((num_programs, given),) = of(kernels["hopper"])
     assert (num_programs, given.first_cta) == (given.total_ctas, 0)
-    assert num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+    assert num_programs == CARD.num_sms * tiles[0].ctas_per_sm
 
 
 def test_a_portable_low_tile_of_8_bits_has_a_launch_of_its_own_whose_ctas_queue(kernels: dict[str, Recorder]) -> None:
     """The planner pairs no tile of the Hopper kernel, so that the low one has nothing to merge."""
     tiles = hopper_tiles(1, 128, 16)
-    execute(fixed_size(tiles), make_tensors(kv_dtype=torch.float8_e4m3fn), tiles, DEVICE_INFO, False)
+    execute(fixed_size(tiles), make_tensors(kv_dtype=torch.float8_e4m3fn), False)
     assert [(given.first_bucket, given.last_bucket) for _, given in of(kernels["hopper"])] == [(1, 2), (1, 2)]
     ((num_programs, _, options),) = kernels["any"].calls
-    assert num_programs == DEVICE_INFO.num_sms * tiles[0].queued_per_sm > DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+    assert num_programs == CARD.num_sms * tiles[0].queued_per_sm > CARD.num_sms * tiles[0].ctas_per_sm
     assert options["BUCKETS"] == (0, -1, False, 1)
 
 
@@ -152,13 +156,13 @@ def test_a_portable_low_tile_beside_a_portable_tall_one_merges() -> None:
     tiles = decode_tiles(1, 128, 4)
     (low,) = [launch for launch in fixed_size(tiles).launches if launch.buckets[:1] == (0,)]
     assert low.buckets == (0, len(tiles)) and low.spread
-    assert low.num_programs == DEVICE_INFO.num_sms * tiles[0].ctas_per_sm
+    assert low.num_ctas == CARD.num_sms * tiles[0].ctas_per_sm
 
 
 @pytest.mark.parametrize("head_dim, ahead", [(64, False), (128, True), (256, False)])
 def test_masks_of_positions_are_ahead_where_registers_are_left(head_dim: int, ahead: bool) -> None:
-    for source in HopperSource:
-        is_ahead = ahead or source is HopperSource.GATHERED
+    for source in Source:
+        is_ahead = ahead or source is Source.GATHERED
         assert hopper_decode.tile_of(head_dim, source, masked=True).mask_ahead is is_ahead
         assert hopper_decode.tile_of(head_dim, source).mask_ahead
 
@@ -167,19 +171,23 @@ def test_masks_of_positions_are_ahead_where_registers_are_left(head_dim: int, ah
 @pytest.mark.parametrize("kv_itemsize, page_size", [(2, 16), (2, 48), (1, 16), (1, 32), (2, 8), (2, 1), (1, 1), (1, 8)])
 def test_tiles(head_dim: int, kv_itemsize: int, page_size: int) -> None:
     """One kernel computes all but a low one of 8-bit heads up to 128 and of small pages."""
-    source = hopper_source(kv_itemsize, page_size)
+    source = source_of(kv_itemsize, page_size)
     assert source == (2 if page_size % 16 else kv_itemsize == 1)
     listed, tiles = HOPPER_TILES[source, head_dim], hopper_tiles(kv_itemsize, head_dim, page_size)
     assert [tile.block_m for tile in tiles] == [16, 32, 64]
     low_is_hopper = page_size % 16 == 0 and (kv_itemsize == 2 or head_dim == 256)
-    assert [tile.hopper for tile in tiles] == [low_is_hopper, True, True]
+    assert [tile.kernel == DECODE for tile in tiles] == [low_is_hopper, True, True]
     assert [tile.merges for tile in tiles] == [not low_is_hopper, False, False]
-    assert {(it.block_n, it.ctas_per_sm) for it in tiles if it.hopper} == {(listed.block_n, listed.ctas_per_sm)}
+    assert {(it.block_n, it.ctas_per_sm) for it in tiles if it.kernel == DECODE} == {
+        (listed.block_n, listed.ctas_per_sm)
+    }
     assert [tile.read_percent for tile in tiles[1:]] == [100, 100]
     assert tiles[0].read_percent == 98 or low_is_hopper
     assert without_subtiles(tiles) == tiles
-    assert decode_tiles(kv_itemsize, head_dim, 4, tiles) == tiles
-    assert decode_tiles(kv_itemsize, head_dim, 20, tiles) == tiles[1:]
+    dtype = torch.bfloat16 if kv_itemsize == 2 else torch.float8_e5m2
+    for group, held in ((4, tiles), (20, tiles[1:])):
+        config = AttentionConfig(group, 1, head_dim, page_size, torch.bfloat16, kv_dtype=dtype)
+        assert taken_tiles(config, CARD) == held
 
 
 def test_the_planner_sees_the_times_of_a_hopper_tile_as_they_are() -> None:
@@ -194,8 +202,8 @@ def test_the_planner_sees_the_times_of_a_hopper_tile_as_they_are() -> None:
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
 def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
-    tiles = decode_tiles(2, head_dim, shape.num_qo_heads // shape.num_kv_heads, hopper_tiles(2, head_dim, 16))
-    execute(fixed_size(tiles, shape), make_tensors(), tiles, DEVICE_INFO, False)
+    tiles = hopper_tiles(2, head_dim, 16)
+    execute(fixed_size(tiles, shape), make_tensors(), False)
     constants = {given.C for _, given in of(kernels["hopper"])}
     assert len(constants) == 1
     (found,) = constants
@@ -207,22 +215,22 @@ def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: in
 @pytest.mark.parametrize(
     ("geometry", "tensors", "source", "kind"),
     [
-        ({"page_size": 8, "segment_size": 8}, {}, HopperSource.GATHERED, 0),
-        ({"page_size": 1, "segment_size": 1}, {}, HopperSource.GATHERED, 0),
-        ({"page_size": 4, "segment_size": 4}, {"kv_dtype": torch.float8_e5m2}, HopperSource.GATHERED, 2),
-        ({"page_size": 48}, {}, HopperSource.LOADED, 0),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}, HopperSource.WIDENED, 1),
-        ({"head_dim": 256, "head_dim_v": 256}, {"kv_dtype": torch.float8_e5m2}, HopperSource.WIDENED, 2),
+        ({"page_size": 8, "segment_size": 8}, {}, Source.GATHERED, 0),
+        ({"page_size": 1, "segment_size": 1}, {}, Source.GATHERED, 0),
+        ({"page_size": 4, "segment_size": 4}, {"kv_dtype": torch.float8_e5m2}, Source.GATHERED, 2),
+        ({"page_size": 48}, {}, Source.LOADED, 0),
+        ({}, {"kv_dtype": torch.float8_e4m3fn}, Source.WIDENED, 1),
+        ({"head_dim": 256, "head_dim_v": 256}, {"kv_dtype": torch.float8_e5m2}, Source.WIDENED, 2),
     ],
 )
 def test_where_keys_and_values_come_from(
-    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], source: HopperSource, kind: int
+    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], source: Source, kind: int
 ) -> None:
     shape, given = replace(GEOMETRY, **geometry), make_tensors(**tensors)
     assert hopper_decode.source_of(given, shape) is source
     size = given.k_cache.element_size()
     tiles = hopper_tiles(size, shape.head_dim, shape.page_size)
-    execute(fixed_size(tiles, shape), given, tiles, DEVICE_INFO, False)
+    execute(fixed_size(tiles, shape), given, False)
     launched = of(kernels["hopper"])
     assert len(launched) == tiles[-1].ctas_per_sm
     taken = hopper_decode.shape_of(shape.head_dim, source)
@@ -233,7 +241,7 @@ def test_where_keys_and_values_come_from(
         assert arguments.C.producer_registers == taken.producer_registers
         assert options["maxnreg"] == taken.registers
         for cache, its_own in ((arguments.k_desc, given.k_cache), (arguments.v_desc, given.v_cache)):
-            if source is HopperSource.GATHERED:
+            if source is Source.GATHERED:
                 assert (cache.dtype, cache.data_ptr()) == (torch.int32, its_own.data_ptr())
             else:
                 assert cache.base.data_ptr() == its_own.data_ptr()
@@ -241,12 +249,12 @@ def test_where_keys_and_values_come_from(
                 assert cache.block_shape == [1, 16, 1, 128 if size == 1 else 64]
 
 
-@pytest.mark.parametrize("source", HopperSource)
+@pytest.mark.parametrize("source", Source)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_registers_suffice_for_all_warps(source: HopperSource, head_dim: int) -> None:
+def test_registers_suffice_for_all_warps(source: Source, head_dim: int) -> None:
     """Of an SM's 65,536. Warps that load are given out in whole fours; those that compute take what is left."""
     shape, ctas_per_sm = hopper_decode.shape_of(head_dim, source), HOPPER_TILES[source, head_dim].ctas_per_sm
-    pipelines = 2 if source is HopperSource.LOADED else 1
+    pipelines = 2 if source is Source.LOADED else 1
     producers = -(-pipelines * shape.producer_warps // 4) * 4
     assert shape.producer_registers % 8 == 0 and 24 <= shape.producer_registers <= 255
     assert shape.registers * (4 + producers) * 32 * ctas_per_sm <= 65536
@@ -254,55 +262,42 @@ def test_registers_suffice_for_all_warps(source: HopperSource, head_dim: int) ->
     assert left // 4 >= 168, "of a thread that computes"
 
 
-@pytest.mark.parametrize(
-    ("geometry", "tensors"),
-    [
-        ({"head_dim_v": 64}, {}),
-        ({"num_qo_heads": 130}, {}),
-        ({}, {"dtype": torch.float32}),
-    ],
-)
-def test_what_it_cannot_do_goes_to_the_other(
-    kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
-) -> None:
-    plan = reserve(LIMITS, TILES, replace(GEOMETRY, **geometry), DEVICE_INFO, "serial", CPU)
-    refill(plan, make_list(), np.full(3, 15, np.int32))
-    execute(plan, make_tensors(**tensors), TILES, DEVICE_INFO, False)
+def test_a_launch_of_all_tiles_becomes_one_for_each_where_the_kernel_cannot_read(kernels: dict[str, Recorder]) -> None:
+    tensors = make_tensors()
+    padded = torch.nn.functional.pad(tensors.k_cache, (1, 0))[..., 1:]
+    plan = fixed_size(TILES)
+    execute(plan, replace(tensors, k_cache=padded), False)
     assert not kernels["hopper"].calls
     launched = [(options["BUCKETS"].first, options["TILE"].block_m) for _, _, options in kernels["any"].calls]
     assert launched == [(0, 16), (1, 32), (2, 64)]
-    dependent = [(options["PDL_TRIGGER"], options["PDL_WAIT"]) for _, _, options in kernels["any"].calls]
+    dependent = [options["PDL"] for _, _, options in kernels["any"].calls]
     assert dependent == [(True, False), (True, True), (True, True)]
+    assert [reason.split(":")[0] for reason in plan.unreadable] == ["Hopper decode"] * 2
 
 
 def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    execute(uploaded(), replace(tensors, v_cache=odd), TILES, DEVICE_INFO, False)
-    assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
-
-
-def test_other_cards_get_the_other(kernels: dict[str, Recorder]) -> None:
-    execute(uploaded(), make_tensors(), TILES, replace(DEVICE_INFO, hopper=False), False)
+    execute(uploaded(), replace(tensors, v_cache=odd), False)
     assert not kernels["hopper"].calls and len(kernels["any"].calls) == 3
 
 
 @pytest.mark.parametrize("trigger, overlaps", [(False, False), (False, True), (True, False), (True, True)])
 def test_launches_side_by_side(kernels: dict[str, Recorder], trigger: bool, overlaps: bool) -> None:
     """The second overlaps the first and ends after it, and the first so what is ahead."""
-    tensors = make_tensors()
-    hopper_decode.bind(tensors, uploaded(), (1, 2), (132, 68), Pdl(trigger, overlaps), True)(tensors)
+    tensors, launch = make_tensors(), Launch(DECODE, Work.DECODE, 264, (1, 2), spread=True)
+    bound(uploaded(), launch, Pdl(trigger, overlaps), True)(tensors)
     (first_ctas, first), (second_ctas, second) = of(kernels["hopper"])
-    assert (first_ctas, first.first_cta, first.total_ctas) == (132, 0, 200)
-    assert (second_ctas, second.first_cta, second.total_ctas) == (68, 132, 200)
+    assert (first_ctas, first.first_cta, first.total_ctas) == (132, 0, 264)
+    assert (second_ctas, second.first_cta, second.total_ctas) == (132, 132, 264)
     assert first.work.pdl == (True, overlaps) and second.work.pdl == (trigger, True)
 
 
 def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
     """No tiling makes such items; were there any, their partial states must not be lost."""
     listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
-    plan = upload(listed, np.full(3, 15, np.int32), GEOMETRY, DEVICE_INFO, "serial", CPU)
-    execute(plan, make_tensors(), TILES, DEVICE_INFO, False)
+    plan = plan_with((listed, np.full(3, 15, np.int32)), GEOMETRY, TILES, CARD)
+    execute(plan, make_tensors(), False)
     assert [(given.first_bucket, given.last_bucket) for _, given in of(kernels["hopper"])] == [(0, 0)]
     launched = [(options["BUCKETS"].first, options["BUCKETS"].merge) for _, _, options in kernels["any"].calls]
     assert launched == [(5, True), (4, True)]

@@ -9,33 +9,31 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu import prefill_plan
+from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
 from trunkattn.gpu.hopper import prefill as hopper_prefill
+from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import DeviceInfo, Geometry, GpuPlan, Tensors, reserve, upload
-from trunkattn.gpu.prefill_plan import Chunks
+from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.portable import prefill
-from trunkattn.gpu.tuning.decode import decode_tiles
-from trunkattn.gpu.tuning.prefill import prefill_device, prefill_tile, tile_under
+from trunkattn.gpu.portable import spec as portable_spec
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import PrefillTile, prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, ChunkLimits, ChunkList, TileLimits, TileList
 
+from .kernel_cases import CPU, kernels_with, make_card, plan_with, reserved
+
 pytestmark = pytest.mark.slow
 
-DEVICE_INFO = DeviceInfo(132, overlaps=True, hopper=True)
-UNSUPPORTED = pytest.mark.parametrize(
-    ("geometry", "tensors"),
-    [
-        ({"head_dim": 96, "head_dim_v": 96}, {}),
-        ({"head_dim_v": 64}, {}),
-        ({"page_size": 8, "segment_size": 8}, {}),
-        ({"num_qo_heads": 130}, {}),
-        ({}, {"dtype": torch.float32}),
-        ({}, {"kv_dtype": torch.float8_e4m3fn}),
-    ],
-)
+CARD = make_card()
 GEOMETRY = Geometry(8, 2, 128, 128, 16, 16, UNLIMITED, False, None, False)
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
 
 
 @dataclass
@@ -55,25 +53,27 @@ class Recorder:
 def make_plan(geometry: Geometry, hopper: bool = True) -> GpuPlan:
     """Two items of 32 query tokens behind 32 others, and nothing else."""
     ints = {name: np.zeros(0, np.int32) for name in ("queries", "partial_slots", "merge_queries")}
-    pairs = {"parts": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
+    pairs = {"merge_slots": np.zeros((0, 2), np.int32), "merge_ranges": np.zeros((0, 2), np.int32)}
     empty = TileList(
         items=np.zeros((0, 5), np.int32), segments=np.zeros((0, 3), np.int32), counts=np.zeros(5, np.int32),
         num_slots=0, merges_taller=False, **ints, **pairs,
     )  # fmt: skip
     items = np.array([[0, 0, 96, 32, 64], [0, 0, 64, 0, 32]], np.int32)
-    listed = ChunkList(
-        items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4")
-    )
+    listed = ChunkList(items, np.arange(64, dtype=np.int32), np.full(64, -1, np.int32), np.arange(6)[None].astype("i4"))
     positions = np.arange(32, 96, dtype=np.int32)
-    chunks = Chunks(listed, prefill_tile(2, geometry.head_dim, hopper))
-    return upload(empty, positions, geometry, DEVICE_INFO, "serial", torch.device("cpu"), chunks)
+    tiles = decode_tiles(2, geometry.head_dim, 4)
+    return plan_with(Lists(empty, positions, listed), geometry, tiles, CARD, prefill_tile(geometry.head_dim, hopper))
+
+
+def prefill_tile(head_dim: int, hopper: bool = True) -> PrefillTile:
+    return spec.prefill_tile(head_dim) if hopper else portable_spec.prefill_tile(2, head_dim)
 
 
 def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Tensors:
     k_cache, v_cache = (torch.zeros(8, 16, 2, 128, dtype=kv_dtype or dtype) for _ in range(2))
     q = torch.zeros(64, 8, 128, dtype=dtype)
     floats = {name: torch.zeros(2) for name in ("lse", "partial", "partial_lse", "logit_scale", "v_scale", "sinks")}
-    return Tensors(q, k_cache, v_cache, torch.empty_like(q), **floats)
+    return Tensors(q.as_subclass(OnCard), k_cache, v_cache, torch.empty_like(q), **floats)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
 def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], window: int) -> None:
     geometry, tensors = replace(GEOMETRY, window=window), make_tensors()
     plan = make_plan(geometry)
-    execute(plan, tensors, (), DEVICE_INFO, True)
+    execute(plan, tensors, True)
     hopper, portable = kernels
     ((num_programs, args, options),) = hopper.calls
     assert not portable.calls
@@ -101,7 +101,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert given.work.positions.tolist()[:2] == [32, 33]
     assert given.work.chunks.table_stride == 16
     assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
-    assert (given.C.windowed, given.work.window) == ((False, 0) if window == UNLIMITED else (True, 40))
+    assert (given.C.windowed, given.work.window) == (window != UNLIMITED, window)
     assert given.k_desc.block_shape == [1, 16, 1, 64]
     constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, 1, 0.0, False, True, False)
     assert constants == given.C
@@ -117,7 +117,7 @@ def test_head_dims_groups_and_options(
     kernels: tuple[Recorder, Recorder], head_dim: int, options: dict[str, Any]
 ) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
-    execute(make_plan(shape), make_tensors(), (), DEVICE_INFO, False)
+    execute(make_plan(shape), make_tensors(), False)
     hopper, portable = kernels
     assert not portable.calls
     ((_, args, given_options),) = hopper.calls
@@ -132,7 +132,7 @@ def test_head_dims_groups_and_options(
 def test_chunks_in_a_tile_of_the_portable_kernel_go_to_it(kernels: tuple[Recorder, Recorder], head_dim: int) -> None:
     """Of an attention that the Hopper kernel computes, on a card on which it was not timed."""
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim)
-    execute(make_plan(shape, hopper=False), make_tensors(), (), DEVICE_INFO, False)
+    execute(make_plan(shape, hopper=False), make_tensors(), False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
 
 
@@ -141,7 +141,7 @@ def test_two_ctas_share_an_sm_under_a_short_window(
     kernels: tuple[Recorder, Recorder], head_dim: int, window: int, two: bool
 ) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, window=window)
-    execute(make_plan(shape), make_tensors(), (), DEVICE_INFO, False)
+    execute(make_plan(shape), make_tensors(), False)
     ((_, args, given_options),) = kernels[0].calls
     assert hopper_prefill.PrefillArguments(*args).C.ctas_per_sm == 1 + two
     assert given_options["maxnreg"] == hopper_prefill.REGISTERS[1 + two]
@@ -156,64 +156,55 @@ def test_registers_suffice_for_its_warps(ctas: int) -> None:
     assert (2 * consumers + PRODUCER_REGISTERS.value) * 128 <= launched * 384 <= 65536 // ctas
 
 
-@pytest.mark.parametrize("num_items, num_programs", [(2, 4), (500, 132)])
+@pytest.mark.parametrize("num_items, num_ctas", [(2, 4), (500, 132)])
 @pytest.mark.parametrize("hopper", [True, False])
 def test_programs_of_the_hopper_kernel_stay_and_take_item_after_item(
-    hopper: bool, num_items: int, num_programs: int
+    hopper: bool, num_items: int, num_ctas: int
 ) -> None:
-    items = np.zeros((num_items, ITEM_COLUMNS), np.int32)
+    items, tile = np.zeros((num_items, ITEM_COLUMNS), np.int32), prefill_tile(64, hopper)
     listed = ChunkList(items, *(np.zeros(size, np.int32) for size in (1, 1)), np.zeros((1, 1), np.int32))
-    tile, cpu = prefill_tile(2, 64, hopper), torch.device("cpu")
-    chunks, under = Chunks(listed, tile), Chunks(listed, tile_under(tile, 64, 128))
-    whole, short = (prefill_plan.upload(each, 2, 132, False, cpu).num_programs for each in (chunks, under))
-    assert whole == (num_programs if hopper else 2 * num_items)
-    assert short == (min(2 * num_items, 264) if hopper else 2 * num_items)
-    assert prefill_plan.upload(chunks, 2, 132, True, cpu).num_programs == 132, "decodes overlap"
+
+    def launched(window: int, overlapped: bool = False) -> int:
+        geometry = replace(GEOMETRY, head_dim=64, head_dim_v=64, window=window)
+        arrays = Arrays(kernels_with(decode_tiles(2, 64, 4), geometry, tile, overlapped), CARD, CPU)
+        return arrays._chunks_of_size(listed, geometry, overlapped).num_ctas
+
+    assert launched(UNLIMITED) == (num_ctas if hopper else 2 * num_items)
+    assert launched(128) == (min(2 * num_items, 264) if hopper else 2 * num_items)
+    assert launched(UNLIMITED, overlapped=True) == 132, "decodes overlap"
 
 
-@pytest.mark.parametrize("window, num_programs", [(128, 264), (129, 132), (UNLIMITED, 132)])
-def test_a_plan_of_fixed_size_has_two_programs_an_sm_under_a_short_window(window: int, num_programs: int) -> None:
+@pytest.mark.parametrize("window, num_ctas", [(128, 264), (129, 132), (UNLIMITED, 132)])
+def test_a_plan_of_fixed_size_has_two_programs_an_sm_under_a_short_window(window: int, num_ctas: int) -> None:
     shape = replace(GEOMETRY, head_dim=64, head_dim_v=64, window=window)
     tiles, room = decode_tiles(2, 64, 4), ChunkLimits(items=8, queries=64, rows=2, columns=16)
     limits = TileLimits(*(64 for _ in fields(TileLimits)))
-    chunks = room, prefill_tile(2, 64, hopper=True)
-    found = reserve(limits, tiles, shape, DEVICE_INFO, "serial", torch.device("cpu"), chunks).prefill
+    found = reserved(limits, shape, tiles, CARD, (room, prefill_tile(64), False)).chunks
     assert found is not None
-    assert (found.num_programs, found.tile.ctas_per_sm) == (num_programs, num_programs // 132)
+    assert (found.num_ctas, found.tile.ctas_per_sm) == (num_ctas, num_ctas // 132)
 
 
 def test_partials_weigh_six_times_as_much_as_on_the_portable_kernel() -> None:
     config = AttentionConfig(16, 4, 64, page_size=16, dtype=torch.bfloat16)
     hopper, portable = (
-        make_planner(config, prefill_device(132, prefill_tile(2, 64, hopper))).spec.rule for hopper in (True, False)
+        make_planner(config, prefill_device(132, prefill_tile(64, hopper))).spec.rule for hopper in (True, False)
     )
     assert (hopper.partial_bytes, hopper.merge_bytes) == (6 * portable.partial_bytes, 0)
     assert (hopper.item_bytes, portable.merge_bytes) == (2 * portable.item_bytes, 2 * portable.item_bytes)
 
 
-@UNSUPPORTED
-def test_what_it_cannot_do_goes_to_the_other(
-    kernels: tuple[Recorder, Recorder], geometry: dict[str, Any], tensors: dict[str, Any]
-) -> None:
-    shape = replace(GEOMETRY, **geometry)
-    execute(make_plan(shape), make_tensors(**tensors), (), DEVICE_INFO, False)
-    assert [len(kernel.calls) for kernel in kernels] == [0, 1]
-
-
 def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     tensors = make_tensors()
     odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    execute(make_plan(GEOMETRY), replace(tensors, v_cache=odd), (), DEVICE_INFO, False)
+    plan = make_plan(GEOMETRY)
+    execute(plan, replace(tensors, v_cache=odd), False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
+    (reason,) = plan.unreadable
+    assert reason == "Hopper prefill: v_cache begins at an address that is no multiple of 16 bytes"
 
 
 def test_tokens_far_apart_go_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
     for stride, calls in ((2**32 - 128, [1, 0]), (2**32, [1, 1])):
         far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
-        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), (), DEVICE_INFO, False)
+        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), False)
         assert [len(kernel.calls) for kernel in kernels] == calls
-
-
-def test_other_cards_get_the_other(kernels: tuple[Recorder, Recorder]) -> None:
-    execute(make_plan(GEOMETRY), make_tensors(), (), replace(DEVICE_INFO, hopper=False), False)
-    assert [len(kernel.calls) for kernel in kernels] == [0, 1]

@@ -1,7 +1,6 @@
 """Which plans the kernel for chunks and decodes at once gets, and its arguments; on a card:
 tests/on_gpu/test_hopper_prefill_decode.py."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,33 +8,31 @@ import numpy as np
 import pytest
 import torch
 
+from trunkattn import AttentionConfig
+from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions, Lists
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper import prefill_decode
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
+from trunkattn.gpu.hopper.spec import BOTH_KEYS, BOTH_ROWS, refuses_both
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.plan import Geometry, GpuPlan, refill, upload
-from trunkattn.gpu.prefill_plan import Chunks
+from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import decode, merge, prefill
-from trunkattn.gpu.tuning.decode import decode_tiles, hopper_tiles
-from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_KEYS, PREFILL_DECODE_ROWS, prefill_tile
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.work_list import UNLIMITED, ChunkList, TileList
 
-from .test_hopper_prefill import DEVICE_INFO, GEOMETRY, Recorder, make_plan, make_tensors
+from .kernel_cases import BOTH, plan_with, refilled
+from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_tensors, prefill_tile
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 TILES = decode_tiles(2, 128, 4)
 
 
-class OnCard(torch.Tensor):
-    """Says so of itself."""
-
-    is_cuda = True
-
-
-def make_lists() -> tuple[TileList, Chunks]:
+def make_lists() -> tuple[TileList, ChunkList]:
     """Decodes of one segment each, three low items and a tall one whose query is in two pieces, and a chunk of 20 query
     tokens."""
     ints = np.arange(4, dtype=np.int32)
@@ -50,15 +47,15 @@ def make_lists() -> tuple[TileList, Chunks]:
     listed = ChunkList(
         np.array([[0, 0, 36, 0, 20]], np.int32), queries, np.full(20, -1, np.int32), np.arange(3)[None].astype("i4")
     )
-    return tiles, Chunks(listed, prefill_tile(2, 128, hopper=True))
+    return tiles, listed
 
 
-def make_mixed(geometry: Geometry) -> GpuPlan:
+def make_mixed(geometry: Geometry, tiles: tuple[GpuTile, ...] = TILES) -> GpuPlan:
     """Two of the low items overlap the chunk."""
     positions = np.append(np.full(4, 15, np.int32), np.arange(16, 36, dtype=np.int32))
-    return upload(
-        make_lists()[0], positions, geometry, DEVICE_INFO, "overlapped", CPU, make_lists()[1], num_overlapped=2
-    )
+    decodes, chunks = make_lists()
+    lists = Lists(decodes, positions, chunks, num_overlapped=2)
+    return plan_with(lists, geometry, tiles, CARD, prefill_tile(geometry.head_dim))
 
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
@@ -66,10 +63,11 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     kernel = Recorder(prefill_decode.PrefillDecodeArguments._fields)
     monkeypatch.setattr(prefill_decode, "hopper_prefill_decode_kernel", kernel)
     plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
-    assert prefill_decode.supports(tensors, plan, TILES[0])
-    prefill_decode.bind(tensors, plan, DEVICE_INFO.num_sms, pdl_trigger=True, return_lse=False)(tensors)
+    launch, *_ = plan.launches
+    assert launch == Launch(BOTH, Work.BOTH, CARD.num_sms)
+    prefill_decode.bind(plan, tensors, launch, LaunchOptions(Pdl(True, False), return_lse=False))(tensors)
     ((num_programs, args, options),) = kernel.calls
-    assert num_programs == DEVICE_INFO.num_sms and set(options) == {"num_warps", "maxnreg"}
+    assert num_programs == CARD.num_sms and set(options) == {"num_warps", "maxnreg"}
     given = prefill_decode.PrefillDecodeArguments(*args)
     work, chunks, tiles = given.work, given.work.chunks, given.work.tiles
     assert work.num_chunk_items.tolist()[0] == 1 and work.item_range.tolist()[:3] == [0, 2, 1]
@@ -100,9 +98,10 @@ def test_it_is_told_the_most_queries_of_an_overlapped_item(num_overlapped: int, 
     ends = np.array([1, 3, 6, 7], np.int32)  # items of 1, 2, 3 and 1 queries
     tiles.items[:, 3], tiles.items[:, 4] = ends - [1, 2, 3, 1], ends
     positions = np.arange(24, dtype=np.int32)
-    plan = upload(tiles, positions, GEOMETRY, DEVICE_INFO, "overlapped", CPU, chunks, num_overlapped=num_overlapped)
+    lists = Lists(tiles, positions, chunks, num_overlapped)
+    plan = plan_with(lists, GEOMETRY, TILES, CARD, prefill_tile(128))
     assert plan.arrays["overlapped"].tolist()[:3] == [0, num_overlapped, most]
-    refill(plan, tiles, positions, None, num_overlapped=1)
+    refilled(plan, Lists(tiles, positions, None, num_overlapped=1))
     assert plan.arrays["overlapped"].tolist()[:3] == [0, 1, 1]
 
 
@@ -116,62 +115,27 @@ def test_registers_suffice_for_its_warps() -> None:
 
 
 @pytest.mark.parametrize(
-    "geometry",
-    [
-        {"head_dim": 64, "head_dim_v": 64},
-        {"head_dim": 256, "head_dim_v": 256},
-        {"head_dim_v": 64},
-        {"page_size": 8, "segment_size": 8},
-        {"segment_size": 8},
-        {"num_qo_heads": 6},
-    ],
-)
-def test_shapes_that_it_does_not_support(geometry: dict[str, Any]) -> None:
-    assert prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), TILES[0])
-    assert not prefill_decode.supports(make_tensors(), make_plan(replace(GEOMETRY, **geometry)), TILES[0])
+    "change",
+    [{"head_dim": 64}, {"head_dim": 256}, {"head_dim_v": 64}, {"page_size": 8}, {"num_qo_heads": 6}, {"policy": "pat"},
+     {"dtype": torch.float32}, {"kv_dtype": torch.float8_e4m3fn}, {"batch_invariant": True}, {"execution": "serial"}],
+)  # fmt: skip
+def test_attentions_that_it_does_not_compute(change: dict[str, Any]) -> None:
+    config = AttentionConfig(8, 2, 128, 16, torch.bfloat16)
+    assert not refuses_both(config, CARD)
+    assert refuses_both(replace(config, **change), CARD)
 
 
 @pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}, {"soft_cap": 5.0, "sinks": True}])
 def test_soft_caps_and_sinks(options: dict[str, Any]) -> None:
     plan, tensors = make_mixed(replace(GEOMETRY, **options)), make_tensors()
-    assert prefill_decode.supports(tensors, plan, TILES[0])
     found = prefill_decode.arguments(tensors, plan, pdl_trigger=True, return_lse=False).C
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
 
 
-def test_chunks_in_a_tile_of_the_portable_kernel() -> None:
-    """On a card on which the Hopper kernels were not timed with the attention."""
-    assert not prefill_decode.supports(make_tensors(), make_plan(GEOMETRY, hopper=False), TILES[0])
-
-
-@pytest.mark.parametrize(
-    "tile", [TILES[1], *(replace(TILES[0], **change) for change in ({"block_n": 32}, {"subtiles": 2}))]
-)
-def test_tiles_that_it_does_not_compute(tile: Any) -> None:
-    assert not prefill_decode.supports(make_tensors(), make_plan(GEOMETRY), tile)
-
-
-def test_tensors_that_it_does_not_read() -> None:
-    plan, tensors = make_plan(GEOMETRY), make_tensors()
-    odd = torch.zeros(math.prod(tensors.k_cache.shape) + 1, dtype=torch.bfloat16)[1:].view(tensors.k_cache.shape)
-    padded = torch.nn.functional.pad(tensors.k_cache, (1, 0))[..., 1:]
-    for each in (
-        make_tensors(torch.float32), make_tensors(kv_dtype=torch.float8_e4m3fn), replace(tensors, v_cache=odd),
-        replace(tensors, k_cache=padded),
-    ):  # fmt: skip
-        assert not prefill_decode.supports(each, plan, TILES[0])
-    assert prefill_decode.supports(make_tensors(torch.float16), plan, TILES[0])
-
-
-def test_a_plan_without_room_for_chunks_is_not_its() -> None:
-    assert not prefill_decode.supports(make_tensors(), replace(make_plan(GEOMETRY), prefill=None), TILES[0])
-
-
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 def test_the_low_tile_of_every_group_that_it_takes_is_its_own(group: int) -> None:
-    for hopper in (None, hopper_tiles(2, 128, 16)):
-        low = decode_tiles(2, 128, group, hopper)[0]
-        assert (low.block_m, low.block_n, low.subtiles) == (PREFILL_DECODE_ROWS, PREFILL_DECODE_KEYS, 1)
+    for low in (decode_tiles(2, 128, group)[0], hopper_tiles(2, 128, 16)[0]):
+        assert (low.block_m, low.block_n, low.subtiles) == (BOTH_ROWS, BOTH_KEYS, 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])
@@ -189,28 +153,26 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     plan, tensors = make_mixed(GEOMETRY), make_tensors()
     if not readable:
         tensors = replace(tensors, v_cache=torch.nn.functional.pad(tensors.v_cache, (1, 0))[..., 1:])
-    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), TILES, DEVICE_INFO, False)
+    execute(plan, tensors, False)
     assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 2, 1] if readable else [0, 1, 3, 1])
     decodes = kernels["decode_kernel"].calls
     if not readable:
         _, _, options = decodes.pop(0)
         assert options["work"].counts.tolist()[:2] == [0, 2]
-        assert options["BUCKETS"].first == 0 and not options["PDL_WAIT"]
+        assert options["BUCKETS"].first == 0 and options["PDL"].wait
     for _, _, options in decodes:
-        assert options["work"].counts.tolist()[:5] == [2, 3, 4, 4, 4] and options["PDL_WAIT"]
+        assert options["work"].counts.tolist()[:5] == [2, 3, 4, 4, 4] and options["PDL"].wait
     assert [options["BUCKETS"].first for _, _, options in decodes] == [1, 0]
 
 
 def test_a_device_planned_step_overlaps_nothing() -> None:
     plan = make_mixed(GEOMETRY)
-    plan.forget_prefill()
-    assert plan.arrays["overlapped"].tolist()[:3] == [0, 0, 0] and plan.arrays["prefill_count"].tolist()[0] == 0
+    plan.forget_chunks()
+    assert plan.arrays["overlapped"].tolist()[:3] == [0, 0, 0] and plan.arrays["chunk_count"].tolist()[0] == 0
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_hopper_tiles_beside_chunks(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    """The Hopper decode kernel computes what follows the items that overlap chunks. Those are in one launch with the
-    chunks, or, where there is none for such heads, in a portable one that reads other counts."""
+def test_hopper_tiles_beside_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper decode kernel computes what follows the items that overlap chunks."""
     places = {
         "hopper_prefill_decode_kernel": prefill_decode,
         "hopper_prefill_kernel": hopper_prefill,
@@ -221,12 +183,9 @@ def test_hopper_tiles_beside_chunks(monkeypatch: pytest.MonkeyPatch, head_dim: i
     for name, module in places.items():
         monkeypatch.setattr(module, name, kernels[name])
     monkeypatch.setattr(merge, "merge_kernel", Recorder())
-    tiles, tensors = hopper_tiles(2, head_dim, 16)[::2], make_tensors()
-    plan = make_mixed(replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim))
-    execute(plan, replace(tensors, q=tensors.q.as_subclass(OnCard)), tiles, DEVICE_INFO, False)
-    assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 0, 2] if head_dim == 128 else [0, 1, 1, 2])
-    for _, _, options in kernels["decode_kernel"].calls:
-        assert options["work"].counts.tolist()[:2] == [0, 2] and options["BUCKETS"].first == 0
+    tiles, tensors = hopper_tiles(2, 128, 16)[::2], make_tensors()
+    execute(make_mixed(GEOMETRY, tiles), tensors, False)
+    assert [len(kernel.calls) for kernel in kernels.values()] == [1, 0, 0, 2]
     launched = [options for _, _, options in kernels["hopper_decode_kernel"].calls]
     assert [(options["first_bucket"], options["last_bucket"]) for options in launched] == [(1, 1), (0, 0)]
     assert all(options["work"].counts.tolist()[:3] == [2, 3, 4] for options in launched)

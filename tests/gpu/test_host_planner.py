@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trunkattn.gpu import compile_planner, host_planner
-from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
 from trunkattn.gpu.cards import GpuFacts
+from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
 
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 

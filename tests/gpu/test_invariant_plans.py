@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
-from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.check import _check_chunks, check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.tiles.candidates import TilingRule
-from trunkattn.planner.tiles.batch_invariant import CHUNK_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.batch_invariant import CHUNK_TOKENS, invariant_limits, invariant_list
+from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.work_list import QUERY_START, SEGMENT_FULL, SEGMENT_START, TileList
 from trunkattn.workloads import tree_batch
 from trunkattn.workloads.trees import PrefixTree

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from trunkattn import Capacity
 from trunkattn.cli.kernels import attention_of
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.gpu.portable import merge
 from trunkattn.gpu.cards import GpuFacts
-from trunkattn.gpu.tuning.merge import MergeTile, merge_tile
+from trunkattn.gpu.layer import Pdl
+from trunkattn.gpu.portable import merge
+from trunkattn.gpu.portable.spec import merge_tile
+from trunkattn.gpu.tiles import MergeTile
 from trunkattn.numerics import NEG_INF
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -55,7 +57,7 @@ class Partials:
             SHAPE=merge.merge_shape(self.num_qo_heads, self.num_kv_heads, self.width, tile),
             SINKS=sinks,
             RETURN_LSE=True,
-            PDL_WAIT=False,
+            PDL=Pdl(False, False),
         )
         return out, lse
 
@@ -142,6 +144,6 @@ def test_plans_merge_as_their_attention_asks(batch_invariant: bool, capacity: Ca
         starts = torch.arange(len(batch.seq_lens) + 1).int().numpy()
         plan = executor.plan(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)).gpu_plan
         several = 1 if batch_invariant else {128: 4, 256: 2}[width]
-        assert plan.geometry.merge_tile.heads == several
+        assert plan.merge_tile.heads == several
         (merge,) = [launch for launch in plan.launches if not launch.buckets]
-        assert merge.num_programs == 132 * ctas_per_sm
+        assert merge.num_ctas == 132 * ctas_per_sm

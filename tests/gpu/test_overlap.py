@@ -15,23 +15,25 @@ from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention import Plan
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.gpu.overlap import Overlap, make_overlap, overlap_candidates
+from trunkattn.gpu.cards import H200, Card, GpuFacts, OverlapTimes, Shares, card_of
+from trunkattn.gpu.kernel import Work, kernels_of
+from trunkattn.gpu.overlap import Overlap, overlap_candidates
 from trunkattn.gpu.portable import decode, prefill
-from trunkattn.gpu.cards import H200, OverlapTimes, Shares, card_of
+from trunkattn.gpu.steps import make_step_planner
 from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling
 from trunkattn.planner.tiles.overlap import ChunkTimes
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileList
 from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import fraction
-from .test_executor import caches, card, expected, plan, run
+from .kernel_cases import CPU, make_card
+from .test_backend import caches, card, expected, plan, run
 
 pytestmark = pytest.mark.slow
 
 __all__ = ["card"]  # a fixture
-CPU = torch.device("cpu")
 CONFIG = AttentionConfig(4, 2, 128, 16, torch.float16, execution="overlapped")
 CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)
 DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
@@ -50,14 +52,16 @@ TIMES = times_of(600_000, Shares(80, 50))
 def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=9, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("trunkattn.gpu.attention.card_of", lambda name, num_sms: H200)
+    monkeypatch.setattr("trunkattn.gpu.attention.card_of", lambda facts: Card(facts, H200))
 
 
 def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuBackend:
-    """Of a Hopper card, whose own kernels the interpreter does not know."""
-    executor = GpuBackend(config, CPU, capacity)
-    executor._device_info = replace(executor._device_info, hopper=False, overlaps=False)
-    return executor
+    """Of a Hopper card. In the interpreter, which does not know its kernels, portable ones stand in."""
+    return GpuBackend(config, CPU, capacity)
+
+
+def launches_both(step: Any) -> bool:
+    return step.gpu_plan.launches[0].work is Work.BOTH
 
 
 def overlapped_items(step: Any) -> tuple[int, int]:
@@ -79,7 +83,7 @@ def test_decodes_overlap_chunks(hopper: None, window: int | None) -> None:
     step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
     step.check()
     first, last = overlapped_items(step)
-    assert first == 0 and last > 0 and step.gpu_plan.execution == "overlapped"
+    assert first == 0 and last > 0 and launches_both(step)
     assert step.gpu_plan.arrays["counts"][0] == last
     assert "overlapped with chunks" in step.stats().policy and "one after the other" in step.stats().reason
     assert_right(executor, step, MIXED, window)
@@ -89,7 +93,7 @@ def test_decodes_overlap_chunks(hopper: None, window: int | None) -> None:
 def test_without_chunks_or_decodes_nothing_is_overlapped(hopper: None, query_lens: list[int]) -> None:
     executor, batch = make_executor(), replace(DECODES, query_lens=np.array(query_lens, np.int32))
     step = plan(executor, batch)
-    assert overlapped_items(step) == (0, 0) and step.gpu_plan.execution == "serial"
+    assert overlapped_items(step) == (0, 0) and not launches_both(step)
     assert_right(executor, step, batch)
 
 
@@ -99,7 +103,7 @@ def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
     for batch, some in ((MIXED, True), (DECODES, False), (replace(MIXED, query_lens=MIXED.query_lens[::-1]), True)):
         given = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
         step = executor.plan(given, step)
-        assert step.gpu_plan.execution == "overlapped"
+        assert launches_both(step)
         assert (overlapped_items(step)[1] > overlapped_items(step)[0]) == some
         assert_right(executor, step, batch)
 
@@ -124,10 +128,10 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     executor = make_executor(capacity=CAPACITY)
     given = StepTables(DECODES.block_table, DECODES.seq_lens, DECODES.query_start_loc, UNLIMITED)
     plan = Plan(executor.plan(given), None, DECODES.num_pages - 1, UNLIMITED)
-    assert plan.may_have_chunks and not plan.has_chunks
-    without = plan.without_chunks()
+    assert not plan.num_chunks
+    without = plan.only("decodes")
     assert plan.refills and not without.refills
-    assert not without.may_have_chunks and without.without_chunks() is without
+    assert without is not plan and without.only("decodes") is without
     assert_right(executor, without.step, DECODES)
     assert launched and "prefill_kernel" not in launched
     # what is put into the plan later is in the other one's arrays
@@ -137,29 +141,32 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     assert_right(executor, replace(step, gpu_plan=without.step.gpu_plan), fewer)
     given = StepTables(MIXED.block_table, MIXED.seq_lens, MIXED.query_start_loc, UNLIMITED)
     plan.step = executor.plan(given, step)
-    assert plan.has_chunks
-    with pytest.raises(ValueError, match="expected a plan without prompt chunks"):
-        plan.without_chunks()
+    assert plan.num_chunks == 2
+    with pytest.raises(ValueError, match="expected a plan without prompt chunks, and this one has 2"):
+        plan.only("decodes")
     assert_right(executor, plan.step, MIXED)
 
 
 def test_auto_where_nothing_is_gained(hopper: None) -> None:
     executor = make_executor(replace(CONFIG, execution="auto"))
-    assert executor._overlap is not None
-    executor._overlap = replace(executor._overlap, times=times_of(1000, Shares(10, 1)))
+    planner = executor._planner
+    assert planner.overlap is not None
+    planner.overlap = replace(planner.overlap, times=times_of(1000, Shares(10, 1)))
     step = plan(executor, MIXED)
     assert overlapped_items(step) == (0, 0) and "one after the other" in step.stats().reason
     assert_right(executor, step, MIXED)
 
 
 def test_a_card_that_was_not_measured_overlaps_when_told_to(hopper: None) -> None:
-    executor = make_executor()
     for name, execution, overlaps in (
         ("NVIDIA H200", "auto", True), ("NVIDIA GH200", "auto", False), ("NVIDIA GH200", "overlapped", True),
     ):  # fmt: skip
-        card = card_of(name, 132)
-        found = make_overlap(replace(CONFIG, execution=execution), card, 132, 128, executor._rule)
-        assert (found is not None) == overlaps
+        card = card_of(GpuFacts(name, 132, 90, 50 << 20))
+        assert (overlap_on(card, replace(CONFIG, execution=execution)) is not None) == overlaps
+
+
+def overlap_on(card: Card, config: AttentionConfig) -> Overlap | None:
+    return make_step_planner(config, kernels_of(config, card), card, CPU, None).overlap
 
 
 @pytest.mark.parametrize(
@@ -170,40 +177,45 @@ def test_a_card_that_was_not_measured_overlaps_when_told_to(hopper: None) -> Non
 def test_what_has_no_kernel_is_refused_or_serial(
     hopper: None, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    """Soft caps and sinks overlap only by `auto`, on cards on which they were timed."""
+    """Soft caps and sinks overlap on cards on which they were timed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not any("overlapped" in reason for reason in CONFIG.supports("cuda"))
     assert any("use execution='auto' or 'serial'" in reason for reason in replace(CONFIG, **change).supports("cuda"))
-    found = GpuBackend(replace(CONFIG, **({"execution": "auto"} | change)), CPU)._overlap
+    found = overlap_on(make_card(), replace(CONFIG, **({"execution": "auto"} | change)))
     assert (found is not None) == bool(change.keys() & {"logits_soft_cap", "sinks"})
 
 
 @pytest.mark.parametrize("change", [{"logits_soft_cap": 5.0}, {"sinks": True}, {"head_dim": 64}, {"num_qo_heads": 6}])
-def test_sinks_and_soft_caps_overlap_where_they_were_timed(hopper: None, change: dict[str, Any]) -> None:
+def test_sinks_and_soft_caps_overlap_where_they_were_timed(change: dict[str, Any]) -> None:
     """Other heads and groups have no kernel."""
-    config, rule = replace(CONFIG, execution="auto", **change), make_executor()._rule
-    assert make_overlap(config, replace(H200, hopper_family=False), 132, 128, rule) is None
-    found = make_overlap(config, H200, 132, 128, rule)
+    config = replace(CONFIG, execution="auto", **change)
+    assert overlap_on(make_card(model=replace(H200, runs_hopper_kernels=False)), config) is None
+    found = overlap_on(make_card(), config)
     assert (found is not None) == (config.head_dim == 128 and config.num_qo_heads == 4)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
+    """A card of this compute capability."""
+    card = SimpleNamespace(name="a card", multi_processor_count=2, major=major, minor=minor, L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
 
 
 def test_another_card_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    with pytest.raises(ValueError, match=r"execution='overlapped'.* and compute capability 9\.0"):
+    pretend(monkeypatch, 10, 0)
+    with pytest.raises(ValueError, match=r"execution='overlapped'.*compute capability 10\.0: .* 9\.0; use execution"):
         BatchAttention(CONFIG, "cuda")
 
 
 def test_a_card_without_e4m3_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AttentionConfig(8, 2, 128, 16, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    pretend(monkeypatch, 8, 0)
     with pytest.raises(ValueError, match=r"kv_dtype=torch\.float8_e4m3fn: expected compute capability 8\.9"):
         BatchAttention(config, "cuda")
     assert not config.supports("cpu")
     assert not any("e4m3" in reason for reason in replace(config, kv_dtype=torch.float8_e5m2).supports("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    pretend(monkeypatch, 8, 9)
     assert not any("e4m3" in reason for reason in config.supports("cuda"))
 
 
@@ -219,7 +231,7 @@ def listed(segments: list[int]) -> TileList:
 
 def make_overlap_of_eight_heads() -> Overlap:
     """On 16 multiprocessors."""
-    overlap = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))._overlap
+    overlap = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))._planner.overlap
     assert overlap is not None
     return replace(overlap, times=TIMES, num_sms=16)
 

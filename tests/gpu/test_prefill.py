@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.tuning.prefill import PrefillTile, prefill_tile
+from trunkattn.gpu.portable.spec import prefill_tile
+from trunkattn.gpu.tiles import PrefillTile
 from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
 from ..attention.cases import Step, fraction, random_step

@@ -12,7 +12,9 @@ from benchmarks.kernels.tile_solver import (
     reasons_against,
 )
 from trunkattn import AttentionConfig
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, without_subtiles
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.portable.spec import without_subtiles
+from trunkattn.gpu.tiles import GpuTile
 
 HOPPER = ARCHITECTURES[90]
 MEMORY = Memory(latency_ns=800, bytes_per_ns=4574, num_sms=132)

@@ -16,9 +16,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from trunkattn import AttentionConfig, Capacity, PromptChunks
-from trunkattn.gpu.compiling import compiled_together
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
+from trunkattn.gpu.compiling import compiled_together
 from trunkattn.inputs import LayerInputs
 from trunkattn.integrations.warm_up import warm_prompts
 from trunkattn.planner.planner import StepTables

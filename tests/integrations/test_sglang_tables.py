@@ -13,7 +13,7 @@ from trunkattn.integrations.sglang.tables import Requests, pages
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.reference import paged_attention
 
-from ..gpu.test_executor import CONFIG, card, run
+from ..gpu.test_backend import CONFIG, card, run
 
 __all__ = ["card"]  # a fixture
 CPU = torch.device("cpu")
@@ -134,5 +134,5 @@ def test_padded_decode_steps_in_one_plan() -> None:
         out, _ = run(executor, step, q, (k_cache, v_cache))
         want, _ = paged_attention(q, k_cache, v_cache, tables.tables[False][:rows], tables.seq_lens[:rows])
         torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
-        assert step.traffic.tolist()[1] == sum(lens) + rows - len(lens), "a padded row counts one token"
+        assert step.counters.kv_tokens.tolist()[1] == sum(lens) + rows - len(lens), "a padded row counts one token"
     assert len(places) == 1

@@ -222,7 +222,7 @@ def test_a_block_table_on_the_card_gives_the_same_plan() -> None:
     layer = make_layer(GOOD, ragged("1,4,40_320,160,90", 16))
     attention = BatchAttention(GOOD)
     host, card = attention.plan(*layer.step), attention.plan(*(array.cuda() for array in layer.step))
-    assert np.array_equal(host.step.tile_list.items, card.step.tile_list.items)
+    assert np.array_equal(host.step.tiles.tile_list().items, card.step.tiles.tile_list().items)
 
 
 def test_tensors_of_another_device_are_refused() -> None:

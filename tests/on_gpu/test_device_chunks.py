@@ -93,7 +93,7 @@ def test_one_plan_serves_every_step_and_never_waits() -> None:
     tables = [[table.cuda() for table in layer.step] for layer in layers]
     chunks = told(batch, number)
     plan = attention.plan(*tables[0])
-    alone = plan.without_chunks()
+    alone = plan.only("decodes")
     for turn in range(3):  # graphs of the planner are captured at the second
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
@@ -119,7 +119,7 @@ def test_a_captured_layer_runs_steps_with_and_without_chunks() -> None:
     chunk_tokens = int(told(batch, number).query_lens.sum())
     attention = made(GOOD, layers[0])
     plan = planned(attention, layers[1], 0)
-    plans = [plan, plan.without_chunks()]
+    plans = [plan, plan.only("decodes")]
     caches = layers[0].k_cache, layers[0].v_cache
     assert len(layers[0].q) > 700, "more than the capacity's max_query_tokens"
     for room, graphs in ((chunk_tokens, 2), (0, 1)):

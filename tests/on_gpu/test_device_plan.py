@@ -8,15 +8,15 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
-from trunkattn.gpu.plan import DeviceInfo
-from trunkattn.gpu.tuning.decode import INVARIANT_TILE
+from trunkattn.gpu.portable.spec import INVARIANT_TILE
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.tiles.candidates import TilingRule, candidates
-from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
 from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
+from trunkattn.planner.tiles.candidates import TilingRule, candidates
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..gpu.device_cases import ROOMY, Planned, capacity_for, prepare
+from ..gpu.kernel_cases import make_card
 from ..planner.specs import as_batch, forest_of
 from ..planner.tile_cases import arrays, make_rule
 from .test_card import ragged
@@ -30,8 +30,8 @@ WINDOWS = (UNLIMITED, 777)
 def prepared(rule: TilingRule, way: int | None = None, tokens: int = 256) -> Planned:
     """For 256 requests of 512 pages."""
     properties = torch.cuda.get_device_properties("cuda")
-    device_info = DeviceInfo(properties.multi_processor_count, overlaps=properties.major >= 9)
-    return prepare(rule, Capacity(256, tokens, 512, 1 << 20), way, LIMITS, "cuda", device_info)
+    card = make_card(properties.multi_processor_count, 10 * properties.major)
+    return prepare(rule, Capacity(256, tokens, 512, 1 << 20), way, LIMITS, "cuda", card)
 
 
 def batch_of(tree: str, window: int = UNLIMITED) -> StepTables:
@@ -53,7 +53,7 @@ def test_the_bits_of_the_host(group_size: int, window: int) -> None:
 def test_batch_invariant_lists(window: int) -> None:
     rule = replace(make_rule(4, 16, 132, shapes=(INVARIANT_TILE,), num_kv_heads=8), uniform=True)
     limits = invariant_limits(256, 512 * 16, rule.segment_size)
-    planned = prepare(rule, Capacity(256, 256, 512, 1 << 20), None, limits, "cuda", DeviceInfo(132, overlaps=True))
+    planned = prepare(rule, Capacity(256, 256, 512, 1 << 20), None, limits, "cuda", make_card())
     for tree in TREES:
         batch = batch_of(tree, window)
         planned.fill(batch)
@@ -140,18 +140,16 @@ def test_a_batch_attention_plans_and_replays_on_the_device() -> None:
             on_host = attention.plan(table.cpu(), lens.cpu())
             assert torch.equal(out, attention.run(on_host, q, k_cache, v_cache))
             assert plan.stats == replace(on_host.stats, reason=plan.stats.reason)
-            assert plan.traffic.tolist()[1] == int(batch.seq_lens.sum())
+            assert plan.counters.kv_tokens.tolist()[1] == int(batch.seq_lens.sum())
         del plan
     attention.check()
 
 
 @pytest.mark.parametrize("window", [UNLIMITED, 50])
 def test_for_the_sanitizer(window: int) -> None:
-    device_info = DeviceInfo(132, overlaps=torch.cuda.get_device_capability()[0] >= 9)
+    card = make_card(132, 10 * torch.cuda.get_device_capability()[0])
     for batch in (batch_of("1,3,12_64,32,30", window), batch_of("1,40_128,20", window)):
-        planned = prepare(
-            make_rule(4, 16, 16, num_kv_heads=2), capacity_for(batch), device="cuda", device_info=device_info
-        )
+        planned = prepare(make_rule(4, 16, 16, num_kv_heads=2), capacity_for(batch), device="cuda", card=card)
         planned.fill(batch)
         assert planned.errors == []
         planned.assert_equals_host(batch)

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu import attention
+from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.hopper import decode as hopper_decode
-from trunkattn.gpu.cards import card_of
-from trunkattn.gpu.tuning.choice import choose_tiles
-from trunkattn.gpu.tuning.decode import hopper_tiles
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.kernel import kernels_of
 from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.workloads.batch import PagedBatch
@@ -29,8 +28,7 @@ TALLER = ("16x64 per query", "16x64", "32x64", "32x64 fine", "32x64 uncut", "64x
 
 
 def runs_it() -> bool:
-    properties = torch.cuda.get_device_properties("cuda")
-    return card_of(properties.name, properties.multi_processor_count).hopper_tiles
+    return card_at("cuda").model.runs_hopper_kernels
 
 
 @pytest.fixture
@@ -162,17 +160,18 @@ def test_several_query_tokens_and_windows(
 def test_head_dims_groups_sinks_and_soft_caps(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], config: AttentionConfig, rows: int, window: int | None
 ) -> None:
-    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=True, hopper_padded=True)
-    monkeypatch.setattr(attention, "card_of", lambda *_: timed)
+    card = card_at("cuda")
+    timed = replace(card, model=replace(card.model, runs_hopper_kernels=True, pads_heads=True))
+    monkeypatch.setattr("trunkattn.gpu.attention.card_of", lambda facts: timed)
     tall = hopper_tiles(config.cache_dtype.itemsize, config.head_dim, config.page_size)[-1]
-    low = choose_tiles(config, timed, 90)[0]
+    low = kernels_of(config, timed).tiles[0]
     tile = low if rows == low.block_m else tall
     only(monkeypatch, f"{rows}x{tile.block_n}")
     options = {} if window is None else {"sliding_window": window}
     queries = (1,) if window is None else (0, 1, 2)
     tree = "1,8,64_528,144,100" if config.page_size == 48 else "1,8,64_512,128,100"  # shared levels of whole pages
     check(config, poisoned(config, uneven(tree, config.page_size, queries)), 0.02, **options)
-    assert bool(launched) == (runs_it() and tile.hopper)
+    assert bool(launched) == (runs_it() and tile.one_launch)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.gpu.cards import Card, OverlapTimes, Shares, card_of
-from trunkattn.gpu.tuning.prefill import PREFILL_DECODE_NARROW_ROWS
+from trunkattn.gpu.cards import Card, GpuFacts, OverlapTimes, Shares, card_of
+from trunkattn.gpu.hopper.spec import BOTH_NARROW_ROWS
 from trunkattn.reference import paged_attention
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
@@ -122,8 +122,9 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, w
 def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes, family: bool = False) -> None:
     """Lets this card overlap in those times; family: also with sinks and soft caps."""
 
-    def card(name: str, num_sms: int) -> Card:
-        return replace(card_of(name, num_sms), overlap=times, hopper_family=family)
+    def card(facts: GpuFacts) -> Card:
+        model = card_of(facts).model
+        return Card(facts, replace(model, overlap=times, runs_hopper_kernels=family or model.runs_hopper_kernels))
 
     monkeypatch.setattr("trunkattn.gpu.attention.card_of", card)
 
@@ -162,7 +163,7 @@ def test_logits_that_grow_from_block_to_block(
     attention = BatchAttention(config)
     plan = attention.plan(*layer.step)
     most = int(plan.step.gpu_plan.arrays["overlapped"][2])
-    assert num_overlapped(plan) and (most * heads[0] // heads[1] <= PREFILL_DECODE_NARROW_ROWS) == single
+    assert num_overlapped(plan) and (most * heads[0] // heads[1] <= BOTH_NARROW_ROWS) == single
     out = torch.full_like(layer.q, math.nan)
     attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
     assert_right(layer, out, tolerance=0.02)
@@ -187,7 +188,7 @@ def test_chunks_and_decodes(
     if refused(config):
         return
     plan = check(config, mixed(page_size, several), 0.01 if dtype == torch.bfloat16 else 0.0015, window)
-    assert launched == [1] and num_overlapped(plan) == len(plan.step.tile_list.items)
+    assert launched == [1] and num_overlapped(plan) == len(plan.step.tiles.tile_list().items)
     num_programs = torch.cuda.get_device_properties().multi_processor_count
     assert num_overlapped(plan) * heads[1] > num_programs, "some program has several tasks"
 
@@ -197,7 +198,7 @@ def test_decodes_that_are_cut_into_parts(launched: list[int]) -> None:
         return
     plan = check(CONFIG, chunks("1,4_2048,3000", [1, 80, 1, 1]))
     assert launched == [1] and num_overlapped(plan) > 0
-    assert plan.step.tile_list.num_slots > 0
+    assert plan.step.tiles.tile_list().num_slots > 0
 
 
 def test_every_row_is_as_in_serial(launched: list[int]) -> None:

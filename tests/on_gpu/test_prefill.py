@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan
-from trunkattn.gpu import attention
-from trunkattn.gpu.cards import card_of
+from trunkattn.gpu.cards import card_at
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -186,8 +185,9 @@ FAMILY = (
 def as_if_timed(monkeypatch: pytest.MonkeyPatch, family: bool = True) -> None:
     """Lets the kernels for decoding and for prompts on Hopper compute all that they can, whatever was timed. family:
     False: only what is plain."""
-    timed = replace(card_of(torch.cuda.get_device_name(), 132), hopper_family=family, overlap=None)
-    monkeypatch.setattr(attention, "card_of", lambda *_: timed)
+    card = card_at("cuda")
+    timed = replace(card, model=replace(card.model, runs_hopper_kernels=family, overlap=None))
+    monkeypatch.setattr("trunkattn.gpu.attention.card_of", lambda facts: timed)
 
 
 @pytest.mark.parametrize("config", FAMILY, ids=str)

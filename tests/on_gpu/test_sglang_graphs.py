@@ -97,7 +97,7 @@ def test_prompts_are_planned_without_a_wait(page: int, window: int | None) -> No
             tables.fill(rows, on_device[0], None, on_device[1])
             step = tables.tables[False][:count], tables.seq_lens[:count], tables.query_start_loc[: count + 1]
             plan = attention.plan(*step, sliding_window=window, into=plan, chunks=told)
-            attention.run(plan.of_chunks_alone(), q, *caches, out=out)
+            attention.run(plan.only("chunks"), q, *caches, out=out)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         attention.check()

@@ -108,9 +108,13 @@ def test_a_segment_that_the_wrong_subtile_reads_is_found(name: str) -> None:
         check_tiles(NESTED[name](tile_list), TREE_BATCH, rule)
 
 
+def slot_1_becomes(slot: int) -> Callable[[TileList], TileList]:
+    return lambda tiles: replace(tiles, partial_slots=np.where(tiles.partial_slots == 1, slot, tiles.partial_slots))
+
+
 CUT = [
-    (lambda tiles: replace(tiles, partial_slots=np.where(tiles.partial_slots == 1, 0, tiles.partial_slots)), "partial slot 0 is written twice"),
-    (lambda tiles: replace(tiles, partial_slots=np.where(tiles.partial_slots == 1, 999, tiles.partial_slots)), NOT_MERGED),
+    (slot_1_becomes(0), "partial slot 0 is written twice"),
+    (slot_1_becomes(999), NOT_MERGED),
     (changed("merge_ranges", (0, 1), -1), NOT_MERGED),
     (changed("merge_ranges", (0, 0), 1), NOT_MERGED),
     (lambda tiles: replace(tiles, merge_queries=tiles.merge_queries[[0, *range(len(tiles.merge_queries) - 1)]]),

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs import policies as packing
 from trunkattn.planner.packs.cost import CostModel, cost_model, partial_cost, read_cost
 from trunkattn.planner.packs.optimal import count_states, optimal
 from trunkattn.planner.planner import HEURISTICS, Planner, StepTables
 from trunkattn.planner.prefix_forest import ROOT, Forest
-from trunkattn.planner.device import DeviceModel
 from trunkattn.workloads import random_forest
 
 from .specs import MODEL, as_batch, forest_of, make_batch, make_spec

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.planner.check import check_plan
+from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
-from trunkattn.planner.prompt_chunks import divide, join, limits_broken, chunk_limits, whole_chunks
+from trunkattn.planner.prompt_chunks import chunk_limits, divide, join, limits_broken, whole_chunks
 from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.work_list import DIRECT, TileList
 from trunkattn.workloads import random_forest
 

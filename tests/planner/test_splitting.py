@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.packs.policies import Packs
 from trunkattn.planner.planner import Planned, Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED, SplitRule, row_tiles, split_rule, split_tiles
-from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.work_list import DIRECT
 
 from .specs import MODEL, UNCUT, make_batch, make_spec

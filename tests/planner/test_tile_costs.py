@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from trunkattn.gpu.tuning.decode import GpuTile
+from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, price, stages_of
-from trunkattn.planner.splitting import UNLIMITED
 
 from .specs import forest_of
 from .tile_cases import CARD_TIMES, TREE_BATCH, cases, make_rule

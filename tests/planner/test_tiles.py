@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.config import Capacity
-from trunkattn.config import POLICIES
-from trunkattn.gpu.cards import card_of
-from trunkattn.gpu.tuning.decode import DECODE_TILES, decode_tiles, tile_config, without_subtiles
+from trunkattn.config import POLICIES, Capacity
+from trunkattn.gpu.cards import GpuFacts, card_of
+from trunkattn.gpu.portable.spec import DECODE_TILES, without_subtiles
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import Planner, StepTables
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.candidates import (
@@ -24,7 +26,6 @@ from trunkattn.planner.tiles.candidates import (
     tile_work,
 )
 from trunkattn.planner.tiles.tile_list import nest
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import (
     DIRECT,
     QUERY_END,
@@ -37,7 +38,7 @@ from trunkattn.planner.work_list import (
 from trunkattn.workloads import parse_tree, tree_batch
 
 from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec
-from .tile_cases import arrays, cases, make_rule, predicted, tile, tiled, tree_tiles, unnested
+from .tile_cases import cases, make_rule, predicted, tile, tiled, tree_tiles, unnested
 
 
 def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) -> None:
@@ -60,7 +61,9 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
             rounds = masked.reshape(-1, kind.subtiles * private_segments)
             assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
-        slots, parts = (x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.partial_slots, tile_list.merge_slots))
+        slots, parts = (
+            x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.partial_slots, tile_list.merge_slots)
+        )
         if of < num_kinds:
             assert (parts[:, 0] == parts[:, 1]).all()
         else:
@@ -101,7 +104,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     )
     planner = Planner(make_spec(policy, rule.page_size, model=model, rule=split, share_columns=columns))
     work = planner.plan(batch).work
-    tile_list = tile_work(rule, work, arrays(batch), batch.window)
+    tile_list = tile_work(rule, work, batch)
     assert_runnable(tile_list, batch, rule)
     assert not invariant or (tile_list.items[:, SEGMENT_FULL] == tile_list.items[:, SEGMENT_START]).all()
 
@@ -134,7 +137,7 @@ def test_without_a_query_the_tile_list_is_empty(rows: list[int]) -> None:
     work = Planner(make_spec("cascade")).plan(batch).work
     for tile_list in [
         *(tile(rule, tiling, batch) for tiling in candidates(rule)),
-        tile_work(unnested(rule), work, arrays(batch), UNLIMITED),
+        tile_work(unnested(rule), work, batch),
     ]:
         assert_runnable(tile_list, batch, rule)
         assert (len(tile_list.items), len(tile_list.segments), tile_list.num_slots) == (0, 0, 0)
@@ -158,7 +161,11 @@ def test_candidates_hold_at_least_one_query_token() -> None:
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
     kinds = tuple(tile_config(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
-    rule = replace(make_rule(4, 16, 108, num_kv_heads=8), kinds=kinds, card_times=card_of("NVIDIA A100", 108).times)
+    rule = replace(
+        make_rule(4, 16, 108, num_kv_heads=8),
+        kinds=kinds,
+        card_times=card_of(GpuFacts("NVIDIA A100", 108, 80, 40 << 20)).model.times,
+    )
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
     times = predicted(rule, batch)
     best = min(times, key=lambda way: times[way])

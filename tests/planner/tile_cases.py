@@ -6,12 +6,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trunkattn.gpu.cards import H200
-from trunkattn.gpu.tuning.decode import GpuTile, decode_tiles, hopper_tiles, tile_config
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
+from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import TileLimits, TileList
 from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
@@ -68,7 +70,7 @@ def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
 def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
     """Of the table, or, unless they must be `listed`, of low tiles."""
     group_size = draw(GROUP_SIZES)
-    hopper = (decode_tiles(*cache, group_size, hopper_tiles(*cache, 16)) for cache in HOPPER_CACHES)
+    hopper = (tuple(tile for tile in hopper_tiles(*cache, 16) if tile.block_m >= group_size) for cache in HOPPER_CACHES)
     table = st.sampled_from([*(decode_tiles(*cache, group_size) for cache in CACHES), *hopper])
     return make_rule(
         group_size,

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.kernels import calibrate, calibration_families
 from benchmarks.workloads.shape_table import BATCHES, shapes_named
-from trunkattn.gpu import attention
-from trunkattn.gpu.cards import H200
-from trunkattn.gpu.tuning.decode import GpuTile, hopper_tiles
+from trunkattn.gpu.cards import H200, Card, GpuFacts
+from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.tiles import GpuTile
 
 LLAMA, MISTRAL = "llama3-8b 32/8x128", "mistral-large 96/8x128"
 CARD = {"name": "NVIDIA H200", "num_sms": 132, "capability": 90, "l2_bytes": 60 << 20}
@@ -127,7 +127,7 @@ def test_shapes_of_the_same_tiles_are_a_family() -> None:
     assert [len(family.rows) for family in found] == [3, 1, 1, 1]
     caches = ((2, 128, 16), (2, 256, 16), (1, 128, 16), (2, 128, 1))
     assert [family.tiles for family in found] == [hopper_tiles(*cache) for cache in caches]
-    assert {(family.card, family.facts) for family in found} == {(H200, executor.GpuFacts(**CARD))}
+    assert {family.card for family in found} == {Card(GpuFacts(**CARD), H200)}
 
 
 def test_a_rule_is_that_of_the_backend_on_the_card_that_measured() -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trunkattn.gpu.cards import Card
 from trunkattn.gpu.kernel import Kernels, Work
 from trunkattn.gpu.layer import Geometry, Pdl, Tensors
-from trunkattn.gpu.tiles import GpuTile, MergeTile, PrefillTile
+from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
     QUERY_END,
@@ -110,10 +110,10 @@ class GpuPlan(Packed):
         tiles, merge_tile: of the launches.
         streams: launches that wait for nothing run side by side (PAT §6).
         chunks: the arrays of prompt chunks; None: there may be none.
-        summary: [3] int64, the tiling, KV tokens that its tiles read, and had every request read its own; only of a list
-            that was made on the device.
-        bound: its launches, ready for layers of a kind, and why its kernels could not read the layers of some kinds
-            (`gpu.launch`).
+        summary: [3] int64: the tiling, KV tokens that its tiles read, and KV tokens without sharing. Only for lists
+            that were made on the device.
+        bound: its launches, ready for layers of a kind (`gpu.launch`).
+        unreadable: why its kernels could not read the layers of some kinds, each reason once.
     """
 
     launches: tuple[Launch, ...]
@@ -263,7 +263,9 @@ class Arrays:
                 num_ctas = self._card.num_sms * max(tile.ctas_per_sm for tile in its_tiles)
             else:
                 num_ctas = int(counts[[*buckets]].sum()) * num_kv_heads
-            launches.append(Launch(its_tiles[0].kernel, Work.DECODE, num_ctas, buckets, spread=counts is None))
+            merges = buckets[-1] >= len(tiles)
+            kernel = PORTABLE_DECODE if merges else its_tiles[0].kernel
+            launches.append(Launch(kernel, Work.DECODE, num_ctas, buckets, spread=counts is None))
         return launches
 
     @property

@@ -51,7 +51,8 @@ class Kernel:
         module: its source, imported when it is first used. An attention kernel's has
             `bind(plan, tensors, launch, options)`, see `gpu.launch`.
         refuses: why it does not compute a configuration on a card; empty: it does.
-        tiles: what a planner may choose from, with their prices: ascending heights; in training the preferred one first.
+        tiles: what a planner may choose from, with their prices, in ascending heights; in training the preferred one
+            comes first.
         refuses_layer: why it cannot read the tensors of a layer, which are known only at `run`; empty: it can.
         portable: it stands in for the others of its work where they refuse a layer.
     """
@@ -176,7 +177,7 @@ class Kernels:
     """The kernels of an attention on a card, and their tiles.
 
     Attributes:
-        decode, prefill, merge: the choices. prefill is None under batch invariance: all requests are rows of tiles then,
+        decode, prefill: the choices. prefill is None under batch invariance: all requests are rows of tiles then,
             because a token's bits must not depend on how many came with it.
         both: what computes prompt chunks and decodes at once; None: one kernel after the other does.
         tiles: of decodes. A tile names its kernel, which may be another one than that of `decode`.
@@ -216,13 +217,14 @@ def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = 
     """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
     works = [Work.DECODE, *([] if config.batch_invariant else [Work.PREFILL])]
     works += [Work.BOTH] if config.execution == "overlapped" else []
-    reasons = []
+    reasons = list[str]()
     for work in works:
         choice = choose(work, config, card, kernels)
         if choice.kernel is None:
             last = list(choice.passed_over.values())[-1] if choice.passed_over else (f"nothing computes {work.value}",)
-            overlapped = "execution='overlapped': " if work is Work.BOTH else ""
-            reasons += [f"{overlapped}{reason}" for reason in last]
+            if work is Work.BOTH:
+                last = (f"execution='overlapped': {', '.join(last)}; use execution='auto' or 'serial'",)
+            reasons += last
     return list(dict.fromkeys(reasons))
 
 

@@ -5,8 +5,8 @@ those left; the merges that no item does. Each is a number of CTAs that read the
 start while the one ahead of it ends (programmatic dependent launch, PDL). With streams, launches that wait for nothing
 run side by side instead (PAT §6).
 
-Launches are bound once for all layers of a kind. Where a layer is such that a kernel cannot read it, the portable kernel
-of the same work takes the launch, and the plan keeps the reason for its statistics.
+Launches are bound once for all layers of a kind. Where a kernel cannot read such layers, the portable kernel of the
+same work takes the launch, and the plan keeps the reason for its statistics.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def _waits_for_nothing(plan: GpuPlan, launch: Launch) -> bool:
 
 
 def _in_order(plan: GpuPlan, t: Tensors, launches: list[Launch], return_lse: bool) -> list[Run]:
-    has_pdl, last = plan.card.has_pdl, len(launches) - 1
+    has_pdl, last = plan.card.has_pdl and t.q.is_cuda, len(launches) - 1  # the interpreter has none
     options = [
         LaunchOptions(Pdl(trigger=has_pdl and number < last, wait=has_pdl and number > 0), return_lse)
         for number in range(len(launches))

@@ -52,9 +52,9 @@ DIRECT: Final = -1  # the slot of a query whose KV is in one item: that item wri
 class WorkList:
     """Items that each read one range of KV; all arrays are int32.
 
-    items [num_items, ITEM_COLUMNS]: heaviest first. queries, partial_slots [...]: the query tokens of each item, and the
-    partial slot that each of them writes, or DIRECT. merge_queries [num_merged]: the query tokens in several items. The
-    partial slots of merge_queries[i] are merge_indptr[i] to merge_indptr[i + 1] - 1, in the order of their tokens.
+    items [num_items, ITEM_COLUMNS]: heaviest first. queries [...]: the query tokens of each item. partial_slots [...]:
+    the partial slot that each of them writes, or DIRECT. merge_queries [num_merged]: the query tokens in several items.
+    The partial slots of merge_queries[i] are merge_indptr[i] to merge_indptr[i + 1] - 1, in the order of their tokens.
     """
 
     items: NDArray[np.int32]
@@ -79,10 +79,10 @@ class TileList:
 
     items [num_items, ITEM_COLUMNS]: in buckets, first the items that merge nothing by tile height, then those that
     merge by tile height, each bucket heaviest first. counts [2 * heights + 1]: where each bucket begins, and the end.
-    segments [num_segments, SEGMENT_COLUMNS]: the segments. queries, partial_slots: as in WorkList. merge_slots [..., 2]: the partial
-    slots [first, last) that the item merges for the query. merge_queries, merge_ranges [num_merged, 2]: the queries
-    that no item merges, and their partial slots. num_slots: partial slots. merges_taller: items merge what taller tiles
-    leave, and nothing else.
+    segments [num_segments, SEGMENT_COLUMNS]: the segments. queries, partial_slots: as in WorkList. merge_slots
+    [..., 2]: the partial slots [first, last) that the item merges for the query. merge_queries, merge_ranges
+    [num_merged, 2]: the queries that no item merges, and their partial slots. num_slots: partial slots. merges_taller:
+    items merge what taller tiles leave, and nothing else.
     """
 
     items: NDArray[np.int32]
@@ -101,8 +101,9 @@ class TileList:
 class ChunkList:
     """The work list of a step's prompt chunks, next to the tile list of its other requests.
 
-    items, queries, partial_slots: as in WorkList, with the query tokens and partial slots of the whole step. block_table [rows,
-    columns]: the pages of the chunks' requests, whose rows KV_ROW names. The tile list merges the chunks' partials too.
+    items, queries, partial_slots: as in WorkList, with the query tokens and partial slots of the whole step.
+    block_table [rows, columns]: the pages of the chunks' requests, whose rows KV_ROW names. The tile list merges the
+    chunks' partials too.
     """
 
     items: NDArray[np.int32]

@@ -1,5 +1,4 @@
-"""The training kernels, in Triton: what they refuse, their tiles, and which of them a card takes. Triton is not imported
-here."""
+"""The training kernels, in Triton: what they refuse, and their tiles. Triton is not imported here."""
 
 from types import MappingProxyType
 from typing import Final, NamedTuple

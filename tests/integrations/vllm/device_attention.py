@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Plan, PlanStats, PromptChunks
+from trunkattn import AttentionConfig, BatchAttention, Plan, PromptChunks
+from trunkattn.backend import Counters, Part
 
 
 class DevicePlan(Plan):
-    """A plan whose traffic is what a test says."""
+    """A plan whose counters are what a test says, and which has one launch for all."""
 
-    traffic = torch.zeros(2, dtype=torch.int64)
+    kv_tokens = torch.zeros(2, dtype=torch.int64)
 
-    def of_chunks_alone(self) -> Plan:
+    def only(self, part: Part) -> Plan:
         return self
 
     @property
-    def chunk_stats(self) -> PlanStats:
-        return self.stats
+    def counters(self) -> Counters:
+        return Counters(self.kv_tokens, self.stats)
 
 
 class DeviceAttention(BatchAttention):
@@ -33,10 +34,6 @@ class DeviceAttention(BatchAttention):
         self.chunks: PromptChunks | None = None  # of the last plan
 
     may_overlap = False  # set by a test
-
-    @property
-    def plans_on_device(self) -> bool:
-        return self.limits is not None
 
     def overlaps(self, chunks: PromptChunks) -> bool:
         return self.may_overlap
@@ -58,7 +55,7 @@ class DeviceAttention(BatchAttention):
         plan = into or fresh
         plan.__dict__.update(fresh.__dict__)
         stats, plan.__class__ = plan.stats, DevicePlan
-        plan.traffic = torch.tensor([stats.kv_tokens_read, stats.kv_tokens_per_query])
+        plan.kv_tokens = torch.tensor([stats.kv_tokens_read, stats.kv_tokens_per_query])
         return plan
 
     def run(self, plan: Any, q: torch.Tensor, *caches: torch.Tensor, out: Any = None, **options: Any) -> Any:

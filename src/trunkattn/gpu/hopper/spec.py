@@ -302,6 +302,11 @@ def tiles_of(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, 
 
 def prefill_tiles(config: AttentionConfig, card: Card) -> tuple[PrefillTile, ...]:
     """The tile of prompt chunks, alone or with decodes beside them."""
-    if config.head_dim > WIDE:
-        return (_PREFILL_TILE_WIDE,)
-    return (_PREFILL_TILE_64 if config.head_dim == min(HEAD_DIMS) else _PREFILL_TILE,)
+    return (prefill_tile(config.head_dim),)
+
+
+def prefill_tile(head_dim: int) -> PrefillTile:
+    """The tile of prompt chunks with heads of 64, 128 or 256."""
+    if head_dim > WIDE:
+        return _PREFILL_TILE_WIDE
+    return _PREFILL_TILE_64 if head_dim == min(HEAD_DIMS) else _PREFILL_TILE

@@ -280,7 +280,7 @@ def launch_arguments(plan: GpuPlan, t: Tensors, options: LaunchOptions) -> dict[
 
 
 def tile_shape(tile: PrefillTile, page_size: int) -> PrefillTileShape:
-    """The constants of a tile. A segment, for which one page id is read, is a power of two of tokens that divides a page
-    and a block."""
+    """The constants of a tile. A segment, for which one page id is read, has a power of two of tokens and divides a
+    page and a block."""
     segment_size = min(tile.block_n, page_size & -page_size)
     return PrefillTileShape(tile.block_m, tile.block_n, segment_size, tile.stages)

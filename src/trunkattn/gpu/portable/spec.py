@@ -177,12 +177,17 @@ def _flat(tile: GpuTile) -> GpuTile:
 
 def prefill_tiles(config: AttentionConfig, card: Card) -> tuple[PrefillTile, ...]:
     """The tile of prompt chunks. Its rows hold any group that the tiles of decodes hold."""
-    timed = card.capability == HOPPER
-    if tile_itemsize(config) > 2:
-        return (PREFILL_TILE_SMALL,)
-    if _width(config) > WIDE:
-        return (PREFILL_TILE_WIDE if timed else PREFILL_TILE_SMALL,)
-    return (PREFILL_TILE if timed else _PREFILL_TILE_UNTIMED,)
+    return (prefill_tile(tile_itemsize(config), _width(config), card.capability),)
+
+
+def prefill_tile(itemsize: int, width: int, capability: int = HOPPER) -> PrefillTile:
+    """The tile of prompt chunks; arguments as of `tiles_of`."""
+    timed = capability == HOPPER
+    if itemsize > 2:
+        return PREFILL_TILE_SMALL
+    if width > WIDE:
+        return PREFILL_TILE_WIDE if timed else PREFILL_TILE_SMALL
+    return PREFILL_TILE if timed else _PREFILL_TILE_UNTIMED
 
 
 def merge_tiles(config: AttentionConfig, card: Card) -> tuple[MergeTile, ...]:

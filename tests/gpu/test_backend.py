@@ -111,7 +111,7 @@ def test_q_and_out_of_any_strides() -> None:
 
 def pieces(step: Any, query: int) -> list[tuple[int, tuple[int, ...]]]:
     """(slot after the query's first, positions of the segments) of each of a query's pieces, in order."""
-    tiles, found = step.tile_list, []
+    tiles, found = step.tiles.tile_list(), []
     for start, full, end, begin, stop in tiles.items:
         assert full == start, "a segment that is marked full takes another loop"
         for entry in range(begin, stop):
@@ -131,7 +131,7 @@ def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
     torch.testing.assert_close(run(executor, together, q, kv)[0].double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
     for rows in ([2], [0, 5], [1, 3, 4]):
         some = plan(executor, batch, rows)
-        assert len(some.tile_list.counts) == len(together.tile_list.counts) == 3
+        assert len(some.tiles.tile_list().counts) == len(together.tiles.tile_list().counts) == 3
         for query, row in enumerate(rows):
             assert pieces(some, query) == pieces(together, row)
             assert len(pieces(some, query)) > 1
@@ -166,6 +166,15 @@ def test_a_growing_batch_gives_the_plan_of_a_fresh_executor() -> None:
     executor = GpuBackend(CONFIG, torch.device("cpu"))
     for grown in range(4):
         batch = replace(TREE, seq_lens=TREE.seq_lens + np.int32(grown))
-        lists = [plan(each, batch).tile_list for each in (executor, GpuBackend(CONFIG, torch.device("cpu")))]
-        for name in ("items", "segments", "queries", "partial_slots", "merge_slots", "counts", "merge_queries", "merge_ranges"):
+        lists = [plan(each, batch).tiles.tile_list() for each in (executor, GpuBackend(CONFIG, torch.device("cpu")))]
+        for name in (
+            "items",
+            "segments",
+            "queries",
+            "partial_slots",
+            "merge_slots",
+            "counts",
+            "merge_queries",
+            "merge_ranges",
+        ):
             assert np.array_equal(*(getattr(each, name) for each in lists)), name

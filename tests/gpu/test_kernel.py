@@ -1,0 +1,275 @@
+"""The table of kernels: which one computes an attention, in which tiles, why another does not, and what a plan says."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trunkattn import AttentionConfig
+from trunkattn.cli.kernels import attention_of, is_fast, kernels_on
+from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.cards import H100, H200, Card, CardModel, GpuFacts, card_of
+from trunkattn.gpu.hopper import spec as hopper
+from trunkattn.gpu.kernel import KERNELS, Choice, Kernel, Work, choose, kernels_of, portable_kernel, refusals
+from trunkattn.gpu.portable.spec import INVARIANT_TILE
+from trunkattn.gpu.tiles import GpuTile, PrefillTile
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.training.spec import TrainingConfig
+from trunkattn.workloads import parse_tree, tree_batch
+
+from .kernel_cases import CPU, make_card
+
+H100_FACTS = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
+PCIE = card_of(GpuFacts("NVIDIA H100 PCIe", 114, 90, 50 << 20))
+B200 = card_of(GpuFacts("NVIDIA B200", 148, 100, 126 << 20))
+CARDS = {"H100": make_card(model=H100), "H200": make_card(), "PCIe": PCIE}
+CHANGES: dict[str, list[Any]] = {
+    "head_dim": [64, 80, 96, 128, 256],
+    "page_size": [1, 16, 24],
+    "dtype": [torch.bfloat16, torch.float32],
+    "kv_dtype": [None, torch.float8_e5m2],
+    "num_qo_heads": [8, 64],
+    "policy": ["auto", "pat"],
+    "batch_invariant": [False, True],
+    "execution": ["auto", "streams"],
+}
+
+
+def prefill(config: AttentionConfig, card: Card) -> tuple[Choice, PrefillTile]:
+    choice = choose(Work.PREFILL, config, card)
+    assert choice.kernel
+    return choice, choice.kernel.tiles(config, card)[0]
+
+
+def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
+    return kernels_of(config, card).tiles
+
+
+def on_hopper(config: AttentionConfig, card: Card) -> list[bool]:
+    """Of each tile, whether the Hopper kernel computes it."""
+    return [tile.kernel == hopper.DECODE for tile in decode_tiles(config, card)]
+
+
+def decodes_fast(config: AttentionConfig) -> bool:
+    """On an H200."""
+    of_16_bits, whole = config.kv_dtype is None, config.page_size % 16 == 0
+    takes = {64: True, 96: of_16_bits and whole, 128: True, 256: whole or not of_16_bits}
+    asks_nothing = config.policy == "auto" and not config.batch_invariant and config.execution != "streams"
+    return config.dtype != torch.float32 and takes.get(config.head_dim, False) and asks_nothing
+
+
+def prompts_fast(config: AttentionConfig) -> bool:
+    """On every measured card."""
+    plain = config.dtype != torch.float32 and config.kv_dtype is None and config.page_size % 16 == 0
+    return plain and config.head_dim in (64, 128, 256)
+
+
+@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_fast_kernels_where_there_is_no_reason_against_them(name: str, capability: int) -> None:
+    card = replace(CARDS[name], facts=CARDS[name].facts._replace(capability=capability))
+    for values in itertools.product(*CHANGES.values()):
+        config = attention_of(dict(zip(CHANGES, values, strict=True)))
+        decode, (prompts, tile) = choose(Work.DECODE, config, card), prefill(config, card)
+        trusted = name == "H200" or (name == "H100" and config.head_dim != 96)
+        assert is_fast(decode) is (capability == 90 and trusted and decodes_fast(config)), config
+        assert is_fast(decode) is (not decode.reasons), config
+        assert is_fast(decode) is on_hopper(config, card)[-1], config
+        if name != "PCIe":
+            assert is_fast(prompts) is (capability == 90 and prompts_fast(config)), config
+        assert is_fast(prompts) is tile.persistent, config
+
+
+SLOWER_96 = "head_dim 96: the fast kernel is slower for some batches on NVIDIA H100"
+PROMPTS_96, PAGES = "head_dim 96: expected 64, 128 or 256", "page_size 8: expected a multiple of 16"
+FLOAT32 = "float32 queries: expected bfloat16 or float16"
+DIM_80, PROMPTS_80 = (f"head_dim 80: expected 64, {more}128 or 256" for more in ("96, ", ""))
+VALUES = "values of 64 dims: expected 80, as keys"
+INVARIANT = "batch_invariant=True: expected False"
+STREAMS = "execution='streams': expected 'auto', 'serial' or 'overlapped'"
+MANY = {"head_dim": 80, "head_dim_v": 64, "dtype": torch.float32, "execution": "streams"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "decodes", "prompts"),
+    [
+        ({}, (), ()),
+        ({"head_dim": 80}, (DIM_80,), (PROMPTS_80,)),
+        ({"head_dim": 96}, (SLOWER_96,), ("head_dim 96: expected 64, 128 or 256",)),
+        (
+            {"head_dim": 96, "page_size": 8},
+            ("page_size 8 with heads of 96: expected a multiple of 16",),
+            (PROMPTS_96, PAGES),
+        ),
+        ({"page_size": 8}, (), (PAGES,)),
+        ({"kv_dtype": torch.float8_e4m3fn}, (), ("float8_e4m3fn caches: expected bfloat16, as the queries",)),
+        ({"policy": "pat"}, ("policy='pat': expected 'auto'",), ()),
+        ({"batch_invariant": True}, (INVARIANT,), ()),
+        (MANY, (FLOAT32, DIM_80, VALUES, STREAMS), (FLOAT32, PROMPTS_80, VALUES)),
+    ],
+)
+def test_what_they_say(changes: dict[str, Any], decodes: tuple[str, ...], prompts: tuple[str, ...]) -> None:
+    config, card = attention_of(changes), make_card(model=H100)
+    assert choose(Work.DECODE, config, card).reasons == decodes
+    assert choose(Work.PREFILL, config, card).reasons == prompts
+
+
+def test_other_cards() -> None:
+    decode, prompts = (choose(work, attention_of({}), PCIE) for work in (Work.DECODE, Work.PREFILL))
+    assert decode.reasons == ("the fast kernel was not timed on NVIDIA H100 PCIe with 114 SMs",)
+    assert prompts.reasons == (), "plain prompts were timed well enough for every Hopper card"
+    sinks = choose(Work.PREFILL, attention_of({"sinks": True}), PCIE)
+    assert sinks.reasons[0].startswith("nothing like it was timed")
+    older = card_of(GpuFacts("NVIDIA A100", 108, 80, 40 << 20))
+    for work in (Work.DECODE, Work.PREFILL):
+        assert choose(work, attention_of({}), older).reasons == (
+            "compute capability 8.0: the fast kernels are for 9.0",
+        )
+
+
+UNTIMED = [
+    {"head_dim": 64},
+    {"head_dim": 256},
+    {"num_qo_heads": 56},
+    {"sinks": True},
+    {"logits_soft_cap": 30.0},
+]
+
+
+@pytest.mark.parametrize("options", [*UNTIMED, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn}])
+def test_the_hopper_kernel_decodes_only_where_it_was_timed(options: dict[str, Any]) -> None:
+    config = attention_of(options)
+    assert any(on_hopper(config, make_card(model=H100)))
+    assert not any(on_hopper(config, make_card(model=replace(H100, runs_hopper_kernels=False))))
+
+
+def test_padded_heads_are_decoded_by_the_hopper_kernel_where_that_is_faster() -> None:
+    for model, expected in ((H100, [False] * 2), (H200, [True] * 3)):
+        card = make_card(model=model)
+        assert on_hopper(attention_of({"head_dim": 96}), card) == expected
+        for other in ({"page_size": 8}, {"kv_dtype": torch.float8_e4m3fn}, {"head_dim": 80}, {"head_dim_v": 128}):
+            assert not any(on_hopper(attention_of({"head_dim": 96} | other), card))
+        _, tile = prefill(attention_of({"head_dim": 96}), card)
+        assert not tile.persistent and kernels_of(attention_of({"head_dim": 96}), card).both is None
+
+
+@pytest.mark.parametrize("model", [H100, H200], ids=lambda model: model.name)
+def test_a_batch_invariant_attention_has_one_portable_tile_and_no_prompt_chunks(model: CardModel) -> None:
+    """In the Hopper kernel a row's keys would lie in a block as other requests have them."""
+    kernels = kernels_of(attention_of({"batch_invariant": True}), make_card(model=model))
+    (tile,) = kernels.tiles
+    assert kernels.both is kernels.prefill is kernels.prefill_tile is None
+    assert tile.kernel != hopper.DECODE and tile.block_m == 32 and tile.subtiles == 1
+    for other in ({"num_qo_heads": 512}, {"head_dim": 256}, {"dtype": torch.float32}, {"kv_dtype": torch.float8_e5m2}):
+        config = attention_of({"batch_invariant": True} | other)
+        (tile,) = decode_tiles(config, make_card(model=model))
+        assert tile.kernel != hopper.DECODE and tile is not INVARIANT_TILE and tile.subtiles == 1
+
+
+@pytest.mark.parametrize("options", UNTIMED)
+def test_the_hopper_kernel_computes_other_prompts_only_where_they_were_timed(options: dict[str, Any]) -> None:
+    config = attention_of(options)
+    for model in (H100, replace(H100, runs_hopper_kernels=False)):
+        _, tile = prefill(config, make_card(model=model))
+        assert tile.persistent is model.runs_hopper_kernels
+        assert tile.block_m == 128 or not tile.persistent
+    assert not prefill(config, B200)[1].persistent
+
+
+@pytest.mark.parametrize("options", [{}, {"num_qo_heads": 8}, {"num_qo_heads": 256}, {"policy": "pat"}])
+def test_every_card_of_capability_9_0_has_the_hopper_kernel_for_plain_prompts(options: dict[str, Any]) -> None:
+    assert prefill(attention_of(options), PCIE)[1].persistent
+    assert not prefill(attention_of(options), B200)[1].persistent
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_a_plan_says_why_it_is_portable(head_dim: int) -> None:
+    """Of decodes and of prompt chunks, each for itself."""
+    config = attention_of({"head_dim": head_dim, "page_size": 16})
+    batch = tree_batch(parse_tree("1,4_512,300"), 16)
+    queries = [1, 1, 1, 200]
+    starts = torch.tensor([0, *queries]).cumsum(0).int().numpy()
+    tables = StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)
+    stats = GpuBackend(config, CPU, facts=H100_FACTS).plan(tables).stats()
+    assert all((f"; portable kernel: {said}" in stats.reason) is (head_dim == 80) for said in (DIM_80, PROMPTS_80))
+    assert ("portable" in stats.reason) is (head_dim == 80)
+
+
+def test_every_work_has_a_portable_kernel_but_the_one_of_two_kinds_at_once() -> None:
+    names = [kernel.name for kernel in KERNELS]
+    assert len(set(names)) == len(names)
+    for work in Work:
+        portable = [kernel for kernel in KERNELS if kernel.work is work and kernel.portable]
+        assert len(portable) == (work is not Work.BOTH)
+        assert work is Work.BOTH or portable_kernel(work) is [each for each in KERNELS if each.work is work][-1]
+
+
+def test_every_kernel_has_its_source() -> None:
+    """Of an attention kernel `bind`; the training kernels have a function of their work's name."""
+    source = Path(__file__).parents[2] / "src"
+    for kernel in KERNELS:
+        text = source.joinpath(*kernel.module.split(".")).with_suffix(".py").read_text()
+        name = {Work.FORWARD: "forward", Work.BACKWARD: "backward"}.get(kernel.work, "bind")
+        assert f"\ndef {name}(" in text, kernel.name
+
+
+def test_training_asks_the_same_table() -> None:
+    card = make_card()
+    for work, name in ((Work.FORWARD, "portable forward"), (Work.BACKWARD, "portable backward")):
+        choice = choose(work, TrainingConfig(128, torch.bfloat16), card)
+        assert choice.kernel and choice.kernel.name == name
+        assert choice.kernel.tiles(TrainingConfig(128, torch.bfloat16), card)
+        refused = choose(work, TrainingConfig(512, torch.float64), card)
+        assert refused.kernel is None and len(refused.reasons) == 2
+
+
+class FakeBlackwell:
+    """The spec of a kernel that does not exist: one file, with what it refuses and its tiles."""
+
+    NAME = "Blackwell decode"
+    TILE = GpuTile(64, 128, 4, 2, 1, (1000, 1000), (900, 900), kernel=NAME, one_launch=True)
+
+    @staticmethod
+    def refuses(config: AttentionConfig, card: Card) -> list[str]:
+        reasons = [] if card.capability == 100 else [f"compute capability {card.capability}: expected 100"]
+        return reasons + ([] if config.head_dim == 128 else [f"head_dim {config.head_dim}: expected 128"])
+
+    @staticmethod
+    def tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
+        return (FakeBlackwell.TILE,)
+
+
+TABLE = (
+    Kernel(FakeBlackwell.NAME, Work.DECODE, "no.such.module", FakeBlackwell.refuses, FakeBlackwell.tiles),
+    *KERNELS,
+)
+
+
+def test_a_new_kernel_is_one_row() -> None:
+    """It is chosen where it refuses nothing, its tiles reach the planner, and elsewhere it says why it is not."""
+    plain, other = attention_of({}), attention_of({"head_dim": 64})
+    kernels = kernels_of(plain, B200, TABLE)
+    assert kernels.decode == (TABLE[0], {}) and kernels.tiles == (FakeBlackwell.TILE,)
+    for config, card in ((other, B200), (plain, make_card()), (other, make_card())):
+        choice = choose(Work.DECODE, config, card, TABLE)
+        assert choice.passed_over[FakeBlackwell.NAME] == tuple(FakeBlackwell.refuses(config, card))
+        assert choice.kernel is not TABLE[0] and not refusals(config, card, TABLE)
+    assert choose(Work.DECODE, plain, make_card(), TABLE).kernel is KERNELS[0], "the next one of the table"
+
+
+def test_doctor_and_the_support_matrix_list_a_new_kernel() -> None:
+    from benchmarks.page.support_matrix import is_decoded_fast
+
+    assert {each.decodes for each in kernels_on(B200)} == {
+        "portable: compute capability 10.0: the fast kernels are for 9.0"
+    }
+    found = {each.attention: each.decodes for each in kernels_on(B200, TABLE)}
+    assert found["Llama-3-8B, Mistral-7B, Qwen3-8B"] == "fast"
+    assert found["Llama-3.2-1B"].endswith("head_dim 64: expected 128") and json.dumps(found)
+    assert is_decoded_fast(attention_of({}), B200, TABLE) and not is_decoded_fast(attention_of({}), B200)
+    assert not is_decoded_fast(attention_of({"head_dim": 64}), B200, TABLE)
