@@ -63,7 +63,7 @@ def row_of(tree: str, batch: PagedBatch) -> dict[str, Any]:
     tables = torch.from_numpy(batch.block_table), torch.from_numpy(batch.seq_lens)
     there = tuple(table.cuda() for table in tables)
     plan, expected = on_device.plan(*there), on_host.plan(*tables)
-    found, host = step_of(plan).tile_list(), step_of(expected).tile_list
+    found, host = (step_of(each).tiles.tile_list() for each in (plan, expected))
     names = ("items", "segments", "queries", "partial_slots", "merge_slots", "counts", "merge_queries", "merge_ranges")
     differing = [name for name in names if not np.array_equal(getattr(found, name), getattr(host, name))]
     fresh = trunkattn.BatchAttention(config, "cuda")

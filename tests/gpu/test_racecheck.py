@@ -33,7 +33,7 @@ def summary(count: int) -> str:
 
 
 def line_of(file: str, text: str) -> int:
-    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper", "src/trunkattn/gpu/triton"):
+    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper", "src/trunkattn/gpu/portable"):
         path = Path(racecheck.HERE.parents[1], folder, file)
         for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
             if line.strip().startswith(text):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What the planner must know of a device; integers, from measurements (`cpu/tuning.py`, `gpu/tuning/`).
+    """What the planner must know of a device; integers, from measurements (`cpu/tuning.py`, `gpu/cards.py`, the specs).
 
     Attributes:
         name: what `stats.tiles` calls the device's tile.
