@@ -24,7 +24,6 @@ from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import decode, merge
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.portable.spec import without_subtiles
-from trunkattn.gpu.portable.spread import spread_stride
 from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
