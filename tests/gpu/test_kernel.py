@@ -1,7 +1,6 @@
 """The table of kernels: which one computes an attention, in which tiles, why another does not, and what a plan says."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,6 +269,6 @@ def test_doctor_and_the_support_matrix_list_a_new_kernel() -> None:
     }
     found = {each.attention: each.decodes for each in kernels_on(B200, TABLE)}
     assert found["Llama-3-8B, Mistral-7B, Qwen3-8B"] == "fast"
-    assert found["Llama-3.2-1B"].endswith("head_dim 64: expected 128") and json.dumps(found)
+    assert found["Llama-3.2-1B"].startswith("portable: head_dim 64: expected 128")
     assert is_decoded_fast(attention_of({}), B200, TABLE) and not is_decoded_fast(attention_of({}), B200)
     assert not is_decoded_fast(attention_of({"head_dim": 64}), B200, TABLE)

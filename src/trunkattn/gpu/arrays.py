@@ -255,18 +255,19 @@ class Arrays:
     ) -> list[Launch]:
         """The launches of rows of tiles. counts: items of each bucket; None: they are not known, and a launch fills the
         device."""
-        tiles, launches = self._kernels.tiles, []
         groups = self._groups() if counts is None else self._groups_of(counts, merge_early)
-        for buckets in groups:
-            its_tiles = [tiles[bucket % len(tiles)] for bucket in buckets]
-            if counts is None:
-                num_ctas = self._card.num_sms * max(tile.ctas_per_sm for tile in its_tiles)
-            else:
-                num_ctas = int(counts[[*buckets]].sum()) * num_kv_heads
-            merges = buckets[-1] >= len(tiles)
-            kernel = PORTABLE_DECODE if merges else its_tiles[0].kernel
-            launches.append(Launch(kernel, Work.DECODE, num_ctas, buckets, spread=counts is None))
-        return launches
+        return [self._decode_launch(buckets, counts, num_kv_heads) for buckets in groups]
+
+    def _decode_launch(self, buckets: tuple[int, ...], counts: Int32Array | None, num_kv_heads: int) -> Launch:
+        tiles, num_sms = self._kernels.tiles, self._card.num_sms
+        lowest = tiles[buckets[0] % len(tiles)]
+        kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else lowest.kernel
+        if counts is not None:
+            return Launch(kernel, Work.DECODE, int(counts[[*buckets]].sum()) * num_kv_heads, buckets)
+        if buckets == (0,) and self._queues:
+            return Launch(kernel, Work.DECODE, num_sms * lowest.queued_per_sm, buckets)
+        ctas_per_sm = max(tiles[bucket % len(tiles)].ctas_per_sm for bucket in buckets)
+        return Launch(kernel, Work.DECODE, num_sms * ctas_per_sm, buckets, spread=True)
 
     @property
     def _queues(self) -> bool:
