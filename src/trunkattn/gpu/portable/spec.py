@@ -71,7 +71,7 @@ _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
 
 _NARROW: Final = 128  # a warp merges a head of up to this width
 _SEVERAL: Final = 512  # width of the heads of one task of the merge, together
-_SLICES: Final = 4  # of a head
+_SLICES: Final = 4  # of a head of up to that width; more than 2 of a wider one would take more registers
 _NARROWEST: Final = 16  # dims of a slice: a whole sector of memory is 8
 _SLICED: Final = 256  # heads that are cut into slices, at most: of more, one task each occupies the card
 
@@ -200,6 +200,6 @@ def merge_tile(num_qo_heads: int, head_dim_v: int, batch_invariant: bool = False
     one: the ways add in different orders, and which is taken depends on the batch."""
     width = padded_head_dim(head_dim_v)
     heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, _SEVERAL // width))
-    slices = 1 if batch_invariant else max(1, min(_SLICES, width // _NARROWEST))
-    warps, ctas_per_sm = (1, 16) if width <= _NARROW else (4, 8)
+    most, warps, ctas_per_sm = (_SLICES, 1, 16) if width <= _NARROW else (2, 4, 8)
+    slices = 1 if batch_invariant else max(1, min(most, width // _NARROWEST))
     return MergeTile(heads, slices, _SLICED if slices > 1 else 0, warps, ctas_per_sm)
