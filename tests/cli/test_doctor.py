@@ -10,16 +10,15 @@ from importlib.metadata import EntryPoint, entry_points
 from io import StringIO
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from trunkattn import AttentionConfig, cli
+from trunkattn import cli
 from trunkattn.cli import app as application
 from trunkattn.cli import doctor, models
 from trunkattn.cli.app import app
 from trunkattn.cli.kernels import kernels_on
-from trunkattn.gpu.cards import GpuFacts
+from trunkattn.gpu.cards import GpuFacts, card_of
 
 COMMANDS = ("demo", "generate", "doctor")
 
@@ -206,22 +205,18 @@ def test_what_sglang_would_do(
         ("NVIDIA A100-SXM4-80GB", 108, 80, "portable: compute capability 8.0: the fast kernels are for 9.0"),
     ],
 )
-def test_which_kernels_a_gpu_has(
-    name: str, num_sms: int, capability: int, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = GpuFacts(name, num_sms, capability, 50 << 20)
-
-    def refusals(config: AttentionConfig) -> list[str]:
-        return ["e4m3 is too new"] if config.kv_dtype == torch.float8_e4m3fn and capability < 89 else []
-
-    report = replace(doctor.examine(), kernels=kernels_on(facts, refusals))
+def test_which_kernels_a_gpu_has(name: str, num_sms: int, capability: int, told: str) -> None:
+    card = card_of(GpuFacts(name, num_sms, capability, 50 << 20))
+    report = replace(doctor.examine(), kernels=kernels_on(card))
     console = Console(file=StringIO(), width=800)
     doctor.print_report(report, console)
     words = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert told in words
     assert ("gpt-oss-20b fast fast" in words) is (capability == 90)
     assert ("fp8 cache fast; single requests portable, which is faster portable: float8" in words) is (capability == 90)
-    assert ("fp8 cache no: e4m3 is too new no: e4m3 is too new" in words) is (capability == 80)
+    assert ("fp8 cache no: kv_dtype=torch.float8_e4m3fn: expected compute capability 8.9" in words) is (
+        capability == 80
+    )
 
 
 @pytest.mark.parametrize(

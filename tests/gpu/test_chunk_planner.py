@@ -11,6 +11,7 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.device_planner.step import DeviceTiles
+from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.portable.spec import PREFILL_TILE
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -55,7 +56,7 @@ def test_chunks_alone() -> None:
     batch = replace(DECODES, query_lens=np.array([0, 50, 0, 40, 0, 0, 0, 0, 0], np.int32))
     step = plan(executor, batch)
     step.check()
-    assert (step.gpu_plan.launches, step.num_query_tokens) == ((), 90)
+    assert [launch.work for launch in step.gpu_plan.launches] == [Work.PREFILL] and step.num_query_tokens == 90
     assert step.stats().policy == f"prefill {step.chunks.planned.policy}"
     assert_right(executor, step, batch)
 
