@@ -396,8 +396,9 @@ def test_any_mix_of_decodes_and_chunks(
     batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.minimum(query_lens, batch.seq_lens).astype(np.int32))
     executor = make_executor(replace(CONFIG, execution="auto"), CAPACITY if fixed else None)
-    assert executor._overlap is not None
-    executor._overlap = replace(executor._overlap, times=times_of(flops_per_ns, Shares(99, 99)), forced=True)
+    planner = executor._planner
+    assert planner.overlap is not None
+    planner.overlap = replace(planner.overlap, times=times_of(flops_per_ns, Shares(99, 99)), forced=True)
     step = plan(executor, batch, window=UNLIMITED if window is None else window)
     step.check()
     if step.num_query_tokens:
