@@ -52,6 +52,7 @@ GPU_FLOORS = MappingProxyType(
         "host_planner": 1,
         "bound": 1,
         "portable/spec": 1,
+        "mla/spec": 1,
         "hopper/spec": 2,
         "kernel": 3,
         "arrays": 4,
@@ -59,6 +60,7 @@ GPU_FLOORS = MappingProxyType(
         "hopper": 5,
         "overlap": 5,
         "chunk_planner": 5,
+        "mla": 6,  # reads the work list as the other two do
         "launch": 6,
         "step_choice": 6,
         "device_planner": 7,
@@ -82,6 +84,7 @@ NEVER_IMPORTS = (
     ("gpu/kernel", "triton"),
     ("gpu/portable/spec", "triton"),
     ("gpu/hopper/spec", "triton"),
+    ("gpu/mla/spec", "triton"),
     ("training/spec", "triton"),
     ("dtypes", "numba"),
     ("training", "numba"),

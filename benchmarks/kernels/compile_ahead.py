@@ -34,7 +34,7 @@ _TYPES = MappingProxyType({
     "v_scale": "*fp32", "sinks": "*fp32", "soft_cap": "fp32",
 })  # fmt: skip
 _PAGE_SIZE = 16
-_CACHES = ("k_cache", "v_cache")
+_CACHES = ("k_cache", "v_cache", "cache")
 _TORCH_DTYPES = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 )
@@ -59,7 +59,10 @@ class Target:
     @property
     def types(self) -> dict[str, str]:
         """Of the tensors in its dtypes."""
-        of_q, of_kv = dict.fromkeys(("q", "out"), f"*{self.dtype}"), dict.fromkeys(_CACHES, f"*{self.kv_dtype}")
+        of_q, of_kv = (
+            dict.fromkeys(("q", "q_rope", "out"), f"*{self.dtype}"),
+            dict.fromkeys(_CACHES, f"*{self.kv_dtype}"),
+        )
         return of_q | of_kv
 
     @property
@@ -202,6 +205,41 @@ def compile_hopper_prefill_decode(
         ),
     )
     return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
+
+
+def compile_hopper_latent(target: Target, masked: bool = False, page_size: int = 64) -> Resources:
+    """`latent_decode_kernel`, of 512 + 64 columns; as `compile_hopper_decode`."""
+    from trunkattn.gpu.hopper.segments import RowTiles
+    from trunkattn.gpu.mla import decode
+
+    segment_size, group_size = min(page_size, 64), target.heads[2]
+    strides = {name: "i32" for name in decode.LatentLayer._fields if name.endswith("_stride")}
+    in_dtype = dict.fromkeys(("q_latent", "q_rope", "out"), f"*{target.dtype}")
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
+    arguments = _same(
+        decode.LatentArguments,
+        "i32",
+        layer=_same(decode.LatentLayer, "*fp32", **in_dtype, **strides),
+        desc=f"tensordesc<{target.kv_dtype}[1, {segment_size}, 64],{layout}>",
+        work=decode.LatentWork(_same(RowTiles, "*i32"), counts="*i32", window="i32", pdl=Pdl("u1", "u1")),
+        C=decode.constants(target.num_qo_heads, group_size, page_size, segment_size, masked, return_lse=True),
+    )
+    return _compile_hopper(decode.latent_decode_kernel, target, arguments, decode.REGISTERS)
+
+
+def compile_portable_latent(target: Target, tile: GpuTile, masked: bool = False) -> Resources:
+    """`portable_latent_kernel` for one tile, of 512 + 64 columns."""
+    from trunkattn.gpu.mla import portable, spec
+
+    dims = (spec.LATENT_DIM, spec.ROPE_DIM)
+    constants: dict[str, object] = {
+        "SHAPE": portable.LatentShape(*target.heads, _PAGE_SIZE, *dims, *dims),
+        "TILE": decode_tile(tile, _PAGE_SIZE),
+        "FEATURES": target.no_features._replace(masked=masked, return_lse=True),
+        "BUCKETS": Buckets(0, -1, False),
+        "PDL": Pdl(False, False),
+    }
+    return _compile(portable.portable_latent_kernel, target, constants, {"num_warps": tile.warps})
 
 
 def compile_merge(target: Target, features: Features | None = None, batch_invariant: bool = False) -> Resources:

@@ -184,10 +184,11 @@ class BatchAttention:
     ) -> tuple[PlannedStep, int]:
         """The step, and the highest page that it may read."""
         on_device = self.capacity is not None and self._backend.plans_on_device and all_on_gpu(inputs)
-        if chunks is not None and (not on_device or self.config.batch_invariant):
+        no_chunks = self.config.batch_invariant or self.config.latent_dim is not None
+        if chunks is not None and (not on_device or no_chunks):
             raise ValueError(
-                "chunks is given: expected tables on a GPU, policy='auto' without batch_invariant, and a capacity with "
-                "max_chunk_tokens; leave it out, and the host finds prompt chunks itself"
+                "chunks is given: expected tables on a GPU, policy='auto' without batch_invariant or latent_dim, and a "
+                "capacity with max_chunk_tokens; leave it out, and the host finds prompt chunks itself"
             )
         if on_device:
             assert self.capacity is not None

@@ -157,9 +157,10 @@ class AttentionConfig:
 
     def _check_latent(self, latent_dim: int) -> None:
         check_int("latent_dim", latent_dim, at_least=1)
-        if latent_dim > self.head_dim:
+        if latent_dim >= self.head_dim:
             raise ValueError(
-                f"latent_dim={latent_dim}: expected at most head_dim={self.head_dim}, the numbers of a cached row"
+                f"latent_dim={latent_dim}: expected less than head_dim={self.head_dim}, the numbers of a cached row, "
+                "of which the others are rotated"
             )
         if self.num_kv_heads != 1:
             raise ValueError(

@@ -131,7 +131,7 @@ def test_states_of_two_halves_of_a_cache_merge() -> None:
     ("options", "message"),
     [
         ({"latent_dim": 0}, "latent_dim=0: expected an integer of at least 1"),
-        ({"latent_dim": 49}, "latent_dim=49: expected at most head_dim=48"),
+        ({"latent_dim": 48}, "latent_dim=48: expected less than head_dim=48"),
         ({"head_dim_v": 16}, "head_dim_v=16: expected None or latent_dim=32"),
         ({"sm_scale": None}, "sm_scale=None: expected a number with latent_dim"),
     ],

@@ -21,7 +21,7 @@ def inputs(**scales: Any) -> LayerInputs:
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor([0.5]), torch.tensor([0.25, 2.0])])
 def test_products(scale: Any) -> None:
-    scales = Scales(CONFIG, torch.device("cpu"))
+    scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
     for _ in range(2):
         logits, values = scales.of(inputs(q_scale=3.0, k_scale=scale, v_scale=scale))
         expected = torch.as_tensor(scale).expand(2)
@@ -30,7 +30,7 @@ def test_products(scale: Any) -> None:
 
 
 def test_numbers_are_multiplied_once_and_tensors_each_time() -> None:
-    scales = Scales(CONFIG, torch.device("cpu"))
+    scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
     first, again = (scales.of(inputs(k_scale=0.5, v_scale=0.5)) for _ in range(2))
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert first[0] is not first[1], "a logit's 0.5 is not a value's"
@@ -43,7 +43,7 @@ def test_numbers_are_multiplied_once_and_tensors_each_time() -> None:
 
 def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_MOST_KEPT", 3)
-    scales = Scales(CONFIG, torch.device("cpu"))
+    scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
     made = [scales.of(inputs(v_scale=float(number)))[1] for number in range(2, 8)]
     assert [tensor[0].item() for tensor in made] == list(range(2, 8))
     assert len(scales._kept) == 3

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from trunkattn.gpu.cards import Card
-from trunkattn.gpu.kernel import Kernels, Work
+from trunkattn.gpu.kernel import Kernels, Work, kernel_named
 from trunkattn.gpu.layer import Geometry, Pdl, Tensors
 from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
 from trunkattn.planner.work_list import (
@@ -262,12 +262,13 @@ class Arrays:
         tiles, num_sms = self._kernels.tiles, self._card.num_sms
         lowest = tiles[buckets[0] % len(tiles)]
         kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else lowest.kernel
+        work = kernel_named(kernel).work
         if counts is not None:
-            return Launch(kernel, Work.DECODE, int(counts[[*buckets]].sum()) * num_kv_heads, buckets)
+            return Launch(kernel, work, int(counts[[*buckets]].sum()) * num_kv_heads, buckets)
         if buckets == (0,) and self._queues:
-            return Launch(kernel, Work.DECODE, num_sms * lowest.queued_per_sm, buckets)
+            return Launch(kernel, work, num_sms * lowest.queued_per_sm, buckets)
         ctas_per_sm = max(tiles[bucket % len(tiles)].ctas_per_sm for bucket in buckets)
-        return Launch(kernel, Work.DECODE, num_sms * ctas_per_sm, buckets, spread=True)
+        return Launch(kernel, work, num_sms * ctas_per_sm, buckets, spread=True)
 
     @property
     def _queues(self) -> bool:

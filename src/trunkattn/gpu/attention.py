@@ -1,7 +1,8 @@
 """The GPU side of `BatchAttention`: choose kernels once, then plan steps and run layers.
 
 Requests with more than a few query tokens are prompt chunks, which a prefill kernel computes. All others are rows of
-tiles. In a batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it.
+tiles. In a batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it. So are
+all of a latent cache, which no prefill kernel reads.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, tables_of
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.mla.spec import head_groups
 from trunkattn.gpu.step import GpuStep
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
@@ -56,7 +58,7 @@ class GpuBackend:
         self._arrays = Arrays(kernels, card, device, streams=config.execution == "streams")
         limits = self._planner.limits
         self._workspace = Workspace(config, limits.slots if limits else 1, device)
-        self._scales = Scales(config, device)
+        self._scales = Scales(config, head_groups(config, kernels.tiles), device)
 
     @property
     def plans_on_device(self) -> bool:
@@ -171,7 +173,7 @@ class GpuBackend:
         config = self.config
         return Geometry(
             num_qo_heads=config.num_qo_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=head_groups(config, self._kernels.tiles),
             head_dim=config.head_dim,
             head_dim_v=config.value_dim,
             page_size=config.page_size,
@@ -189,7 +191,11 @@ class GpuBackend:
         if inputs.return_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
         # the kernels take any strides but that of the last dimension
-        q = inputs.q if inputs.q.stride(2) == 1 else inputs.q.contiguous()
+        q, q_rope = inputs.q, inputs.q_rope
+        if q_rope is None and self.config.latent_dim is not None:
+            q, q_rope = q[..., : self.config.latent_dim], q[..., self.config.latent_dim :]
+        q = q if q.stride(2) == 1 else q.contiguous()
+        q_rope = q_rope if q_rope is None or q_rope.stride(2) == 1 else q_rope.contiguous()
         computed = out if out.stride(2) == 1 else out.contiguous()
         tensors = Tensors(
             q=q,
@@ -202,6 +208,7 @@ class GpuBackend:
             logit_scale=logit_scale,
             v_scale=v_scale,
             sinks=self._scales.ones if inputs.sinks is None else inputs.sinks.contiguous(),
+            q_rope=q_rope,
         )
         with torch.cuda.device(inputs.q.device):  # launches go to the current device
             execute(step.gpu_plan, tensors, inputs.return_lse)

@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are mult
 
 
 class LayerKey(NamedTuple):
-    """What compiled variants depend on. aligned: of q, caches, out and sinks, in whole 16 bytes."""
+    """What compiled variants depend on. aligned: of q, caches, out, sinks and q_rope, in whole 16 bytes."""
 
     dtypes: tuple[torch.dtype, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -27,7 +27,9 @@ class LayerKey(NamedTuple):
 
 def layer_key(t: Tensors, return_lse: bool) -> LayerKey:
     """The key of a layer: launches that were bound for one layer compute every layer with the same key."""
-    given = (t.q, t.k_cache, t.v_cache, t.out, t.sinks)
+    given = [t.q, t.k_cache, t.v_cache, t.out, t.sinks]
+    if t.q_rope is not None:
+        given.append(t.q_rope)
     return LayerKey(
         tuple([tensor.dtype for tensor in given]),
         tuple([tensor.stride() for tensor in given]),

@@ -21,6 +21,7 @@ from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card, card_at
 from trunkattn.gpu.hopper import spec as hopper
 from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.mla import spec as mla
 from trunkattn.gpu.portable import spec as portable
 from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
 from trunkattn.training import spec as training
@@ -30,6 +31,7 @@ class Work(Enum):
     """What a launch computes."""
 
     DECODE = "rows of tiles"
+    LATENT = "rows of tiles over a latent cache"
     PREFILL = "prompt chunks"
     BOTH = "prompt chunks and rows of tiles at once"
     MERGE = "partial results"
@@ -102,6 +104,22 @@ KERNELS: Final = (
         module=f"{portable.MODULE}.decode",
         refuses=portable.refuses,
         tiles=portable.decode_tiles,
+        portable=True,
+    ),
+    Kernel(
+        name=mla.DECODE,
+        work=Work.LATENT,
+        module=f"{mla.MODULE}.decode",
+        refuses=mla.refuses_decode,
+        tiles=mla.decode_tiles,
+        refuses_layer=mla.refuses_layer,
+    ),
+    Kernel(
+        name=mla.PORTABLE,
+        work=Work.LATENT,
+        module=f"{mla.MODULE}.portable",
+        refuses=mla.refuses_portable,
+        tiles=mla.portable_tiles,
         portable=True,
     ),
     Kernel(
@@ -178,7 +196,8 @@ class Kernels:
 
     Attributes:
         decode, prefill: the choices. prefill is None under batch invariance: all requests are rows of tiles then,
-            because a token's bits must not depend on how many came with it.
+            because a token's bits must not depend on how many came with it. So they are over a latent cache, which no
+            prefill kernel reads.
         both: what computes prompt chunks and decodes at once; None: one kernel after the other does.
         tiles: of decodes. A tile names its kernel, which may be another one than that of `decode`.
         prefill_tile: of prompt chunks; None if there are none.
@@ -201,9 +220,9 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     """
     if reasons := refusals(config, card, kernels):
         raise ValueError("; ".join(reasons))
-    decode, merge = (choose(work, config, card, kernels) for work in (Work.DECODE, Work.MERGE))
+    decode, merge = (choose(work, config, card, kernels) for work in (_decode_work(config), Work.MERGE))
     prefill = both = prefill_tile = None
-    if not config.batch_invariant:
+    if _has_prefill(config):
         prefill = choose(Work.PREFILL, config, card, kernels)
         both = choose(Work.BOTH, config, card, kernels).kernel
         assert prefill.kernel
@@ -213,9 +232,18 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     return Kernels(decode, prefill, both, decode.kernel.tiles(config, card), prefill_tile, merge_tile)
 
 
+def _decode_work(config: AttentionConfig) -> Work:
+    return Work.DECODE if config.latent_dim is None else Work.LATENT
+
+
+def _has_prefill(config: AttentionConfig) -> bool:
+    """Whether prompt chunks have a kernel of their own."""
+    return not config.batch_invariant and config.latent_dim is None
+
+
 def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
     """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
-    works = [Work.DECODE, *([] if config.batch_invariant else [Work.PREFILL])]
+    works = [_decode_work(config), *([Work.PREFILL] if _has_prefill(config) else [])]
     works += [Work.BOTH] if config.execution == "overlapped" else []
     reasons = list[str]()
     for work in works:

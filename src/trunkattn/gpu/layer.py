@@ -28,7 +28,8 @@ class Tensors:
     """One layer. q, out [T, Hq, D / Dv]; caches [pages, page_size, Hkv, D / Dv]; the rest float32.
 
     lse [T, Hq]; partial [slots, Hq, Dv], partial_lse [slots, Hq]; logit_scale [Hkv], log2(e) included unless there is a
-    soft cap; v_scale [Hkv]; sinks [Hq] of any floating dtype.
+    soft cap; v_scale [Hkv]; sinks [Hq] of any floating dtype. Of a latent cache q has Dv columns and q_rope the others,
+    v_cache is a view of k_cache, and scales are for groups of heads.
     """
 
     q: torch.Tensor
@@ -41,6 +42,7 @@ class Tensors:
     logit_scale: torch.Tensor
     v_scale: torch.Tensor
     sinks: torch.Tensor
+    q_rope: torch.Tensor | None = None
 
 
 class Pdl(NamedTuple):

@@ -12,6 +12,7 @@ from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.cards import Card
 from trunkattn.gpu.device_planner.step import OnDevice
 from trunkattn.gpu.kernel import Kernels
+from trunkattn.gpu.mla.spec import head_groups
 from trunkattn.gpu.overlap import Overlap, make_overlap
 from trunkattn.gpu.step import HostTiles
 from trunkattn.gpu.step_choice import BATCH_INVARIANT, PackingChoice, choose_step
@@ -174,15 +175,16 @@ def make_rule(
     batch.
     """
     # 8-bit keys and values take as much arithmetic as 16-bit ones
-    key_bytes = (config.head_dim + config.value_dim) * max(2, config.cache_dtype.itemsize)
+    key_bytes = config.cached_numbers * max(2, config.cache_dtype.itemsize)
+    num_groups = head_groups(config, tiles)
     fuses = may_fuse and tiles[0].merges and not config.batch_invariant
     return TilingRule(
         kinds=tuple(tile_config(tile, card.num_sms, key_bytes) for tile in tiles),
-        group_size=model.group_size,
-        num_kv_heads=config.num_kv_heads,
+        group_size=config.num_qo_heads // num_groups,
+        num_kv_heads=num_groups,
         page_size=config.page_size,
         card_times=card.model.times,
-        head_bytes=model.kv_bytes // config.num_kv_heads,
+        head_bytes=model.kv_bytes // num_groups,
         partial_bytes=model.partial_bytes,
         fuse_up_to=_FUSE_UP_TO if fuses else 0,
         l2_bytes=card.facts.l2_bytes,

@@ -29,11 +29,11 @@ class Workspace:
 
 
 class Scales:
-    """What logits and values are multiplied by, [num_kv_heads] float32 each. Of scales that are numbers they are made
-    once, since that takes launches and every layer may have its own."""
+    """What logits and values are multiplied by, float32 of each group of heads. Of scales that are numbers they are
+    made once, since that takes launches and every layer may have its own."""
 
-    def __init__(self, config: AttentionConfig, device: torch.device) -> None:
-        self.ones = torch.ones(config.num_kv_heads, dtype=torch.float32, device=device)
+    def __init__(self, config: AttentionConfig, num_groups: int, device: torch.device) -> None:
+        self.ones = torch.ones(num_groups, dtype=torch.float32, device=device)
         self._logit_scale = self.ones * config.logit_scale
         self._kept: dict[tuple[bool, tuple[float, ...]], torch.Tensor] = {}
 

@@ -71,6 +71,7 @@ _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
 
 _NARROW: Final = 128  # a warp merges a head of up to this width
 _SEVERAL: Final = 512  # width of the heads of one task of the merge, together
+_SEVERAL_LATENT: Final = 2048  # the same where one head is at least as wide as _SEVERAL
 _SLICES: Final = 4  # of a head of up to that width; more than 2 of a wider one would take more registers
 _NARROWEST: Final = 16  # dims of a slice: a whole sector of memory is 8
 _SLICED: Final = 256  # heads that are cut into slices, at most: of more, one task each occupies the card
@@ -199,7 +200,8 @@ def merge_tile(num_qo_heads: int, head_dim_v: int, batch_invariant: bool = False
     """The tile of an attention. batch_invariant: a task is always one head, and the kernel has no other way to compute
     one: the ways add in different orders, and which is taken depends on the batch."""
     width = padded_head_dim(head_dim_v)
-    heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, _SEVERAL // width))
+    together = _SEVERAL if width < _SEVERAL else _SEVERAL_LATENT
+    heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, together // width))
     most, warps, ctas_per_sm = (_SLICES, 1, 16) if width <= _NARROW else (2, 4, 8)
     slices = 1 if batch_invariant else max(1, min(most, width // _NARROWEST))
     return MergeTile(heads, slices, _SLICED if slices > 1 else 0, warps, ctas_per_sm)

@@ -1,0 +1,256 @@
+"""Blocks of a latent cache in shared memory: the producer warps that load them by TMA, and how their consumers wait.
+
+A block is 64 rows of a latent cache, of 512 latent and 64 rope columns. It is kept as two halves of 256 latent columns,
+and the rope columns. Scores need all columns; the output of a half needs that half alone. So each half, and the rope
+columns, has a full barrier of its own, and is released when its last reader is done: the next block's loads begin
+while other parts of this one are still in use.
+"""
+
+from typing import Any, Final, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from trunkattn.gpu.hopper.common import SWIZZLED, opaque, reinterpret, scheduled_task
+from trunkattn.gpu.hopper.pipeline import tma_load
+from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_FULL, ITEM_SEGMENT_START
+from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_POSITION, SEGMENT_QUERIES
+
+LATENT_DIM, ROPE_DIM, BLOCK_ROWS = gl.constexpr(512), gl.constexpr(64), gl.constexpr(64)
+HALF_DIM = gl.constexpr(256)
+NUM_BUFFERS: Final = 2
+PART_COLUMNS = gl.constexpr(64)  # of a TMA box: as wide as a swizzled row
+HALF_PARTS = gl.constexpr(4)
+# Named barriers of a CTA: Triton takes the first ones, 0, 1 and one for each partition of warps. Empty barriers: of the
+# left half of buffer 0, its right half, its rope columns, and those of buffer 1.
+BAR_EMPTY = gl.constexpr(5)
+PARTS = gl.constexpr(3)  # of a block
+LEFT, RIGHT, ROPE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+_CONSUMER_AND_PRODUCER = gl.constexpr(160)  # threads that meet at an empty barrier: of a warpgroup and of a warp
+_BAR_QUERIES = gl.constexpr(15)
+_ALL_THREADS = gl.constexpr(320)  # of the consumers and producers
+_SEGMENT_COLUMNS = gl.constexpr(SEGMENT_COLUMNS)
+_SEGMENT_QUERIES, _SEGMENT_POSITION = gl.constexpr(SEGMENT_QUERIES), gl.constexpr(SEGMENT_POSITION)
+
+
+class Buffers(NamedTuple):
+    """Two blocks. *_boxes: as TMA writes them; halves [2 * buffers, 64, 256], rope [buffers, 64, 64]: the same memory.
+    full [parts * buffers, 1]: the full barriers."""
+
+    half_boxes: Any
+    rope_boxes: Any
+    halves: Any
+    rope: Any
+    full: Any
+
+
+class Tasks(NamedTuple):
+    """items: pointer to the first."""
+
+    items: Any
+    num_tasks: Any
+    cta: Any
+    num_ctas: Any
+
+
+class Blocks(NamedTuple):
+    """Blocks of an item: segments [first, end) in `count` blocks, of which the first `num_full` are seen whole by all
+    rows."""
+
+    first: Any
+    end: Any
+    count: Any
+    num_full: Any
+
+
+@gluon.jit
+def allocate_buffers(desc, C: gl.constexpr):
+    """The buffers, all empty."""
+    BOXES: gl.constexpr = BLOCK_ROWS // C.segment_size
+    HALF_BOXES: gl.constexpr = (2 * 2 * HALF_PARTS * BOXES, 1, C.segment_size, PART_COLUMNS)
+    ROPE_BOXES: gl.constexpr = (2 * BOXES, 1, C.segment_size, PART_COLUMNS)
+    half_boxes = gl.allocate_shared_memory(desc.dtype, HALF_BOXES, desc.layout)
+    rope_boxes = gl.allocate_shared_memory(desc.dtype, ROPE_BOXES, desc.layout)
+    HALVES: gl.constexpr = (4, BLOCK_ROWS, HALF_DIM)
+    ROPES: gl.constexpr = (2, BLOCK_ROWS, ROPE_DIM)
+    full = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * PARTS):
+        mbarrier.init(full.index(i), count=1)
+    return Buffers(
+        half_boxes,
+        rope_boxes,
+        reinterpret(half_boxes, desc.dtype, HALVES, SWIZZLED),
+        reinterpret(rope_boxes, desc.dtype, ROPES, SWIZZLED),
+        full,
+    )
+
+
+@gluon.jit
+def blocks_of(item, C: gl.constexpr):
+    """The blocks of an item."""
+    BLOCK_SEGMENTS: gl.constexpr = BLOCK_ROWS // C.segment_size
+    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+    end = gl.load(item + ITEM_SEGMENT_END)
+    count = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS
+    return Blocks(start, end, count, (full - start) // BLOCK_SEGMENTS)
+
+
+@gluon.jit
+def task_of(tasks, turn, C: gl.constexpr):
+    """The task at a turn: an item, and in place of a KV head a group of query heads."""
+    return scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_head_groups)
+
+
+@gluon.jit
+def part_wait(buffers, BUFFER: gl.constexpr, PART: gl.constexpr, uses):
+    """Waits until a part of a buffer has been written for the use number `uses`."""
+    mbarrier.wait(buffers.full.index(BUFFER * PARTS + PART), uses & 1)
+
+
+@gluon.jit
+def part_release(BUFFER: gl.constexpr, PART: gl.constexpr):
+    """This warp has read a part. It arrives without waiting; see `pipeline.consumer_release`."""
+    BARRIER: gl.constexpr = BAR_EMPTY + BUFFER * PARTS + PART
+    operands = [gl.to_tensor(BARRIER), gl.to_tensor(_CONSUMER_AND_PRODUCER)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def _part_acquire(BUFFER: gl.constexpr, PART: gl.constexpr, uses):
+    """Waits until the part is released. The first use finds it empty."""
+    if uses > 0:
+        BARRIER: gl.constexpr = BAR_EMPTY + BUFFER * PARTS + PART
+        operands = [gl.to_tensor(BARRIER), gl.to_tensor(_CONSUMER_AND_PRODUCER)]
+        gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def queries_sync():
+    """A producer warp waits until the loads of the first queries are under way: behind its own they would wait for all
+    of these."""
+    operands = [gl.to_tensor(_BAR_QUERIES), gl.to_tensor(_ALL_THREADS)]
+    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def queries_arrive():
+    """A consumer warp has started those loads."""
+    operands = [gl.to_tensor(_BAR_QUERIES), gl.to_tensor(_ALL_THREADS)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+class Boxes(NamedTuple):
+    """TMA boxes of a block, as tuples, one for each segment: the page, and the token of the page at which it begins."""
+
+    page: Any
+    token: Any
+
+
+@gluon.jit
+def _locate(segments, at, end, C: gl.constexpr):
+    """The boxes of a block that begins with segment `at`. A box of fewer tokens ends where they end: what lies before
+    them is finite or set to 0 by TMA, and what lies behind may be NaN."""
+    page: gl.tuple = ()
+    token: gl.tuple = ()
+    for i in gl.static_range(BLOCK_ROWS // C.segment_size):
+        segment = segments + gl.maximum(gl.minimum(at + i, end - 1), 0) * _SEGMENT_COLUMNS
+        first = gl.load(segment)
+        tokens = gl.where(at + i < end, gl.load(segment + _SEGMENT_QUERIES) >> 16, 0)
+        page += (first // C.page_size,)
+        token += (gl.where(tokens > 0, first % C.page_size + tokens, 0) - C.segment_size,)
+    return Boxes(page, token)
+
+
+@gluon.jit
+def _load_part(desc, buffers, boxes, BUFFER: gl.constexpr, PART: gl.constexpr, uses, C: gl.constexpr):
+    """Acquires a part of a buffer and starts its loads."""
+    BOXES: gl.constexpr = BLOCK_ROWS // C.segment_size
+    full = buffers.full.index(BUFFER * PARTS + PART)
+    _part_acquire(BUFFER, PART, uses)
+    if PART == ROPE:
+        mbarrier.expect(full, BLOCK_ROWS * ROPE_DIM * 2)
+        for i in gl.static_range(BOXES):
+            box = buffers.rope_boxes.index(BUFFER * BOXES + i)
+            tma_load(desc, [boxes.page[i], boxes.token[i], LATENT_DIM], full, box)
+    else:
+        mbarrier.expect(full, BLOCK_ROWS * HALF_DIM * 2)
+        for part in range(opaque(HALF_PARTS)):
+            for i in gl.static_range(BOXES):
+                box = buffers.half_boxes.index(((2 * BUFFER + PART) * HALF_PARTS + part) * BOXES + i)
+                column = PART * HALF_DIM + part * PART_COLUMNS
+                tma_load(desc, [boxes.page[i], boxes.token[i], column], full, box)
+
+
+@gluon.jit
+def load_items(tasks, segments, desc, buffers, BUFFER: gl.constexpr, C: gl.constexpr):
+    """Producer warp of a buffer, which holds every second block of an item. Parts are loaded in the order in which the
+    scores are computed."""
+    BLOCK_SEGMENTS: gl.constexpr = BLOCK_ROWS // C.segment_size
+    uses, is_first = 0, True
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = task_of(tasks, turn, C)
+        blocks = blocks_of(task.item, C)
+        boxes = _locate(segments, blocks.first + BUFFER * BLOCK_SEGMENTS, blocks.end, C)
+        if is_first & (blocks.count > 0):
+            queries_sync()
+            is_first = False
+        for nth in range(BUFFER, blocks.count, 2):
+            next_boxes = _locate(segments, blocks.first + (nth + 2) * BLOCK_SEGMENTS, blocks.end, C)
+            _load_part(desc, buffers, boxes, BUFFER, ROPE, uses, C)
+            _load_part(desc, buffers, boxes, BUFFER, LEFT if BUFFER == 0 else RIGHT, uses, C)
+            _load_part(desc, buffers, boxes, BUFFER, RIGHT if BUFFER == 0 else LEFT, uses, C)
+            uses += 1
+            boxes = next_boxes
+
+
+class RowMask(NamedTuple):
+    """What the masks of an item depend on. query, position [64]: of each row, the query's place in the item and in its
+    sequence. window: tokens."""
+
+    segments: Any
+    query: Any
+    position: Any
+    window: Any
+
+
+class BlockSegments(NamedTuple):
+    """The segments of a block, as tuples: which queries see each and how many tokens it has, packed; and the position
+    of its first token, if the mask needs it."""
+
+    queries: Any
+    position: Any
+
+
+@gluon.jit
+def read_segments(args, blocks, nth, C: gl.constexpr):
+    """The segments of an item's block, read ahead of the scores: memory answers while the tensor cores work."""
+    queries: gl.tuple = ()
+    position: gl.tuple = ()
+    for i in gl.static_range(BLOCK_ROWS // C.segment_size):
+        index = blocks.first + nth * (BLOCK_ROWS // C.segment_size) + i
+        segment = args.segments + index * _SEGMENT_COLUMNS
+        queries += (gl.load(segment + _SEGMENT_QUERIES, mask=index < blocks.end, other=0),)
+        if C.masked:
+            position += (gl.load(segment + _SEGMENT_POSITION, mask=index < blocks.end, other=0),)
+    return BlockSegments(queries, position)
+
+
+@gluon.jit
+def mask_block(args, read, C: gl.constexpr):
+    """[64, 64] which row sees which key of a block. read: its segments."""
+    n = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, C.scores))
+    begin, until, key = n * 0, n * 0, n * 0
+    for i in gl.static_range(BLOCK_ROWS // C.segment_size):
+        packed = read.queries[i]
+        missing = C.segment_size - (packed >> 16)  # a box ends with its last token
+        own = n // C.segment_size == i
+        begin = gl.where(own, gl.where(n % C.segment_size >= missing, packed & 255, 256), begin)
+        until = gl.where(own, packed >> 8 & 255, until)
+        if C.masked:
+            key = gl.where(own, read.position[i] + n % C.segment_size - missing, key)
+    mask = (args.query[:, None] >= begin[None, :]) & (args.query[:, None] < until[None, :])
+    if C.masked:
+        mask = mask & (key[None, :] <= args.position[:, None])
+        mask = mask & (key[None, :] > (args.position - args.window)[:, None])
+    return mask

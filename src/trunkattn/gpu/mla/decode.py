@@ -1,0 +1,360 @@
+"""Latent attention in row tiles on Hopper over a paged latent cache, warp specialized, in Gluon.
+
+A CTA computes items of up to 64 rows, (query token, head) pairs, against blocks of 64 cached rows, which are keys and
+values of all heads at once. Two consumer warpgroups each hold 256 columns of the output, as 512 columns in float32 fill
+the registers of two. They take blocks in pairs, like FlashMLA's "seesaw" schedule
+(https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md): each computes the scores of one block,
+and both multiply the probabilities of both blocks with their half of the values. The one's softmax runs while the
+tensor cores work for the other. Probabilities and row maxima pass through shared memory.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.hopper.common import NEG_INF, SWIZZLED, WARPGROUP_ROWS, pdl_trigger, pdl_wait, prefetch_to_l2
+from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize
+from trunkattn.gpu.hopper.segments import row_tiles_of
+from trunkattn.gpu.layer import Tensors
+from trunkattn.gpu.mla.blocks import (
+    BLOCK_ROWS,
+    HALF_DIM,
+    LATENT_DIM,
+    LEFT,
+    PART_COLUMNS,
+    RIGHT,
+    ROPE_DIM,
+    RowMask,
+    Tasks,
+    allocate_buffers,
+    blocks_of,
+    load_items,
+    queries_arrive,
+    task_of,
+)
+from trunkattn.gpu.mla.pairs import (
+    BAR_BOTH,
+    Item,
+    Shared,
+    State,
+    left_last,
+    left_pair,
+    meet,
+    of_acc,
+    right_last,
+    right_pair,
+)
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
+
+_DIRECT = gl.constexpr(DIRECT)
+_ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
+_QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
+REGISTERS: Final = 168  # of a thread at launch: Triton rounds the ten warps up to twelve
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+
+
+class LatentConstants(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_qo_heads, group_size: query heads, and those of them that an item computes at once.
+        segment_size: tokens, and rows of a TMA box.
+        masked: queries of one sequence see different tokens.
+        scores, acc: layouts of a block's scores and of half of the output. copy: of half of the output in memory.
+    """
+
+    num_qo_heads: int
+    num_head_groups: int
+    group_size: int
+    page_size: int
+    segment_size: int
+    masked: bool
+    return_lse: bool
+    scores: Any
+    acc: Any
+    copy: Any
+
+
+def constants(
+    num_qo_heads: int, group_size: int, page_size: int, segment_size: int, masked: bool, return_lse: bool
+) -> LatentConstants:
+    """The constants of an attention."""
+    scores, acc = (
+        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+        for columns in (BLOCK_ROWS.value, HALF_DIM.value)
+    )
+    heads = (num_qo_heads, num_qo_heads // group_size, group_size)
+    copy = copy_layout(HALF_DIM.value)
+    return LatentConstants(*heads, page_size, segment_size, masked, return_lse, scores, acc, copy)
+
+
+class LatentLayer(NamedTuple):
+    """Tensors of one layer. q_latent [T, Hq, 512], q_rope [T, Hq, 64], out [T, Hq, 512]; the others float32: lse [T,
+    Hq], partial [slots, Hq, 512], partial_lse [slots, Hq], logit_scale and v_scale [1]. logit_scale includes
+    log2(e)."""
+
+    q_latent: Any
+    q_rope: Any
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+    logit_scale: Any
+    v_scale: Any
+    q_latent_token_stride: Any
+    q_latent_head_stride: Any
+    q_rope_token_stride: Any
+    q_rope_head_stride: Any
+    out_token_stride: Any
+    out_head_stride: Any
+
+
+@gluon.jit
+def _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH: gl.constexpr, C: gl.constexpr):
+    """Query rows to shared memory, half of the latent columns by each warpgroup. Returns the rope columns, in registers
+    of both: they take the place of the right probabilities for as long as it takes to load them. Where logits are
+    scaled by a negative number, queries change their sign."""
+    m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.copy))
+    used = first + m // C.group_size < end
+    token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
+    head = first_head + m % C.group_size
+    d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, C.copy))
+    at = (token * layer.q_latent_token_stride + head * layer.q_latent_head_stride)[:, None] + d[None, :]
+    latent = gl.load(layer.q_latent + at, mask=used[:, None], other=0.0)
+    if WHICH == LEFT:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, LAYOUT))
+        used = first + m // C.group_size < end
+        token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
+        head = first_head + m % C.group_size
+        d = gl.arange(0, ROPE_DIM, gl.SliceLayout(0, LAYOUT))
+        at = (token * layer.q_rope_token_stride + head * layer.q_rope_head_stride)[:, None] + d[None, :]
+        rope = gl.load(layer.q_rope + at, mask=used[:, None], other=0.0)
+    if is_first:
+        queries_arrive()
+    negative = gl.load(layer.logit_scale) < 0  # behind that, so that nothing of it waits for the queries ahead of that
+    if WHICH == LEFT:
+        shared.p_right.store(gl.where(negative, -rope, rope))
+    shared.q.index(WHICH).store(gl.where(negative, -latent, latent))
+    fence_async_shared()
+    meet(BAR_BOTH)
+    return shared.p_right.load(gl.DotOperandLayout(0, C.scores, 2))
+
+
+@gluon.jit
+def _write_out(out, token, out_tile, first_head, layer, WHICH: gl.constexpr, C: gl.constexpr):
+    """Half of the columns of rows to `layer.out`, by way of the queries' memory, 16 bytes a thread. token [64]: of each
+    row; -1: it is not written."""
+    out_tile.store((out * gl.load(layer.v_scale)).to(out_tile.dtype))
+    COPY: gl.constexpr = C.copy
+    COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    to_token = gl.convert_layout(token, COPY_ROW)
+    head = first_head + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
+    d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, C.copy))[None, :]
+    at = (to_token.to(gl.int64) * layer.out_token_stride + head * layer.out_head_stride)[:, None] + d
+    gl.store(layer.out + at, out_tile.load(COPY), mask=(to_token >= 0)[:, None])
+
+
+@gluon.jit
+def _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH: gl.constexpr, C: gl.constexpr):
+    """Writes half of the columns of an item's rows, as partials or to `layer.out`."""
+    if WHICH == LEFT:
+        shared.sum_left.store(state.row_sum)
+        meet(BAR_BOTH)
+        row_sum = state.row_sum + shared.sum_right.load(gl.SliceLayout(1, C.scores))
+    else:
+        shared.sum_right.store(state.row_sum)
+        meet(BAR_BOTH)
+        row_sum = shared.sum_left.load(gl.SliceLayout(1, C.scores)) + state.row_sum
+    inverse_sum, lse = finalize(state.row_max, row_sum)
+    out, lse = state.acc * of_acc(inverse_sum, C)[:, None], of_acc(lse, C)
+    m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.acc))
+    used = first + m // C.group_size < end
+    token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0)
+    slot = gl.load(tiles.partial_slots + first + m // C.group_size, mask=used, other=_DIRECT)
+    head = first_head + m % C.group_size
+    if gl.max(slot, 0) != _DIRECT:
+        has_slot = used & (slot != _DIRECT)
+        at = slot.to(gl.int64) * C.num_qo_heads + head
+        d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, C.acc))[None, :]
+        gl.store(layer.partial + at[:, None] * LATENT_DIM + d, out, mask=has_slot[:, None])
+        if WHICH == LEFT:
+            gl.store(layer.partial_lse + at, lse, mask=has_slot)
+    direct = used & (slot == _DIRECT)
+    if C.return_lse and WHICH == LEFT:
+        gl.store(layer.lse + token * C.num_qo_heads + head, lse, mask=direct)
+    if gl.max(direct.to(gl.int32), 0) > 0:
+        _write_out(out, gl.where(direct, token, -1), shared.q.index(WHICH), first_head, layer, WHICH, C)
+
+
+@gluon.jit
+def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, C: gl.constexpr):
+    """A consumer warpgroup: its half of the output of the items."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
+    ACC: gl.constexpr = C.acc
+    query = gl.arange(0, WARPGROUP_ROWS, ROWS) // C.group_size
+    scale = gl.maximum(gl.abs(gl.load(layer.logit_scale)), 1e-37)  # times 0 a masked score, -inf, would be NaN
+    uses, num_items = 0, 0  # of the own buffer
+    for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
+        task = task_of(tasks, turn, C)
+        blocks = blocks_of(task.item, C)
+        if blocks.count > 0:  # an item that the device planner had no room for has no segments
+            first, end = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
+            first_head = task.kv_head * C.group_size
+            is_first = num_items == 0
+            num_items += 1
+            q_rope = _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH, C)
+            position = query
+            if C.masked:
+                used = first + query < end
+                token = gl.load(tiles.queries + first + query, mask=used, other=0)
+                position = gl.load(tiles.positions + token, mask=used, other=0)
+            item = Item(q_rope, scale, RowMask(tiles.segments, query, position, window), blocks)
+            state = State(
+                gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, ROWS),
+                gl.zeros([WARPGROUP_ROWS], gl.float32, ROWS),
+                gl.zeros([WARPGROUP_ROWS, HALF_DIM], gl.float32, ACC),
+            )
+            PAIR: gl.constexpr = left_pair if WHICH == LEFT else right_pair
+            num_full = blocks.num_full // 2 * 2
+            for nth in range(0, num_full, 2):
+                state = PAIR(state, shared, buffers, item, uses, nth, False, C)
+                uses += 1
+            for nth in range(num_full, blocks.count // 2 * 2, 2):
+                state = PAIR(state, shared, buffers, item, uses, nth, True, C)
+                uses += 1
+            if blocks.count % 2 == 1:
+                if WHICH == LEFT:
+                    state = left_last(state, shared, buffers, item, uses, C)
+                    uses += 1
+                else:
+                    state = right_last(state, shared, buffers, uses, C)
+            _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH, C)
+
+
+class LatentWork(NamedTuple):
+    """The arrays of a plan. counts: where buckets begin. window: tokens, 2^31 - 1 for all. pdl: a `Pdl`, whose
+    bools Triton does not compile for."""
+
+    tiles: Any
+    counts: Any
+    window: Any
+    pdl: Any
+
+
+class LatentArguments(NamedTuple):
+    """The parameters of `latent_decode_kernel`. desc: TMA descriptor of the cache."""
+
+    layer: LatentLayer
+    desc: Any
+    work: LatentWork
+    first_bucket: int
+    last_bucket: int
+    items_size: int
+    queries_size: int
+    segments_size: int
+    C: LatentConstants
+
+
+UNSPECIALIZED: Final = LatentArguments._fields[3:-1]
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def latent_decode_kernel(
+    layer,
+    desc,
+    work,
+    first_bucket,
+    last_bucket,
+    items_size,
+    queries_size,
+    segments_size,
+    C: gl.constexpr,
+):
+    """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers."""
+    if not work.pdl.wait:
+        pdl_wait()
+    if work.pdl.trigger:
+        pdl_trigger()
+    tiles = work.tiles
+    cta = gl.program_id(0)
+    prefetch_to_l2(tiles.items, items_size, cta, 64)
+    prefetch_to_l2(tiles.segments, segments_size, cta, 512)
+    prefetch_to_l2(tiles.queries, queries_size, cta, 64)
+    prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
+    dtype: gl.constexpr = desc.dtype
+    buffers = allocate_buffers(desc, C)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
+        gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
+        gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
+        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+    )
+    first_item = gl.load(work.counts + first_bucket)
+    num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_head_groups
+    tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, gl.num_programs(0))
+    gl.warp_specialize(
+        [
+            (_consume, (tasks, tiles, layer, work.window, shared, buffers, LEFT, C)),
+            (_consume, (tasks, tiles, layer, work.window, shared, buffers, RIGHT, C)),
+            (load_items, (tasks, tiles.segments, desc, buffers, LEFT, C)),
+            (load_items, (tasks, tiles.segments, desc, buffers, RIGHT, C)),
+        ],
+        [4, 1, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+    )
+    if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch waits for those ahead of it
+        pdl_wait()
+
+
+def tma_descriptor(cache: torch.Tensor, segment_size: int) -> TensorDescriptor:
+    """The argument `desc`: a TMA box holds a segment's tokens and 64 columns. cache: [pages, page_size, 1, columns]."""
+    rows = cache[:, :, 0]
+    box = [1, segment_size, PART_COLUMNS.value]
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), box, gl.NVMMASharedLayout(128, 16, 3))
+
+
+def layer_of(t: Tensors) -> LatentLayer:
+    """The argument `layer`."""
+    assert t.q_rope is not None
+    strides = (*t.q.stride()[:2], *t.q_rope.stride()[:2], *t.out.stride()[:2])
+    return LatentLayer(t.q, t.q_rope, t.out, t.lse, t.partial, t.partial_lse, t.logit_scale, t.v_scale, *strides)
+
+
+LAYER: Final = ("layer", "desc")  # the arguments that differ from layer to layer
+
+
+def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
+    """The launch of the items of the launch's buckets, for layers like `t`. With a window the tokens of a segment that
+    lie before it are loaded and masked: they must be finite, as tokens of the sequence are."""
+    g, arrays, sizes = plan.geometry, plan.arrays, plan.sizes
+
+    def of_layer(each: Tensors) -> tuple[LatentLayer, TensorDescriptor]:
+        return layer_of(each), tma_descriptor(each.k_cache, g.segment_size)
+
+    layer, desc = of_layer(t)
+    group_size = g.num_qo_heads // g.num_kv_heads
+    given = LatentArguments(
+        layer=layer,
+        desc=desc,
+        work=LatentWork(tiles=row_tiles_of(plan), counts=arrays[launch.counts], window=g.window, pdl=options.pdl),
+        first_bucket=launch.buckets[0],
+        last_bucket=launch.buckets[-1],
+        items_size=sizes["items"],
+        queries_size=sizes["queries"],
+        segments_size=sizes["segments"],
+        C=constants(g.num_qo_heads, group_size, g.page_size, g.segment_size, g.masked, options.return_lse),
+    )
+    compiled = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
+    grid = Grid(min(launch.num_ctas, plan.card.num_sms), given._asdict() | compiled)
+    return BoundLaunches(latent_decode_kernel, [grid], LAYER, of_layer)

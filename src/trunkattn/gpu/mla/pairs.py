@@ -1,0 +1,216 @@
+"""Pairs of blocks: scores, softmax and products of the two consumer warpgroups of the latent kernel.
+
+The left warpgroup computes the scores of the first block of a pair and holds the left half of the output; the right
+warpgroup computes those of the second and holds the right half. Of each block both halves need the probabilities:
+
+    left                                    right
+    scores of block 0                       scores of block 1
+    p0, row maxima m0            -> m0 ->   p1 with m1 = max(m0, its own)
+    left  += p0 · values of block 0         right += p1 · values of block 1
+    p0 · exp2(m0 - m1)     <- p1, m1, p0 ->
+    left  += p1 · values of block 1         right += p0 · values of block 0
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
+from trunkattn.gpu.hopper.online_softmax import softmax_step
+from trunkattn.gpu.mla.blocks import (
+    BLOCK_ROWS,
+    LEFT,
+    RIGHT,
+    ROPE,
+    mask_block,
+    part_release,
+    part_wait,
+    read_segments,
+)
+
+# Named barriers at which the two warpgroups meet, behind the empty barriers
+_BAR_MAX, _BAR_RIGHT, _BAR_LEFT = gl.constexpr(11), gl.constexpr(12), gl.constexpr(13)
+BAR_BOTH = gl.constexpr(14)
+_BOTH_THREADS = gl.constexpr(256)
+
+
+class Shared(NamedTuple):
+    """What the consumer warpgroups share. q [2, 64, 256]: the latent columns of the queries. p_left, p_right [64, 64]:
+    probabilities of the left and the right warpgroup's block; max_* and sum_* [64]: their rows' maxima and sums."""
+
+    q: Any
+    p_left: Any
+    p_right: Any
+    max_left: Any
+    max_right: Any
+    sum_left: Any
+    sum_right: Any
+
+
+class State(NamedTuple):
+    """row_max, row_sum [64], acc [64, 256]. row_sum: of the own blocks."""
+
+    row_max: Any
+    row_sum: Any
+    acc: Any
+
+
+class Item(NamedTuple):
+    """What does not change within an item. q_rope: the rope columns of the queries, in registers. scale: of logits,
+    log2(e) included. mask: see `mask_block`. blocks: its blocks."""
+
+    q_rope: Any
+    scale: Any
+    mask: Any
+    blocks: Any
+
+
+@gluon.jit
+def _arrive(BARRIER: gl.constexpr):
+    """Arrives at a barrier of both warpgroups without waiting."""
+    operands = [gl.to_tensor(BARRIER), gl.to_tensor(_BOTH_THREADS)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def meet(BARRIER: gl.constexpr):
+    """Waits at a barrier of both warpgroups."""
+    operands = [gl.to_tensor(BARRIER), gl.to_tensor(_BOTH_THREADS)]
+    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def _hidden_zero(uses):
+    """0, of which the compiler knows nothing: descriptors of shared memory that depend on it are computed where they
+    are used. Otherwise they are computed once, ahead of the loop, and spill."""
+    return uses & (gl.num_programs(1) - 1)
+
+
+@gluon.jit
+def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constexpr):
+    """[64, 64] scores of the own block, whose rope columns are then free."""
+    SCORES: gl.constexpr = C.scores
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_ROWS], gl.float32, SCORES)
+    FIRST: gl.constexpr = WHICH
+    SECOND: gl.constexpr = 1 - WHICH
+    zero = _hidden_zero(uses)
+    part_wait(buffers, WHICH, ROPE, uses)
+    scores = warpgroup_mma(
+        q_rope, buffers.rope.index(WHICH + zero).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    part_wait(buffers, WHICH, FIRST, uses)
+    k_tile = buffers.halves.index(2 * WHICH + FIRST + zero).permute((1, 0))
+    scores = warpgroup_mma(shared.q.index(FIRST + zero), k_tile, scores, is_async=True)
+    part_wait(buffers, WHICH, SECOND, uses)
+    k_tile = buffers.halves.index(2 * WHICH + SECOND + zero).permute((1, 0))
+    scores = warpgroup_mma(shared.q.index(SECOND + zero), k_tile, scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    part_release(WHICH, ROPE)
+    return scores
+
+
+@gluon.jit
+def of_acc(rows, C: gl.constexpr):
+    """A number of each row, for the output. Both layouts give a thread the same rows, so that nothing moves."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, C.acc))
+
+
+@gluon.jit
+def _operand(p, C: gl.constexpr):
+    """Probabilities as the left operand of a product, in the registers in which they are."""
+    return gl.convert_layout(p, gl.DotOperandLayout(0, C.acc, 2))
+
+
+@gluon.jit
+def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl.constexpr):
+    """The left warpgroup's part of a pair of blocks: the scores of the first, and the left half of the output."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
+    if MASK:
+        read = read_segments(item.mask, item.blocks, nth, C)
+    scores = _scores_of(shared, item.q_rope, buffers, uses, LEFT, C)
+    mask = mask_block(item.mask, read, C) if MASK else 0
+    p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, item.scale, mask, MASK, 0.0)
+    shared.max_left.store(row_max)
+    _arrive(_BAR_MAX)
+    acc = state.acc * of_acc(rescale, C)[:, None]
+    p_own = _operand(p.to(shared.q.dtype), C)
+    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)
+    meet(_BAR_RIGHT)
+    last_max = shared.max_right.load(ROWS)
+    again = gl.exp2(row_max - last_max)
+    shared.p_left.store((p * again[:, None]).to(shared.q.dtype))
+    fence_async_shared()
+    _arrive(_BAR_LEFT)
+    acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
+    part_release(0, LEFT)
+    acc = acc * of_acc(again, C)[:, None]
+    acc = warpgroup_mma(shared.p_right, buffers.halves.index(2 + LEFT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    part_release(1, LEFT)
+    return State(last_max, row_sum * again, acc)
+
+
+@gluon.jit
+def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl.constexpr):
+    """The right warpgroup's part: the scores of the second block, and the right half of the output."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
+    if MASK:
+        read = read_segments(item.mask, item.blocks, nth + 1, C)
+    scores = _scores_of(shared, item.q_rope, buffers, uses, RIGHT, C)
+    mask = mask_block(item.mask, read, C) if MASK else 0
+    meet(_BAR_MAX)
+    first_max = shared.max_left.load(ROWS)
+    p, _, row_max, new_sum = softmax_step(first_max, state.row_sum * 0, scores, item.scale, mask, MASK, 0.0)
+    shared.max_right.store(row_max)
+    p_own = p.to(shared.q.dtype)
+    shared.p_right.store(p_own)
+    fence_async_shared()
+    _arrive(_BAR_RIGHT)
+    rescale = gl.exp2(state.row_max - row_max)
+    acc = state.acc * of_acc(rescale, C)[:, None]
+    p_own = _operand(p_own, C)
+    acc = warpgroup_mma(p_own, buffers.halves.index(2 + RIGHT + _hidden_zero(uses)), acc, is_async=True)
+    meet(_BAR_LEFT)
+    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)
+    acc, p_own = warpgroup_mma_wait(1, deps=(acc, p_own))
+    part_release(1, RIGHT)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    part_release(0, RIGHT)
+    return State(row_max, state.row_sum * rescale + new_sum, acc)
+
+
+@gluon.jit
+def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
+    """The last block of an item with an odd number of them, for the left warpgroup."""
+    read = read_segments(item.mask, item.blocks, item.blocks.count - 1, C)
+    scores = _scores_of(shared, item.q_rope, buffers, uses, LEFT, C)
+    mask = mask_block(item.mask, read, C)
+    p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, item.scale, mask, True, 0.0)
+    p_own = p.to(shared.q.dtype)
+    meet(_BAR_RIGHT)  # the right warpgroup has read the left probabilities of the pair before
+    shared.max_left.store(row_max)
+    shared.p_left.store(p_own)
+    fence_async_shared()
+    _arrive(_BAR_MAX)
+    acc = state.acc * of_acc(rescale, C)[:, None]
+    p_own = _operand(p_own, C)
+    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)
+    acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
+    part_release(0, LEFT)
+    return State(row_max, row_sum, acc)
+
+
+@gluon.jit
+def right_last(state, shared, buffers, uses, C: gl.constexpr):
+    """The same for the right warpgroup."""
+    _arrive(_BAR_RIGHT)
+    meet(_BAR_MAX)
+    row_max = shared.max_left.load(gl.SliceLayout(1, C.scores))
+    rescale = gl.exp2(state.row_max - row_max)
+    acc = state.acc * of_acc(rescale, C)[:, None]
+    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    part_release(0, RIGHT)
+    return State(row_max, state.row_sum * rescale, acc)

@@ -1,0 +1,129 @@
+"""Latent attention (MLA): what its kernels refuse, and their tiles with their prices. Triton is not imported here.
+
+All query heads share a cached row, so a work item may compute them all. Where a query has more heads than a tile has
+rows, they are groups, and an item is computed once for each: to the planner and the merge a group is a KV head.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from trunkattn.config import AttentionConfig
+from trunkattn.gpu.cards import E4M3_NEEDS, HOPPER, Card
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.tiles import GpuTile
+
+MODULE: Final = "trunkattn.gpu.mla"
+DECODE: Final = "Hopper latent decode"
+PORTABLE: Final = "portable latent decode"
+
+ROWS: Final = 64  # of the Hopper kernel's tile
+_PORTABLE_ROWS: Final = 32  # of the tallest tile of the portable kernel
+LATENT_DIM: Final = 512  # of the Hopper kernel
+ROPE_DIM: Final = 64
+PAGE_UNIT: Final = 16  # tokens of its smallest TMA box
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+_TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
+
+# A block takes as long whether its rows are used or not. The times are those of blocks that the L2 cache holds.
+_TILE: Final = GpuTile(
+    ROWS,
+    64,
+    warps=4,
+    stages=2,
+    ctas_per_sm=1,
+    block_ns=(1800, 2000),
+    chain_ns=(1600, 1600),
+    private_n=64,
+    kernel=DECODE,
+    one_launch=True,
+)
+
+
+def head_groups(config: AttentionConfig, tiles: tuple[GpuTile, ...]) -> int:
+    """Groups of query heads that a work item computes one by one: those of the KV heads. Of a latent cache they are as
+    few as the tiles hold."""
+    return config.num_kv_heads if config.latent_dim is None else _fewest_groups(config, tiles[-1].block_m)
+
+
+def _fewest_groups(config: AttentionConfig, rows: int) -> int:
+    heads = config.num_qo_heads
+    return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= rows)
+
+
+def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
+    """Why the Hopper kernel does not compute a latent attention on a card; empty: it does."""
+    major, minor = divmod(card.capability, 10)
+    if card.capability != HOPPER:
+        return [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
+    if not card.model.runs_hopper_kernels:
+        return [f"the fast kernel was not timed on {card.model.name}"]
+    reasons = list[str]()
+    latent, rope = config.latent_dim or 0, config.head_dim - (config.latent_dim or 0)
+    if (latent, rope) != (LATENT_DIM, ROPE_DIM):
+        reasons.append(f"rows of {latent} + {rope} numbers: expected {LATENT_DIM} + {ROPE_DIM}")
+    if config.dtype not in _DTYPES:
+        reasons.append(f"{_name(config.dtype)} queries: expected bfloat16 or float16")
+    elif config.cache_dtype != config.dtype:
+        reasons.append(f"{_name(config.cache_dtype)} caches: expected {_name(config.dtype)}, as the queries")
+    if config.page_size % PAGE_UNIT:
+        reasons.append(f"page_size {config.page_size}: expected a multiple of {PAGE_UNIT}")
+    if config.logits_soft_cap is not None:
+        reasons.append("a soft cap: expected none")
+    if config.sinks:
+        reasons.append("sinks: expected none")
+    if config.batch_invariant:  # where a segment's tokens end decides where they lie in a block
+        reasons.append("batch_invariant=True: expected False")
+    if config.execution == "streams":
+        reasons.append("execution='streams': expected 'auto', 'serial' or 'overlapped'")
+    return reasons
+
+
+def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
+    """Why the Hopper kernel cannot read the tensors of a layer: TMA loads the cache, 16 bytes at a time."""
+    reasons = [] if t.q.is_cuda else ["tensors on a CPU: expected a GPU"]
+    if t.k_cache.data_ptr() % _TMA_BYTES:
+        reasons.append(f"k_cache begins at an address that is no multiple of {_TMA_BYTES} bytes")
+    strides = [stride * t.k_cache.itemsize for stride in t.k_cache.stride()[:2]]
+    if any(stride % _TMA_BYTES for stride in strides):
+        reasons.append(f"k_cache has strides {t.k_cache.stride()}: expected multiples of {_TMA_BYTES} bytes")
+    return reasons
+
+
+def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
+    """The tile of the Hopper kernel."""
+    return (_TILE,)
+
+
+def refuses_portable(config: AttentionConfig, card: Card) -> list[str]:
+    """Why the portable kernel does not compute a latent attention on a card; empty: it does."""
+    reasons = []
+    if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
+        reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")
+    if config.value_dim > LATENT_DIM:
+        reasons.append(f"latent_dim={config.latent_dim}: expected at most {LATENT_DIM}; use the CPU")
+    if config.head_dim - config.value_dim > ROPE_DIM:
+        rope = config.head_dim - config.value_dim
+        reasons.append(f"head_dim - latent_dim = {rope}: expected at most {ROPE_DIM} rope columns; use the CPU")
+    return reasons
+
+
+def portable_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
+    """The tile of the portable kernel: the lowest that holds a group, for its rows are computed whether they are used
+    or not. A taller one would spill."""
+    group = config.num_qo_heads // _fewest_groups(config, _PORTABLE_ROWS)
+    rows = next(rows for rows in (16, _PORTABLE_ROWS) if rows >= group)
+    keys = 16 if max(config.dtype.itemsize, config.cache_dtype.itemsize) > 2 else 32
+    return (portable_tile(rows, keys),)
+
+
+def portable_tile(rows: int, keys: int) -> GpuTile:
+    """A tile of the portable kernel. Four warps would spill an output of 512 columns and more than 16 rows; 64 rows
+    spill in eight, too, where the kernel stands in for the Hopper kernel."""
+    warps = 4 if rows == 16 else 8
+    return replace(_TILE, block_m=rows, block_n=keys, warps=warps, stages=1, private_n=keys, kernel=PORTABLE)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,219 @@
+"""Latent attention on a GPU's back end, under Triton's interpreter, on a made-up card."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn import AttentionConfig, Capacity
+from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.cards import H100
+from trunkattn.gpu.kernel import Work, choose, kernels_of, refusals
+from trunkattn.gpu.mla import spec
+from trunkattn.inputs import LayerInputs, of_layer
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.reference import latent_attention
+from trunkattn.workloads.batch import PagedBatch
+from trunkattn.workloads.trees import PrefixTree, tree_batch
+
+from ..attention.cases import fraction
+from .kernel_cases import CPU, make_card
+
+pytestmark = pytest.mark.slow
+
+LATENT, ROPE, SCALE = 32, 16, 24**-0.5
+TREE = PrefixTree((1, 2, 6), (32, 16, 9))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def card() -> Any:
+    """A card without kernels of its own."""
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=8, minor=0, L2_cache_size=50 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        yield
+
+
+def config_of(heads: int, page_size: int = 16, **options: Any) -> AttentionConfig:
+    options = {"dtype": torch.float32, "sm_scale": SCALE, "latent_dim": LATENT} | options
+    return AttentionConfig(heads, 1, options["latent_dim"] + options.pop("rope", ROPE), page_size, **options)
+
+
+def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and a cache with NaN behind every sequence."""
+    q = torch.randn(int(batch.query_start_loc[-1]), config.num_qo_heads, config.head_dim).to(config.dtype)
+    cache = torch.full((batch.num_pages, batch.page_size, config.head_dim), torch.nan)
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        token = torch.arange(length)
+        page = torch.from_numpy(batch.block_table[row]).long()[token // batch.page_size]
+        cache[page, token % batch.page_size] = torch.randn(length, config.head_dim)
+    return q, cache.to(config.cache_dtype)
+
+
+def run(backend: GpuBackend, step: Any, q: Any, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse."""
+    inputs: LayerInputs = of_layer(backend.config, q, cache, None, (None, None, None, None, None, True))
+    out = torch.full((step.num_query_tokens, backend.config.num_qo_heads, LATENT), math.nan, dtype=backend.config.dtype)
+    return out, backend.run(step, inputs, out)
+
+
+def assert_equals_oracle(backend: GpuBackend, batch: PagedBatch, window: int | None = None, into: Any = None) -> Any:
+    """Plans a batch, compares its output with the oracle's, and returns the step."""
+    config = backend.config
+    q, cache = tensors_of(config, batch)
+    tables = StepTables(
+        batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED if window is None else window
+    )
+    step = backend.plan(tables, into)
+    step.check()
+    out, lse = run(backend, step, q, cache)
+    arrays = (torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    want, want_lse = latent_attention(q, cache, *arrays, latent_dim=LATENT, sm_scale=SCALE, sliding_window=window)
+    tolerance = 1e-5 if config.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)
+    return step
+
+
+@settings(max_examples=fraction(8))
+@given(
+    heads=st.sampled_from([1, 8, 12, 16, 20, 96, 128]),
+    page_size=st.sampled_from([1, 16, 64]),
+    nodes=st.sampled_from([(1, 4), (5,), (1, 2, 6), (2, 8)]),
+    own=st.integers(1, 40),
+    invariant=st.booleans(),
+    window=st.sampled_from([None, None, 9]),
+)
+def test_trees_of_requests_equal_the_oracle(
+    heads: int, page_size: int, nodes: tuple[int, ...], own: int, invariant: bool, window: int | None
+) -> None:
+    config = config_of(heads, page_size, batch_invariant=invariant)
+    shared = -(-20 // page_size) * page_size
+    batch = tree_batch(PrefixTree(nodes, (*(shared for _ in nodes[1:]), own)), page_size, page_seed=1)
+    assert_equals_oracle(GpuBackend(config, CPU), batch, window)
+
+
+@pytest.mark.parametrize("policy", ["auto", "per_query", "pat"])
+def test_several_query_tokens_and_prompt_chunks_are_rows_of_tiles(policy: str) -> None:
+    batch = replace(tree_batch(TREE, 16), query_lens=np.array([1, 3, 0, 40, 1, 7], np.int32))
+    step = assert_equals_oracle(GpuBackend(config_of(20, policy=policy), CPU), batch)
+    assert step.gpu_plan.chunks is None
+    assert {launch.work for launch in step.gpu_plan.launches} <= {Work.LATENT, Work.MERGE}
+
+
+def test_one_plan_of_fixed_size_serves_batches_of_any_shape() -> None:
+    backend = GpuBackend(config_of(12), CPU, Capacity(8, 8, max_pages_per_request=8, num_pages=200))
+    step, launches = None, set()
+    for tree in (TREE, PrefixTree((5,), (70,)), PrefixTree((1, 8), (64, 3))):
+        step = assert_equals_oracle(backend, tree_batch(tree, 16, page_seed=2), into=step)
+        launches.add(step.gpu_plan.launches)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_tables_on_the_device_are_planned_there(invariant: bool) -> None:
+    config, batch = config_of(40, batch_invariant=invariant), tree_batch(TREE, 16, page_seed=2)
+    backend = GpuBackend(config, CPU, Capacity(8, 8, max_pages_per_request=8, num_pages=200, max_query_len=1))
+    tables = tuple(torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens))
+    step = backend.plan_on_device((*tables, None), UNLIMITED)
+    backend.check()
+    step.check()
+    q, cache = tensors_of(config, batch)
+    out, _ = run(backend, step, q, cache)
+    want, _ = latent_attention(q, cache, *tables, latent_dim=LATENT, sm_scale=SCALE)
+    torch.testing.assert_close(out[: len(q)].double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e5m2])
+def test_caches_of_16_and_8_bits_equal_the_oracle(kv_dtype: torch.dtype | None) -> None:
+    config = config_of(16, dtype=torch.float16, kv_dtype=kv_dtype)  # the interpreter multiplies no bfloat16
+    assert_equals_oracle(GpuBackend(config, CPU), tree_batch(TREE, 16))
+
+
+def test_queries_may_lie_in_two_tensors_and_rows_of_the_cache_apart() -> None:
+    backend, batch = GpuBackend(config_of(8), CPU), tree_batch(TREE, 16)
+    q, cache = tensors_of(backend.config, batch)
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    expected = run(backend, step, q, cache)[0]
+    wider = torch.full((*cache.shape[:2], cache.shape[2] + 16), math.nan)
+    wider[..., : cache.shape[2]] = cache
+    pair = q[..., :LATENT].contiguous(), q[..., LATENT:].contiguous()
+    assert torch.equal(run(backend, step, pair, wider[..., : cache.shape[2]])[0], expected)
+
+
+def test_where_the_fast_kernel_cannot_read_a_layer_the_portable_one_reads_the_same_lists() -> None:
+    """The tensors are on a CPU, which the fast kernel refuses; its tile has segments of 64 tokens."""
+    config = config_of(16, 64, latent_dim=spec.LATENT_DIM, rope=spec.ROPE_DIM, dtype=torch.float16)
+    facts = make_card(model=H100).facts
+    backend, batch = (
+        GpuBackend(config, CPU, facts=facts._replace(num_sms=132)),
+        tree_batch(PrefixTree((1, 5), (64, 9)), 64),
+    )
+    q, cache = tensors_of(config, batch)
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    assert step.gpu_plan.launches[0].kernel == spec.DECODE
+    inputs = of_layer(config, q, cache, None, (None, None, None, None, None, True))
+    out = torch.full((5, 16, spec.LATENT_DIM), math.nan, dtype=torch.float16)
+    backend.run(step, inputs, out)
+    arrays = (torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens))
+    want, _ = latent_attention(q, cache, *arrays, latent_dim=spec.LATENT_DIM, sm_scale=SCALE)
+    torch.testing.assert_close(out.double(), want, rtol=3e-2, atol=3e-2)
+    assert "tensors on a CPU" in step.stats().reason
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "portable_groups", "portable_rows"),
+    [(1, 1, 1, 16), (20, 1, 1, 32), (64, 1, 2, 32), (96, 2, 3, 32), (128, 2, 4, 32), (67, 67, 67, 16), (48, 1, 2, 32)],
+)
+def test_a_query_has_as_few_groups_of_heads_as_tiles_hold(
+    heads: int, groups: int, portable_groups: int, portable_rows: int
+) -> None:
+    config, hopper = deepseek(heads=heads), make_card(model=H100)
+    assert spec.head_groups(config, spec.decode_tiles(config, hopper)) == groups
+    tiles = spec.portable_tiles(config, hopper)
+    assert (spec.head_groups(config, tiles), tiles[-1].block_m) == (portable_groups, portable_rows)
+    assert spec.head_groups(AttentionConfig(8, 2, 64, 16, torch.bfloat16), tiles) == 2
+
+
+def deepseek(**options: Any) -> AttentionConfig:
+    given = {"dtype": torch.bfloat16, "latent_dim": 512, "rope": 64, "page_size": 64} | options
+    return config_of(given.pop("heads", 16), given.pop("page_size"), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"heads": 128, "page_size": 16, "dtype": torch.float16}, None),
+        ({"latent_dim": 256}, "rows of 256 + 64 numbers: expected 512 + 64"),
+        ({"dtype": torch.float32}, "float32 queries: expected bfloat16 or float16"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "float8_e4m3fn caches: expected bfloat16, as the queries"),
+        ({"page_size": 8}, "page_size 8: expected a multiple of 16"),
+        ({"batch_invariant": True}, "batch_invariant=True: expected False"),
+        ({"sinks": True}, "sinks: expected none"),
+        ({"logits_soft_cap": 30.0}, "a soft cap: expected none"),
+        ({"execution": "streams"}, "execution='streams': expected 'auto', 'serial' or 'overlapped'"),
+    ],
+)
+def test_which_kernel_computes_it_and_why_not_another(options: dict[str, Any], reason: str | None) -> None:
+    choice = choose(Work.LATENT, deepseek(**options), make_card(model=H100))
+    assert choice.reasons == (() if reason is None else (reason,))
+    assert choice.kernel and choice.kernel.portable == (reason is not None)
+    old = choose(Work.LATENT, deepseek(), make_card(capability=80, model=H100))
+    assert old.reasons == ("compute capability 8.0: the fast kernels are for 9.0",)
+
+
+def test_what_no_kernel_computes_says_so() -> None:
+    wide = deepseek(latent_dim=768)
+    assert refusals(wide, make_card(model=H100)) == ["latent_dim=768: expected at most 512; use the CPU"]
+    with pytest.raises(ValueError, match="expected at most 64 rope columns; use the CPU"):
+        kernels_of(deepseek(rope=96), make_card(model=H100))
