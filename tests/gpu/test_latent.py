@@ -217,3 +217,24 @@ def test_what_no_kernel_computes_says_so() -> None:
     assert refusals(wide, make_card(model=H100)) == ["latent_dim=768: expected at most 512; use the CPU"]
     with pytest.raises(ValueError, match="expected at most 64 rope columns; use the CPU"):
         kernels_of(deepseek(rope=96), make_card(model=H100))
+
+
+@pytest.mark.parametrize(
+    ("heads", "nodes", "tokens", "policy"),
+    [
+        (8, (1, 64), (8192, 512), "64x64"),
+        (8, (4, 64), (12032, 256), "64x64"),
+        (8, (1, 128), (896, 320), "64x64"),
+        (8, (8, 128), (1216, 512), "64x64"),
+        (16, (1, 64), (8192, 512), "64x64"),
+        (8, (64,), (4096,), "64x64 per query"),
+        (8, (8,), (8192,), "64x64 per query"),
+    ],
+)
+def test_an_h100_takes_the_tiling_that_was_fastest_there(
+    heads: int, nodes: tuple[int, ...], tokens: tuple[int, ...], policy: str
+) -> None:
+    backend = GpuBackend(deepseek(heads=heads), CPU, facts=make_card(model=H100).facts)
+    batch = tree_batch(PrefixTree(nodes, tokens), 64)
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    assert step.stats().policy == policy

@@ -1,0 +1,183 @@
+"""Latent attention (MLA) on a GPU, in its absorbed form, beside FlashMLA and FlashAttention-3: one layer, decoding.
+
+    python -m benchmarks.kernels.mla                                             # all cells; results/mla-CARD.json
+    python -m benchmarks.kernels.mla --heads 16 --batches "64 x (8192 + 512)"
+
+Times are measured as in decode.py: CUDA graphs over copies of the cache that each find the L2 cache cold, medians. A
+batch is REQUESTS x (tokens of each level, from what all share to a request's own). SOL = max(unique bytes / read
+bandwidth, FLOPs / bf16 matrix rate), both measured here. Outputs are compared with float64, those of peers too.
+`trunkattn` has a plan of its own, `trunkattn_one_graph` one of fixed size, which serves any batch. Peers are measured
+if they import: `flashmla` and `fa3` of vLLM's wheels.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.kernels.decode import ceilings, microseconds
+from benchmarks.lib.report import short_name, with_earlier, write_result
+from benchmarks.workloads.shape_table import batch_name, parse_batch
+from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.workloads.batch import PagedBatch
+from trunkattn.workloads.trees import PrefixTree, tree_batch
+
+HEADS = (8, 12, 16, 20, 32, 64, 96, 128)
+BATCHES = (
+    "64 x (8192 + 512)", "64 x (4 groups x 12032 + 256)", "128 x (896 + 320)", "128 x (8 groups x 1216 + 512)",
+    "64 x (4096)", "8 x (8192)", "1 x (4096)",
+    "96 x (2048 + 8 groups x 512 + 128)", "32 x (16384 + 64)", "256 x (512 + 64)", "48 x (6 groups x 3072 + 704)",
+    "17 x (2944)", "5 x (20032 + 1344)",
+)  # fmt: skip
+LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, 192**-0.5
+FLUSH_BYTES, MOST_COPIES = 300_000_000, 24
+TOLERANCE = 0.1  # of the largest output: bf16 probabilities
+Run = Callable[[int], torch.Tensor]
+
+
+class Case(NamedTuple):
+    """One cell. caches: copies of one, which take turns."""
+
+    batch: PagedBatch
+    q: torch.Tensor
+    caches: list[torch.Tensor]
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """block_table and seq_lens."""
+        return torch.from_numpy(self.batch.block_table), torch.from_numpy(self.batch.seq_lens)
+
+
+def make_case(tree: PrefixTree, heads: int) -> Case:
+    """Random queries and rows, pages shuffled."""
+    torch.manual_seed(0)
+    batch = tree_batch(tree, PAGE_SIZE, page_seed=1)
+    q = torch.randn(tree.num_requests, heads, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
+    cache = torch.randn(batch.num_pages, PAGE_SIZE, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
+    copies = max(2, min(math.ceil(FLUSH_BYTES / (tree.unique_tokens * (LATENT + ROPE) * 2)), MOST_COPIES))
+    return Case(batch, q, [cache, *(cache.clone() for _ in range(copies - 1))])
+
+
+def sol_us(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> float:
+    """The speed of light: what the bytes take that are read once, or the arithmetic."""
+    size = 2 * (tree.unique_tokens * (LATENT + ROPE) + tree.num_requests * heads * (2 * LATENT + ROPE))
+    flops = 2 * (2 * LATENT + ROPE) * heads * tree.num_requests * tree.seq_len
+    return max(size / limits[0], flops / limits[1])
+
+
+def error_of(case: Case, out: torch.Tensor) -> float:
+    """Largest difference from float64 on rows from everywhere, of the largest output; NaN is an infinite error."""
+    if out.isnan().any():
+        return math.inf
+    worst = 0.0
+    for row in sorted({0, len(out) // 3, len(out) // 2, len(out) - 1}):
+        length = int(case.batch.seq_lens[row])
+        pages = torch.from_numpy(case.batch.block_table[row, : -(-length // PAGE_SIZE)]).to(out.device).long()
+        rows = case.caches[0][pages].flatten(0, 1)[:length].double()
+        want = (case.q[row].double() @ rows.T * SCALE).softmax(-1) @ rows[:, :LATENT]
+        worst = max(worst, float((out[row].double() - want).abs().max() / want.abs().max()))
+    return worst
+
+
+def ours(case: Case, fixed: bool = False) -> tuple[Run, str]:
+    """This project, and the tiling that it takes. fixed: the plan has a capacity, for twice as many requests of twice
+    the length."""
+    heads = case.q.shape[1]
+    config = AttentionConfig(heads, 1, LATENT + ROPE, PAGE_SIZE, torch.bfloat16, sm_scale=SCALE, latent_dim=LATENT)
+    requests, pages = case.batch.block_table.shape
+    capacity = Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages, 1) if fixed else None
+    attention = BatchAttention(config, "cuda", capacity)
+    plan = attention.plan(*case.tables)
+    out = torch.full((*case.q.shape[:2], LATENT), math.nan, dtype=torch.bfloat16, device="cuda")
+
+    def run(copy: int) -> torch.Tensor:
+        result = attention.run(plan, case.q, case.caches[copy], None, out)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    return run, plan.stats.policy
+
+
+def flashmla(case: Case) -> Run:
+    """FlashMLA's dense decode, its schedule made before."""
+    import flashmla as peer
+
+    q, (table, lens) = case.q[:, None].contiguous(), (table.cuda() for table in case.tables)
+    schedule = peer.decode(q, case.caches[0][:, :, None], table, lens, SCALE)[2]
+    return lambda copy: peer.decode(q, case.caches[copy][:, :, None], table, lens, SCALE, schedule)[0][:, 0]
+
+
+def fa3(case: Case) -> Run:
+    """FlashAttention-3 with values of 512 dims (`q_v`), its schedule made before."""
+    import fa3 as peer
+
+    table, lens = (table.cuda() for table in case.tables)
+    latent, rope = case.q[..., :LATENT].contiguous(), case.q[..., LATENT:].contiguous()
+    requests, heads, longest = len(case.q), case.q.shape[1], int(lens.max())
+    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    schedule = peer.get_scheduler_metadata(
+        requests, 1, longest, heads, 1, ROPE, lens, headdim_v=LATENT, cu_seqlens_q=starts, page_size=PAGE_SIZE,
+        causal=True, qkv_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+    def run(copy: int) -> torch.Tensor:
+        cache = case.caches[copy][:, :, None]
+        return peer.flash_attn_varlen_func(
+            rope, cache[..., LATENT:], cache[..., :LATENT], 1, starts, longest, seqused_k=lens, block_table=table,
+            causal=True, softmax_scale=SCALE, q_v=latent, scheduler_metadata=schedule,
+        )  # fmt: skip
+
+    return run
+
+
+PEERS = {"flashmla": flashmla, "fa3": fa3}
+
+
+def measure(case: Case, run: Run) -> dict[str, Any]:
+    """Time and error, or why there is none."""
+    error = error_of(case, run(0))
+    if error > TOLERANCE:
+        return {"wrong": f"error {error:.3g}"}
+    return {"us": round(microseconds(run, len(case.caches)), 2), "error": round(error, 4)}
+
+
+def row_of(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
+    """One cell: SOL, ours and the peers."""
+    case = make_case(tree, heads)
+    row: dict[str, Any] = {"batch": batch_name(tree), "heads": heads, "sol_us": round(sol_us(tree, heads, limits), 2)}
+    run, tiling = ours(case)
+    row["trunkattn"] = measure(case, run) | {"tiling": tiling}
+    row["trunkattn_one_graph"] = measure(case, ours(case, fixed=True)[0])
+    for name, peer in PEERS.items():
+        try:
+            row[name] = measure(case, peer(case))
+        except Exception as reason:  # a peer that cannot run here is reported, not fatal
+            row[name] = {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", nargs="+", type=int, default=HEADS)
+    parser.add_argument("--batches", nargs="+", default=BATCHES)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "mla.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    limits, card, rows = ceilings(), torch.cuda.get_device_name(), []
+    for heads in arguments.heads:
+        for text in arguments.batches:
+            rows.append(row_of(parse_batch(text), heads, limits))
+            torch.cuda.empty_cache()
+            print({name: cell.get("us", cell) if isinstance(cell, dict) else cell for name, cell in rows[-1].items()})
+    name = f"mla-{short_name(card)}"
+    figures = {
+        "card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1),
+        "rows": with_earlier(name, rows, ("batch", "heads")),
+    }  # fmt: skip
+    write_result(name, figures, "triton")
+
+
+if __name__ == "__main__":
+    main()

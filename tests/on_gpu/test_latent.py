@@ -1,0 +1,125 @@
+"""Latent attention through `BatchAttention` on a card, of DeepSeek-V3's rows; an H100 takes the Hopper kernel."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.mla import spec
+from trunkattn.reference import latent_attention
+from trunkattn.workloads.batch import PagedBatch
+from trunkattn.workloads.trees import PrefixTree, tree_batch
+
+pytestmark = pytest.mark.gpu
+SCALE = 192**-0.5
+SHARED, APART = PrefixTree((1, 2, 9), (384, 128, 77)), PrefixTree((5,), (700,))
+
+
+def config_of(heads: int, page_size: int = 64, **options: Any) -> AttentionConfig:
+    options = {"dtype": torch.bfloat16, "sm_scale": SCALE, "latent_dim": spec.LATENT_DIM} | options
+    return AttentionConfig(heads, 1, spec.LATENT_DIM + spec.ROPE_DIM, page_size, **options)
+
+
+def tables_of(batch: PagedBatch, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+    return tuple(torch.from_numpy(array).to(device) for array in arrays)
+
+
+def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and a cache with NaN behind every sequence."""
+    q = torch.randn(int(batch.query_start_loc[-1]), config.num_qo_heads, config.head_dim, device="cuda")
+    cache = torch.full((batch.num_pages, batch.page_size, config.head_dim), math.nan, device="cuda")
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        token = torch.arange(length)
+        page = torch.from_numpy(batch.block_table[row]).long()[token // batch.page_size]
+        cache[page, token % batch.page_size] = torch.randn(length, config.head_dim, device="cuda")
+    return q.to(config.dtype), cache.to(config.cache_dtype)
+
+
+def assert_close(out: torch.Tensor, lse: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Both, to what 16-bit products give."""
+    size = float(want[0].square().mean().sqrt())
+    assert float((out.double() - want[0]).abs().max()) < 0.08 * max(size, float(want[0].abs().max()) / 4)
+    torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=1e-3)
+
+
+def check(config: AttentionConfig, batch: PagedBatch, window: int | None = None, **scales: float) -> None:
+    """Against the oracle, twice with the same bits."""
+    attention, (q, cache) = BatchAttention(config, "cuda"), tensors_of(config, batch)
+    plan = attention.plan(*tables_of(batch), window)
+    plan.check()
+    out = torch.full((len(q), config.num_qo_heads, spec.LATENT_DIM), math.nan, dtype=config.dtype, device="cuda")
+    _, lse = attention.run(plan, q, cache, None, out, return_lse=True, **scales)
+    scale = SCALE * math.prod(scales.values())
+    options = {"latent_dim": spec.LATENT_DIM, "sm_scale": scale, "sliding_window": window}
+    assert_close(out, lse, latent_attention(q, cache, *tables_of(batch), **options))
+    assert torch.equal(attention.run(plan, q, cache), out)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads", [8, 12, 16, 20, 64, 96, 128])
+@pytest.mark.parametrize("tree", [SHARED, APART], ids=str)
+def test_decodes_equal_the_oracle(tree: PrefixTree, heads: int, page_size: int) -> None:
+    check(config_of(heads, page_size), tree_batch(tree, page_size, page_seed=1))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_several_query_tokens_and_windows_equal_the_oracle(window: int | None) -> None:
+    batch = replace(tree_batch(SHARED, 64, page_seed=1), query_lens=np.array([1, 3, 0, 60, 1, 7, 1, 1, 2], np.int32))
+    check(config_of(16), batch, window)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16},
+        {"page_size": 8},
+        {"kv_dtype": torch.float8_e5m2},
+        {"batch_invariant": True},
+        {"logits_soft_cap": None, "execution": "serial"},
+    ],
+    ids=str,
+)
+def test_other_attentions_equal_the_oracle(options: dict[str, Any]) -> None:
+    config = config_of(16, options.get("page_size", 64), **{k: v for k, v in options.items() if k != "page_size"})
+    check(config, tree_batch(SHARED, config.page_size, page_seed=1))
+
+
+@pytest.mark.parametrize("k_scale", [2.0, -1.0])
+def test_scales_of_the_logits(k_scale: float) -> None:
+    check(config_of(16), tree_batch(SHARED, 64, page_seed=1), k_scale=k_scale)
+
+
+def test_an_h100_takes_the_hopper_kernel() -> None:
+    if not card_at("cuda").model.runs_hopper_kernels:
+        pytest.skip("another card")
+    batch = tree_batch(SHARED, 64)
+    plan = BatchAttention(config_of(16), "cuda").plan(*tables_of(batch))
+    assert "portable" not in plan.stats.reason
+
+
+def test_one_graph_serves_batches_that_are_planned_on_the_device() -> None:
+    config, capacity = config_of(16), Capacity(16, 16, max_pages_per_request=16, num_pages=100, max_query_len=1)
+    attention = BatchAttention(config, "cuda", capacity)
+    batches = [tree_batch(tree, 64, page_seed=1) for tree in (SHARED, APART)]
+    q, cache = tensors_of(config, replace(batches[0], num_pages=100))
+    cache = torch.randn(100, 64, config.head_dim, device="cuda").to(config.dtype)
+    plan = attention.plan(*(table.cuda() for table in tables_of(batches[0])[:2]))
+    out = attention.run(plan, q, cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(plan, q, cache, None, out)
+    for batch in batches:
+        attention.plan(*tables_of(batch, "cuda")[:2], into=plan)
+        graph.replay()
+        count = len(batch.seq_lens)
+        options = {"latent_dim": spec.LATENT_DIM, "sm_scale": SCALE}
+        want, _ = latent_attention(q[:count], cache, *tables_of(batch)[:2], **options)
+        torch.testing.assert_close(out[:count].double(), want, rtol=0.1, atol=0.05)
+    attention.check()
