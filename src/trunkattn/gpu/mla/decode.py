@@ -138,10 +138,15 @@ def _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH:
         rope = gl.load(layer.q_rope + at, mask=used[:, None], other=0.0)
     if is_first:
         queries_arrive()
-    negative = gl.load(layer.logit_scale) < 0  # behind that, so that nothing of it waits for the queries ahead of that
+    q_tile = shared.q.index(WHICH)
+    q_tile.store(latent)
     if WHICH == LEFT:
-        shared.p_right.store(gl.where(negative, -rope, rope))
-    shared.q.index(WHICH).store(gl.where(negative, -latent, latent))
+        shared.p_right.store(rope)
+    if gl.load(layer.logit_scale) < 0:
+        COPY: gl.constexpr = C.copy
+        q_tile.store(-q_tile.load(COPY))
+        if WHICH == LEFT:
+            shared.p_right.store(-shared.p_right.load(LAYOUT))
     fence_async_shared()
     meet(BAR_BOTH)
     return shared.p_right.load(gl.DotOperandLayout(0, C.scores, 2))
