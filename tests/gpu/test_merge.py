@@ -95,7 +95,7 @@ def test_any_partials(counts: list[int], heads: tuple[int, int], width: int, num
 
 @pytest.mark.parametrize(
     ("num_heads", "width", "several"),
-    [(32, 128, 4), (64, 64, 8), (28, 128, 4), (16, 256, 2), (14, 64, 2), (7, 128, 1), (8, 512, 1)],
+    [(32, 128, 4), (64, 64, 8), (28, 128, 4), (16, 256, 2), (14, 64, 2), (7, 128, 1), (8, 512, 4)],
 )
 def test_as_many_heads_as_fit_and_divide_all(num_heads: int, width: int, several: int) -> None:
     assert merge_tile(num_heads, width).heads == several
