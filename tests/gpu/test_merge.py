@@ -13,6 +13,7 @@ from trunkattn import Capacity
 from trunkattn.cli.kernels import attention_of
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
+from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.layer import Pdl
 from trunkattn.gpu.portable import merge
 from trunkattn.gpu.portable.spec import merge_tile
@@ -145,5 +146,5 @@ def test_plans_merge_as_their_attention_asks(batch_invariant: bool, capacity: Ca
         plan = executor.plan(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)).gpu_plan
         several = 1 if batch_invariant else {128: 4, 256: 2}[width]
         assert plan.merge_tile.heads == several
-        (merge,) = [launch for launch in plan.launches if not launch.buckets]
+        (merge,) = [launch for launch in plan.launches if launch.work is Work.MERGE]
         assert merge.num_ctas == 132 * ctas_per_sm
