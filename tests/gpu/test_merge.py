@@ -15,7 +15,6 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.layer import Pdl
-from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.portable import merge
 from trunkattn.gpu.portable.spec import merge_tile
 from trunkattn.gpu.tiles import MergeTile
