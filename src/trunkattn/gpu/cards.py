@@ -106,6 +106,13 @@ class Card:
         return self.capability >= _HAS_E4M3
 
     @property
+    def why_not_hopper(self) -> list[str]:
+        """Why kernels for compute capability 9.0 do not run here; empty: they do."""
+        major, minor = divmod(self.capability, 10)
+        is_hopper = self.capability == HOPPER
+        return [] if is_hopper else [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
+
+    @property
     def description(self) -> str:
         """Its name, and what is assumed of a card that was not measured."""
         name = self.model.name

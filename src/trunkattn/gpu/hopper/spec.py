@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.cards import HOPPER, Card
+from trunkattn.gpu.cards import Card
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.portable.spec import DECODE_TILES, DECODE_TILES_FP8, DECODE_TILES_WIDE, PREFILL_TILE, WIDE
 from trunkattn.gpu.tiles import GpuTile, PrefillTile
@@ -163,7 +163,7 @@ def source_of(kv_itemsize: int, page_size: int) -> Source:
 
 def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
     """Why the kernel for decodes does not compute an attention on a card; empty: it does."""
-    if reasons := _wrong_card(card) or _decode_misfits(config):
+    if reasons := card.why_not_hopper or _decode_misfits(config):
         return reasons
     if not card.model.runs_hopper_kernels:
         return [f"the fast kernel was not timed on {card.model.name}"]
@@ -174,13 +174,13 @@ def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
 
 def refuses_prefill(config: AttentionConfig, card: Card) -> list[str]:
     """Why the kernel for prompt chunks does not compute an attention on a card; empty: it does."""
-    return _wrong_card(card) or _prefill_misfits(config) or _untimed(config, card)
+    return card.why_not_hopper or _prefill_misfits(config) or _untimed(config, card)
 
 
 def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
     """Why the kernel for prompt chunks and decodes at once (POD-Attention §4) does not compute an attention on a card;
     empty: it does."""
-    if reasons := _wrong_card(card):
+    if reasons := card.why_not_hopper:
         return reasons
     reasons = list(dict.fromkeys([*_decode_misfits(config), *_prefill_misfits(config)]))
     if config.head_dim in HEAD_DIMS and config.head_dim != BOTH_HEAD_DIM:
@@ -194,11 +194,6 @@ def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
     if card.model.overlap is None and config.execution != "overlapped":
         reasons.append(f"prompt chunks and decodes at once were not timed on {card.model.name}")
     return reasons or _untimed(config, card)
-
-
-def _wrong_card(card: Card) -> list[str]:
-    major, minor = divmod(card.capability, 10)
-    return [] if card.capability == HOPPER else [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
 
 
 def _untimed(config: AttentionConfig, card: Card) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from trunkattn.config import AttentionConfig
-from trunkattn.gpu.cards import E4M3_NEEDS, HOPPER, Card
+from trunkattn.gpu.cards import E4M3_NEEDS, Card
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.tiles import GpuTile
 
@@ -54,12 +54,10 @@ def _fewest_groups(config: AttentionConfig, rows: int) -> int:
 
 def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
     """Why the Hopper kernel does not compute a latent attention on a card; empty: it does."""
-    major, minor = divmod(card.capability, 10)
-    if card.capability != HOPPER:
-        return [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
+    if reasons := card.why_not_hopper:
+        return reasons
     if not card.model.runs_hopper_kernels:
         return [f"the fast kernel was not timed on {card.model.name}"]
-    reasons = list[str]()
     latent, rope = config.latent_dim or 0, config.head_dim - (config.latent_dim or 0)
     if (latent, rope) != (LATENT_DIM, ROPE_DIM):
         reasons.append(f"rows of {latent} + {rope} numbers: expected {LATENT_DIM} + {ROPE_DIM}")
