@@ -30,7 +30,7 @@ class Plan:
     def __init__(
         self, step: PlannedStep, owner: "BatchAttention", last_page: int, window: int, refills: bool = True
     ) -> None:
-        """refills: whether another batch may be planned into it."""
+        """Wraps a planned step. refills: whether another batch may be planned into it."""
         self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
 
     @property

@@ -40,11 +40,11 @@ class PlannedStep(Protocol):
         """What can be counted without a wait."""
 
     def only(self, part: Part) -> "PlannedStep | None":
-        """The same arrays, run without the launches for the other part; itself if there are none; None if the other
-        part has work."""
+        """Returns a step in the same arrays without the launches for the other part: itself if there are none, and None
+        if the other part has work."""
 
     def stats(self) -> PlanStats:
-        """See PlanStats."""
+        """Statistics of what the plan reads. Waits for the device if the plan was made there."""
 
     def check(self) -> None:
         """Raises AssertionError if the work list breaks an invariant."""

@@ -91,7 +91,7 @@ class Announcer(event.Listener):
         self._said = False
 
     def on_start(self, event: Any) -> None:
-        """A compilation begins."""
+        """Notes the start of a compilation, and announces it if compiling already took long."""
         if not self._said and _is_ours(event):
             if self._depth == 0:
                 self._begin = time.perf_counter()
@@ -101,7 +101,7 @@ class Announcer(event.Listener):
             self._depth += 1
 
     def on_end(self, event: Any) -> None:
-        """It ends, or fails."""
+        """Notes that a compilation ended or failed."""
         if not self._said and _is_ours(event):
             self._depth -= 1
             if self._depth == 0:
@@ -114,7 +114,7 @@ def _is_ours(event: Any) -> bool:
 
 
 def announce(folder: str | None) -> None:
-    """On stderr what is happening, or a warning if it will happen again in every process."""
+    """Prints to stderr that code is being compiled, or warns if every process will compile it again."""
     if folder is None:
         warnings.warn(
             "trunkattn compiles what runs on the CPU, 10 to 40 s, and finds no folder to keep it in, so every process "

@@ -12,7 +12,8 @@ from trunkattn.compiled import njit
 
 
 class LayerArguments(NamedTuple):
-    """Of one layer. Addresses of contiguous float32 arrays, of the caches' first elements, strides in elements."""
+    """Arguments of one layer: addresses of contiguous float32 arrays and of the caches' first elements; strides in
+    elements."""
 
     q: int
     k_cache: int
@@ -44,7 +45,7 @@ class WorkspaceArguments(NamedTuple):
 
 
 class PlanArguments(NamedTuple):
-    """Of one plan. Addresses of contiguous int32 arrays, then numbers; see `CpuPlan` and `block.Shape`."""
+    """Arguments of one plan: addresses of contiguous int32 arrays, then numbers; see `CpuPlan` and `block.Shape`."""
 
     block_table: int
     items: int

@@ -31,7 +31,7 @@ class CpuStep(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """None: one kernel computes everything."""
+        """Zero: one kernel computes everything, prompt chunks too."""
         return 0
 
     @property
@@ -44,7 +44,7 @@ class CpuStep(NamedTuple):
         return self if part == "decodes" else None
 
     def stats(self) -> PlanStats:
-        """See PlanStats."""
+        """Statistics of what the plan reads."""
         return self.planned.stats()
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class CpuBackend:
     def plan_on_device(
         self, tables: DeviceTables, window: int, into: CpuStep | None = None, chunks: PromptChunks | None = None
     ) -> CpuStep:
-        """Not for this backend, see `plans_on_device`."""
+        """Raises an error: this backend plans on the host, see `plans_on_device`."""
         raise AssertionError("a CPU has no device to plan on")
 
     def check(self) -> None:

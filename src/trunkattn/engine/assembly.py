@@ -1,4 +1,5 @@
-"""From a checked model and options to a model runner: the attention, the KV cache, the graphs, and their sizes."""
+"""Assembly of a model runner from a checked model and options: the attention, the KV cache, the graphs, and their
+sizes."""
 
 import os
 from dataclasses import replace

@@ -268,7 +268,8 @@ class Engine:
         return [answers.output()]
 
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """For each of `batch.samples` a token, and log-probabilities if the request wants them."""
+        """Samples a token for each of `batch.samples`. Returns the tokens, and log-probabilities where a request wants
+        them."""
         rows = [sample.row for sample in batch.samples]
         if rows != list(range(len(logits))):  # new samples draw from their parent's row, and prompt rows have no sample
             logits = logits[rows]

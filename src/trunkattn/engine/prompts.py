@@ -1,4 +1,4 @@
-"""From what a user gives, text, token ids or messages, to a prompt's token ids. Everything is checked by name."""
+"""Prompts: turns what a user gives, text, token ids or messages, into token ids. Errors name what is wrong."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

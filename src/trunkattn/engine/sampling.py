@@ -1,4 +1,5 @@
-"""From logits to tokens: greedy, temperature, min-p, top-k, top-p, seeds and log-probabilities, batched over the rows.
+"""Sampling of tokens from logits, batched over the rows: greedy, temperature, min-p, top-k, top-p, seeds and
+log-probabilities.
 
 What else a request's parameters do to its logits, such as penalties, is in `engine.logits`.
 """

@@ -35,8 +35,9 @@ Int32Array = NDArray[np.int32]
 class Launch(NamedTuple):
     """One launch of a plan.
 
-    kernel: the name of its kernel. num_ctas: of its grid.
-    buckets: of the tile list, whose items it computes: of one tile, or ascending those of all tiles of a kernel.
+    kernel: the name of its kernel. num_ctas: size of its grid.
+    buckets: the buckets of the tile list whose items it computes, ascending: that of one tile, or those of all tiles
+    of a kernel. Empty for a launch that computes no items, such as a merge.
     spread: where items are few, no SM gets two CTAs with work while others have none, though a launch ahead may still
     be busy on some. counts: the array that says where the buckets begin.
     """
@@ -50,7 +51,7 @@ class Launch(NamedTuple):
 
 
 class LaunchOptions(NamedTuple):
-    """pdl: how a launch stands among others. return_lse: outputs get their log-sum-exp, too."""
+    """Options of a launch. pdl: how it waits for others, and they for it. return_lse: it writes log-sum-exps, too."""
 
     pdl: Pdl
     return_lse: bool
@@ -130,13 +131,13 @@ class GpuPlan(Packed):
     unreadable: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
     def without_chunks(self) -> "GpuPlan":
-        """The same arrays, without the launch that computes prompt chunks."""
+        """Returns a plan in the same arrays, without the launch that computes prompt chunks."""
         decodes = tuple(launch for launch in self.launches if launch.work not in (Work.PREFILL, Work.BOTH))
         return replace(self, launches=decodes, chunks=None)
 
     @cached_property
     def chunks_alone(self) -> "GpuPlan":
-        """The same arrays, with no launch but the one that computes prompt chunks."""
+        """A plan in the same arrays, with only the launch that computes prompt chunks."""
         return replace(self, launches=tuple(each for each in self.launches if each.work in (Work.PREFILL, Work.BOTH)))
 
     def forget_tiles(self) -> None:
@@ -167,7 +168,7 @@ class Arrays:
     """Puts lists on a device, for the kernels of an attention."""
 
     def __init__(self, kernels: Kernels, card: Card, device: torch.device, streams: bool = False) -> None:
-        """streams: launches that wait for nothing run side by side (PAT §6)."""
+        """Makes arrays on a device. streams: launches that wait for nothing run side by side (PAT §6)."""
         self._kernels, self._card, self._device, self._streams = kernels, card, device, streams
 
     def place(self, lists: Lists, geometry: Geometry, into: GpuPlan | None = None) -> GpuPlan:

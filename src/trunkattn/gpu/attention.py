@@ -47,7 +47,7 @@ class GpuBackend:
         *,
         facts: GpuFacts | None = None,
     ) -> None:
-        """facts: of another card than `device`, to plan for it."""
+        """Makes a backend. facts: describe another card than `device`, to plan for that one."""
         card = card_of(facts or facts_of(device))
         kernels = kernels_of(config, card)
         self.config, self.device, self._capacity, self._kernels = config, device, capacity, kernels
@@ -169,7 +169,7 @@ class GpuBackend:
         return self._arrays.reserve(self._planner.limits, self._geometry(window, several), chunk_limits)
 
     def _geometry(self, window: int, several: bool) -> Geometry:
-        """several: some request that is rows of tiles may have several query tokens."""
+        """The geometry of a plan. several: some request that is rows of tiles may have several query tokens."""
         config = self.config
         return Geometry(
             num_qo_heads=config.num_qo_heads,

@@ -114,7 +114,7 @@ class Card:
 
     @property
     def description(self) -> str:
-        """Its name, and what is assumed of a card that was not measured."""
+        """The card's name, and what is assumed of it if it was not measured."""
         name = self.model.name
         return f"{name}, which was not measured (2 TB/s assumed)" if self.model.times is _UNMEASURED else name
 

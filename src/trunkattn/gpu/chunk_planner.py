@@ -55,7 +55,7 @@ class ChunkPlanner:
             self.limits = chunk_limits(spec.rule, spec.model.queries_per_tile, self._above, capacity)
 
     def divide(self, batch: StepTables) -> Division | None:
-        """None: no request has so many query tokens."""
+        """Divides a batch into prompt chunks and the rest; None if no request has enough query tokens to be a chunk."""
         return divide(batch, self._above, self._config.page_size)
 
     def plan(self, division: Division, free_slots: int | None, keeps_whole: bool = False) -> PlannedChunks:
@@ -95,7 +95,7 @@ class ChunkPlanner:
         return self._planner.plan_unshared(chunks, self._whole, reason)
 
     def _cheapest(self, chunks: StepTables) -> Planned:
-        """As the policy has it. `auto` shares nothing where the device would end sooner that way, because sharing may
+        """The plan of the policy. `auto` shares nothing where the device would end sooner that way, because sharing may
         leave it with too few items."""
         planned = self._planner.plan(chunks)
         if self._config.policy != "auto" or planned.policy == "per_query":

@@ -108,8 +108,8 @@ class GpuStep:
         return self.chunks.num_requests if self.chunks else 0
 
     def only(self, part: Part) -> "GpuStep | None":
-        """The same arrays, run without the launches for the other part; itself if there are none; None if the other
-        part has work."""
+        """Returns a step in the same arrays without the launches for the other part: itself if there are none, and None
+        if the other part has work."""
         if part == "decodes":
             if self.chunks:
                 return None

@@ -99,7 +99,7 @@ class PrefillRows:
 
 
 def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:
-    """The same elements, with the regular stride on every axis of size 1.
+    """Returns a view of a cache with the regular stride on every axis of size 1.
 
     Any stride is valid on such an axis, for example that of a single KV head. But FlashAttention passes it to the TMA,
     which needs multiples of 16 bytes.

@@ -40,15 +40,15 @@ class CardTimes(NamedTuple):
     """What is fitted to a card, in integers (`gpu.cards`).
 
     bytes_per_us: memory bandwidth.
-    launch_ns: what a launch adds that waits for another one.
+    launch_ns: time that a launch adds if it waits for another one.
     l2_bytes_per_us: bandwidth of the L2 cache.
     filled_ns: where one round of low items reads memory, each block takes a third longer than its chain after this
         time. Before it the loads of few items do not fill the memory's queues.
     arithmetic_percent: share of a block's time that its arithmetic takes when all CTAs run. The rest is memory's time,
         which a few items do not need.
-    unhidden_part: of several rounds of items, one in so many parts of the lesser of arithmetic and memory is not
-        hidden by the other, because rounds begin and end at different times.
-    idle_percent: memory takes so many percent longer, times the share of slots that are idle.
+    unhidden_part: with several rounds of items, 1/unhidden_part of the shorter of arithmetic and memory time is not
+        hidden behind the longer, because rounds begin and end at different times.
+    idle_percent: memory takes this many percent longer, times the share of slots that are idle.
     """
 
     bytes_per_us: int

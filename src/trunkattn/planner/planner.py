@@ -86,7 +86,7 @@ class Planned:
     spec: PlannerSpec
 
     def stats(self) -> PlanStats:
-        """See PlanStats."""
+        """Statistics of what the plan reads."""
         items, batch = self.work.items, self.batch
         tokens_read = int((items[:, KV_END].astype(np.int64) - items[:, KV_START]).sum())
         per_tile = self.spec.model.queries_per_tile

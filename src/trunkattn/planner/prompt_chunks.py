@@ -18,8 +18,8 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Division:
-    """rest: the batch with the chunks' rows as padding. chunks: a batch of their rows alone. *_tokens: the query tokens
-    of the step that each half's query tokens are, ascending."""
+    """A batch in two halves. rest: the batch with the chunks' rows as padding. chunks: a batch of their rows alone.
+    rest_tokens, chunk_tokens: the step's query tokens that each half has, ascending."""
 
     rest: StepTables
     chunks: StepTables
@@ -137,7 +137,8 @@ def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList,
 
 @njit
 def _join(tiles, work, tokens):
-    """tiles, work: the queries, slots and merges of both lists; tokens: the query tokens of both halves."""
+    """Returns the `_Joined` halves. tiles, work: queries, slots and merges of both lists. tokens: the query tokens of
+    both halves."""
     queries, merge_queries, merge_ranges, num_slots = tiles
     chunk_queries, chunk_slots, chunk_merges, indptr = work
     rest_tokens, chunk_tokens = tokens

@@ -152,7 +152,7 @@ def work_time(rule, items, num_partials):
 
 @njit(inner=True)
 def _last_end(rule, weights):
-    """When the last worker ends, if the heaviest item, once per head, always goes to the worker that is free first."""
+    """Returns when the last worker ends, if items go heaviest first, once per head, to the worker free first."""
     ends = np.zeros(rule.num_workers, np.int64)  # a heap: no worker ends later than its two children
     for item in heaviest_first(weights):
         for _ in range(rule.num_kv_heads):

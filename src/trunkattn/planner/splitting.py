@@ -1,4 +1,4 @@
-"""From packs to work items: packs are cut into row tiles, and tiles with much KV are split.
+"""Makes work items from packs: packs are cut into row tiles, and tiles with much KV are split.
 
 A pack names query tokens and the KV tokens that they read together. A *row tile* holds as many of its queries as one
 work item computes. Where a tile has more KV than is good for the balance, it is split, and each split is a work item:

@@ -167,7 +167,7 @@ class PlanStats:
     reason: str
 
     def with_chunks(self, chunks: "PlanStats") -> "PlanStats":
-        """Of a whole step, whose prompt chunks `chunks` describes."""
+        """Returns the statistics of the whole step; `chunks` describes its prompt chunks."""
         both = self.num_work_items > 0
         return PlanStats(
             kv_tokens_read=self.kv_tokens_read + chunks.kv_tokens_read,

@@ -1,4 +1,4 @@
-"""From the bytes of a body to its fields, on a thread, and no further than the first thing that is wrong."""
+"""Reads the fields of a body from its bytes, on a thread, and stops at the first thing that is wrong."""
 
 import json
 import re

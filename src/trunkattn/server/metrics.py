@@ -111,7 +111,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _histograms(self, name: str, vllm_name: str, text: str, buckets: tuple[float, ...]) -> tuple[Histogram, ...]:
-        """The same observations under our name and under vLLM's."""
+        """Makes two histograms for the same observations: one with our name and one with vLLM's."""
         ours = Histogram(f"trunkattn_{name}", text, buckets=buckets, registry=self.registry)
         theirs = Histogram(f"vllm:{vllm_name}", text, _LABELS, buckets=buckets, registry=self.registry)
         return ours, theirs.labels(self._model)

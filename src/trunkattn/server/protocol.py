@@ -139,7 +139,8 @@ Grammar = Annotated[str, Field(max_length=LIMITS.forms.max_characters)]
 
 
 class StreamOptions(Body):
-    """include_usage: the stream ends with the counts of tokens. continuous_usage_stats: every event has them."""
+    """Options of a stream. include_usage: it ends with the counts of tokens. continuous_usage_stats: every event has
+    them."""
 
     without_effect = frozenset({"include_obfuscation"})
     include_usage: bool = False

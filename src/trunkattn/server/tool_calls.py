@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """content: the text without calls; calls: in their order."""
+    """A parsed answer. content: the text without calls. calls: the tool calls, in their order."""
 
     content: str
     calls: tuple[Call, ...] = ()

@@ -36,8 +36,8 @@ class PrepareTensors(NamedTuple):
 def prepare_kernel(
     tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, SHAPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """delta: row sums of dout · out, less dlse, since a gradient of lse adds p · dlse to ds. shift: lse in base 2, and
-    +inf for a query that sees nothing, so that its p is 0."""
+    """Writes delta and shift. delta: row sums of dout · out, less dlse, since a gradient of lse adds p · dlse to ds.
+    shift: lse in base 2, and +inf for a query that sees nothing, so that its p is 0."""
     first, other = tl.program_id(0) % num_blocks * BLOCK, tl.program_id(0) // num_blocks
     head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
     token_stride = num_qo_heads * SHAPE.head_dim

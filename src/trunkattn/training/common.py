@@ -33,7 +33,7 @@ class Sequences:
 
 
 class Strides(NamedTuple):
-    """Of q, k and v, in elements; the head dimension is contiguous. All other tensors are contiguous."""
+    """Strides of q, k and v, in elements; the head dimension is contiguous. All other tensors are contiguous."""
 
     q_batch: Any
     q_token: Any
@@ -77,7 +77,7 @@ class Variant(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of logits, in the backward pass: log2 is sm_scale · log2(e)."""
+    """Scales of the logits in the backward pass: log2 is sm_scale · log2(e)."""
 
     log2: Any
     sm_scale: Any
@@ -149,8 +149,8 @@ def store_tile(base, first, stride, end, tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def visible_keys(first, len_q, len_k, TILE: tl.constexpr, CAUSAL: tl.constexpr):
-    """For a block of queries from `first` on: the keys before which all see all, in whole blocks, and the end of what
-    any sees. The last query sees the last key."""
+    """Returns two ends of keys, for a block of queries from `first` on. All of its queries see all keys before the
+    first end, in whole blocks; none sees a key behind the second. The last query sees the last key."""
     full, end = len_k, len_k
     if CAUSAL:
         full = tl.minimum(tl.maximum(first + len_k - len_q + 1, 0), len_k)
@@ -205,7 +205,7 @@ class Arguments(NamedTuple):
 def arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile, num_blocks: int
 ) -> Arguments:
-    """Of q, k and v with a batch dimension."""
+    """Returns the arguments of the kernels for q, k and v with a batch dimension."""
     seqlen_q, seqlen_k, packed = q.shape[1], k.shape[1], sequences.packed
     num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
     return Arguments(

@@ -85,7 +85,7 @@ def flash_attention(
 
 
 def _autocast(tensor: Any) -> Any:
-    """In the dtype that torch.autocast asks for, if it is on; float64 stays, as in torch's own operators."""
+    """Returns the tensor in the dtype that torch.autocast asks for, if it is on; float64 stays, as torch has it."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in spec.DTYPES:
         return tensor
     kind = tensor.device.type
@@ -218,7 +218,7 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _sums_dtype(q: torch.Tensor) -> torch.dtype:
-    """In which sums are made."""
+    """The dtype in which sums are made."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

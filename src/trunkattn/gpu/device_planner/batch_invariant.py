@@ -58,8 +58,8 @@ class ChunkSizes(NamedTuple):
 
 
 class ChunkArrays(NamedTuple):
-    """By chunk: items that reach its end, its other items, and its query tokens. By entry: its first partial slot. By
-    item: its first entry, and its chunk."""
+    """Arrays of counts. ending, others, queries: by chunk, items that reach its end, other items, and query tokens.
+    first_slot: by entry, its first partial slot. item_entry, item_chunk: by item, its first entry and its chunk."""
 
     ending: Any
     others: Any
@@ -105,7 +105,8 @@ def _follows(at, entries, chunk, num_entries, window):
 
 @triton.jit
 def _scan(at, run, entries, chunk, num_entries, window, SIZES: tl.constexpr):
-    """run: the first entry of those that reach the block."""
+    """Returns the `_Scan` of a block of entries. run: where the run of entries begins that reaches
+    into the block."""
     sees, follows = _follows(at, entries, chunk, num_entries, window)
     _, goes_on = _follows(at + 1, entries, chunk, num_entries, window)
     runs = tl.maximum(tl.associative_scan(tl.where(follows, -1, at), 0, _maximum), run)

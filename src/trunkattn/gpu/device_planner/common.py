@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
 
 
 class Status(NamedTuple):
-    """counts: see `Counts`. errors: the sticky error word."""
+    """Status of a planner on the device. counts: see `Counts`. errors: the sticky error word."""
 
     counts: Any
     errors: Any

@@ -104,7 +104,7 @@ def node_arrays(nodes, ENTRIES: tl.constexpr):
 
 @triton.jit
 def first_node(stage, entry, ENTRIES: tl.constexpr):
-    """Where the nodes of a tile begin. entry: its first."""
+    """Returns where the nodes of a tile begin. entry: the first entry of the tile."""
     return stage * NODE_FIELDS * 2 * ENTRIES + 2 * entry
 
 
@@ -126,7 +126,7 @@ def load_nodes(arrays, k, used):
 
 @triton.jit
 def store_nodes(arrays, k, node, used):
-    """See `load_nodes`."""
+    """Stores nodes k of a tile where they are `used`; `load_nodes` reads them back."""
     tl.store(arrays.rows + k, node.first | node.stop << 8, mask=used)
     tl.store(arrays.start + k, node.start, mask=used)
     tl.store(arrays.end + k, node.end, mask=used)

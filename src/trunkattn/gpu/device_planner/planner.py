@@ -67,7 +67,7 @@ class DevicePlanner:
         card: Card,
         device: torch.device,
     ) -> None:
-        """limits: those that the plans were reserved with."""
+        """Reserves the planner's buffers. limits: those that the plans were reserved with."""
         self._capacity, self._card, self._device = capacity, card, device
         self._limits = Limits(
             num_pages=capacity.num_pages,
@@ -124,7 +124,7 @@ class DevicePlanner:
 
     @property
     def num_pages(self) -> int:
-        """Of the cache."""
+        """Number of pages of the cache."""
         return self._capacity.num_pages
 
     @property

@@ -110,7 +110,7 @@ def prefetch_to_l2(array, size, cta, LINES: gl.constexpr):
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as another tensor."""
+    """Returns shared memory viewed as another tensor, with this dtype, shape and layout."""
     if _HAS_REINTERPRET:
         return memory.reinterpret(dtype, shape, layout)
     else:
@@ -169,5 +169,5 @@ LAYER: Final = ("layer", "k_desc", "v_desc")  # the arguments of the kernels tha
 
 
 def of_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
-    """The arguments `LAYER`."""
+    """Returns the arguments that `LAYER` names."""
     return layer_of(t), *tma_descriptors(t)

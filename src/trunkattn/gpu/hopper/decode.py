@@ -59,8 +59,9 @@ from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_S
 
 
 class DecodeShape(NamedTuple):
-    """producer_warps: that fill a pipeline. producer_registers: of a thread of theirs. registers: of every thread at
-    launch, when Triton rounds the warps up to whole fours. Two CTAs fit on an SM, or one of 8-bit heads of 256."""
+    """Warps and registers of a CTA. producer_warps: warps that fill a pipeline, with producer_registers a thread.
+    registers: of every thread at launch, when Triton rounds the warps up to fours. An SM holds two CTAs, or one with
+    8-bit heads of 256."""
 
     producer_warps: int
     producer_registers: int

@@ -14,7 +14,7 @@ from trunkattn.gpu.hopper.widen import IS_SAME, read_staged, stage, store_words
 
 
 class Tasks(NamedTuple):
-    """items: pointer to the first."""
+    """Tasks of a CTA. items: pointer to the first item."""
 
     items: Any
     num_tasks: Any

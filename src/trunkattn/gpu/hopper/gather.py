@@ -48,7 +48,7 @@ def locate_rows(segments, at, end, C: gl.constexpr, T: gl.constexpr, ROWS: gl.co
 
 @gluon.jit
 def _addresses(cache, place, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of the words of tokens at these places."""
+    """Returns the addresses [places, words] of the words of the tokens at these places."""
     w = gl.arange(0, T.head_dim * C.kv_bytes // 4, gl.SliceLayout(0, LAYOUT))
     at = (place // C.page_size).to(gl.int64) * cache.page_stride + place % C.page_size * cache.token_stride
     return cache.words + at[:, None] + w[None, :]

@@ -77,7 +77,7 @@ def mainloop_tile(
 
 
 def copy_layout(head_dim: int) -> gl.BlockedLayout:
-    """Of [rows, head_dim] numbers of 16 bits in four warps, 16 bytes a thread."""
+    """Returns the layout that copies [rows, head_dim] 16-bit numbers in four warps, 16 bytes a thread."""
     across = min(head_dim // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
@@ -172,13 +172,13 @@ def attend_block(
 
     The wait for the keys of the next block stands before the wait for acc: its branch keeps ptxas from moving the
     softmax behind the latter."""
-    scores = _start_scores(q_tile, kv, index, T)
+    scores = _start_scores(q_tile, kv, index, T)  # S = Q·Kᵀ
     MASK: gl.constexpr = mask_fn is not None
     mask = 0
     if MASK and T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
     consumer_wait(kv.v, index - 1, T)
-    acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)
+    acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)  # O += P·V
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(index, T.k_empty, T)
     if MASK and not T.mask_ahead:
@@ -211,7 +211,7 @@ def _of_acc(rows, T: gl.constexpr):
 
 @gluon.jit
 def of_scores(rows, T: gl.constexpr):
-    """The other way."""
+    """Returns a number of each row in the layout of the scores; the inverse of `_of_acc`, and as cheap."""
     return gl.convert_layout(rows, gl.SliceLayout(1, T.scores))
 
 

@@ -151,7 +151,7 @@ class _DecodeState(NamedTuple):
 
 
 class _Tasks(NamedTuple):
-    """items: pointer to the first."""
+    """Tasks of a kind. items: pointer to the first item."""
 
     items: Any
     num_tasks: Any
@@ -215,7 +215,7 @@ def _attend_block(
     k_stage, v_stage = index % S.num_stages, (index + 1) % S.num_stages
     consumer_wait(pipeline, index, S)
     zeros, q_tile = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC), memory.q_tile.permute((1, 0))
-    scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(pipeline.tiles.index(k_stage), q_tile, zeros, use_acc=False, is_async=True)  # Sᵀ = K·Qᵀ
     scores = warpgroup_mma_wait(0, deps=(scores,))
     if C.soft_cap > 0:
         scores = soft_capped(scores, scale, C.soft_cap)
@@ -238,7 +238,7 @@ def _attend_block(
         rescale = gl.exp2(row_max - new_max)[None, :]
         acc, row_sum, row_max = acc * rescale, row_sum * rescale, new_max
     consumer_wait(pipeline, index + 1, S)
-    acc = warpgroup_mma(pipeline.tiles.index(v_stage).permute((1, 0)), memory.p_tile, acc, is_async=True)
+    acc = warpgroup_mma(pipeline.tiles.index(v_stage).permute((1, 0)), memory.p_tile, acc, is_async=True)  # Oᵀ += Vᵀ·Pᵀ
     row_sum += p
     acc = warpgroup_mma_wait(0, deps=(acc,))
     consumer_release(index + 1, S.empty, S)

@@ -46,19 +46,19 @@ class Source(IntEnum):
 
 
 class TileTimes(NamedTuple):
-    """As in `GpuTile`."""
+    """Times of a tile in ns; `GpuTile` says what each field means."""
 
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
 
 
 class HopperTile(NamedTuple):
-    """Of the Hopper decode kernel, for one source and head_dim.
+    """Tiles of the Hopper decode kernel and their times, for one source and head_dim.
 
     Attributes:
-        block_n, ctas_per_sm: of all its tiles.
-        low, middle, tall: times of tiles of 16, 32 and 64 rows; None: those of a portable tile, which is the low one.
-        low_read_percent: of a low tile of this kernel; less than 100 breaks ties with the taller ones.
+        block_n, ctas_per_sm: common to all its tiles.
+        low, middle, tall: times of tiles of 16, 32 and 64 rows. low is None if the low tile is a portable one.
+        low_read_percent: `read_percent` of the low tile; less than 100 breaks ties with the taller ones.
     """
 
     block_n: int
@@ -197,8 +197,8 @@ def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def _untimed(config: AttentionConfig, card: Card) -> list[str]:
-    """On a Hopper card that was not timed, an attention is trusted that is like the first ones timed: heads of 128, no
-    groups that leave rows of an item unused, no soft cap and no sinks."""
+    """Returns why an attention is not trusted to a Hopper card that was not timed; empty if it is. Such a
+    card is trusted with heads of 128, groups that fill the rows of an item, no soft cap and no sinks."""
     whole = PREFILL_ROWS % config.group_size == 0
     plain = config.head_dim == BOTH_HEAD_DIM and whole and config.logits_soft_cap is None and not config.sinks
     trusted = plain or card.model.runs_hopper_kernels

@@ -152,9 +152,9 @@ def store_words(pipeline, index, words, BAR_EMPTY: gl.constexpr, KIND: gl.conste
 
 @gluon.jit
 def as_float16(rows):
-    """Rows of queries as float16, each times a power of two with which its largest number has the exponent 14, for
-    bfloat16 has more exponents; and what undoes that to their logits. Numbers that are 2^29 times smaller than the
-    row's largest lose bits, those 2^40 times smaller are 0."""
+    """Returns rows of queries as float16, and the factor [rows] that restores each row's logits. float16 has fewer
+    exponents than bfloat16, so each row is multiplied by a power of two that gives its largest number exponent 14.
+    Numbers 2^29 times smaller than the row's largest lose bits; those 2^40 times smaller become 0."""
     largest = gl.max(gl.abs(rows.to(gl.float32)), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.minimum(_LARGEST_EXPONENT + 2 * _BIAS - largest, 2 * _BIAS)
     factor, inverse = (exponent << 23), ((2 * _BIAS - exponent) << 23)

@@ -46,7 +46,7 @@ class Buffers(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """items: pointer to the first."""
+    """Tasks of a CTA. items: pointer to the first item."""
 
     items: Any
     num_tasks: Any

@@ -97,6 +97,7 @@ def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constex
     SECOND: gl.constexpr = 1 - WHICH
     zero = _hidden_zero(uses)
     part_wait(buffers, WHICH, ROPE, uses)
+    # S = Q·Kᵀ, in three parts: the rope columns, then the two halves of the latent
     scores = warpgroup_mma(
         q_rope, buffers.rope.index(WHICH + zero).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
@@ -136,7 +137,7 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     _arrive(_BAR_MAX)
     acc = state.acc * of_acc(rescale, C)[:, None]
     p_own = _operand(p.to(shared.q.dtype), C)
-    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     meet(_BAR_RIGHT)
     last_max = shared.max_right.load(ROWS)
     again = gl.exp2(row_max - last_max)
@@ -146,6 +147,7 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
     part_release(0, LEFT)
     acc = acc * of_acc(again, C)[:, None]
+    # O += P·V of the other block
     acc = warpgroup_mma(shared.p_right, buffers.halves.index(2 + LEFT + _hidden_zero(uses)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     part_release(1, LEFT)
@@ -171,9 +173,9 @@ def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: g
     rescale = gl.exp2(state.row_max - row_max)
     acc = state.acc * of_acc(rescale, C)[:, None]
     p_own = _operand(p_own, C)
-    acc = warpgroup_mma(p_own, buffers.halves.index(2 + RIGHT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma(p_own, buffers.halves.index(2 + RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     meet(_BAR_LEFT)
-    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(1, deps=(acc, p_own))
     part_release(1, RIGHT)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -183,7 +185,8 @@ def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: g
 
 @gluon.jit
 def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
-    """The last block of an item with an odd number of them, for the left warpgroup."""
+    """Computes the scores of the last block of an item with an odd number of blocks. Adds the block to the left half of
+    the output."""
     read = read_segments(item.mask, item.blocks, item.blocks.count - 1, C)
     scores = _scores_of(shared, item.q_rope, buffers, uses, LEFT, C)
     mask = mask_block(item.mask, read, C)
@@ -196,7 +199,7 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
     _arrive(_BAR_MAX)
     acc = state.acc * of_acc(rescale, C)[:, None]
     p_own = _operand(p_own, C)
-    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
     part_release(0, LEFT)
     return State(row_max, row_sum, acc)
@@ -204,13 +207,13 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
 
 @gluon.jit
 def right_last(state, shared, buffers, uses, C: gl.constexpr):
-    """The same for the right warpgroup."""
+    """Adds the last block of an item with an odd number of blocks to the right half of the output."""
     _arrive(_BAR_RIGHT)
     meet(_BAR_MAX)
     row_max = shared.max_left.load(gl.SliceLayout(1, C.scores))
     rescale = gl.exp2(state.row_max - row_max)
     acc = state.acc * of_acc(rescale, C)[:, None]
-    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc = warpgroup_mma_wait(0, deps=(acc,))
     part_release(0, RIGHT)
     return State(row_max, state.row_sum * rescale, acc)

@@ -38,7 +38,7 @@ class LatentOperands(NamedTuple):
 
 
 class LatentStrides(NamedTuple):
-    """In elements; rows are contiguous."""
+    """Strides of a layer's tensors, in elements; rows are contiguous."""
 
     q_token: Any
     q_head: Any
@@ -103,7 +103,7 @@ def _attend_item(
         rope = operands.cache + SHAPE.head_dim_v
         rope = load_tile(rope, at, r, inside[:, None], SHAPE.rope_dim, SHAPE.padded_rope, True)
         latent, rope = latent.to(query.latent.dtype), rope.to(query.latent.dtype)
-        logits = tl.dot(query.latent, tl.trans(latent), input_precision=PRECISION)
+        logits = tl.dot(query.latent, tl.trans(latent), input_precision=PRECISION)  # S = Q·Kᵀ, in two parts
         logits = tl.dot(query.rope, tl.trans(rope), logits, input_precision=PRECISION) * scale
         if FEATURES.soft_cap:
             logits = soft_capped(logits, modifiers.soft_cap)
@@ -115,7 +115,7 @@ def _attend_item(
             seen = seen & (key <= position) & (key > position - modifiers.window)
         logits = tl.where(seen, logits, -float("inf"))
         p, state, rescale = softmax_step(state, logits, 1.0, tl.max(logits, 1))
-        state = add_values(state, rescale, p, latent, PRECISION)
+        state = add_values(state, rescale, p, latent, PRECISION)  # O += P·V: the latent is the values, too
     return state
 
 

@@ -40,7 +40,7 @@ class Modifiers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """In elements; the head dimension is contiguous."""
+    """Strides of a layer's tensors, in elements; the head dimension is contiguous."""
 
     q_token: Any
     q_head: Any
@@ -79,12 +79,12 @@ class Features(NamedTuple):
 
 
 def operands(t: Tensors) -> Operands:
-    """Of a layer."""
+    """Returns the kernels' operands, the tensors of a layer."""
     return Operands(t.q, t.k_cache, t.v_cache, t.out, t.lse, t.partial, t.partial_lse)
 
 
 def modifiers(t: Tensors, geometry: Geometry) -> Modifiers:
-    """Of a layer."""
+    """Returns the modifiers of a layer."""
     return Modifiers(t.logit_scale, t.v_scale, t.sinks, geometry.soft_cap or 0.0, geometry.window)
 
 
@@ -93,7 +93,7 @@ LAYER: Final = ("operands", "modifiers")
 
 
 def of_layer(geometry: Geometry) -> Callable[[Tensors], tuple[Operands, Modifiers]]:
-    """What gives the arguments `LAYER` of a layer."""
+    """Returns a function that makes the arguments `LAYER` of a layer."""
     return lambda t: (operands(t), modifiers(t, geometry))
 
 
@@ -103,12 +103,12 @@ def pdl(options: LaunchOptions) -> dict[str, Any]:
 
 
 def strides(t: Tensors) -> Strides:
-    """Of a layer."""
+    """Returns the strides of a layer's tensors, in elements."""
     return Strides(*t.q.stride()[:2], *t.out.stride()[:2], *t.k_cache.stride()[:3], *t.v_cache.stride()[:3])
 
 
 def shape(geometry: Geometry) -> Shape:
-    """Of an attention."""
+    """Returns the constants of an attention."""
     return Shape(
         num_qo_heads=geometry.num_qo_heads,
         num_kv_heads=geometry.num_kv_heads,
@@ -122,6 +122,6 @@ def shape(geometry: Geometry) -> Shape:
 
 
 def features(geometry: Geometry, dtype: torch.dtype, return_lse: bool) -> Features:
-    """Of an attention to queries of a dtype."""
+    """Returns the features of an attention whose queries have this dtype."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
     return Features(geometry.masked, geometry.soft_cap is not None, geometry.sinks, return_lse, precision)

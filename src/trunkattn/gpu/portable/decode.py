@@ -106,7 +106,7 @@ class Query(NamedTuple):
 
 
 class KeyPlaces(NamedTuple):
-    """For each key [..., N] of a block, its segment of the block and its place in the segment."""
+    """Places of the keys [..., N] of a block: the segment of the block that holds each, and its place in there."""
 
     segment: Any
     offset: Any
@@ -146,7 +146,7 @@ def load_segments(segments, first, end, key_segment, COLUMN: tl.constexpr, COUNT
 def attend(state, query, keys, values, seen, MASK: tl.constexpr, FEATURES: tl.constexpr):
     """Adds a block of keys to the state; under MASK those that are `seen`."""
     PRECISION: tl.constexpr = FEATURES.precision
-    logits = tl.dot(query.tile, keys, input_precision=PRECISION) * query.scale
+    logits = tl.dot(query.tile, keys, input_precision=PRECISION) * query.scale  # S = Q·Kᵀ
     if FEATURES.soft_cap:
         logits = soft_capped(logits, query.soft_cap)
     if MASK:

@@ -45,7 +45,7 @@ class MergeWork(NamedTuple):
 
 
 class OutStrides(NamedTuple):
-    """In elements."""
+    """Strides of the output, in elements."""
 
     token: Any
     head: Any

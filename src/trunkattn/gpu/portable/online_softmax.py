@@ -53,6 +53,7 @@ def softmax_step(state, scores, scale, block_max):
 def add_values(state, rescale, p, values, PRECISION: tl.constexpr):
     """Rescales acc and adds p · values, in the dtype of the values."""
     AXIS: tl.constexpr = len(p.shape) - 1
+    # O += P·V
     acc = tl.dot(p.to(values.dtype), values, state.acc * tl.expand_dims(rescale, AXIS), input_precision=PRECISION)
     return Softmax(acc, state.row_max, state.row_sum)
 

@@ -138,7 +138,7 @@ def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexp
     """Adds a block of keys to the state; under MASK those that are `seen`. The largest logit is found before scaling,
     by a scale of either sign."""
     PRECISION: tl.constexpr = FEATURES.precision
-    scores = tl.dot(q_tile, keys, input_precision=PRECISION)
+    scores = tl.dot(q_tile, keys, input_precision=PRECISION)  # S = Q·Kᵀ
     if FEATURES.soft_cap:
         scores, scale = soft_capped(scores * scale, soft_cap), 1.0
     if MASK:

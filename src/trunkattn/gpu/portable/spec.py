@@ -165,12 +165,12 @@ def _in_eight_warps(tile: GpuTile) -> GpuTile:
 
 
 def without_subtiles(tiles: tuple[GpuTile, ...]) -> tuple[GpuTile, ...]:
-    """The same tiles, all of whose rows read all keys: for items that are packs."""
+    """Returns the tiles without subtiles: all rows of a tile read all its keys, as items that are packs need it."""
     return tuple(_flat(tile) if tile.subtiles > 1 else tile for tile in tiles)
 
 
 def _flat(tile: GpuTile) -> GpuTile:
-    """A block takes as much less time as it has fewer keys."""
+    """Returns the tile without subtiles. A block takes as much less time as it has fewer keys."""
     less = tile.block_n // tile.flat_n
     block_ns, chain_ns = ((full // less, masked // less) for full, masked in (tile.block_ns, tile.chain_ns))
     return replace(tile, subtiles=1, block_n=tile.flat_n, block_ns=block_ns, chain_ns=chain_ns)

@@ -17,7 +17,7 @@ class KeysValues(NamedTuple):
 
 
 class NewStrides(NamedTuple):
-    """Of new keys and values, in elements."""
+    """Strides of new keys and values, in elements."""
 
     k_token: Any
     k_head: Any
@@ -28,7 +28,7 @@ class NewStrides(NamedTuple):
 
 
 class CacheStrides(NamedTuple):
-    """Of the caches, in elements; their head dimension is contiguous."""
+    """Strides of the caches, in elements; their head dimension is contiguous."""
 
     k_page: Any
     k_token: Any

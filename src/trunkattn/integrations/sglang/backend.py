@@ -108,7 +108,7 @@ class TrunkBackend(AttentionBackend):
         return self._requests.to_window[slots]
 
     def _host_step(self, batch: Any) -> HostStep | None:
-        """None: there is nothing to compute."""
+        """Returns the step that the host plans; None if there is nothing to compute."""
         if batch.forward_mode.is_idle() or not len(batch.seq_lens):
             return None
         on_host = getattr(batch, "seq_lens_cpu", None)

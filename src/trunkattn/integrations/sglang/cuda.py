@@ -51,7 +51,7 @@ Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # as of `BatchA
 
 
 class TrunkCudaBackend(TrunkBackend):
-    """See TrunkBackend."""
+    """Attention of one model runner on a GPU, with plans made on the device and CUDA graphs; see `TrunkBackend`."""
 
     def __init__(self, runner: Any) -> None:
         capability = torch.cuda.get_device_capability()
@@ -94,7 +94,7 @@ class TrunkCudaBackend(TrunkBackend):
         self.init_forward_metadata_in_graph(forward_batch)
 
     def _device_step(self, batch: Any) -> DeviceStep | None:
-        """None: the host plans the step."""
+        """Returns the step that the device plans; None if the host plans it."""
         mode, rows = batch.forward_mode, batch.batch_size
         if mode.is_decode():
             return DeviceStep(rows, 0, "decode") if 0 < rows <= self._most_rows else None
@@ -187,7 +187,7 @@ class TrunkCudaBackend(TrunkBackend):
         return next(layer_id for layer_id, each in self._kinds.items() if each == kind)
 
     def _attention(self, kind: LayerKind, prompts: bool) -> BatchAttention:
-        """Of decodes, or of prompts."""
+        """Returns the attention of a kind of layer, for decodes or for prompts; makes it when first asked."""
         config = kind.spec.config(self.page_size)
         key = (config, kind.in_window_pool, prompts)
         if key not in self._attentions:

@@ -1,4 +1,4 @@
-"""From SGLang's request table to a block table.
+"""Makes block tables from SGLang's request table.
 
 SGLang keeps the slot of every token of a request: a row of `req_to_token`. The slots of a page are neighbours, and a
 request fills its pages in order, so every page_size-th slot tells a page. The layers with a window may have a pool of

@@ -60,16 +60,16 @@ class TrunkAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """With VLLM_BATCH_INVARIANT=1 our kernels compute every token, so that neither what it is batched with, nor
+        """Returns True: with VLLM_BATCH_INVARIANT=1 our kernels compute every token, so neither the batch it is in, nor
         where its prompt is cut, nor what is in the prefix cache changes a bit."""
         return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Tokens of an image that see each other in both directions: plans are causal."""
+        """Returns False: tokens of an image would see each other in both directions, and plans are causal."""
         return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """On a CPU nothing trims drafts behind the host's back."""
+        """Returns False: on a CPU the host always knows the query lengths, as nothing trims drafts later."""
         return False

@@ -41,7 +41,7 @@ _CAPTURED_CHUNK_TOKENS: Final = 2048
 
 
 class TrunkAttentionCudaBackend(TrunkAttentionBackend):
-    """See TrunkAttentionBackend."""
+    """Decoder self-attention over vLLM's paged KV cache on a GPU, with CUDA graphs; see `TrunkAttentionBackend`."""
 
     @staticmethod
     def get_impl_cls() -> type[TrunkAttentionCudaImpl]:
@@ -160,8 +160,8 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
-        """Up to as many query tokens as a request has in a full graph, rows may have any number: plans tell kernels how
-        many there are. vLLM from 0.33 on asks."""
+        """Returns the most query tokens of a request in a full graph. Rows may have any number up to it, since plans
+        tell kernels how many there are. vLLM from 0.33 on asks."""
         if cls.get_cudagraph_support(vllm_config, kv_cache_spec) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
             return 1
         return versions.decode_query_len(vllm_config)
@@ -255,7 +255,7 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
         self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
 
     def _most_chunk_tokens(self) -> int:
-        """Of the prompts that our kernels may compute with the decodes; 0: they never do."""
+        """Most tokens of prompts that our kernels may compute with the decodes of a step; 0: they never do."""
         return 0 if self._ranks is not None else int(self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _find_overlap(self, capacity: Capacity) -> bool:

@@ -63,15 +63,15 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """As on a CPU, but with vLLM's kernel, which accepts 8-bit caches as bytes and scales as tensors. CUDA graphs
-        capture it. It stores as many rows as `slot_mapping` has."""
+        """Stores new keys and values with vLLM's kernel, as many rows as `slot_mapping` has. The kernel accepts 8-bit
+        caches as bytes and scales as tensors, and CUDA graphs capture it."""
         caches = kv_cache.transpose(1, 2).split(self.head_size, -1)
         _custom_ops.reshape_and_cache_flash(
             *(key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale)
         )
 
     def _attend(self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], step: Any) -> None:
-        """As on a CPU, with the builder's `CudaStep`. A CUDA graph can capture a step that only decodes.
+        """Runs a layer of the builder's `CudaStep`. A CUDA graph can capture a step that only decodes.
 
         Raises:
             ValueError: a step with prompts is captured.

@@ -60,8 +60,9 @@ class FlashPrefill:
     def run_on_ranks(
         self, rows: PrefillRows, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], group: ContextGroup
     ) -> None:
-        """The same where each rank holds a part of every request: the keys of these rows are at hand, and of those
-        before them each rank reads its own for the heads of all."""
+        """Writes `tensors.output` where each rank holds a part of every request. The keys of the rows themselves are at
+        hand. Earlier keys are spread over the ranks: each rank attends to its own with the heads of all ranks, and
+        the results are merged."""
         common = {
             "cu_seqlens_q": rows.query_start_loc,
             "max_seqlen_q": rows.max_query_len,

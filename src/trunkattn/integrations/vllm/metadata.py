@@ -45,7 +45,7 @@ class GroupBuilder(AttentionMetadataBuilder[Any]):
         return self.stats.traffic
 
     def kv_token_bytes(self) -> list[int]:
-        """For each layer spec, bytes of one KV token in all layers of that spec."""
+        """Returns, by layer spec, the bytes of one KV token in all layers of that spec."""
         return [spec.kv_token_bytes * count for spec, count in self.layers.items()]
 
 

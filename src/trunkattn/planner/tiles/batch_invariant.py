@@ -122,8 +122,8 @@ def _starts(entries, chunk, height, window):
 
 @njit(inner=True)
 def _num_segments(entries, first, last, chunk, segment_size):
-    """Of a chunk, up to the last of an item of entries [first, last]: of one request, up to the last that is seen; of
-    several, which have the whole chunk in common, all."""
+    """Number of the chunk's segments that an item of entries [first, last] lists. An item of one request ends with the
+    last token that it sees; requests that share an item have the whole chunk in common, so it lists all."""
     tokens = np.int64(CHUNK_TOKENS)
     if entries.row[first] == entries.row[last]:
         tokens = min(tokens, np.int64(entries.position[last]) + 1 - chunk * CHUNK_TOKENS)
@@ -155,7 +155,8 @@ def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, siz
 
 @njit
 def _emit(entries, seq_lens, table, sizes):
-    """sizes: query tokens of an item, window, tokens of a segment and of a page, segments of a block."""
+    """Returns the arrays of a tile list. sizes: query tokens of an item, window, tokens of a segment and of a page,
+    segments of a block."""
     height, window, segment_size, _, block_segments = sizes
     count, per_item = len(entries.query), CHUNK_TOKENS // segment_size
     first_chunk, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)

@@ -92,7 +92,7 @@ class Tiling:
     waves: int = 1
 
     def name(self, rule: TilingRule) -> str:
-        """For `stats`: rows × keys of the tiles."""
+        """The name that `stats` shows: rows × keys of the tiles."""
         kinds = [rule.kinds[index] for index in (self.tall, self.low) if index is not None]
         text = "+".join(f"{kind.rows}x{kind.block_tokens}" for kind in kinds)
         return text + (" per query" if self.alone else "") + _CUTS[self.waves]

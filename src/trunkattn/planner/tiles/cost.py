@@ -178,10 +178,8 @@ def stage_blocks(forest, entries, stage, window, segment_size):
 
 @njit
 def shared_tokens(forest, entries, least):
-    """Of each entry: tokens that it has in common with the one before it; tokens in nodes of at least `least` entries.
-
-    The first of these is at most what the entry before it sees.
-    """
+    """Returns two arrays [entries]: tokens in common with the entry before, of those that it sees; and tokens in nodes
+    of at least `least` entries."""
     shared = np.zeros(len(entries.query), np.int64)
     tall = np.zeros(len(entries.query), np.int64)
     for node in range(len(forest.parent)):  # a node comes after its ancestors

@@ -33,7 +33,7 @@ class OverlapCosts(NamedTuple):
 
 
 class ChunkTimes(NamedTuple):
-    """Of the prompt chunks of a step.
+    """Times of the prompt chunks of a step.
 
     alone_ns: predicted time without any decodes.
     reads_ns: time in which memory gives the chunks' keys and values; decodes wait for it.
@@ -66,10 +66,11 @@ class Overlapped(NamedTuple):
 
 
 class _Profile(NamedTuple):
-    """Of each item of a tile list, and of those before it.
+    """Arrays [items] that describe each item of a tile list together with the items before it.
 
-    blocks: [items, 4] as of `cost.stage_blocks`: blocks that all rows of the item see, other blocks, segments, queries.
-    until_ns: time until the kernel has computed them without chunks.
+    blocks: [items, 4] of the item alone, as of `cost.stage_blocks`: blocks that all its rows see, other blocks,
+        segments, queries.
+    until_ns: time until the kernel has computed the item and those before it, without chunks.
     is_wide: 1 if one of them has more rows than the narrow tile.
     """
 
@@ -94,7 +95,7 @@ def chunk_work(
 
 @njit
 def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
-    """How many of the first items, which merge nothing, to co-schedule with the chunks.
+    """Returns how many of the first items, which merge nothing, to co-schedule with the chunks.
 
     The candidates are: all items; as many as fit whole rounds of the SMs that end with the chunks; one round more. The
     other items get a launch of their own, of `stage`. num_slots: partial states that a merge reads afterwards.

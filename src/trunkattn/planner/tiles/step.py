@@ -35,7 +35,7 @@ class TiledStep:
     """
 
     def __init__(self, rule: TilingRule, forest: Forest, batch: StepTables, limits: TileLimits | None = None) -> None:
-        """forest: the prefix forest of the batch. limits: of the plan's arrays; None: they may have any size."""
+        """Measures a batch. forest: its prefix forest. limits: sizes of the plan's arrays; None: any size."""
         self.rule, self.forest, self.batch, self._limits = rule, forest, batch, limits
 
     @cached_property
@@ -73,8 +73,9 @@ class TiledStep:
     def overlap(
         self, numbers: list[int], chunks: ChunkTimes, costs: OverlapCosts, leftover: TileStage
     ) -> tuple[int, Overlapped]:
-        """Of some candidates of one low tile without subtiles, the one with which the step ends first, and what
-        `choose_overlap` finds for it. leftover: computes the items that are not co-scheduled."""
+        """Returns the candidate with which the step ends first, and what `choose_overlap` finds for it. numbers: the
+        candidates to try, each of one low tile without subtiles. leftover: the stage of the items that are not
+        co-scheduled."""
         priced = self.rule.priced
         source = self.forest, self.entries, self.batch.window
         candidates = priced.stages, priced.uses, np.array(numbers, np.int64)
@@ -84,7 +85,7 @@ class TiledStep:
 
 @njit
 def _measure(forest, tables, stages, uses, costs, limits):
-    """tables: seq_lens, query_start_loc and window."""
+    """Measures a batch. tables: seq_lens, query_start_loc and window."""
     seq_lens, query_start_loc, window = tables
     entries = make_entries(forest, seq_lens, query_start_loc)
     loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.segment_size)

@@ -1,4 +1,4 @@
-"""From the items of its stages to a tile list: subtiles, partial slots, merges, and the order of the items."""
+"""Makes a tile list from the items of its stages: subtiles, partial slots, merges, and the order of the items."""
 
 from typing import NamedTuple
 

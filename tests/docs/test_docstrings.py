@@ -1,0 +1,65 @@
+"""Docstrings begin with a noun or a verb, so that a reader need not guess what is returned."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Beginnings without a subject, such as "Of a layer.", "As on a CPU." and "items: pointer to the first."
+NO_SUBJECT = re.compile(
+    r"(As|At|By|For|From|In|It|Its|None|Not|Of|On|See|That|The other way|The same|To|Up|With)\b|[a-z_, ]+:"
+)
+
+
+def without_subject(source: str) -> list[str]:
+    """Line and beginning of every docstring that begins with neither a noun nor a verb."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and NO_SUBJECT.match(text):
+                found.append(f"{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+    return found
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    files = sorted((ROOT / "src").rglob("*.py"))
+    assert files
+    found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in without_subject(file.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Of a layer.",
+        "The same by TMA.",
+        "The other way.",
+        "By the plan's execution.",
+        "From packs to work items.",
+        "As in `GpuTile`.",
+        "See PlanStats.",
+        "In elements.",
+        "None: there is nothing to compute.",
+        "items: pointer to the first.",
+        "k_page, v_page: strides.",
+    ],
+)
+def test_a_docstring_without_a_subject_is_found(docstring: str) -> None:
+    for source in (
+        f'"""{docstring}"""',
+        f'def f():\n    """{docstring}"""',
+        f'class A:\n    """{docstring}"""',
+        f'class A:\n    async def f(self):\n        """\n        {docstring}\n        """',
+    ):
+        assert len(without_subject(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    ["Returns the strides.", "Offsets of a page.", "Bytes: a count.", "Inputs of a step.", "Sees a key.", "dq of a q."],
+)
+def test_a_docstring_with_a_subject_passes(docstring: str) -> None:
+    assert without_subject(f'x = "Of a layer."\ndef f():\n    """{docstring}"""  # Of a layer.') == []
