@@ -141,3 +141,18 @@ def test_the_weights_sum_to_one_at_any_size_of_lse(level: float) -> None:
     out, lse = merge_states(out_a, lse_a, out_b, lse_b)
     assert (out - exact).abs().max() < 1e-6
     assert torch.equal(lse, torch.logaddexp(lse_a, lse_b))
+
+
+@pytest.mark.parametrize("fill", [0.0, math.nan, math.inf])
+def test_gradients_pass_by_empty_states(fill: float) -> None:
+    """Row 0 is empty in both states, row 1 in the first, row 2 in the second; what their outputs hold is nobody's."""
+    (out_a, lse_a), (out_b, lse_b) = random_state(1), random_state(2)
+    for out, lse, rows in ((out_a, lse_a, [0, 1]), (out_b, lse_b, [0, 2])):
+        out[rows], lse[rows] = fill, -math.inf
+    leaves = [tensor.requires_grad_() for tensor in (out_a, lse_a, out_b, lse_b)]
+    out, lse = merge_states(*leaves)
+    gradients = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+    assert all(gradient.isfinite().all() and not gradient[0].any() for gradient in gradients)
+    for gradient, row, other in zip(gradients, (1, 1, 2, 2), (2, 2, 1, 1), strict=True):
+        assert not gradient[row].any()
+        assert torch.equal(gradient[other], torch.ones_like(gradient[other]))

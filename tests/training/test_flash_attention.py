@@ -164,6 +164,30 @@ def test_a_scale_that_varies_compiles_without_a_break() -> None:
         assert torch.equal(compiled(scale), flash_attention(q, k, v, sm_scale=scale))
 
 
+class Layer(torch.nn.Module):
+    """`flash_attention` as a module, which export needs."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: list[torch.Tensor]) -> torch.Tensor:
+        named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), sums, strict=False))
+        out = flash_attention(q, k, v, True, **named)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED])
+def test_export_with_a_batch_of_any_size(case: TrainingCase) -> None:
+    tensors = [tensor.contiguous() for tensor in case.inputs[:3]]
+    sums = [tensor for tensor in case.cu_seqlens if tensor is not None]
+    size = torch.export.Dim("size", min=2, max=64)
+    shapes = [{0: None if case.packed else size}] * 3
+    dynamic = (*shapes, [{0: size} for _ in sums])
+    exported = torch.export.export(Layer(), (*tensors, sums), dynamic_shapes=dynamic)
+    larger = [torch.cat([tensor, tensor]) for tensor in tensors] if not case.packed else tensors
+    longer_sums = [torch.cat([tensor, tensor[-1:]]) for tensor in sums]
+    found = exported.module()(*larger, longer_sums)
+    assert torch.equal(found, Layer()(*larger, longer_sums))
+
+
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

@@ -46,13 +46,19 @@ def merge_states(
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if lse.shape != out_a.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")
-    lse = torch.logaddexp(lse_a, lse_b)
+    # Two empty states, as two that weigh nothing: -inf - -inf is NaN, and so is any gradient that passes it.
+    empty = torch.maximum(lse_a, lse_b) == -math.inf
+    safe_a, safe_b = (lse.masked_fill(empty, 0.0) for lse in (lse_a, lse_b))
+    lse = torch.logaddexp(safe_a, safe_b).masked_fill(empty, -math.inf)
     # From the difference alone: lse is rounded to its own size, so exp(lse_a - lse) loses the weights' sum far from 0.
-    weight_a = torch.sigmoid(lse_a - lse_b).unsqueeze(-1)
-    weight_b = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)
-    zero = torch.zeros((), dtype=weight_a.dtype, device=weight_a.device)
-    # an empty state's output may be anything; if both are empty, the weights are NaN (-inf - -inf)
-    empty_a, empty_b = (lse == -math.inf for lse in (lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)))
-    part_a = torch.where(empty_a | (weight_a == 0), zero, weight_a * out_a)
-    part_b = torch.where(empty_b | (weight_b == 0), zero, weight_b * out_b)
+    weight_a = torch.sigmoid(safe_a - safe_b).unsqueeze(-1)
+    weight_b = torch.sigmoid(safe_b - safe_a).unsqueeze(-1)
+    # The output of an empty state may be anything, so it meets no weight, forward or backward.
+    part_a = weight_a * _without_empty(out_a, lse_a, weight_a)
+    part_b = weight_b * _without_empty(out_b, lse_b, weight_b)
     return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)
+
+
+def _without_empty(out: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The output of a state, 0 where it is empty or weighs nothing."""
+    return out.masked_fill((lse == -math.inf).unsqueeze(-1) | (weight == 0), 0.0)

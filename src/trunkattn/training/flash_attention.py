@@ -110,8 +110,8 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
     heads, head_dim = q.shape[-2:]
     if not 1 <= head_dim <= (spec.MAX_HEAD_DIM if q.is_cuda else math.inf):
         raise ValueError(f"q has head_dim {head_dim}: expected 1 to {spec.MAX_HEAD_DIM} on a GPU, from 1 on a CPU")
-    if k.shape[-1] != head_dim or (not packed and len(k) != len(q)):
-        expected = f"q's head_dim, {head_dim}" + ("" if packed else f", and batch, {len(q)}")
+    if k.shape[-1] != head_dim or (not packed and k.shape[0] != q.shape[0]):
+        expected = f"q's head_dim, {head_dim}" + ("" if packed else f", and batch, {q.shape[0]}")
         raise ValueError(f"k has shape {tuple(k.shape)}: expected {expected}")
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}: expected k's, {tuple(k.shape)}")
@@ -129,7 +129,7 @@ def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
             raise TypeError(f"{name} has dtype {sums.dtype}: expected torch.int32")
         if sums.device != q.device:
             raise ValueError(f"{name} is on {sums.device}: expected {q.device}, like q")
-        if sums.dim() != 1 or len(sums) == 0 or sums.shape != cu_seqlens_q.shape:
+        if sums.dim() != 1 or sums.shape[0] == 0 or sums.shape != cu_seqlens_q.shape:
             expected = "(num_sequences + 1), the same for both"
             raise ValueError(f"{name} has shape {tuple(sums.shape)}: expected {expected}")
 
