@@ -58,6 +58,24 @@ def test_a_cached_function_has_the_stamp_of_all_sources() -> None:
     assert isinstance(compiled.njit(inner=True)(first_axis)._cache, NullCache)
 
 
+@pytest.mark.parametrize("name", ["nowhere.Entries", "trunkattn.compiled.Entries"])
+def test_an_index_that_names_what_is_gone_is_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Another version wrote it, whose classes have other names or stood in other files."""
+    monkeypatch.setattr(compiled._PackageCacheImpl, "check_cachable", lambda self, result: True)
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    first = compiled.njit(first_axis)
+    assert first(np.zeros((3, 2))) == 3
+    (index,) = tmp_path.rglob("*.nbi")
+    module, _, attribute = name.rpartition(".")
+    version, _ = index.read_bytes().split(b"\x80", 1)
+    index.write_bytes(version + f"c{module}\n{attribute}\n.".encode())
+    second = compiled.njit(first_axis)
+    assert second(np.zeros((3, 2))) == 3
+    assert compiled.njit(first_axis)(np.zeros((3, 2))) == 3 and len(index.read_bytes()) > 50
+
+
 def test_without_a_folder_functions_run_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
     compiled.cache_folder.cache_clear()

@@ -81,6 +81,15 @@ class _PackageCacheImpl(CompileResultCacheImpl):
 class _PackageCache(FunctionCache):
     _impl_class = _PackageCacheImpl
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Compiled code for a signature; None if none is kept. An index that another version of this package wrote may
+        name classes that this one does not have: it is emptied."""
+        try:
+            return super().load_overload(sig, target_context)
+        except (AttributeError, ImportError):
+            self.flush()
+            return None
+
 
 class Announcer(event.Listener):
     """Says once that functions of this package are being compiled. Numba tells it of each one that is not cached."""

@@ -41,7 +41,7 @@ KERNELS = {
     cost: ("candidates_kernel",),
     items: ("items_kernel",),
     tile_list: ("lists_kernel",),
-    batch_invariant: ("chunks_kernel", "chunk_items_kernel", "chunk_segments_kernel"),
+    batch_invariant: ("spans_kernel", "span_items_kernel", "span_segments_kernel"),
 }
 TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
 

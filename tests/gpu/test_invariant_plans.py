@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from trunkattn.config import Capacity
 from trunkattn.gpu.tiles import GpuTile
-from trunkattn.planner.check import _check_chunks, check_tiles
+from trunkattn.planner.check import _check_spans, check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.tiles.batch_invariant import CHUNK_TOKENS, invariant_limits, invariant_list
+from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.work_list import QUERY_START, SEGMENT_FULL, SEGMENT_START, TileList
 from trunkattn.workloads import tree_batch
@@ -34,7 +34,7 @@ def invariant_rule(group_size: int, page_size: int, rows: int = 32) -> TilingRul
 
 
 def random_batch(seed: int, page_size: int, window: int) -> StepTables:
-    """A ragged tree of up to 12 requests, whose levels may end within chunks; some have several query tokens."""
+    """A ragged tree of up to 12 requests, whose levels may end within spans; some have several query tokens."""
     rng = np.random.default_rng(seed)
     requests = int(rng.integers(1, 13))
     pages = rng.integers(0, 1 + 1400 // page_size, 2) * rng.integers(0, 2, 2)
@@ -83,10 +83,10 @@ def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size:
 
 def pieces(tiles: TileList, query: int, rule: TilingRule) -> list[tuple[int, list[list[int]]]]:
     """What a query's partials are of, in the order in which they are merged: the places in blocks of all tokens, from
-    the first of a chunk on. An item begins with a block, before which nothing is listed."""
+    the first of a span on. An item begins with a block, before which nothing is listed."""
     found, block_segments = [], rule.kinds[0].block_tokens // rule.segment_size
     for start, full, end, begin, stop in tiles.items.tolist():
-        hidden = start % (CHUNK_TOKENS // rule.segment_size)
+        hidden = start % (SPAN_TOKENS // rule.segment_size)
         assert start == full < end and hidden % block_segments == 0
         for entry in range(begin, stop):
             if tiles.queries[entry] == query:
@@ -99,11 +99,11 @@ def pieces(tiles: TileList, query: int, rule: TilingRule) -> list[tuple[int, lis
     return sorted((slot - first, segments) for slot, segments in found)
 
 
-def seen_by(segments: list[list[int]], position: int, window: int, chunk: int, size: int) -> list[list[int]]:
+def seen_by(segments: list[list[int]], position: int, window: int, span: int, size: int) -> list[list[int]]:
     """Without the segments that a query sees nothing of, whose place in a block is kept."""
     kept = []
     for i, segment in enumerate(segments):
-        token = chunk * CHUNK_TOKENS + i * size
+        token = span * SPAN_TOKENS + i * size
         is_seen = token <= position and token + size > position + 1 - window
         kept.append([segment[0], min(segment[1], position + 1 - token)] if is_seen else [0, 0])
     while kept and kept[-1] == [0, 0]:
@@ -127,71 +127,71 @@ def test_a_query_is_computed_alike_in_any_batch(seed: int, group: int, page_size
         alone = host_list(rule, StepTables(batch.block_table[some], batch.seq_lens[some], starts, window))
         for query in range(count):
             position = int(batch.seq_lens[row]) - count + query
-            first_chunk = max(0, position + 1 - window) // CHUNK_TOKENS
+            first_span = max(0, position + 1 - window) // SPAN_TOKENS
             here, there = pieces(together, first + query, rule), pieces(alone, query, rule)
             assert [slot for slot, _ in here] == [slot for slot, _ in there]
             for nth, ((_, a), (_, b)) in enumerate(zip(here, there, strict=True)):
-                args = position, window, first_chunk + nth, rule.segment_size
+                args = position, window, first_span + nth, rule.segment_size
                 assert seen_by(a, *args) == seen_by(b, *args)
 
 
-def test_whole_chunks_are_read_once() -> None:
+def test_whole_spans_are_read_once() -> None:
     rule = invariant_rule(4, 16)
-    tree = tree_batch(PrefixTree((1, 8), (2 * CHUNK_TOKENS + 16, 40)), 16)
+    tree = tree_batch(PrefixTree((1, 8), (2 * SPAN_TOKENS + 16, 40)), 16)
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(9, dtype=np.int32), UNLIMITED)
     tiles = host_list(rule, batch)
-    assert int((tiles.segments[:, 1] >> 16).sum()) == 2 * CHUNK_TOKENS + 8 * 56
+    assert int((tiles.segments[:, 1] >> 16).sum()) == 2 * SPAN_TOKENS + 8 * 56
     assert len(tiles.items) == 2 + 8 and tiles.num_slots == 8 * 3
 
 
-def test_a_chunk_that_ends_within_its_last_segment_comes_first() -> None:
+def test_a_span_that_ends_within_its_last_segment_comes_first() -> None:
     rule = invariant_rule(4, 16)
     table = np.arange(64, dtype=np.int32).reshape(2, 32)
-    lens = np.array([100, CHUNK_TOKENS - 7], np.int32)
+    lens = np.array([100, SPAN_TOKENS - 7], np.int32)
     batch = StepTables(table, lens, np.arange(3, dtype=np.int32), UNLIMITED)
     tiles = host_list(rule, batch)
     check_tiles(tiles, batch, rule, in_spans=True)
     assert tiles.queries[tiles.items[:, QUERY_START]].tolist() == [1, 0]
 
 
-def test_what_breaks_the_order_of_chunks_is_found() -> None:
+def test_what_breaks_the_order_of_spans_is_found() -> None:
     rule = invariant_rule(4, 16)
-    table, lens = np.arange(96, dtype=np.int32).reshape(2, 48), np.array([CHUNK_TOKENS, 200], np.int32)
+    table, lens = np.arange(96, dtype=np.int32).reshape(2, 48), np.array([SPAN_TOKENS, 200], np.int32)
     batch = StepTables(table, lens, np.arange(3, dtype=np.int32), 128)
     tiles = host_list(rule, batch)
     for change, message in (
-        (lambda items: items[:, [SEGMENT_START, SEGMENT_FULL]] + 1, "item 0 begins within a block of its chunk"),
-        (lambda items: items[::-1, [SEGMENT_START, SEGMENT_FULL]], "item 0 has segments of several chunks"),
+        (lambda items: items[:, [SEGMENT_START, SEGMENT_FULL]] + 1, "item 0 begins within a block of its span"),
+        (lambda items: items[::-1, [SEGMENT_START, SEGMENT_FULL]], "item 0 has segments of several spans"),
     ):
         items = tiles.items.copy()
         items[:, [SEGMENT_START, SEGMENT_FULL]] = change(tiles.items)
         with pytest.raises(AssertionError, match=message):
-            _check_chunks(replace(tiles, items=items), rule)
-    with pytest.raises(AssertionError, match="item 1 ends with its chunk, and the item before it does not"):
+            _check_spans(replace(tiles, items=items), rule)
+    with pytest.raises(AssertionError, match="item 1 ends with its span, and the item before it does not"):
         check_tiles(replace(tiles, items=tiles.items[::-1].copy()), batch, rule, in_spans=True)
 
 
 def test_blocks_that_a_window_hides_are_left_out() -> None:
     rule = invariant_rule(4, 16)
-    lens = np.array([CHUNK_TOKENS - 8, CHUNK_TOKENS + 200], np.int32)
+    lens = np.array([SPAN_TOKENS - 8, SPAN_TOKENS + 200], np.int32)
     table = np.arange(96, dtype=np.int32).reshape(2, 48)
     batch = StepTables(table, lens, np.arange(3, dtype=np.int32), 128)
     tiles = host_list(rule, batch)
     check_tiles(tiles, batch, rule, in_spans=True)
-    per_chunk, block = CHUNK_TOKENS // rule.segment_size, 64 // rule.segment_size
+    per_span, block = SPAN_TOKENS // rule.segment_size, 64 // rule.segment_size
     # From token 376 on, and from 584, in blocks of 64 tokens
-    assert (tiles.items[:, SEGMENT_START] % per_chunk).tolist() == [5 * block, 1 * block]
+    assert (tiles.items[:, SEGMENT_START] % per_span).tolist() == [5 * block, 1 * block]
     assert [int(sum(packed >> 16 for packed in tiles.segments[begin:end, 1])) for begin, _, end, *_ in tiles.items] == [
-        CHUNK_TOKENS - 8 - 368,
+        SPAN_TOKENS - 8 - 368,
         200 - 64,
     ]
 
 
 def test_limits_are_flagged() -> None:
     rule = invariant_rule(4, 16)
-    tree = tree_batch(PrefixTree((1, 4), (CHUNK_TOKENS, 40)), 16)
+    tree = tree_batch(PrefixTree((1, 4), (SPAN_TOKENS, 40)), 16)
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(5, dtype=np.int32), UNLIMITED)
-    roomy = invariant_limits(6, 2 * CHUNK_TOKENS, rule.segment_size)
+    roomy = invariant_limits(6, 2 * SPAN_TOKENS, rule.segment_size)
     messages = {"items": "items", "segments": "segments", "queries": "queries", "slots": "partial states"}
     for name, message in messages.items():
         planned = prepare(rule, Capacity(5, 6, 40, 1 << 20), limits=replace(roomy, **{name: 3}))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.planner.planner import Planned, StepTables
-from trunkattn.planner.tiles.batch_invariant import CHUNK_TOKENS
+from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.work_list import (
     DIRECT,
@@ -157,7 +157,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_spans: 
     final = np.concatenate([tiles.queries[tiles.partial_slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
     if in_spans:
-        _check_chunks(tiles, rule)
+        _check_spans(tiles, rule)
         return
     size = (tiles.items[:, SEGMENT_END] - tiles.items[:, SEGMENT_START]).astype(np.int64)
     for first, last in zip(tiles.counts, tiles.counts[1:], strict=False):
@@ -165,16 +165,16 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_spans: 
         assert len(late) == 0, f"item {first + late[0] + 1} is longer than the item before it in its bucket"
 
 
-def _check_chunks(tiles: TileList, rule: TilingRule) -> None:
-    """Items lie in chunks, begin with a block, and come first if they end with a chunk."""
-    per_chunk, block_segments = CHUNK_TOKENS // rule.segment_size, rule.kinds[0].block_tokens // rule.segment_size
+def _check_spans(tiles: TileList, rule: TilingRule) -> None:
+    """Items lie in spans, begin with a block, and come first if they end with a span."""
+    per_span, block_segments = SPAN_TOKENS // rule.segment_size, rule.kinds[0].block_tokens // rule.segment_size
     start, end = tiles.items[:, SEGMENT_START], tiles.items[:, SEGMENT_END]
-    across = np.flatnonzero(start // per_chunk != (end - 1) // per_chunk)
-    assert len(across) == 0, f"item {across[0]} has segments of several chunks"
-    within = np.flatnonzero(start % per_chunk % block_segments)
-    assert len(within) == 0, f"item {within[0]} begins within a block of its chunk"
-    late = np.flatnonzero(np.diff((end % per_chunk == 0).astype(np.int64)) > 0)
-    assert len(late) == 0, f"item {late[0] + 1} ends with its chunk, and the item before it does not"
+    across = np.flatnonzero(start // per_span != (end - 1) // per_span)
+    assert len(across) == 0, f"item {across[0]} has segments of several spans"
+    within = np.flatnonzero(start % per_span % block_segments)
+    assert len(within) == 0, f"item {within[0]} begins within a block of its span"
+    late = np.flatnonzero(np.diff((end % per_span == 0).astype(np.int64)) > 0)
+    assert len(late) == 0, f"item {late[0] + 1} ends with its span, and the item before it does not"
 
 
 def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule: TilingRule, reads: _Reads) -> None:

@@ -39,8 +39,8 @@ SEGMENT_QUERIES: Final = 1  # first query | end query << 8 | tokens << 16, queri
 SEGMENT_POSITION: Final = 2  # of its first token in the sequence
 SEGMENT_COLUMNS: Final = 3
 
-# A batch-invariant plan of packs always computes a token in the same chunk of its sequence, whatever other requests
-# there are. Plans of row tiles have chunks of their own (`tiles.batch_invariant`).
+# A batch-invariant plan of packs always computes a token in the same span of its sequence, whatever other requests
+# there are. Plans of row tiles have spans of their own (`tiles.batch_invariant`).
 INVARIANT_SPAN_TOKENS: Final = 256
 
 UNLIMITED: Final = 2**31 - 1  # the sliding window of attention without one

@@ -1,6 +1,6 @@
 """Batch-invariant plans made on the device: the lists of `planner.tiles.batch_invariant`, bit for bit.
 
-Three launches follow those that order the requests: what each chunk has, the items, and their segments.
+Three launches follow those that order the requests: what each span has, the items, and their segments.
 """
 
 from typing import Any, Final, NamedTuple
@@ -36,15 +36,15 @@ from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
 from trunkattn.gpu.device_planner.stats import tokens_alone
 from trunkattn.gpu.device_planner.tile_list import Pages, PlanArrays, store_segments
-from trunkattn.planner.tiles.batch_invariant import CHUNK_TOKENS
+from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 
-_CHUNK = tl.constexpr(CHUNK_TOKENS)
+_SPAN = tl.constexpr(SPAN_TOKENS)
 _CTAS_PER_SM: Final = 8  # that list segments
 _BLOCK: Final = 512
 
 
-class ChunkSizes(NamedTuple):
-    """Constants. tokens: query tokens; height: of an item; height_lanes, lanes: vectors of those and of all chunks;
+class SpanSizes(NamedTuple):
+    """Constants. tokens: query tokens; height: of an item; height_lanes, lanes: vectors of those and of all spans;
     key_block: keys that a tile computes at once; block: entries looked at at once."""
 
     tokens: int
@@ -57,21 +57,21 @@ class ChunkSizes(NamedTuple):
     block: int
 
 
-class ChunkArrays(NamedTuple):
-    """Arrays of counts. ending, others, queries: by chunk, items that reach its end, other items, and query tokens.
-    first_slot: by entry, its first partial slot. item_entry, item_chunk: by item, its first entry and its chunk."""
+class SpanArrays(NamedTuple):
+    """Arrays of counts. ending, others, queries: by span, items that reach its end, other items, and query tokens.
+    first_slot: by entry, its first partial slot. item_entry, item_span: by item, its first entry and its span."""
 
     ending: Any
     others: Any
     queries: Any
     first_slot: Any
     item_entry: Any
-    item_chunk: Any
+    item_span: Any
 
 
 class _Scan(NamedTuple):
-    """A block of entries and a chunk. sees: it; run: the first of the entries that may be in one item; is_last: of an
-    item; and if it is: the item's first entry, the segments up to its last, and whether the chunk ends there."""
+    """A block of entries and a span. sees: it; run: the first of the entries that may be in one item; is_last: of an
+    item; and if it is: the item's first entry, the segments up to its last, and whether the span ends there."""
 
     sees: Any
     run: Any
@@ -87,67 +87,67 @@ def _maximum(a, b):
 
 
 @triton.jit
-def _sees(position, chunk, window):
-    return (position >= chunk * _CHUNK) & (position + 1 - window < (chunk + 1) * _CHUNK)
+def _sees(position, span, window):
+    return (position >= span * _SPAN) & (position + 1 - window < (span + 1) * _SPAN)
 
 
 @triton.jit
-def _follows(at, entries, chunk, num_entries, window):
-    """Whether entries see a chunk, and whether they may be in one item with the entry before them."""
+def _follows(at, entries, span, num_entries, window):
+    """Whether entries see a span, and whether they may be in one item with the entry before them."""
     used, before = at < num_entries, (at > 0) & (at < num_entries)
-    sees = used & _sees(tl.load(entries.position + at, mask=used, other=0), chunk, window)
-    saw = before & _sees(tl.load(entries.position + at - 1, mask=before, other=0), chunk, window)
+    sees = used & _sees(tl.load(entries.position + at, mask=used, other=0), span, window)
+    saw = before & _sees(tl.load(entries.position + at - 1, mask=before, other=0), span, window)
     row = tl.load(entries.row + at, mask=before, other=0)
     is_same = row == tl.load(entries.row + at - 1, mask=before, other=-1)
     shared = tl.load(entries.shared + at, mask=before, other=0)
-    return sees, sees & saw & (is_same | (shared >= (chunk + 1) * _CHUNK))
+    return sees, sees & saw & (is_same | (shared >= (span + 1) * _SPAN))
 
 
 @triton.jit
-def _scan(at, run, entries, chunk, num_entries, window, SIZES: tl.constexpr):
+def _scan(at, run, entries, span, num_entries, window, SIZES: tl.constexpr):
     """Returns the `_Scan` of a block of entries. run: where the run of entries begins that reaches
     into the block."""
-    sees, follows = _follows(at, entries, chunk, num_entries, window)
-    _, goes_on = _follows(at + 1, entries, chunk, num_entries, window)
+    sees, follows = _follows(at, entries, span, num_entries, window)
+    _, goes_on = _follows(at + 1, entries, span, num_entries, window)
     runs = tl.maximum(tl.associative_scan(tl.where(follows, -1, at), 0, _maximum), run)
     is_last = sees & ((goes_on == 0) | ((at + 1 - runs) % SIZES.height == 0))
     first = at - (at - runs) % SIZES.height
     row = tl.load(entries.row + at, mask=is_last, other=0)
     is_one = row == tl.load(entries.row + first, mask=is_last, other=0)
-    seen = tl.load(entries.position + at, mask=is_last, other=0) + 1 - chunk * _CHUNK
-    tokens = tl.where(is_one, tl.minimum(seen, _CHUNK), _CHUNK)
+    seen = tl.load(entries.position + at, mask=is_last, other=0) + 1 - span * _SPAN
+    tokens = tl.where(is_one, tl.minimum(seen, _SPAN), _SPAN)
     segments = tl.cdiv(tokens, SIZES.segment_size)
-    return _Scan(sees, runs, is_last, first, segments, segments == _CHUNK // SIZES.segment_size)
+    return _Scan(sees, runs, is_last, first, segments, segments == _SPAN // SIZES.segment_size)
 
 
 @triton.jit
-def _count_chunk(chunk, entries, num_entries, window, chunks, SIZES: tl.constexpr):
+def _count_span(span, entries, num_entries, window, spans, SIZES: tl.constexpr):
     run, ending, others, queries = 0, 0, 0, 0
     for begin in range(0, num_entries, SIZES.block):
-        scan = _scan(begin + tl.arange(0, SIZES.block), run, entries, chunk, num_entries, window, SIZES)
+        scan = _scan(begin + tl.arange(0, SIZES.block), run, entries, span, num_entries, window, SIZES)
         run = tl.max(scan.run, 0)
         ending += tl.sum((scan.is_last & scan.ends).to(tl.int32), 0)
         others += tl.sum((scan.is_last & (scan.ends == 0)).to(tl.int32), 0)
         queries += tl.sum(scan.sees.to(tl.int32), 0)
-    tl.store(chunks.ending + chunk, ending)
-    tl.store(chunks.others + chunk, others)
-    tl.store(chunks.queries + chunk, queries)
+    tl.store(spans.ending + span, ending)
+    tl.store(spans.others + span, others)
+    tl.store(spans.queries + span, queries)
 
 
 @triton.jit
-def _first_chunk(position, window):
-    return tl.maximum(position + 1 - window, 0) // _CHUNK
+def _first_span(position, window):
+    return tl.maximum(position + 1 - window, 0) // _SPAN
 
 
 @triton.jit
 def _pieces(position, window):
-    """Chunks that a query token sees."""
-    return position // _CHUNK + 1 - _first_chunk(position, window)
+    """Spans that a query token sees."""
+    return position // _SPAN + 1 - _first_span(position, window)
 
 
 @triton.jit
-def _list_merges(entries, num_entries, window, status, chunks, plan, limits, SIZES: tl.constexpr):
-    """The query tokens that see several chunks, and the first partial slot of each."""
+def _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZES: tl.constexpr):
+    """The query tokens that see several spans, and the first partial slot of each."""
     merged, num_slots = 0, 0
     for begin in range(0, num_entries, SIZES.block):
         at = begin + tl.arange(0, SIZES.block)
@@ -158,7 +158,7 @@ def _list_merges(entries, num_entries, window, status, chunks, plan, limits, SIZ
         first = num_slots + tl.cumsum(pieces, 0) - pieces
         place = merged + tl.cumsum(is_split, 0) - is_split
         write = (pieces > 0) & (place < limits.merged)
-        tl.store(chunks.first_slot + at, first, mask=used)
+        tl.store(spans.first_slot + at, first, mask=used)
         tl.store(plan.merge_queries + place, tl.load(entries.token + at, mask=used, other=0), mask=write)
         tl.store(plan.merge_ranges + 2 * place, tl.minimum(first, limits.slots), mask=write)
         tl.store(plan.merge_ranges + 2 * place + 1, tl.minimum(first + pieces, limits.slots), mask=write)
@@ -177,51 +177,49 @@ def _summarize(tables, bounds, window, summary, SIZES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def chunks_kernel(
+def spans_kernel(
     tables,
     num_rows,
     num_columns,
     window,
     entries,
     status,
-    chunks,
+    spans,
     plan,
     summary,
     limits,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What each chunk has, one program for each; the last two programs list merges, and count tokens."""
+    """What each span has, one program for each; the last two programs list merges, and count tokens."""
     trigger_and_wait(PDL)
     num_entries = tl.load(counts_of(status).num_entries)
     others = tl.num_programs(0) - 2
     if tl.program_id(0) < others:
-        _count_chunk(tl.program_id(0), entries, num_entries, window, chunks, SIZES)
+        _count_span(tl.program_id(0), entries, num_entries, window, spans, SIZES)
     elif tl.program_id(0) == others:
-        _list_merges(entries, num_entries, window, status, chunks, plan, limits, SIZES)
+        _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZES)
     else:
         _summarize(tables, Bounds(num_rows, num_columns, limits.max_query_len), window, summary, SIZES)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def chunk_items_kernel(
-    num_chunks, window, entries, status, chunks, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr
-):
-    """The items of each chunk, and their query tokens, one program for each."""
+def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """The items of each span, and their query tokens, one program for each."""
     trigger_and_wait(PDL)
-    PER_ITEM: tl.constexpr = _CHUNK // SIZES.segment_size
+    PER_ITEM: tl.constexpr = _SPAN // SIZES.segment_size
     BLOCK: tl.constexpr = SIZES.block
-    chunk = tl.program_id(0)
+    span = tl.program_id(0)
     num_entries = tl.load(counts_of(status).num_entries)
     each = tl.arange(0, SIZES.lanes)
-    is_before, is_chunk = each < chunk, each < num_chunks
-    num_ending = tl.load(chunks.ending + each, mask=is_chunk, other=0)
-    num_others = tl.load(chunks.others + each, mask=is_chunk, other=0)
-    num_queries = tl.load(chunks.queries + each, mask=is_chunk, other=0)
+    is_before, is_span = each < span, each < num_spans
+    num_ending = tl.load(spans.ending + each, mask=is_span, other=0)
+    num_others = tl.load(spans.others + each, mask=is_span, other=0)
+    num_queries = tl.load(spans.queries + each, mask=is_span, other=0)
     ending = tl.sum(tl.where(is_before, num_ending, 0), 0)
     other = tl.sum(num_ending, 0) + tl.sum(tl.where(is_before, num_others, 0), 0)
     query = tl.sum(tl.where(is_before, num_queries, 0), 0)
-    if chunk == 0:
+    if span == 0:
         total, queries = tl.sum(num_ending + num_others, 0), tl.sum(num_queries, 0)
         most = tl.minimum(limits.items, limits.segments // PER_ITEM)
         flag(status, tl.where(total > limits.items, MANY_ITEMS, 0))
@@ -234,14 +232,14 @@ def chunk_items_kernel(
     for begin in range(0, num_entries, SIZES.block):
         at = begin + tl.arange(0, SIZES.block)
         used = at < num_entries
-        scan = _scan(at, run, entries, chunk, num_entries, window, SIZES)
+        scan = _scan(at, run, entries, span, num_entries, window, SIZES)
         is_ending = (scan.is_last & scan.ends).to(tl.int32)
         is_other = (scan.is_last & (scan.ends == 0)).to(tl.int32)
         sees = scan.sees.to(tl.int32)
         place = query + tl.cumsum(sees, 0) - 1
         position = tl.load(entries.position + at, mask=used, other=0)
         listed = scan.sees & (place < limits.queries)
-        slot = tl.load(chunks.first_slot + at, mask=used, other=0) + chunk - _first_chunk(position, window)
+        slot = tl.load(spans.first_slot + at, mask=used, other=0) + span - _first_span(position, window)
         slot = tl.where(_pieces(position, window) > 1, tl.minimum(slot, limits.slots - 1), DIRECT)
         tl.store(plan.queries + place, tl.load(entries.token + at, mask=used, other=0), mask=listed)
         tl.store(plan.partial_slots + place, slot, mask=listed)
@@ -254,8 +252,8 @@ def chunk_items_kernel(
         tl.store(row + SEGMENT_END, begins + scan.segments, mask=fits)
         tl.store(row + QUERY_START, place - (at - scan.first), mask=fits)
         tl.store(row + QUERY_END, place + 1, mask=fits)
-        tl.store(chunks.item_entry + item, scan.first, mask=fits)
-        tl.store(chunks.item_chunk + item, tl.zeros([BLOCK], tl.int32) + chunk, mask=fits)
+        tl.store(spans.item_entry + item, scan.first, mask=fits)
+        tl.store(spans.item_span + item, tl.zeros([BLOCK], tl.int32) + span, mask=fits)
         run = tl.max(scan.run, 0)
         ending += tl.sum(is_ending, 0)
         other += tl.sum(is_other, 0)
@@ -263,19 +261,19 @@ def chunk_items_kernel(
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def chunk_segments_kernel(
-    tables, row_stride, window, entries, chunks, plan, summary, limits, SIZES: tl.constexpr, PDL: tl.constexpr
+def span_segments_kernel(
+    tables, row_stride, window, entries, spans, plan, summary, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
     """The segments of the items, and with which an item begins: blocks before the first that is seen are not computed.
     What else none of its query tokens sees of a window leaves an empty segment, and so does what is left of the
-    chunk."""
+    span."""
     trigger_and_wait(PDL)
-    PER_ITEM: tl.constexpr = _CHUNK // SIZES.segment_size
+    PER_ITEM: tl.constexpr = _SPAN // SIZES.segment_size
     read = tl.zeros([], tl.int64)
     i = tl.arange(0, PER_ITEM)
     pages = Pages(tables.block_table, row_stride, limits.num_pages, entries.row)
     for item in range(tl.program_id(0), tl.load(plan.counts + 1), tl.num_programs(0)):
-        entry, chunk = tl.load(chunks.item_entry + item), tl.load(chunks.item_chunk + item)
+        entry, span = tl.load(spans.item_entry + item), tl.load(spans.item_span + item)
         columns = plan.items + item * ITEM_COLUMNS
         count = tl.load(columns + QUERY_END) - tl.load(columns + QUERY_START)
         used = tl.load(columns + SEGMENT_END) - item * PER_ITEM
@@ -283,11 +281,11 @@ def chunk_segments_kernel(
         member = tl.arange(0, SIZES.height_lanes)
         position = tl.load(entries.position + entry + member, mask=member < count, other=2**30)
         lowest = tl.min(position, 0) + 1 - window
-        hidden = tl.maximum(lowest - chunk * _CHUNK, 0) // SIZES.key_block * (SIZES.key_block // SIZES.segment_size)
+        hidden = tl.maximum(lowest - span * _SPAN, 0) // SIZES.key_block * (SIZES.key_block // SIZES.segment_size)
         begins = hidden + item * PER_ITEM
         tl.store(columns + SEGMENT_START, begins)
         tl.store(columns + SEGMENT_FULL, begins)
-        token = chunk * _CHUNK + i * SIZES.segment_size
+        token = span * _SPAN + i * SIZES.segment_size
         tokens = tl.minimum(tl.maximum(length - token, 0), SIZES.segment_size)
         listed = (i < used) & (token + SIZES.segment_size > lowest)
         to = plan.segments + (i + item * PER_ITEM) * SEGMENT_COLUMNS
@@ -301,44 +299,44 @@ class InvariantPlanner(DevicePlanner):
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         capacity = self._capacity
-        self._num_chunks = -(-capacity.max_pages_per_request * self._sizes.page_size // CHUNK_TOKENS)
-        self._chunk_sizes = ChunkSizes(
+        self._num_spans = -(-capacity.max_pages_per_request * self._sizes.page_size // SPAN_TOKENS)
+        self._span_sizes = SpanSizes(
             tokens=capacity.max_query_tokens,
             height=self._tallest.height,
             height_lanes=power_of_two(self._tallest.height),
             page_size=self._sizes.page_size,
             segment_size=self._sizes.segment_size,
             key_block=self._tallest.block_segments * self._sizes.segment_size,
-            lanes=power_of_two(self._num_chunks),
+            lanes=power_of_two(self._num_spans),
             block=min(power_of_two(capacity.max_query_tokens), _BLOCK),
         )
-        chunks, tokens, items = self._num_chunks, capacity.max_query_tokens, self._limits.items
-        lengths = ChunkArrays(chunks, chunks, chunks, tokens, items, items)
+        spans, tokens, items = self._num_spans, capacity.max_query_tokens, self._limits.items
+        lengths = SpanArrays(spans, spans, spans, tokens, items, items)
         arrays = {
-            f"chunk_{name}": torch.zeros(length, dtype=torch.int32, device=self._device)
+            f"span_{name}": torch.zeros(length, dtype=torch.int32, device=self._device)
             for name, length in lengths._asdict().items()
         }
         return super()._allocate() | arrays
 
     def _list(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
-        arrays, sizes, limits = self._arrays, self._chunk_sizes, self._limits
-        chunks = ChunkArrays(*(self._buffers[f"chunk_{name}"] for name in ChunkArrays._fields))
+        arrays, sizes, limits = self._arrays, self._span_sizes, self._limits
+        spans = SpanArrays(*(self._buffers[f"span_{name}"] for name in SpanArrays._fields))
         lists = PlanArrays(*(plan.arrays[name] for name in PlanArrays._fields))
         entries: EntryArrays = arrays.entries
-        launch(chunks_kernel, (self._num_chunks + 2,))(
-            *(tables, len(tables.block_table), self._columns(tables), window, entries, arrays.status, chunks),
+        launch(spans_kernel, (self._num_spans + 2,))(
+            *(tables, len(tables.block_table), self._columns(tables), window, entries, arrays.status, spans),
             *(lists, plan.summary, limits),
             SIZES=sizes,
             **self._pdl(),
         )
-        launch(chunk_items_kernel, (self._num_chunks,))(
-            *(self._num_chunks, window, entries, arrays.status, chunks, lists, limits),
+        launch(span_items_kernel, (self._num_spans,))(
+            *(self._num_spans, window, entries, arrays.status, spans, lists, limits),
             SIZES=sizes,
             **self._pdl(),
         )
         num_programs = min(limits.items, self._card.num_sms * _CTAS_PER_SM)
-        launch(chunk_segments_kernel, (num_programs,))(
-            *(tables, tables.block_table.stride(0), window, entries, chunks, lists, plan.summary, limits),
+        launch(span_segments_kernel, (num_programs,))(
+            *(tables, tables.block_table.stride(0), window, entries, spans, lists, plan.summary, limits),
             SIZES=sizes,
             num_warps=1,
             **self._pdl(trigger=False),

@@ -1,8 +1,8 @@
 """Batch-invariant row tiles: how a request is computed does not depend on what it is batched with.
 
-A sequence is cut into chunks of CHUNK_TOKENS from its first token. An item holds query tokens that see one chunk: of
-one request, or of neighbours in the prefix forest whose sequences have the whole chunk in common. A key of the chunk
-stands at the same place of the same block, whoever else is in the item, and each chunk that a query sees leaves one
+A sequence is cut into spans of SPAN_TOKENS from its first token. An item holds query tokens that see one span: of
+one request, or of neighbours in the prefix forest whose sequences have the whole span in common. A key of the span
+stands at the same place of the same block, whoever else is in the item, and each span that a query sees leaves one
 partial. So every query adds up the same numbers in the same order in any batch.
 
 `gpu.device_planner.batch_invariant` gives the same lists on a GPU.
@@ -35,11 +35,11 @@ from trunkattn.planner.work_list import (
     TileList,
 )
 
-# Longer chunks leave fewer partials, and share less of a prefix that ends within one.
-CHUNK_TOKENS: Final = 512
+# Longer spans leave fewer partials, and share less of a prefix that ends within one.
+SPAN_TOKENS: Final = 512
 
 
-class ChunkEntries(NamedTuple):
+class SpanEntries(NamedTuple):
     """Query tokens in the order of the forest's rows, [E] int32 each. shared: tokens in common with the one before."""
 
     query: NDArray[np.int32]
@@ -61,7 +61,7 @@ class _Arrays(NamedTuple):
 
 
 def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
-    """The tile list of a step: items that reach the end of a chunk first, by chunk and by entry; then the others."""
+    """The tile list of a step: items that reach the end of a span first, by span and by entry; then the others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
     (tile,) = rule.kinds
     block_segments = tile.block_tokens // rule.segment_size
@@ -77,8 +77,8 @@ def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileL
 
 def invariant_limits(max_query_tokens: int, max_tokens: int, segment_size: int) -> TileLimits:
     """What every batch keeps within. max_tokens: of a sequence."""
-    pieces = max_query_tokens * -(-max_tokens // CHUNK_TOKENS)
-    segments = pieces * (CHUNK_TOKENS // segment_size)
+    pieces = max_query_tokens * -(-max_tokens // SPAN_TOKENS)
+    segments = pieces * (SPAN_TOKENS // segment_size)
     return TileLimits(pieces, segments, pieces, max_query_tokens, pieces, max_query_tokens)
 
 
@@ -93,27 +93,27 @@ def _entries(forest, seq_lens, query_start_loc):
         row[at : at + count] = each
         at += count
     shared, _ = shared_tokens(forest, entries, EVERY)
-    return ChunkEntries(entries.query, entries.position, row, shared.astype(np.int32))
+    return SpanEntries(entries.query, entries.position, row, shared.astype(np.int32))
 
 
 @njit(inner=True)
-def _sees(entries, entry, chunk, window):
-    """Whether an entry sees a token of a chunk."""
-    position, begin = np.int64(entries.position[entry]), chunk * CHUNK_TOKENS
-    return position >= begin and position + 1 - window < begin + CHUNK_TOKENS
+def _sees(entries, entry, span, window):
+    """Whether an entry sees a token of a span."""
+    position, begin = np.int64(entries.position[entry]), span * SPAN_TOKENS
+    return position >= begin and position + 1 - window < begin + SPAN_TOKENS
 
 
 @njit(inner=True)
-def _starts(entries, chunk, height, window):
-    """[entries] 0: does not see the chunk; 1: is in the item of the entry before it; 2: begins an item."""
+def _starts(entries, span, height, window):
+    """[entries] 0: does not see the span; 1: is in the item of the entry before it; 2: begins an item."""
     found = np.zeros(len(entries.query), np.int8)
     run = 0  # where the entries began that may be in one item
     for entry in range(len(found)):
-        if not _sees(entries, entry, chunk, window):
+        if not _sees(entries, entry, span, window):
             continue
         follows = entry > 0 and found[entry - 1] > 0
         if follows and entries.row[entry] != entries.row[entry - 1]:
-            follows = entries.shared[entry] >= (chunk + 1) * CHUNK_TOKENS
+            follows = entries.shared[entry] >= (span + 1) * SPAN_TOKENS
         if not follows:
             run = entry
         found[entry] = 2 if (entry - run) % height == 0 else 1
@@ -121,12 +121,12 @@ def _starts(entries, chunk, height, window):
 
 
 @njit(inner=True)
-def _num_segments(entries, first, last, chunk, segment_size):
-    """Number of the chunk's segments that an item of entries [first, last] lists. An item of one request ends with the
-    last token that it sees; requests that share an item have the whole chunk in common, so it lists all."""
-    tokens = np.int64(CHUNK_TOKENS)
+def _num_segments(entries, first, last, span, segment_size):
+    """Number of the span's segments that an item of entries [first, last] lists. An item of one request ends with the
+    last token that it sees; requests that share an item have the whole span in common, so it lists all."""
+    tokens = np.int64(SPAN_TOKENS)
     if entries.row[first] == entries.row[last]:
-        tokens = min(tokens, np.int64(entries.position[last]) + 1 - chunk * CHUNK_TOKENS)
+        tokens = min(tokens, np.int64(entries.position[last]) + 1 - span * SPAN_TOKENS)
     return (tokens + segment_size - 1) // segment_size
 
 
@@ -141,7 +141,7 @@ def _first_seen(entries, first, last, window):
 
 @njit(inner=True)
 def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, sizes):
-    """The segments of a chunk from token `begin` on, for an item of `count` entries. What none of them sees of a window
+    """The segments of a span from token `begin` on, for an item of `count` entries. What none of them sees of a window
     leaves an empty segment, so that all others keep their places."""
     _, _, segment_size, page_size, _ = sizes
     for i in range(len(segments)):
@@ -158,34 +158,34 @@ def _emit(entries, seq_lens, table, sizes):
     """Returns the arrays of a tile list. sizes: query tokens of an item, window, tokens of a segment and of a page,
     segments of a block."""
     height, window, segment_size, _, block_segments = sizes
-    count, per_item = len(entries.query), CHUNK_TOKENS // segment_size
-    first_chunk, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    num_chunks = np.int64(0)
+    count, per_item = len(entries.query), SPAN_TOKENS // segment_size
+    first_span, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    num_spans = np.int64(0)
     for entry in range(count):
         position = np.int64(entries.position[entry])
-        first_chunk[entry] = max(0, position + 1 - window) // CHUNK_TOKENS
-        pieces[entry] = position // CHUNK_TOKENS + 1 - first_chunk[entry]
-        num_chunks = max(num_chunks, position // CHUNK_TOKENS + 1)
+        first_span[entry] = max(0, position + 1 - window) // SPAN_TOKENS
+        pieces[entry] = position // SPAN_TOKENS + 1 - first_span[entry]
+        num_spans = max(num_spans, position // SPAN_TOKENS + 1)
     split = pieces > 1
     first_slot = np.cumsum(pieces * split) - pieces * split
     merge_ranges = np.empty((split.sum(), 2), np.int32)
     merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + pieces)[split]
 
     num_ending, num_others = 0, 0
-    for chunk in range(num_chunks):
-        starts = _starts(entries, chunk, height, window)
+    for span in range(num_spans):
+        starts = _starts(entries, span, height, window)
         first = 0
         for entry in range(count):
             first = entry if starts[entry] == 2 else first
             if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
-                ends = _num_segments(entries, first, entry, chunk, segment_size) == per_item  # with the chunk
+                ends = _num_segments(entries, first, entry, span, segment_size) == per_item  # with the span
                 num_ending, num_others = num_ending + ends, num_others + (not ends)
     items = np.zeros((num_ending + num_others, ITEM_COLUMNS), np.int32)
     segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
     queries, slots = np.empty(pieces.sum(), np.int32), np.full(pieces.sum(), DIRECT, np.int32)
     ending, other, at = 0, num_ending, 0
-    for chunk in range(num_chunks):
-        starts = _starts(entries, chunk, height, window)
+    for span in range(num_spans):
+        starts = _starts(entries, span, height, window)
         first = 0
         for entry in range(count):
             if starts[entry] == 0:
@@ -193,20 +193,20 @@ def _emit(entries, seq_lens, table, sizes):
             first = entry if starts[entry] == 2 else first
             queries[at] = entries.query[entry]
             if split[entry]:
-                slots[at] = first_slot[entry] + chunk - first_chunk[entry]
+                slots[at] = first_slot[entry] + span - first_span[entry]
             at += 1
             if entry + 1 < count and starts[entry + 1] == 1:
                 continue
-            used = _num_segments(entries, first, entry, chunk, segment_size)
+            used = _num_segments(entries, first, entry, span, segment_size)
             item = ending if used == per_item else other
             ending, other = ending + (item < num_ending), other + (item >= num_ending)
             begin, first_seen = item * per_item, _first_seen(entries, first, entry, window)
             # Blocks before the first that is seen are not computed; without them the others keep their places, too.
-            hidden = max(0, first_seen - chunk * CHUNK_TOKENS) // (block_segments * segment_size) * block_segments
+            hidden = max(0, first_seen - span * SPAN_TOKENS) // (block_segments * segment_size) * block_segments
             items[item, SEGMENT_START], items[item, SEGMENT_FULL] = begin + hidden, begin + hidden
             items[item, SEGMENT_END] = begin + used
             items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at
             listed, row = segments[begin : begin + used], entries.row[first]
-            _list_segments(listed, row, chunk * CHUNK_TOKENS, first_seen, entry + 1 - first, seq_lens, table, sizes)
+            _list_segments(listed, row, span * SPAN_TOKENS, first_seen, entry + 1 - first, seq_lens, table, sizes)
     merge_queries = entries.query[split]
     return _Arrays(items, segments, queries, slots, merge_queries, merge_ranges, int((pieces * split).sum()))
