@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,9 +60,14 @@ def test_the_forest_and_the_figures(server: Server, page: Page, looked_at: threa
     body = {"prompt": [TRUNK + end for end in "abcd"], "max_tokens": 400, "ignore_eos": True}
     asking = threading.Thread(target=server.post, args=("/v1/completions", body))
     asking.start()
-    trunk = page.locator("#forest rect.trunk").first
+    trunk = page.locator(".node.trunk").first
     expect(trunk).to_be_visible()
     expect(page.locator("#no-forest")).to_be_hidden()
+    expect(trunk).to_contain_text(f"{len(TRUNK) // 16 * 16} tokens · shared by 4")  # without hover
+    expect(trunk).to_contain_text(TRUNK[:40])
+    expect(page.locator("#legend span")).to_have_text(["shared by 4", "one request's own"])
+    expect(page.locator("#requests tbody tr")).to_have_count(4)
+    assert is_within(page, ".node") and page.evaluate("document.body.scrollWidth <= innerWidth")
     trunk.hover()
     expect(page.locator("#tip")).to_contain_text("4 requests")
     expect(page.locator("#tip")).to_contain_text(TRUNK[:40])
@@ -71,6 +77,63 @@ def test_the_forest_and_the_figures(server: Server, page: Page, looked_at: threa
     page.mouse.move(0, 0)
     expect(page.locator("#no-forest")).to_be_visible()
     expect(page.locator("#saved")).to_contain_text("×")
+
+
+def is_within(page: Page, selector: str) -> bool:
+    """Whether all boxes are on the page's width."""
+    edges = page.locator(selector).evaluate_all(
+        "all => all.map(one => one.getBoundingClientRect()).map(at => [at.left, at.right])"
+    )
+    width = page.evaluate("innerWidth")
+    return bool(edges) and all(left >= 0 and right <= width for left, right in edges)
+
+
+def test_the_forest_on_a_phone(server: Server, page: Page, looked_at: threading.Event) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(server.url)
+    body = {"prompt": [TRUNK + end for end in "abcd"], "max_tokens": 400, "ignore_eos": True}
+    asking = threading.Thread(target=server.post, args=("/v1/completions", body))
+    asking.start()
+    trunk = page.locator(".node.trunk").first
+    expect(trunk).to_contain_text("shared by 4")
+    assert is_within(page, ".node") and page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    looked_at.set()
+    asking.join()
+
+
+def test_a_page_that_opens_late_shows_what_was(server: Server, page: Page) -> None:
+    server.post("/v1/completions", {"prompt": [TRUNK + end for end in "abcd"], "max_tokens": 40, "ignore_eos": True})
+    server.wait_idle()
+    time.sleep(1)  # the next sample
+    page.goto(server.url)
+    expect(page.locator("#saved")).to_contain_text("×")
+    expect(page.locator("#saved")).to_have_class("read")
+    expect(page.locator("#first-token")).to_contain_text("s")
+    expect(page.locator("#hits")).to_contain_text("%")
+
+
+def test_without_sharing_nothing_is_green(start_server: Callable[..., Server], page: Page) -> None:
+    server = start_server()
+    page.goto(server.url)
+    server.post("/v1/completions", {"prompt": "alone", "max_tokens": 20, "ignore_eos": True})
+    expect(page.locator("#saved")).to_have_text("1.0×")
+    expect(page.locator("#saved-text")).to_contain_text("no KV bytes saved")
+    expect(page.locator("#saved")).not_to_have_class("read")
+
+
+def test_the_charts_follow_the_theme(server: Server, page: Page) -> None:
+    script = """() => { const canvas = document.querySelector("#tokens-chart canvas");
+      const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      let dark = 0; for (let i = 0; i < data.length; i += 4)
+        if (data[i] === 0x4c && data[i + 1] === 0xc3 && data[i + 2] === 0x8a && data[i + 3] === 255) dark += 1;
+      return dark > 0 }"""
+    page.emulate_media(color_scheme="light")
+    page.goto(server.url)
+    expect(page.locator("#state")).to_have_text("live")
+    page.wait_for_timeout(1500)
+    assert not page.evaluate(script)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(script)
 
 
 def test_a_chat(server: Server, page: Page) -> None:
@@ -104,8 +167,18 @@ def test_markup_in_an_answer_stays_text(server: Server, page: Page) -> None:
 
 def test_a_key_is_asked_for(start_server: Callable[..., Server], page: Page) -> None:
     server = start_server(api_keys=("a-key",))
+    page.add_init_script(
+        "window.drawn = []; const draw = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) "
+        "{ window.drawn.push(text); draw.call(this, text, ...at); }"
+    )
     page.goto(server.url)
     expect(page.locator("#state")).to_have_text("an API key is needed")
+    expect(page.locator("#no-forest")).to_have_text("Nothing is known: an API key is needed.")
+    drawn = page.evaluate("window.drawn")
+    times = {"-5 min", "-4 min", "-3 min", "-2 min", "-1 min", "now"}
+    assert times <= set(drawn) and {"0 B", "500 B", "1.0 kB", "0", "5", "10"} <= set(drawn), drawn
+    assert "1 B" not in drawn
     page.fill("#key", "a-key")
     page.locator("#key-form button").click()
     expect(page.locator("#state")).to_have_text("live")

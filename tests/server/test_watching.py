@@ -3,12 +3,15 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from trunkattn.server.live import Live, _Shot
 
 from .conftest import NAME, Server
 
@@ -45,9 +48,9 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     assert after["trunkattn_running_sequences[]"] == after["trunkattn_kv_pages_in_use[]"] == 0
 
 
-def snapshots(server: Server) -> Iterator[dict[str, Any]]:
+def snapshots(server: Server, headers: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """What the live page reads, every half second."""
-    with httpx.stream("GET", f"{server.url}/live", timeout=60) as response:
+    with httpx.stream("GET", f"{server.url}/live", headers=headers, timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield json.loads(line[6:])
@@ -83,19 +86,77 @@ def test_the_forest_is_the_one_that_is_read(server: Server) -> None:
     token_bytes = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, float32
     assert root["bytes"] == root["tokens"] * token_bytes
     assert [node["parent"] for node in forests[-1]["nodes"][1:]] == [0, 0, 0]
-    last = shots[-1]
-    assert 0 < last["total_bytes_read"] <= last["total_bytes_unshared"]
+    read_bytes, unshared = (
+        sum(sample[name] for shot in shots for sample in shot["samples"]) for name in ("bytes_read", "bytes_unshared")
+    )
+    assert 0 < read_bytes <= unshared
     server.wait_idle()
 
 
-def test_nobody_looks_and_nothing_is_made(server: Server) -> None:
+def test_nobody_looks_and_no_picture_is_made(server: Server) -> None:
+    live = server.app.state.live
     with closing(snapshots(server)) as read:
         next(read)
-    service = server.app.state.service
+        assert live.has_readers
     end = time.monotonic() + 5
-    while service.loop.watched:
+    while live.has_readers:
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_the_last_minutes_are_sent_at_once_and_each_sample_once(server: Server) -> None:
+    server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
+    server.wait_idle()
+    time.sleep(1.1)  # two samples
+    with closing(snapshots(server)) as read:
+        shots = [next(read) for _ in range(4)]
+    assert sum(sample["tokens"] for sample in shots[0]["samples"]) >= 6
+    times = [sample["time"] for shot in shots for sample in shot["samples"]]
+    assert times == sorted(set(times)) and all(len(shot["samples"]) <= 2 for shot in shots[1:])
+    assert all(sample["seconds"] > 0 for shot in shots for sample in shot["samples"])
+
+
+def test_the_samples_are_bounded(server: Server) -> None:
+    many = Live(server.llm, server.app.state.service.metrics)
+    for _ in range(700):
+        many.watch(server.llm.engine)
+    assert len(many._samples) == 600
+    shot = _Shot(tuple(many._samples), 700, "{}")
+    assert shot.event(0).count('"seconds"') == 600
+    assert shot.event(699).count('"seconds"') == 1 and shot.event(700).count('"seconds"') == 0
+
+
+def test_the_figures_of_the_whole_server(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
+    server.post("/v1/completions", {"prompt": 1})
+    with closing(snapshots(server)) as read:
+        shot = next(read)
+    assert (shot["refused"], shot["failed"], shot["running"], shot["requests"]) == (1, 0, 0, [])
+    assert 0 < shot["first_token_p50"] <= shot["first_token_p99"] <= shot["uptime"]
+
+
+def test_a_tenant_reads_the_list_of_its_own_requests(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(api_keys=("first", "second"))
+    step = server.llm.engine.step
+
+    def slow_step() -> Any:
+        time.sleep(0.05)  # the answer goes on for as long as both look
+        return step()
+
+    monkeypatch.setattr(server.llm.engine, "step", slow_step)
+    keys = {name: {"Authorization": f"Bearer {name}"} for name in ("first", "second")}
+    body = {"prompt": "x" * 40, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=keys["first"], timeout=60) as answer:
+        lines = answer.iter_lines()  # without a reader the answer would end
+        next(lines)
+        shown = {name: next(snapshots(server, headers)) for name, headers in keys.items()}
+    assert shown["second"]["requests"] == [] == shown["second"]["forest"]["nodes"]
+    (request,) = shown["first"]["requests"]
+    assert (request["state"], request["prompt_tokens"], request["max_tokens"]) == ("running", 40, 400)
+    server.wait_idle()
 
 
 def test_the_page_comes_from_this_host_alone(server: Server) -> None:

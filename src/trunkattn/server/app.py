@@ -61,10 +61,10 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         >>> app = create_app(LLM("path/to/model"), ServerOptions("my-model"))  # doctest: +SKIP
         >>> uvicorn.run(app)  # doctest: +SKIP
     """
-    live = Live(llm)
+    metrics = Metrics(options.served_model_name)
+    live = Live(llm, metrics)
     loop = EngineLoop(llm.engine, options.max_waiting, live.watch)
     live.bind(loop)
-    metrics = Metrics(options.served_model_name)
     metrics.watch(llm.engine, lambda: loop.num_waiting)
     service = Service(llm, loop, options, metrics)
 

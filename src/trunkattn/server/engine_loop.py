@@ -91,7 +91,7 @@ class EngineLoop:
     Args:
         engine: nobody else may use it from `start` to `stop`.
         max_waiting: requests that may wait, from their last byte to their first token.
-        watch: called on the engine's thread with the engine, every half second while `watched` is True.
+        watch: called on the engine's thread with the engine, every half second.
 
     Example:
         >>> loop = EngineLoop(LLM("path/to/model").engine, max_waiting=8)  # doctest: +SKIP
@@ -103,7 +103,6 @@ class EngineLoop:
     def __init__(self, engine: Engine, max_waiting: int, watch: Callable[[Engine], None] | None = None) -> None:
         self.engine = engine
         self.max_waiting = max_waiting
-        self.watched = False
         self.num_waiting = 0  # requests without a first token
         self._watch = watch
         self._last_watch_s = 0.0
@@ -191,7 +190,7 @@ class EngineLoop:
         timeout = None
         if self.engine.has_unfinished:
             timeout = 0.0
-        elif self.watched:
+        elif self._watch is not None:
             timeout = _WATCH_INTERVAL_S
         with contextlib.suppress(queue.Empty):
             while (command := self._commands.get(timeout != 0.0, timeout)) is not None:
@@ -234,6 +233,6 @@ class EngineLoop:
 
     def _let_watch(self) -> None:
         now = time.monotonic()
-        if self._watch is not None and self.watched and now - self._last_watch_s >= _WATCH_INTERVAL_S:
+        if self._watch is not None and now - self._last_watch_s >= _WATCH_INTERVAL_S:
             self._last_watch_s = now
             self._watch(self.engine)

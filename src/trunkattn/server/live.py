@@ -1,11 +1,14 @@
-"""The live page's data: what the last steps read, and the prefix forest now. Made only while somebody looks."""
+"""The live page's data: what the last minutes read, and the prefix forest now. The forest is made only
+while somebody looks."""
 
 import asyncio
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -16,14 +19,18 @@ from trunkattn.engine.request import Request
 from trunkattn.engine.stats import EngineStats
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.server.engine_loop import EngineLoop
+from trunkattn.server.metrics import Metrics
 
 _SHOWN_CHARACTERS: Final = 240  # of a node's text, at each end
 _MOST_NODES: Final = 400
+_MOST_REQUESTS: Final = 50  # in the list
+_KEPT_SECONDS: Final = 300
+_KEPT_SAMPLES: Final = 600  # of as many seconds, two in each
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """The counts at a time, for rates."""
+    """The counts at a time, for differences."""
 
     time_s: float
     stats: EngineStats
@@ -37,43 +44,73 @@ class _Reader:
     tenant: str | None
 
 
+@dataclass(frozen=True)
+class _Shot:
+    """What a reader gets.
+
+    Attributes:
+        samples: all that are kept, the newest last.
+        num_samples: samples that were ever taken.
+        picture: JSON of an object with what is true now.
+    """
+
+    samples: tuple[dict[str, float], ...]
+    num_samples: int
+    picture: str
+
+    def event(self, num_sent: int) -> str:
+        """The server-sent event for a reader that has `num_sent` of the samples."""
+        new = self.samples[max(0, len(self.samples) - (self.num_samples - num_sent)) :]
+        return f'data: {{"samples": {json.dumps(new)}, {self.picture[1:]}\n\n'
+
+
 class Live:
-    """What the page shows, as server-sent events.
+    """What the page shows, as server-sent events: samples of the last five minutes, and the engine now.
 
     Args:
         llm: the model; its tokenizer makes the text of each trunk.
+        metrics: times and errors of requests.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, metrics: Metrics) -> None:
+        self._llm, self._metrics = llm, metrics
         self._loop: EngineLoop | None = None
-        self._readers: dict[asyncio.Queue[str | None], _Reader] = {}
-        self._last: _Moment | None = None
+        self._readers: dict[asyncio.Queue[_Shot | None], _Reader] = {}
+        self._began_s = time.monotonic()
+        self._last = _Moment(self._began_s, EngineStats())
+        self._samples: deque[dict[str, float]] = deque(maxlen=_KEPT_SAMPLES)
+        self._num_samples = 0
         self._closed = False
         caches = llm.kv_cache.layer(0)  # keys and values [pages, page_size, heads, head_dim]
         self._token_bytes = llm.info.geometry.num_layers * sum(cache[0, 0].nbytes for cache in caches)
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether somebody looks."""
+        return bool(self._readers)
 
     def bind(self, loop: EngineLoop) -> None:
         """Names the loop that calls `watch`."""
         self._loop = loop
 
     async def events(self, tenant: str | None = None) -> AsyncGenerator[str, None]:
-        """Snapshots, as they are made, until `close`. A reader that is too slow misses some.
+        """Events until `close`. The first has all samples that are kept, each later one those that are new. A reader
+        that is too slow misses pictures, but no sample.
 
         Args:
             tenant: whose requests are shown; None: all.
         """
         assert self._loop is not None
-        queue: asyncio.Queue[str | None] = asyncio.Queue(1)
+        queue: asyncio.Queue[_Shot | None] = asyncio.Queue(1)
         self._readers[queue] = _Reader(asyncio.get_running_loop(), tenant)
-        self._loop.watched = True
-        self._loop.call(self.watch)  # the first picture comes at once
+        self._loop.call(self._show)  # the first picture comes at once
+        num_sent = 0
         try:
-            while not self._closed and (event := await queue.get()) is not None:
-                yield event
+            while not self._closed and (shot := await queue.get()) is not None:
+                yield shot.event(num_sent)
+                num_sent = shot.num_samples
         finally:
             del self._readers[queue]
-            self._loop.watched = bool(self._readers)
 
     def close(self) -> None:
         """Ends every reader's events: nobody waits for a page that is open. On the event loop."""
@@ -82,47 +119,80 @@ class Live:
             _replace(queue, None)
 
     def watch(self, engine: Engine) -> None:
-        """Makes a snapshot for each tenant and hands it to the readers. On the engine's thread."""
-        readers = list(self._readers.items())
-        figures = self._figures(engine)
-        events: dict[str | None, str] = {}
-        for queue, reader in readers:
-            if reader.tenant not in events:
-                shot = figures | {"forest": self._forest(engine, reader.tenant)}
-                events[reader.tenant] = f"data: {json.dumps(shot, ensure_ascii=False)}\n\n"
+        """Takes a sample, and shows it to the readers. On the engine's thread."""
+        self._samples.append(self._sample(engine))
+        self._num_samples += 1
+        self._show(engine)
+
+    def _show(self, engine: Engine) -> None:
+        """Hands each reader what its tenant may see."""
+        shots: dict[str | None, _Shot] = {}
+        for queue, reader in list(self._readers.items()):
+            tenant = reader.tenant
+            if tenant not in shots:
+                picture = json.dumps(self._picture(engine, tenant), ensure_ascii=False)
+                shots[tenant] = _Shot(tuple(self._samples), self._num_samples, picture)
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                reader.loop.call_soon_threadsafe(_replace, queue, events[reader.tenant])
+                reader.loop.call_soon_threadsafe(_replace, queue, shots[tenant])
 
-    def snapshot(self, engine: Engine, tenant: str | None = None) -> dict[str, Any]:
-        """What `_figures` says, and the forest of a tenant's requests; None: of all."""
-        return self._figures(engine) | {"forest": self._forest(engine, tenant)}
+    def _sample(self, engine: Engine) -> dict[str, float]:
+        """What has been counted since the last sample, `seconds` before `time`."""
+        now, last = _Moment(time.monotonic(), engine.stats), self._last
+        self._last = now
 
-    def _figures(self, engine: Engine) -> dict[str, Any]:
-        """The counts, and rates since they were last asked for. Times in seconds, sizes in bytes."""
-        now = _Moment(time.monotonic(), engine.stats)
-        last, self._last = self._last or now, now
-        seconds = max(now.time_s - last.time_s, 1e-9)
-        tokens = now.stats.generated_tokens - last.stats.generated_tokens
-        steps = now.stats.steps - last.stats.steps
-        busy = now.stats.busy_seconds - last.stats.busy_seconds
-        cache = engine.scheduler.cache
-        waiting = 0 if self._loop is None else self._loop.num_waiting
+        def grown(name: str) -> float:
+            return float(getattr(now.stats, name) - getattr(last.stats, name))
+
         return {
             "time": time.time(),
-            "steps": now.stats.steps,
+            "seconds": now.time_s - last.time_s,
+            "steps": grown("steps"),
+            "busy_seconds": grown("busy_seconds"),
+            "tokens": grown("generated_tokens"),
+            "bytes_read": grown("kv_tokens_read") * self._token_bytes,
+            "bytes_unshared": grown("kv_tokens_per_query") * self._token_bytes,
+            "cache_queries": grown("prefix_cache_queries"),
+            "cache_hits": grown("prefix_cache_hits"),
+        }
+
+    def _picture(self, engine: Engine, tenant: str | None) -> dict[str, Any]:
+        """The engine now, with the forest and the list of a tenant's requests; None: of all. Times in seconds."""
+        cache = engine.scheduler.cache
+        first_tokens = self._metrics.first_tokens_since(time.monotonic() - _KEPT_SECONDS)
+        refused, failed = self._metrics.num_errors()
+        return {
+            "time": time.time(),
+            "uptime": time.monotonic() - self._began_s,
             "running": len(engine.scheduler.running),
-            "waiting": waiting,
-            "tokens_per_second": tokens / seconds,
-            "seconds_per_token": busy / steps if steps else None,
-            "bytes_read": (now.stats.kv_tokens_read - last.stats.kv_tokens_read) * self._token_bytes,
-            "bytes_unshared": (now.stats.kv_tokens_per_query - last.stats.kv_tokens_per_query) * self._token_bytes,
-            "total_bytes_read": now.stats.kv_tokens_read * self._token_bytes,
-            "total_bytes_unshared": now.stats.kv_tokens_per_query * self._token_bytes,
-            "generated_tokens": now.stats.generated_tokens,
+            "waiting": 0 if self._loop is None else self._loop.num_waiting,
             "pages": cache.pool.num_pages,
             "pages_in_use": cache.num_pages_in_use,
             "pages_cached": cache.index.num_evictable,
+            "first_token_p50": float(np.percentile(first_tokens, 50)) if first_tokens else None,
+            "first_token_p99": float(np.percentile(first_tokens, 99)) if first_tokens else None,
+            "refused": refused,
+            "failed": failed,
+            "requests": self._requests(engine, tenant),
+            "forest": self._forest(engine, tenant),
         }
+
+    def _requests(self, engine: Engine, tenant: str | None) -> list[dict[str, Any]]:
+        """A tenant's answers that run, then those that wait for the engine; the first ones of many."""
+        now, scheduler = time.monotonic(), engine.scheduler
+        states = [(one, "running") for one in scheduler.running] + [(one, "waiting") for one in scheduler.waiting]
+        visible = ((one, state) for one, state in states if self._is_visible(one.owner_id, tenant))
+        return [
+            {
+                "id": request.request_id,
+                "state": state,
+                "prompt_tokens": request.num_prompt_tokens,
+                "cached_tokens": request.num_cached_tokens or 0,
+                "answer_tokens": request.num_tokens - request.num_prompt_tokens,
+                "max_tokens": request.max_tokens,
+                "seconds": now - request.arrival_time,
+            }
+            for request, state in islice(visible, _MOST_REQUESTS)
+        ]
 
     def _forest(self, engine: Engine, tenant: str | None) -> dict[str, Any]:
         """Nodes in depth-first order: parent (-1: none), requests below, tokens, bytes, and the text at both ends."""
@@ -165,8 +235,8 @@ class Live:
         return f"{str(decode(token_ids[:most]))[:most]} … {str(decode(token_ids[-most:]))[-most:]}"
 
 
-def _replace(queue: asyncio.Queue[str | None], event: str | None) -> None:
-    """Puts the newest snapshot in the place of one that has not been read."""
+def _replace(queue: asyncio.Queue[_Shot | None], shot: _Shot | None) -> None:
+    """Puts the newest one in the place of one that has not been read."""
     if queue.full():
         queue.get_nowait()
-    queue.put_nowait(event)
+    queue.put_nowait(shot)

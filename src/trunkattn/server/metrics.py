@@ -1,6 +1,7 @@
 """Prometheus metrics: what the engine counts, and the times of requests; under our names and under vLLM's."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -24,6 +25,7 @@ _COUNTS: Final = (
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found there."),
 )
+_KEPT_TIMES: Final = 2000  # to a first token
 _LABELS: Final = ("model_name",)
 
 
@@ -77,6 +79,7 @@ class Metrics:
         self.first_token = self._histograms(
             "time_to_first_token_seconds", "time_to_first_token_seconds", "Arrival to first token.", _SECONDS
         )
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEPT_TIMES)  # when, and after how many seconds
         self.between_tokens = self._histograms(
             "inter_token_seconds", "inter_token_latency_seconds", "Time between two tokens.", _TOKEN_SECONDS
         )
@@ -106,6 +109,24 @@ class Metrics:
         self.prompt_tokens.inc(num_tokens)
         self._vllm_prompt_tokens.inc(num_tokens)
 
+    def took_first_token(self, seconds: float) -> None:
+        """Counts the time to a first token, which came now."""
+        _observe(self.first_token, seconds)
+        self._first_tokens.append((time.monotonic(), seconds))
+
+    def first_tokens_since(self, time_s: float) -> list[float]:
+        """Seconds to the first tokens that came after a time on the monotonic clock; the latest ones of many."""
+        return [seconds for came, seconds in self._first_tokens.copy() if came >= time_s]
+
+    def num_errors(self) -> tuple[int, int]:
+        """Requests that were refused (a status of 400 to 499), and that failed (500 or more)."""
+        counts = {"4": 0, "5": 0}
+        for sample in (sample for metric in self.requests.collect() for sample in metric.samples):
+            kind = sample.labels["status"][0]
+            if sample.name.endswith("_total") and kind in counts:
+                counts[kind] += int(sample.value)
+        return counts["4"], counts["5"]
+
     def text(self) -> bytes:
         """The exposition."""
         return generate_latest(self.registry)
@@ -132,7 +153,7 @@ class Pace:
         new = num_tokens - self._num_tokens
         if self._num_tokens == 0 and times.time_to_first_token is not None:
             self._metrics.count_prompt(len(output.prompt_token_ids))
-            _observe(self._metrics.first_token, times.time_to_first_token)
+            self._metrics.took_first_token(times.time_to_first_token)
             new -= 1
             self._last_s = times.first_token_time or now
         for _ in range(new):
