@@ -16,14 +16,24 @@ help:  ## List the targets
 demo: .venv/.stamp-model  ## Serve 32 customers of a shop on this machine and show what sharing saved
 	$(BIN)/trunkattn demo
 
+# The engine takes a GPU where there is one, and these tests are those of a CPU.
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+define SKIPPED
+What was skipped is listed above with its reason. What brings it: tests in a browser, $(BIN)/playwright install chromium;
+tests of a GPU, make test-gpu; of vLLM and SGLang, make test-vllm test-sglang; of other clients, make test-clients;
+of every model type, make test-models.
+endef
+export SKIPPED
+
 test: .venv/.stamp-model  ## Run all tests
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(ON_CPU) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile
+	@echo "$$SKIPPED"
 
 test-fast: .venv/.stamp-model  ## Run the tests without Triton's interpreter, compilers and real models, in two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not slow and not models and not clients"
+	$(ON_CPU) $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m "not gpu and not slow and not models and not clients"
 
 test-models: .venv/.stamp-model  ## Compare every model type of transformers, tiny and random, with its own generate
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m models tests/models
+	$(ON_CPU) $(BIN)/python -m pytest -q -n 2 -m models tests/models
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
 # Oracles that run there take one thread each: with all of them, processes wait for each other.

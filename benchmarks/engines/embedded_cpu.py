@@ -71,7 +71,7 @@ def main() -> None:
     results: dict[str, Any] = {name: {} for name in cases}
     for policy in ("auto", "per_query"):
         for name, (workload, peer_file) in cases.items():
-            llm = LLM(model_file(), policy=policy, page_size=16, max_model_len=4096)
+            llm = LLM(model_file(), policy=policy, page_size=16, max_model_len=4096, device="cpu")
             figures, tokens = measure(llm, workload)
             if peer_file:
                 peer = json.loads(peer_file.read_text())

@@ -57,7 +57,7 @@ def documents(count: int, sentences: int) -> list[str]:
 def save_folder(folder: Path) -> None:
     """SmolLM2 in safetensors, which every server reads, without the conversion of a GGUF file."""
     path = find_demo_model() or sys.exit("the model is missing: see `trunkattn doctor`")
-    llm = LLM(path, num_pages=8)
+    llm = LLM(path, num_pages=8, device="cpu")
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     gguf = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
@@ -182,7 +182,7 @@ def load(folder: Path, seconds: float, count: int) -> dict[str, Any]:
     """See the module."""
     prompts = documents(4, 12)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
-    outputs = LLM(folder, kv_cache_bytes=1 << 28).generate(prompts, params)
+    outputs = LLM(folder, kv_cache_bytes=1 << 28, device="cpu").generate(prompts, params)
     expected = {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
     with server(ours(folder, 8201, "--api-key", KEY), folder / "load.log") as (url, process):
         clients = Clients(url, expected, seed=0)

@@ -9,12 +9,9 @@ from typing import Final, NamedTuple
 import torch
 
 from trunkattn.dtypes import COMPUTE_DTYPES, KV_KINDS
+from trunkattn.names import EXECUTIONS, POLICIES
 from trunkattn.numerics import LOG2_E
 from trunkattn.validate import check_int, check_positive
-
-# How shared prefixes are packed (`trunkattn.planner.packs`), and how a GPU launches a step (`trunkattn.gpu.launch`)
-POLICIES: Final = ("per_query", "relay", "cascade", "pat", "fasttree", "optimal", "auto")
-EXECUTIONS: Final = ("auto", "serial", "overlapped", "streams")
 
 
 class BackendModules(NamedTuple):

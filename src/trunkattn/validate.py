@@ -3,9 +3,9 @@
 from numbers import Integral
 from typing import Any, Final
 
-import torch
-
-_FLOAT32: Final = torch.finfo(torch.float32)
+# The positive normal numbers of float32. torch knows them too, but a command checks its options before torch is loaded.
+_SMALLEST: Final = 2.0**-126
+_LARGEST: Final = (2 - 2.0**-23) * 2.0**127
 
 
 def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
@@ -30,8 +30,8 @@ def check_positive(name: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: expected None or a number")
-    if not _FLOAT32.tiny <= value <= _FLOAT32.max:
-        smallest, largest = f"{_FLOAT32.tiny:.3g}", f"{_FLOAT32.max:.3g}"
+    if not _SMALLEST <= value <= _LARGEST:
+        smallest, largest = f"{_SMALLEST:.3g}", f"{_LARGEST:.3g}"
         raise ValueError(
             f"{name}={value}: expected None or a number from {smallest} to {largest}, the range of float32"
         )

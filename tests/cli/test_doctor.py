@@ -68,11 +68,11 @@ def test_missing_packages_come_with_the_command_that_brings_them(monkeypatch: py
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     words = " ".join(result.stdout.split())
-    assert "missing: no-such-package" in words and 'pip install "trunkattn[engine]"' in words
+    assert "missing: no-such-package" in words and 'pip install -e ".[engine]"' in words
     for arguments in (["demo"], ["generate", "--model", "x", "--prompt", "y"]):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 1
-        assert result.stderr == 'trunkattn: the engine needs no-such-package: pip install "trunkattn[engine]"\n'
+        assert result.stderr == 'trunkattn: the engine needs no-such-package: pip install -e ".[engine]"\n'
 
 
 def test_the_server_needs_packages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,10 @@ def test_the_server_needs_packages_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "SERVER_PACKAGES", ("no-such-package",))
     result = CliRunner().invoke(app, ["doctor"])
     words = " ".join(result.stdout.split())
-    assert result.exit_code == 0 and "HTTP server no" in words and 'pip install "trunkattn[serve]"' in words
+    assert result.exit_code == 0 and "HTTP server no" in words and 'pip install -e ".[serve]"' in words
     result = CliRunner().invoke(app, ["serve", "--model", "x"])
     assert result.exit_code == 1
-    assert result.stderr == 'trunkattn: the server needs no-such-package: pip install "trunkattn[serve]"\n'
+    assert result.stderr == 'trunkattn: the server needs no-such-package: pip install -e ".[serve]"\n'
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_core_install_is_told_in_one_line(
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else ModuleSpec(name, None))
     with pytest.raises(SystemExit) as raised:
         cli.main()
-    assert raised.value.code == 'trunkattn: the command needs typer: pip install "trunkattn[engine]"'
+    assert raised.value.code == 'trunkattn: the command needs typer: pip install -e ".[engine]"'
 
 
 def test_the_entry_point_runs_the_application(

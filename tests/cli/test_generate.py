@@ -12,8 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
+from trunkattn.cli.command import fields_of
 from trunkattn.cli.generate import print_stream, valid_json
-from trunkattn.cli.options import GenerateOptions, fields_of
+from trunkattn.cli.options import GenerateOptions
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
 
@@ -119,7 +120,7 @@ def test_json_is_always_valid() -> None:
 def test_a_missing_package_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     result = invoke("--model", tiny_folder, "--prompt", "Hello", "--regex", "a")
-    check_usage_error(result, ["needs the package llguidance", "trunkattn[structured]"])
+    check_usage_error(result, ["needs the package llguidance", ".[structured]"])
 
 
 @pytest.mark.parametrize("arguments", [["--no-chat"], ["--chat"]])
@@ -153,9 +154,10 @@ def test_one_prompt_on_a_terminal_is_streamed(tiny_folder: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=200)
     (streamed,) = print_stream(llm.stream("Hello", params), console)
     assert isinstance(console.file, io.StringIO)
-    answer, figures = console.file.getvalue().rstrip("\n").rsplit("\n", 1)
+    answer, cut, figures = console.file.getvalue().rstrip("\n").rsplit("\n", 2)
     (expected,) = llm.generate("Hello", params)
     assert answer == streamed.outputs[0].text == expected.outputs[0].text
+    assert cut.startswith("… cut after 9 tokens")
     assert "9 answer tokens" in figures and figures.endswith("ended by length")
 
 
@@ -193,14 +195,18 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--page-size", "0"], ["--page-size", "0", "an integer of at least 1"]),
         (["--policy", "magic"], ["--policy", "magic", "per_query"]),
         (["--scheduler-policy", "fifo"], ["--scheduler-policy", "fifo", "chunked_prefill, prefill_first"]),
-        (["--device", "abacus"], ["--device", "abacus", "the name of a torch device"]),
-        (["--device", "meta"], ["--device", "meta", "expected cpu or cuda"]),
+        (["--device", "abacus"], ["--device", "abacus", "auto, cpu, cuda"]),
+        (["--device", "meta"], ["--device", "meta", "auto, cpu, cuda"]),
         (["--gpu-memory-utilization", "2"], ["--gpu-memory-utilization", "2", "a number in (0, 1]"]),
         (["--max-num-seqs", "0"], ["--max-num-seqs", "0", "an integer of at least 1"]),
         (["--max-num-batched-tokens", "255"], ["--max-num-batched-tokens", "255", "at least max_num_seqs=256"]),
         (["--prompt", " "], ["--prompt", "expected text"]),
         (["--prompt-file", "a.txt"], ["--prompt-file", "one of the two"]),
         (["--prompt", "word " * 600], ["expected 1 to 511"]),
+        (["--kv-cache-bytes", "2 elephants"], ["--kv-cache-bytes", "'2 elephants'", "such as 2GiB"]),
+        (["--kv-cache-memory-bytes", "0"], ["--kv-cache-bytes", "0", "an integer of at least 1"]),
+        (["--dtype", "int8"], ["--dtype", "int8", "float32, bfloat16"]),
+        (["--threads", "0"], ["--threads", "0", "an integer from 1"]),
         (["--colour"], ["--colour"]),
     ],
 )
@@ -223,6 +229,9 @@ def test_a_bad_model_is_named(arguments: list[str], expected: list[str]) -> None
 
 def test_bad_prompts_are_named(tiny_folder: Path, tmp_path: Path) -> None:
     check_usage_error(invoke("--model", tiny_folder, stdin=""), ["standard input", "expected text"])
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    check_usage_error(invoke("--model", tiny_folder, "--prompt-file", empty), ["empty.txt", "expected text"])
     missing = tmp_path / "missing.txt"
     check_usage_error(invoke("--model", tiny_folder, "--prompt-file", missing), ["--prompt-file", "UTF-8"])
 

@@ -151,7 +151,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gpu_memory": 1}, "gpu_memory=1: there is no such option; expected one of page_size, num_pages"),
     ({"policy": "fastest"}, "policy='fastest'"),
     ({"device": "abacus"}, "device='abacus'"),
-    ({"device": "meta"}, "device='meta' cannot run this model's attention: device meta: expected cpu or cuda"),
+    ({"device": "meta"}, "device='meta': expected auto, cpu, cuda, or one GPU such as cuda:1"),
     ({"execution": "fused"}, "execution='fused': expected one of auto, serial"),
     ({"execution": "streams"}, "device='cpu' cannot run this model's attention: device cpu: execution='streams'"),
     ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5: expected None on a CPU"),

@@ -1,19 +1,38 @@
 """The typer application: its commands and their help texts."""
 
+from typing import Annotated
+
 import typer
 
-from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions, command
+import trunkattn
+from trunkattn.cli.command import command
+from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
+from trunkattn.names import install_command
 
 app = typer.Typer(
     name="trunkattn",
-    help="Attention for LLM serving that reads every shared KV byte once. Start with `trunkattn doctor`, then "
-    "`trunkattn demo`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trunkattn {trunkattn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Attention for LLM serving that reads every shared KV byte once. Start with `trunkattn doctor`, then
+    `trunkattn demo`."""
 
 
 def need_engine() -> None:
@@ -25,7 +44,7 @@ def _need(packages: tuple[str, ...], extra: str) -> None:
     missing = missing_packages(packages)
     if missing:
         part = "server" if extra == "serve" else extra
-        typer.echo(f'trunkattn: the {part} needs {", ".join(missing)}: pip install "trunkattn[{extra}]"', err=True)
+        typer.echo(f"trunkattn: the {part} needs {', '.join(missing)}: {install_command(extra)}", err=True)
         raise typer.Exit(1)
 
 
@@ -36,8 +55,8 @@ def demo(options: DemoOptions) -> None:
 
     A small language model (SmolLM2-135M) answers from the shop's guide, with which every prompt begins. Some answers
     are shown as they grow. Then the same batch is measured with sharing (policy `auto`) and without it (`per_query`),
-    and a picture shows the prefix forest and the bytes read. The demo runs for one to four minutes on two CPU cores.
-    `trunkattn doctor` says how to install the model.
+    and a picture shows the prefix forest and the bytes read. The demo runs on the CPU,
+    on two cores for one to four minutes. `trunkattn doctor` says how to install the model.
     """
     need_engine()
     from trunkattn.cli.demo import run_demo_command
@@ -53,7 +72,7 @@ def generate(options: GenerateOptions) -> None:
     Prompts come from `--prompt`, from `--prompt-file`, or from standard input (one prompt). Several prompts run as
     one batch, and their shared prefixes are computed and read once. Nothing is downloaded.
 
-    Example: `trunkattn generate --model ./SmolLM2 --prompt "Why is the sky blue?"`
+    Example: `trunkattn generate ./SmolLM2 --prompt "Why is the sky blue?"`
     """
     need_engine()
     from trunkattn.cli.generate import run_generate
@@ -70,7 +89,7 @@ def serve(options: ServeOptions) -> None:
     live page at `/`. It listens on this machine alone unless `--host` says otherwise, and ends at SIGTERM or Ctrl+C
     when the running answers are finished.
 
-    Example: `trunkattn serve --model ./SmolLM2`
+    Example: `trunkattn serve ./SmolLM2`
     """
     _need(SERVER_PACKAGES, "serve")
     from trunkattn.cli.serve import run_serve

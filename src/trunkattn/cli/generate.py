@@ -3,29 +3,41 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trunkattn.cli.models import working
-from trunkattn.cli.options import GenerateOptions, fields_of, reported_by_option
-from trunkattn.engine import LLM, CompletionOutput, EngineConfig, Logprob, RequestOutput
-from trunkattn.engine.config import check_text
+from trunkattn.cli.command import fields_of, reported_by_option
+from trunkattn.cli.models import place, use_threads, working
+from trunkattn.cli.options import GenerateOptions
+from trunkattn.engine import CompletionOutput, EngineConfig, Logprob, RequestOutput
+from trunkattn.engine.config import check_text, shown
+from trunkattn.engine.model_path import existing_path
+
+if TYPE_CHECKING:
+    from trunkattn.engine import LLM
 
 
 def run_generate(options: GenerateOptions) -> None:
-    """Checks the prompts and options, loads the model, answers, and prints. Weights are loaded after the checks."""
+    """Checks the prompts and options, loads the model, answers, and prints. torch is loaded after the checks that need
+    no model, and weights after the others."""
+    with reported_by_option(GenerateOptions):
+        existing_path(options.model)
+        params = options.sampling_params()
     prompts = read_prompts(options)
     errors = Console(file=sys.stderr)
-    with reported_by_option(GenerateOptions):
-        params = options.sampling_params()
-        with working(errors, f"Loading {options.model.name}"):
-            llm = LLM(options.model, **fields_of(EngineConfig, options))
+    with reported_by_option(GenerateOptions), working(errors, f"Loading {options.model.name}"):
+        from trunkattn.engine import LLM
+
+        use_threads(options.threads)
+        llm = LLM(options.model, **fields_of(EngineConfig, options))
+    errors.print(f"{options.model.name} runs on {place(llm)}", style="dim", highlight=False)
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):
         stream = llm.stream(requests, params)
@@ -33,12 +45,12 @@ def run_generate(options: GenerateOptions) -> None:
     if len(requests) == 1 and params.n == 1 and console.is_terminal and not options.as_json:
         outputs = print_stream(stream, console)
     else:
-        outputs = collect(stream, len(requests), errors)
+        outputs = collect(stream, len(requests), params.n * options.max_tokens, errors)
         if options.as_json:
             printed = valid_json(as_json(options, prompts, outputs, llm))
             typer.echo(json.dumps(printed, indent=1, ensure_ascii=False, allow_nan=False))
             return
-        print_answers(prompts, outputs, console)
+        print_answers(prompts, outputs, console, errors)
     if params.logprobs is not None:
         print_logprobs(outputs, console)
 
@@ -48,27 +60,27 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     if options.prompt and options.prompt_file:
         raise typer.BadParameter("given together with --prompt-file: expected one of the two", param_hint="--prompt")
     if options.prompt:
-        prompts, source = list(options.prompt), "--prompt"
+        prompts, sources = list(options.prompt), ["--prompt"] * len(options.prompt)
     elif options.prompt_file:
-        prompts, source = [], "--prompt-file"
+        prompts, sources = [], [f"--prompt-file {path}" for path in options.prompt_file]
         for path in options.prompt_file:
             try:
                 prompts.append(path.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
                 message = f"{str(path)!r}: expected a UTF-8 text file ({error})"
-                raise typer.BadParameter(message, param_hint=source) from error
+                raise typer.BadParameter(message, param_hint="--prompt-file") from error
     elif sys.stdin.isatty():
         message = "no prompt given: expected --prompt TEXT, --prompt-file PATH, or text on standard input"
         raise typer.BadParameter(message, param_hint="--prompt")
     else:
-        prompts, source = [_standard_input()], "standard input"
-    for prompt in prompts:
+        prompts, sources = [_standard_input()], ["standard input"]
+    for source, prompt in zip(sources, prompts, strict=True):
         if not prompt.strip():
-            raise typer.BadParameter(f"{prompt!r}: expected text", param_hint=source)
+            raise typer.BadParameter(f"nothing but white space ({shown(prompt)}): expected text", param_hint=source)
         try:
             check_text(source, prompt)
         except ValueError as error:
-            raise typer.BadParameter(f"{prompt!r}: expected UTF-8 text", param_hint=source) from error
+            raise typer.BadParameter(f"{shown(prompt)}: expected UTF-8 text", param_hint=source) from error
     return prompts
 
 
@@ -79,7 +91,7 @@ def _standard_input() -> str:
         raise typer.BadParameter(f"expected UTF-8 text ({error})", param_hint="standard input") from error
 
 
-def tokenize(llm: LLM, prompt: str, chat: bool | None) -> list[int]:
+def tokenize(llm: "LLM", prompt: str, chat: bool | None) -> list[int]:
     """Token ids of a prompt, as a user's message in the chat template or as plain text."""
     if llm.tokenizer is None:
         message = "the model has no tokenizer: expected a folder with tokenizer.json"
@@ -103,25 +115,50 @@ def print_stream(stream: Iterator[tuple[int, RequestOutput]], console: Console) 
     console.print()
     if output.outputs[0].error is not None:
         console.print(f"ended by an error: {output.outputs[0].error}", style="red", markup=False, highlight=False)
+    _mark_cut(output.outputs[0], console)
     console.print(_figures(output), style="dim")
     return [output]
 
 
-def collect(stream: Iterator[tuple[int, RequestOutput]], count: int, errors: Console) -> list[RequestOutput]:
-    """Shows a progress bar and returns all answers in order of the prompts."""
+def collect(
+    stream: Iterator[tuple[int, RequestOutput]], count: int, most_tokens: int, errors: Console
+) -> list[RequestOutput]:
+    """Shows a bar of the tokens and their speed, and returns all answers in order of the prompts.
+
+    Args:
+        stream: what `LLM.stream` returns.
+        count: prompts.
+        most_tokens: most tokens that the answers to one prompt can have together; the bar is full when all have ended.
+        errors: where the bar is shown.
+    """
     results: dict[int, RequestOutput] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("Answering"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    start = time.perf_counter()
     with Progress(*columns, console=errors) as progress:
-        task = progress.add_task("Answering", total=count)
+        task = progress.add_task("", total=count * most_tokens)
         for position, output in stream:
-            if output.finished:
-                results[position] = output
-                progress.advance(task)
+            results[position] = output
+            done = sum(most_tokens if one.finished else num_tokens(one) for one in results.values())
+            tokens = sum(map(num_tokens, results.values()))
+            speed = tokens / max(time.perf_counter() - start, 1e-9)
+            ended = sum(one.finished for one in results.values())
+            words = f"{tokens} tokens, {speed:.1f} tokens/s, {ended} of {count} prompts"
+            progress.update(task, completed=done, description=words)
+    first = [one.metrics.time_to_first_token for one in results.values()]
+    seconds = [each for each in first if each is not None]
+    if seconds:
+        errors.print(f"first token after {min(seconds):.2f} to {max(seconds):.2f} s", style="dim", highlight=False)
     return [results[position] for position in range(count)]
 
 
-def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Console) -> None:
-    """Prints the answers as plain text. If there are several, each comes after the beginning of its prompt."""
+def num_tokens(output: RequestOutput) -> int:
+    """Tokens of all answers of a request so far."""
+    return sum(len(answer.token_ids) for answer in output.outputs)
+
+
+def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Console, errors: Console) -> None:
+    """Prints the answers as plain text. If there are several, each comes after the beginning of its prompt. What is
+    no answer's text, such as the mark of one that was cut, goes to `errors`."""
     several = len(outputs) > 1 or len(outputs[0].outputs) > 1
     for prompt, output in zip(prompts, outputs, strict=True):
         for answer in output.outputs:
@@ -132,6 +169,14 @@ def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Con
             console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
             if answer.error is not None:
                 console.print(f"ended by an error: {answer.error}", style="red", markup=False, highlight=False)
+            _mark_cut(answer, errors)
+
+
+def _mark_cut(answer: CompletionOutput, console: Console) -> None:
+    """Says of an answer that ended at its limit that it has no end."""
+    if answer.finish_reason == "length":
+        words = f"… cut after {len(answer.token_ids)} tokens; --max-tokens, the model or the cache allows no more"
+        console.print(words, style="yellow", markup=False, highlight=False)
 
 
 def print_logprobs(outputs: list[RequestOutput], console: Console) -> None:
@@ -147,11 +192,13 @@ def print_logprobs(outputs: list[RequestOutput], console: Console) -> None:
         console.print(table)
 
 
-def as_json(options: GenerateOptions, prompts: list[str], outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
+def as_json(options: GenerateOptions, prompts: list[str], outputs: list[RequestOutput], llm: "LLM") -> dict[str, Any]:
     """The output of `--json`. Times are in seconds; log-probabilities are natural logarithms."""
     stats = llm.stats
     return {
         "model": str(options.model),
+        "device": str(llm.info.device),
+        "dtype": str(llm.info.dtype).removeprefix("torch."),
         "policy": options.policy,
         "page_size": options.page_size,
         "outputs": [

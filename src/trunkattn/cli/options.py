@@ -1,25 +1,30 @@
-"""Options of the commands: dataclasses from which typer makes a command line, and the report of bad values."""
+"""Options of the commands: dataclasses from which typer makes a command line. No torch here."""
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from trunkattn.config import POLICIES
+from trunkattn.cli.command import fields_of
+from trunkattn.engine.config import DTYPES, EngineConfig
+from trunkattn.names import POLICIES
 from trunkattn.validate import check_int
 
 if TYPE_CHECKING:
     from trunkattn.engine import SamplingParams
 
-Options = TypeVar("Options")
-
 SAMPLING, ENGINE, SERVER, OUTPUT = "Sampling", "Engine", "Server", "Output"
 JSON_OPTION = typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
+UNITS: Final = MappingProxyType(
+    {"": 1, "b": 1}
+    | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+    | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
+)
+MOST_THREADS = 4096
 LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
 
@@ -39,8 +44,21 @@ def number(text: str) -> float:
         raise typer.BadParameter(f"{text!r}: expected a number") from None
 
 
+def size(value: str | int) -> int:
+    """An option's value, or its default, as a number of bytes. The library checks its range."""
+    text = str(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text.strip())
+    if match is None or match[2].lower() not in UNITS:
+        raise typer.BadParameter(f"{text!r}: expected bytes, such as 2GiB, 512MiB or 2147483648")
+    return int(Fraction(match[1]) * UNITS[match[2].lower()])
+
+
 def _integer(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, parser=integer, metavar="INTEGER", help=text, rich_help_panel=panel)
+
+
+def _size(panel: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, parser=size, metavar="SIZE", help=text, rich_help_panel=panel)
 
 
 def _number(panel: str, text: str) -> Any:
@@ -80,14 +98,15 @@ class DemoOptions:
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of every command that loads a model. An option with the name of a field of `EngineConfig` sets that
-    field, which checks its value.
+    field, which checks its value before torch is loaded. The model is given as an argument or as an option.
+
+    Raises:
+        TypeError, ValueError: `name=value: expected ...`, of the option with that name.
     """
 
     model: Annotated[
         Path,
-        typer.Option(
-            metavar="PATH", help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file."
-        ),
+        typer.Option(metavar="PATH", help="The same as MODEL."),
     ]
     policy: Annotated[
         str,
@@ -117,10 +136,30 @@ class EngineOptions:
         str,
         typer.Option(
             metavar="NAME",
-            help="Where the model runs: cpu (in float32), cuda (in its own precision), or one GPU such as cuda:1.",
+            help="Where the model runs: auto (a GPU if there is one, else the CPU), cpu, cuda, or one GPU such as "
+            "cuda:1.",
             rich_help_panel=ENGINE,
         ),
-    ] = "cpu"
+    ] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Type of the weights: {', '.join(DTYPES)}. auto: float32 on a CPU, the model's own on a GPU.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None, _integer(ENGINE, "Threads that compute on the CPU. Default: OMP_NUM_THREADS, or one a core.")
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Keep the KV pages of prompts, and use them again for prompts that begin alike.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True
     gpu_memory_utilization: Annotated[
         float | None,
         _number(ENGINE, "The KV cache's share of the GPU's free memory. Default: 0.9."),
@@ -133,7 +172,15 @@ class EngineOptions:
         int | None,
         _integer(ENGINE, "Most tokens of a sequence. Default: the lower of the model's and the cache's limit."),
     ] = None
-    kv_cache_bytes: Annotated[int | None, _integer(ENGINE, "Bytes of the KV cache. Default: 1 GiB on a CPU.")] = None
+    kv_cache_bytes: Annotated[
+        int | None,
+        _size(
+            ENGINE,
+            "Bytes of the KV cache, such as 2GiB. Default: 1 GiB on a CPU.",
+            "--kv-cache-bytes",
+            "--kv-cache-memory-bytes",
+        ),
+    ] = None
     kv_cache_dtype: Annotated[
         str, typer.Option(metavar="NAME", help="Type of the KV cache: auto, fp8, fp8_e5m2.", rich_help_panel=ENGINE)
     ] = "auto"
@@ -147,6 +194,11 @@ class EngineOptions:
         bool,
         typer.Option("--trust-remote-code", help="Run Python that the model's folder brings.", rich_help_panel=ENGINE),
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            check_int("threads", self.threads, 1, MOST_THREADS)
+        EngineConfig(**fields_of(EngineConfig, self))
 
 
 @dataclass(frozen=True)
@@ -330,7 +382,7 @@ class ServeOptions(EngineOptions):
         list[str] | None, _texts(SERVER, "An origin whose web pages may call the server (CORS).", "ORIGIN")
     ] = None
     max_waiting: Annotated[int, _integer(SERVER, "Requests that may wait; one more is answered with 429.")] = 1024
-    max_body_bytes: Annotated[int, _integer(SERVER, "Most bytes of a request's body.")] = 16 << 20
+    max_body_bytes: Annotated[int, _size(SERVER, "Most bytes of a request's body, such as 16MiB.")] = 16 << 20
     max_answers: Annotated[int, _integer(SERVER, "Most answers of one request.")] = 128
     max_prompt_tokens: Annotated[int | None, _integer(SERVER, "Most tokens of a prompt.")] = None
     max_answer_tokens: Annotated[int | None, _integer(SERVER, "Most tokens of an answer.")] = None
@@ -349,54 +401,3 @@ class ServeOptions(EngineOptions):
         bool, _flag(SERVER, "--strict-requests", "Refuse every field of a request that does not exist.")
     ] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Log no requests.", rich_help_panel=SERVER)] = False
-
-
-def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Decorator: turns a function of one dataclass into a command with an option for each of the dataclass's fields."""
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=field.type,
-        )
-        for field in fields(options)  # type: ignore[arg-type]
-    ]
-
-    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
-        def run(**values: Any) -> None:
-            with reported_by_option(options):
-                checked = options(**values)
-            function(checked)
-
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
-
-
-@contextmanager
-def reported_by_option(options: type[Any]) -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2. A missing
-    package is reported alike."""
-    try:
-        yield
-    except ImportError as error:
-        raise typer.BadParameter(str(error)) from error
-    except (TypeError, ValueError) as error:
-        name, value = _split(str(error))
-        if name not in {field.name for field in fields(options)}:
-            raise typer.BadParameter(str(error)) from error
-        raise typer.BadParameter(value, param_hint=f"--{name.replace('_', '-')}") from error
-
-
-def fields_of(target: type[Any], options: Any) -> dict[str, Any]:
-    """The options that have the name of a field of the dataclass `target`."""
-    given = {field.name for field in fields(options)}
-    return {field.name: getattr(options, field.name) for field in fields(target) if field.name in given}
-
-
-def _split(message: str) -> tuple[str, str]:
-    match = re.match(r"(\w+)=(.*)", message, re.DOTALL)
-    return (match[1], match[2]) if match else ("", message)

@@ -7,13 +7,19 @@ import logging
 import os
 import socket
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
-from trunkattn.cli.options import ServeOptions, fields_of, reported_by_option
-from trunkattn.engine import LLM, EngineConfig
-from trunkattn.server import AppServer, ServerOptions, create_app
+from trunkattn.cli.command import fields_of, reported_by_option
+from trunkattn.cli.models import place, use_threads
+from trunkattn.cli.options import ServeOptions
+from trunkattn.engine import EngineConfig
+from trunkattn.engine.model_path import existing_path
+from trunkattn.server import ServerOptions
+
+if TYPE_CHECKING:
+    from trunkattn.engine import LLM
 
 _LOG: Final = logging.getLogger(__name__)
 _KEY_VARIABLE: Final = "TRUNKATTN_API_KEY"
@@ -23,8 +29,9 @@ _SWITCH_SECONDS: Final = 0.0005
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Checks the options, takes the port, loads the model, and serves it."""
+    """Checks the options, takes the port, loads the model, and serves it. torch is loaded after the checks."""
     with reported_by_option(ServeOptions):
+        existing_path(options.model)
         given = fields_of(ServerOptions, options)
         given["served_model_name"] = options.served_model_name or options.model.stem
         given["api_keys"] = tuple(options.api_key or ())
@@ -38,6 +45,8 @@ def run_serve(options: ServeOptions) -> None:
     level = "WARNING" if options.quiet else "INFO"
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
     with _listening(server) as listener:
+        from trunkattn.server import AppServer, create_app
+
         app = create_app(_load(options, config), server)
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -61,11 +70,15 @@ def _listening(server: ServerOptions) -> socket.socket:
     return listener
 
 
-def _load(options: ServeOptions, config: EngineConfig) -> LLM:
+def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
     """The model, ready for its first step. The progress bars of other libraries are hidden: they cannot be written
     where the disk of the log is full, and logging can do without."""
     _LOG.info("Loading %s. The first time, this compiles kernels too.", options.model.name)
     with reported_by_option(ServeOptions), contextlib.redirect_stderr(io.StringIO()):
+        from trunkattn.engine import LLM
+
+        use_threads(options.threads)
         llm = LLM(options.model, **vars(config))
         llm.warm_up()
+    _LOG.info("%s runs on %s.", options.model.name, place(llm))
     return llm

@@ -4,13 +4,18 @@
 computes it, and a `CacheManager` (`trunkattn.kv_cache`) holds the pages.
 """
 
-from trunkattn.engine.config import EngineConfig
-from trunkattn.engine.engine import Engine
-from trunkattn.engine.llm import LLM
-from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
-from trunkattn.engine.stats import BlockTables, EngineStats
-from trunkattn.engine.token_rules import ModelLimits
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from trunkattn.engine.config import EngineConfig
+    from trunkattn.engine.engine import Engine
+    from trunkattn.engine.llm import LLM
+    from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
+    from trunkattn.engine.stats import BlockTables, EngineStats
+    from trunkattn.engine.token_rules import ModelLimits
 
 __all__ = [
     "LLM",
@@ -26,3 +31,27 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
 ]
+
+# Imported when they are asked for: options check themselves before torch and transformers are loaded.
+_HOMES: Final = MappingProxyType(
+    {
+        "BlockTables": "trunkattn.engine.stats",
+        "CompletionOutput": "trunkattn.engine.outputs",
+        "Engine": "trunkattn.engine.engine",
+        "EngineConfig": "trunkattn.engine.config",
+        "EngineStats": "trunkattn.engine.stats",
+        "LLM": "trunkattn.engine.llm",
+        "Logprob": "trunkattn.engine.outputs",
+        "ModelLimits": "trunkattn.engine.token_rules",
+        "RequestMetrics": "trunkattn.engine.outputs",
+        "RequestOutput": "trunkattn.engine.outputs",
+        "SamplingParams": "trunkattn.engine.sampling_params",
+        "StructuredOutputsParams": "trunkattn.engine.sampling_params",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -44,13 +44,14 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
         batch_invariant=config.batch_invariant,
         execution=config.execution,
     )
-    reasons = attention.supports(info.device)
-    if info.device.type == "cuda" and not reasons and (info.device.index or 0) >= torch.cuda.device_count():
-        reasons.append(f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    if 0 < torch.cuda.device_count() <= (info.device.index or 0):
+        reasons = [f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"]
+    else:
+        reasons = attention.supports(info.device)
     if reasons:
         raise ValueError(
-            f"device={config.device!r} cannot run this model's attention: {'; '.join(reasons)}; choose another device "
-            f"or model"
+            f"device={str(info.device)!r} cannot run this model's attention: {'; '.join(reasons)}; choose "
+            f"another device or model"
         )
     return attention
 

@@ -1,11 +1,13 @@
 """The options of an engine, which check themselves, and the checks that they share with `SamplingParams`."""
 
 import math
+import re
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
 from typing import Final
 
+from trunkattn.names import EXECUTIONS, POLICIES
 from trunkattn.validate import check_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -13,6 +15,7 @@ SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
 OLDER_POLICY_NAMES: Final = MappingProxyType({"hybrid": "chunked_prefill"})  # still accepted
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
+DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
 DEFAULT_GPU_SHARE = 0.9  # of the free memory
 
@@ -98,7 +101,8 @@ class EngineConfig:
         enable_prefix_caching: reuse the KV pages of equal prefixes.
         dtype: type of weights, activations and KV: "auto" (float32 on a CPU, else the checkpoint's), "float32",
             "bfloat16", "float16" or the torch dtype of that name.
-        device: "cpu", "cuda", or one GPU such as "cuda:1".
+        device: "auto" (the first GPU that can compute attention, else the CPU), "cpu", "cuda", or one GPU such as
+            "cuda:1".
         gpu_memory_utilization: the KV cache's share, in (0, 1], of the GPU memory that the weights and a step leave
             free; None: 0.9.
         enforce_eager: on a GPU, launch every kernel of each step and capture no CUDA graphs. On a CPU there are none.
@@ -132,7 +136,7 @@ class EngineConfig:
     policy: str = "auto"
     enable_prefix_caching: bool = True
     dtype: object = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     load_format: str = "auto"
@@ -168,9 +172,14 @@ class EngineConfig:
         check_bool("batch_invariant", self.batch_invariant)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
-        for name in ("policy", "execution"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name}={getattr(self, name)!r}: expected a name, which AttentionConfig checks")
+        for name, known in (("policy", POLICIES), ("execution", EXECUTIONS)):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name}={value!r}: expected one of {', '.join(known)}")
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}")
+        if not DEVICE.fullmatch(str(self.device)):
+            raise ValueError(f"device={self.device!r}: expected auto, cpu, cuda, or one GPU such as cuda:1")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format={self.load_format!r}: expected one of {', '.join(LOAD_FORMATS)}")
         if self.dtype_name not in DTYPES:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from trunkattn.config import AttentionConfig
 from trunkattn.engine.gguf_config import check_space_prefix, gguf_config
 from trunkattn.engine.gguf_header import read_header
 from trunkattn.engine.gguf_weights import gguf_weights
@@ -82,7 +83,7 @@ class ModelInfo:
 def inspect_model(
     model: str | Path,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     load_format: str = "auto",
     trust_remote_code: bool = False,
     kv_cache_dtype: str = "auto",
@@ -92,7 +93,7 @@ def inspect_model(
     Args:
         model: a local Hugging Face folder (config.json and safetensors) or a GGUF file.
         dtype: "auto" (float32 on a CPU, else the checkpoint's) or the name of a torch dtype.
-        device: a torch device.
+        device: see `EngineConfig`.
         load_format: with "dummy" the folder needs no safetensors.
         trust_remote_code: whether the folder's own Python may run.
         kv_cache_dtype: see `EngineConfig`.
@@ -247,12 +248,11 @@ def eos_token_ids(
 
 
 def _device(name: str) -> torch.device:
-    try:
+    """The device of an engine's option. For "auto" a GPU that computes a plain attention, else the CPU."""
+    if name != "auto":
         return torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device={name!r}: expected the name of a torch device, such as cpu, cuda or cuda:1"
-        ) from error
+    plain = AttentionConfig(num_qo_heads=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float16)
+    return torch.device("cpu" if torch.version.cuda is None or plain.supports("cuda") else "cuda")
 
 
 def _dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:

@@ -17,8 +17,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trunkattn.engine.gguf_header import MAGIC
+from trunkattn.engine.model_path import EXPECTED_MODEL, existing_path
 
-EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 QUANTIZATION_KEYS = ("compression_config", "quantization", "quant_config")  # quantization_config is transformers' own
@@ -89,14 +89,10 @@ def find_model_files(model: object, with_weights: bool = True, trust_remote_code
     Raises:
         TypeError, ValueError: naming the path, what is wrong with it and what is expected.
     """
-    if not isinstance(model, str | Path):
-        raise TypeError(f"model={model!r}: expected {EXPECTED_MODEL}")
-    path = Path(model).expanduser()
+    path = existing_path(model)
     if path.is_dir():
         check_folder(path, with_weights)
         return ModelFiles(path, None, trust_remote_code)
-    if not path.is_file():
-        raise ValueError(f"model={str(model)!r}: there is no such file or folder; expected {EXPECTED_MODEL}")
     check_gguf(path)
     return ModelFiles(path.parent, path.name, trust_remote_code)
 

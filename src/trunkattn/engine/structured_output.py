@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from trunkattn.engine.config import shown
 from trunkattn.engine.form_limits import FormLimits, check_form
 from trunkattn.engine.sampling_params import StructuredOutputsParams
+from trunkattn.names import install_command
 
 # What a compiled form may hold, estimated from its text: llguidance does not say.
 _BASE_BYTES: Final = 64 << 10
@@ -173,7 +174,7 @@ class StructuredOutputs:
             import llguidance.hf
         except ImportError as error:
             raise ImportError(
-                'structured_outputs needs the package llguidance; pip install "trunkattn[structured]"'
+                f"structured_outputs needs the package llguidance; {install_command('structured')}"
             ) from error
         return llguidance
 

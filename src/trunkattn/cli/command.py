@@ -1,0 +1,94 @@
+"""Commands made of dataclasses of options, and the report of bad values."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+
+Options = TypeVar("Options")
+
+MODEL_ARGUMENT: Final = inspect.Parameter(
+    "model_argument",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file."
+        ),
+    ],
+)
+
+
+def _one_model(argument: Path | None, option: Path | None) -> Path:
+    """The model, which is given once."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"given together with MODEL={str(argument)!r}: expected one", param_hint="--model")
+    model = option if argument is None else argument
+    if model is None:
+        raise typer.BadParameter("no model given: expected MODEL, or --model PATH", param_hint="--model")
+    return model
+
+
+def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Decorator: turns a function of one dataclass into a command with an option for each of the dataclass's fields."""
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=field.type,
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+    takes_model = any(parameter.name == "model" for parameter in parameters)
+    if takes_model:
+        optional = [
+            parameter.replace(default=None) if parameter.name == "model" else parameter for parameter in parameters
+        ]
+        parameters = [MODEL_ARGUMENT, *optional]
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            if takes_model:
+                values["model"] = _one_model(values.pop(MODEL_ARGUMENT.name), values["model"])
+            with reported_by_option(options):
+                checked = options(**values)
+            function(checked)
+
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+@contextmanager
+def reported_by_option(options: type[Any]) -> Iterator[None]:
+    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2. A missing
+    package is reported alike."""
+    try:
+        yield
+    except ImportError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (TypeError, ValueError) as error:
+        name, value = _split(str(error))
+        if name not in {field.name for field in fields(options)}:
+            raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(value, param_hint=f"--{name.replace('_', '-')}") from error
+
+
+def fields_of(target: type[Any], options: Any) -> dict[str, Any]:
+    """The options that have the name of a field of the dataclass `target`."""
+    given = {field.name for field in fields(options)}
+    return {field.name: getattr(options, field.name) for field in fields(target) if field.name in given}
+
+
+def _split(message: str) -> tuple[str, str]:
+    match = re.match(r"(\w+)=(.*)", message, re.DOTALL)
+    return (match[1], match[2]) if match else ("", message)

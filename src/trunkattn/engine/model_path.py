@@ -1,0 +1,27 @@
+"""Where a model is, checked before anything that reads one is imported."""
+
+import re
+from pathlib import Path
+
+EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
+
+
+def existing_path(model: object) -> Path:
+    """The path that `model` is. What the file or folder holds is not looked at.
+
+    Raises:
+        TypeError, ValueError: naming the path: it is none, or nothing is there. A name of a model on Hugging Face is
+            told how to become a folder.
+    """
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model={model!r}: expected {EXPECTED_MODEL}")
+    path = Path(model).expanduser()
+    if path.is_dir() or path.is_file():
+        return path
+    if HUB_NAME.fullmatch(str(model)):
+        raise ValueError(
+            f"model={str(model)!r}: there is no such file or folder, and models are not downloaded from Hugging Face "
+            f"here; run hf download {model} --local-dir {path.name}, then give {path.name}"
+        )
+    raise ValueError(f"model={str(model)!r}: there is no such file or folder; expected {EXPECTED_MODEL}")

@@ -1,0 +1,154 @@
+"""The command line: its options, how soon a bad one is refused, and what is imported for that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import trunkattn
+from trunkattn.attention import AttentionConfig
+from trunkattn.cli.app import app
+from trunkattn.cli.options import ServeOptions, size
+from trunkattn.engine import LLM, EngineConfig
+from trunkattn.engine.model import inspect_model
+
+# Runs a command and then prints which large packages it has imported.
+IMPORTED = """
+import sys
+from trunkattn.cli import main
+sys.argv = ["trunkattn", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    heavy = [name for name in ("torch", "numpy", "numba", "transformers", "fastapi") if name in sys.modules]
+    print("ended", ended.code, *heavy)
+"""
+
+
+def last_line(script: str, *arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=inherited(**environment)
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def inherited(**changed: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    return {**kept, **changed}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--version", 0),
+        ("--help", 0),
+        ("generate --help", 0),
+        ("serve --help", 0),
+        ("generate nowhere --prompt a", 2),
+        ("generate owner/model --prompt a", 2),
+        ("generate . --prompt a --n 0", 2),
+        ("generate . --prompt a --temperature -1", 2),
+        ("generate . --prompt a --policy magic", 2),
+        ("generate . --prompt a --device abacus", 2),
+        ("generate . --prompt a --dtype int8", 2),
+        ("generate . --prompt-file nowhere.txt", 2),
+        ("generate . --prompt a --kv-cache-bytes many", 2),
+        ("serve nowhere", 2),
+        ("serve . --port 99999", 2),
+        ("serve . --max-num-seqs 0", 2),
+        ("serve . --tool-call-parser magic", 2),
+    ],
+)
+def test_it_ends_before_a_large_package_is_imported(arguments: str, code: int) -> None:
+    assert last_line(IMPORTED, *arguments.split()) == f"ended {code}"
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise() -> None:
+    script = IMPORTED.replace("heavy = ", "import os; heavy = [os.environ.get('OMP_WAIT_POLICY')] if 1 else ")
+    assert last_line(script, "--version") == "ended 0 PASSIVE"
+    assert last_line(script, "--version", OMP_WAIT_POLICY="ACTIVE") == "ended 0 ACTIVE"
+    assert last_line(script, "--version", GOMP_SPINCOUNT="9") == "ended 0 None"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2147483648", 2**31),
+        ("2GiB", 2**31),
+        ("2 gib", 2**31),
+        ("1.5MiB", 3 << 19),
+        ("512KiB", 1 << 19),
+        ("3GB", 3 * 10**9),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2Gi", "2 elephants", "1e9", "nan"])
+def test_a_bad_size_is_named(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="such as 2GiB"):
+        size(text)
+
+
+def test_the_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"trunkattn {trunkattn.__version__}\n"
+
+
+def test_a_model_is_given_once(tiny_folder: Path) -> None:
+    arguments = ["--prompt", "Hello", "--max-tokens", "2", "--no-chat"]
+    by_name, by_place = (
+        CliRunner().invoke(app, ["generate", *model, *arguments])
+        for model in (["--model", str(tiny_folder)], [str(tiny_folder)])
+    )
+    assert by_name.exit_code == by_place.exit_code == 0, by_place.output
+    assert by_name.stdout == by_place.stdout
+    twice = CliRunner().invoke(app, ["generate", str(tiny_folder), "--model", str(tiny_folder), *arguments])
+    assert twice.exit_code == 2 and "expected one" in " ".join(twice.output.split())
+    none = CliRunner().invoke(app, ["serve"])
+    assert none.exit_code == 2 and "no model given" in none.output
+
+
+def test_a_name_on_hugging_face_is_told_how_to_become_a_folder() -> None:
+    with pytest.raises(ValueError, match=r"not downloaded.* run hf download owner/model --local-dir model"):
+        LLM("owner/model")
+    with pytest.raises(ValueError, match=r"no such file or folder; expected a local"):
+        LLM("folder/model.gguf")
+
+
+def test_auto_takes_a_gpu_that_computes_attention(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineConfig().device == ServeOptions(tiny_folder).device == "auto"
+    assert inspect_model(tiny_folder).device.type == "cpu", "these tests see no GPU"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(AttentionConfig, "supports", lambda *_: [])
+    assert inspect_model(tiny_folder).device.type == "cuda"
+    assert inspect_model(tiny_folder, device="cpu").device.type == "cpu"
+    monkeypatch.setattr(AttentionConfig, "supports", lambda *_: ["the card is too old"])
+    assert inspect_model(tiny_folder).device.type == "cpu"
+
+
+def test_options_reach_the_engine(tiny_folder: Path) -> None:
+    asked = [str(tiny_folder), "--prompt", "Hello", "--max-tokens", "3", "--json", "--no-enable-prefix-caching"]
+    before = torch.get_num_threads()
+    try:
+        result = CliRunner().invoke(app, ["generate", *asked, "--dtype", "bfloat16", "--threads", "1"])
+        assert result.exit_code == 0 and torch.get_num_threads() == 1, result.output
+    finally:
+        torch.set_num_threads(before)
+    assert '"device": "cpu"' in result.stdout and '"dtype": "bfloat16"' in result.stdout
+    assert "runs on the CPU in bfloat16" in " ".join(result.stderr.split())
+
+
+def test_an_answer_that_was_cut_is_marked_beside_the_text(tiny_folder: Path) -> None:
+    asked = [str(tiny_folder), "--prompt", "One", "--prompt", "Two", "--max-tokens", "3", "--ignore-eos"]
+    result = CliRunner().invoke(app, ["generate", *asked])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("cut after 3 tokens") == 2 and "cut after" not in result.stdout
+    assert "6 tokens" in result.stderr and "tokens/s" in result.stderr and "first token after" in result.stderr
