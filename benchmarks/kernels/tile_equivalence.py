@@ -23,7 +23,7 @@ from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.portable.spec import DECODE_TILES, DECODE_TILES_FP8, without_subtiles
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule
-from trunkattn.planner.work_list import SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
+from trunkattn.planner.work_list import SEGMENT_END, SEGMENT_SHARED_END, SEGMENT_START, TileList
 
 REQUESTS = (1, 8, 32, 64, 128, 256)
 TOKENS = (1024, 4096)
@@ -85,10 +85,12 @@ def latency_ns() -> float:
 def steps_of(rule: TilingRule, listed: TileList) -> int:
     """Blocks of keys that the longest item goes through, one after another."""
     (kind,), items = rule.kinds, listed.items
-    full = (items[:, SEGMENT_FULL] - items[:, SEGMENT_START]) // (kind.block_tokens // rule.segment_size)
+    shared = (items[:, SEGMENT_SHARED_END] - items[:, SEGMENT_START]) // (kind.block_tokens // rule.segment_size)
     masked_tokens = kind.subtiles * kind.private_tokens if kind.subtiles > 1 else kind.block_tokens
-    masked = -((items[:, SEGMENT_FULL] - items[:, SEGMENT_END]) // (masked_tokens // rule.segment_size))  # rounded up
-    return int((full + masked).max())
+    masked = -(
+        (items[:, SEGMENT_SHARED_END] - items[:, SEGMENT_END]) // (masked_tokens // rule.segment_size)
+    )  # rounded up
+    return int((shared + masked).max())
 
 
 def bandwidth_row(case: Case, tile: Listed, alone: bool) -> dict[str, Any]:

@@ -28,10 +28,10 @@ ROOMY = TileLimits(items=4096, segments=1 << 18, queries=1 << 14, merged=1 << 12
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 
-def some_candidates(rule: TilingRule, way: int | None = None) -> Candidates:
+def some_candidates(rule: TilingRule, candidate: int | None = None) -> Candidates:
     """The candidates of a rule, or one of them."""
     found = candidates_of(rule)
-    return found if way is None else replace(found, passes=found.passes[way : way + 1])
+    return found if candidate is None else replace(found, passes=found.passes[candidate : candidate + 1])
 
 
 def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
@@ -64,7 +64,7 @@ class Planned:
     rule: TilingRule
     planner: DevicePlanner
     plan: GpuPlan
-    way: int | None
+    candidate: int | None
     buffers: dict[str, torch.Tensor]
     limits: TileLimits
 
@@ -84,30 +84,33 @@ class Planned:
             assert bool((buffer[:GUARD] == UNTOUCHED).all() and (buffer[-GUARD:] == UNTOUCHED).all()), name
 
     def chosen(self, batch: StepTables) -> int:
-        """The way of least time of those that fit, as the host finds it. All times are the host's."""
+        """The candidate of least time of those that fit, as the host finds it. All times are the host's."""
         step = tiled(self.rule, batch, self.limits)
         times, fits = step.predict(), step.fits()
         assert np.array_equal(np.where(fits, times, 1 << 61), np.minimum(self.planner.times.cpu().numpy(), 1 << 61))
         return int(np.argmin(np.where(fits, times, 1 << 61)))
 
-    def tokens_read(self, forest: Forest, batch: StepTables, way: int) -> int:
-        """By all tiles of a way, as its prediction counts them."""
+    def tokens_read(self, forest: Forest, batch: StepTables, candidate: int) -> int:
+        """Returns the tokens that all tiles of a candidate read, as its prediction counts them."""
         entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
         total = 0
-        for _, stage in stages_of(self.rule, self.rule.priced.tilings[way]):
+        for _, stage in stages_of(self.rule, self.rule.priced.tilings[candidate]):
             shared, tall = shared_tokens(forest, entries, stage.least if stage.least > 1 else stage.below)
             once, _, again = stage_tokens(entries.position, shared, tall, stage, batch.window)
             total += int(once + again)
         return total
 
-    def assert_equals_host(self, batch: StepTables, way: int | None = None) -> None:
-        """Bit equality with what the host writes, as far as it writes. way: by default the only one, or the best."""
-        rule, way = self.rule, self.way if way is None else way
-        way = self.chosen(batch) if way is None else way
-        tiling = rule.priced.tilings[way]
+    def assert_equals_host(self, batch: StepTables, candidate: int | None = None) -> None:
+        """Asserts bit equality with what the host writes. candidate: None: the only one, or the best."""
+        rule, candidate = self.rule, self.candidate if candidate is None else candidate
+        candidate = self.chosen(batch) if candidate is None else candidate
+        tiling = rule.priced.tilings[candidate]
         forest = forest_of(batch, rule.page_size)
         assert self.plan.summary is not None
-        assert self.plan.summary.tolist()[:2] == [way if self.way is None else 0, self.tokens_read(forest, batch, way)]
+        assert self.plan.summary.tolist()[:2] == [
+            candidate if self.candidate is None else 0,
+            self.tokens_read(forest, batch, candidate),
+        ]
         self.assert_holds(tile(rule, tiling, batch), batch)
 
     def assert_holds(self, host: TileList, batch: StepTables) -> None:
@@ -127,18 +130,18 @@ class Planned:
 def prepare(
     rule: TilingRule,
     capacity: Capacity,
-    way: int | None = None,
+    candidate: int | None = None,
     limits: TileLimits = ROOMY,
     device: str = "cpu",
     card: Card | None = None,
 ) -> Planned:
     card = card or make_card(num_sms=1, capability=80)
     kind = InvariantPlanner if rule.uniform else DevicePlanner
-    planner = kind(some_candidates(rule, way), capacity, limits, card, torch.device(device))
+    planner = kind(some_candidates(rule, candidate), capacity, limits, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():
         guarded = torch.full((buffer.numel() + 2 * GUARD,), UNTOUCHED, dtype=buffer.dtype, device=device)
         planner._buffers[name] = guarded[GUARD:-GUARD].view(buffer.shape).zero_()
         buffers[name] = guarded
     planner.errors = planner._buffers["errors"]
-    return Planned(rule, planner, reserve(rule, limits, device, card), way, buffers, limits)
+    return Planned(rule, planner, reserve(rule, limits, device, card), candidate, buffers, limits)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 REPORT = Path(__file__).with_name("device_report.py")
 SOURCE = Path(__file__).parents[2] / "src"
-EVERY_WAY = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
+CANDIDATES = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
     """Of the tiling that it takes, or of one that it is given; twice, as a captured graph would."""
     rule = data.draw(rules())
     first, second = (data.draw(batches(rule.page_size)) for _ in range(2))
-    way = data.draw(st.one_of(st.none(), st.integers(0, len(candidates(rule)) - 1)))
+    candidate = data.draw(st.one_of(st.none(), st.integers(0, len(candidates(rule)) - 1)))
     sizes = [capacity_for(batch) for batch in (first, second)]
     most = {
         name: max(getattr(size, name) for size in sizes)
         for name in ("max_requests", "max_query_tokens", "max_pages_per_request", "num_pages")
     }
     card = make_card(num_sms=data.draw(st.sampled_from([1, 2, 8])), capability=80)
-    planned = prepare(rule, Capacity(**most), way, card=card)
+    planned = prepare(rule, Capacity(**most), candidate, card=card)
     for batch in (first, second):
         planned.fill(batch)
         assert planned.errors == []
@@ -112,11 +112,11 @@ def test_pages_of_hybrid_models(page_size: int) -> None:
     planned.assert_equals_host(batch)
 
 
-@pytest.mark.parametrize("way", range(len(EVERY_WAY)), ids=EVERY_WAY)
+@pytest.mark.parametrize("candidate", range(len(CANDIDATES)), ids=CANDIDATES)
 @pytest.mark.parametrize("num_sms", [1, 16])
-def test_every_tiling_of_a_small_tree(way: int, num_sms: int) -> None:
+def test_every_tiling_of_a_small_tree(candidate: int, num_sms: int) -> None:
     """12 requests of 4 heads, of which 6 and 12 share; several items of a tile, and several tiles of a node."""
-    planned = prepare(make_rule(4, 16, num_sms, num_kv_heads=2), capacity_for(TREE_BATCH), way)
+    planned = prepare(make_rule(4, 16, num_sms, num_kv_heads=2), capacity_for(TREE_BATCH), candidate)
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
 
@@ -145,10 +145,10 @@ def test_two_lowest_tiles_of_one_height() -> None:
     shapes = tuple(GpuTile(*size, 1, 1, 2, (2000, 3000), (1500, 2500)) for size in ((2, 4), (2, 8), (8, 8)))
     batch = as_batch(tree_batch(parse_tree("1,12_16,6"), 1, row_seed=0, page_seed=1))
     rule = make_rule(1, 1, 1, shapes=shapes)
-    ways = [number for number, way in enumerate(candidates(rule)) if (way.tall, way.low) == (2, 1)]
-    assert len(ways) == 3, "cut, fine, uncut"
-    for way in ways:
-        planned = prepare(rule, capacity_for(batch), way)
+    numbers = [number for number, tiling in enumerate(candidates(rule)) if (tiling.tall, tiling.low) == (2, 1)]
+    assert len(numbers) == 3, "cut, fine, uncut"
+    for candidate in numbers:
+        planned = prepare(rule, capacity_for(batch), candidate)
         planned.fill(batch)
         planned.assert_equals_host(batch)
 
@@ -245,9 +245,9 @@ def test_query_tokens_that_cannot_be_are_flagged_and_left_out(starts: list[int])
 def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -> None:
     """Whatever is left of it reads only what was written."""
     rule = make_rule(4, 16, 16, num_kv_heads=2)
-    way = EVERY_WAY.index("16x64 fine")
+    candidate = CANDIDATES.index("16x64 fine")
     limits = replace(tile_limits(rule, capacity_for(TREE_BATCH)), **{name: 2})
-    planned = prepare(rule, capacity_for(TREE_BATCH), way, limits)
+    planned = prepare(rule, capacity_for(TREE_BATCH), candidate, limits)
     planned.fill(TREE_BATCH)
     assert len(planned.errors) == (name != "merged"), "as many as the capacity's tokens always fit"
     planned.assert_guarded()

@@ -57,7 +57,7 @@ def test_a_step_says_what_it_reads() -> None:
     step = step_of(on_device.plan((TABLE, LENS, None), UNLIMITED, plan))
     times = predicted(RULE, TREE_BATCH)
     stats = step.stats()
-    assert stats.policy == min(candidates(RULE), key=lambda way: times[way]).name(RULE)
+    assert stats.policy == min(candidates(RULE), key=lambda tiling: times[tiling]).name(RULE)
     assert stats.kv_tokens_per_query == 12 * 116
     assert step.gpu_plan.summary is not None
     assert step.gpu_plan.summary[1:].tolist() == [64 + 2 * 32 + 12 * 20, 12 * 116]

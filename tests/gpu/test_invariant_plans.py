@@ -17,7 +17,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule
-from trunkattn.planner.work_list import QUERY_START, SEGMENT_FULL, SEGMENT_START, TileList
+from trunkattn.planner.work_list import QUERY_START, SEGMENT_SHARED_END, SEGMENT_START, TileList
 from trunkattn.workloads import tree_batch
 from trunkattn.workloads.trees import PrefixTree
 
@@ -160,11 +160,11 @@ def test_what_breaks_the_order_of_spans_is_found() -> None:
     batch = StepTables(table, lens, np.arange(3, dtype=np.int32), 128)
     tiles = host_list(rule, batch)
     for change, message in (
-        (lambda items: items[:, [SEGMENT_START, SEGMENT_FULL]] + 1, "item 0 begins within a block of its span"),
-        (lambda items: items[::-1, [SEGMENT_START, SEGMENT_FULL]], "item 0 has segments of several spans"),
+        (lambda items: items[:, [SEGMENT_START, SEGMENT_SHARED_END]] + 1, "item 0 begins within a block of its span"),
+        (lambda items: items[::-1, [SEGMENT_START, SEGMENT_SHARED_END]], "item 0 has segments of several spans"),
     ):
         items = tiles.items.copy()
-        items[:, [SEGMENT_START, SEGMENT_FULL]] = change(tiles.items)
+        items[:, [SEGMENT_START, SEGMENT_SHARED_END]] = change(tiles.items)
         with pytest.raises(AssertionError, match=message):
             _check_spans(replace(tiles, items=items), rule)
     with pytest.raises(AssertionError, match="item 1 ends with its span, and the item before it does not"):

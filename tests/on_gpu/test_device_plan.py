@@ -27,11 +27,11 @@ TREES = ("1,8,256_4096,2048,2048", "256_8192", "1,256_256,32", "1,64_8000,150", 
 WINDOWS = (UNLIMITED, 777)
 
 
-def prepared(rule: TilingRule, way: int | None = None, tokens: int = 256) -> Planned:
+def prepared(rule: TilingRule, candidate: int | None = None, tokens: int = 256) -> Planned:
     """For 256 requests of 512 pages."""
     properties = torch.cuda.get_device_properties("cuda")
     card = make_card(properties.multi_processor_count, 10 * properties.major)
-    return prepare(rule, Capacity(256, tokens, 512, 1 << 20), way, LIMITS, "cuda", card)
+    return prepare(rule, Capacity(256, tokens, 512, 1 << 20), candidate, LIMITS, "cuda", card)
 
 
 def batch_of(tree: str, window: int = UNLIMITED) -> StepTables:
@@ -65,8 +65,8 @@ def test_batch_invariant_lists(window: int) -> None:
 def test_every_tiling(group_size: int) -> None:
     rule = make_rule(group_size, 16, 132, num_kv_heads=8)
     batch = as_batch(ragged("1,8,64_512,256,100", 16))
-    for way in range(len(candidates(rule))):
-        planned = prepared(rule, way, tokens=2048)
+    for candidate in range(len(candidates(rule))):
+        planned = prepared(rule, candidate, tokens=2048)
         planned.fill(batch)
         assert planned.errors == []
         planned.assert_equals_host(batch)

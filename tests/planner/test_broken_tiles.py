@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, query_positions
-from trunkattn.planner.work_list import QUERY_END, SEGMENT_END, SEGMENT_FULL, SEGMENT_START, TileList
+from trunkattn.planner.work_list import QUERY_END, SEGMENT_END, SEGMENT_SHARED_END, SEGMENT_START, TileList
 
 from .specs import make_batch
 from .tile_cases import TREE_BATCH, cases, make_rule, tile, tree_tiles
@@ -66,8 +66,8 @@ NOT_MERGED = "a partial slot is written and not merged"
 ONE_TILE = [
     (changed("items", (0, SEGMENT_END), -5), MISSED),
     (changed("items", (0, SEGMENT_START), 1), MISSED),
-    (changed("items", (0, SEGMENT_FULL), 1), NOT_FOR_ALL),
-    (changed("items", (0, SEGMENT_FULL), 24), NOT_FOR_ALL + "|sees only a part"),
+    (changed("items", (0, SEGMENT_SHARED_END), 1), NOT_FOR_ALL),
+    (changed("items", (0, SEGMENT_SHARED_END), 24), NOT_FOR_ALL + "|sees only a part"),
     (changed("items", (0, QUERY_END), -1), NOT_FOR_ALL),
     (changed("segments", (0, 0), 1), "item 0 reads pages that its query .* does not have"),
     (changed("segments", (0, 1), 1), NOT_FOR_ALL),
@@ -96,7 +96,7 @@ NESTED = {
     "of_two_subtiles_exchanged": swapped_segments(12, 14),
     "missing_for_the_first_subtile": without_segments(4),
     "missing_for_the_second_subtile": without_segments(6),
-    "a_block_early": changed("items", (0, SEGMENT_FULL), -1),
+    "a_block_early": changed("items", (0, SEGMENT_SHARED_END), -1),
 }
 
 
@@ -148,15 +148,15 @@ def test_a_missing_segment_and_a_moved_mark_are_found_anywhere(
     if len(tile_list.items) == 0:
         return
     at = draw.draw(st.integers(0, len(tile_list.items) - 1))
-    start, full, end, begin, stop = tile_list.items[at].tolist()
+    start, shared_end, end, begin, stop = tile_list.items[at].tolist()
     missing = draw.draw(st.sampled_from(needed_segments(tile_list, start, end, begin, batch)))
     same = (tile_list.segments[start:end] == tile_list.segments[missing]).all(axis=1)  # for several subtiles
     with pytest.raises(AssertionError):
         check_tiles(without_segments(*(start + np.flatnonzero(same)).tolist())(tile_list), batch, rule)
-    rows, count = tile_list.segments[full:end, 1], stop - begin
+    rows, count = tile_list.segments[shared_end:end, 1], stop - begin
     masked = (rows >> 16 < rule.segment_size) | (rows & 255 > 0) | (rows >> 8 & 255 < count)
     if masked.any():
-        everything = changed("items", (at, SEGMENT_FULL), end - full)(tile_list)
+        everything = changed("items", (at, SEGMENT_SHARED_END), end - shared_end)(tile_list)
         with pytest.raises(AssertionError, match=r"a full segment that is not for all|sees only a part"):
             check_tiles(everything, batch, rule)
 

@@ -9,7 +9,7 @@ from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.packs.policies import Packs
 from trunkattn.planner.planner import Planned, Planner, StepTables
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, row_tiles, split_rule, split_tiles
+from trunkattn.planner.splitting import UNLIMITED, SplitRule, cut_packs, split_rule, split_tiles
 from trunkattn.planner.work_list import DIRECT
 
 from .specs import MODEL, UNCUT, make_batch, make_spec
@@ -119,7 +119,7 @@ def test_a_tile_reads_what_its_queries_see() -> None:
 def test_tiles_that_see_nothing_are_left_out() -> None:
     packs = Packs(*(np.array(a, np.int32) for a in ([0, 0], [0, 4], [4, 6], [0, 1, 2], [0, 0])))
     starts, lens = np.array([0, 4], np.int32), np.array([6], np.int32)
-    tiles, query, position = row_tiles(packs, starts, lens, UNLIMITED, 2)
+    tiles, query, position = cut_packs(packs, starts, lens, UNLIMITED, 2)
     # positions 2 to 5: the first tile ends before token 4, where the second pack begins
     assert tiles.tolist() == [[0, 0, 4, 0, 2], [0, 0, 4, 2, 4], [1, 4, 6, 6, 8]]
     assert query.tolist() == [0, 1, 2, 3] * 2

@@ -41,8 +41,8 @@ def test_tokens_are_those_that_the_tiles_of_a_stage_read(case: tuple[TilingRule,
     batch = replace(case[1], window=UNLIMITED, query_start_loc=np.append(np.int32(0), starts))
     forest = forest_of(batch, rule.page_size)
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    ways = price(rule).tilings
-    for _, stage in {pair for way in ways for pair in stages_of(rule, way)}:
+    tilings = price(rule).tilings
+    for _, stage in {pair for tiling in tilings for pair in stages_of(rule, tiling)}:
         threshold = stage.least if stage.least > 1 else stage.below
         shared, tall = tile_costs.shared_tokens(forest, entries, threshold)
         found = tile_costs.stage_tokens(entries.position, shared, tall, stage, batch.window)

@@ -31,7 +31,7 @@ from trunkattn.planner.work_list import (
     QUERY_END,
     QUERY_START,
     SEGMENT_END,
-    SEGMENT_FULL,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
     TileList,
 )
@@ -54,10 +54,10 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
         kind = rule.kinds[of % num_kinds]
         block_segments = kind.block_tokens // rule.segment_size
         private_segments = kind.private_tokens // rule.segment_size
-        assert item[SEGMENT_START] <= item[SEGMENT_FULL] <= item[SEGMENT_END] > item[SEGMENT_START]
-        assert (item[SEGMENT_FULL] - item[SEGMENT_START]) % block_segments == 0
-        if kind.subtiles > 1 and item[SEGMENT_END] > item[SEGMENT_FULL]:
-            masked = tile_list.segments[item[SEGMENT_FULL] : item[SEGMENT_END], 1]
+        assert item[SEGMENT_START] <= item[SEGMENT_SHARED_END] <= item[SEGMENT_END] > item[SEGMENT_START]
+        assert (item[SEGMENT_SHARED_END] - item[SEGMENT_START]) % block_segments == 0
+        if kind.subtiles > 1 and item[SEGMENT_END] > item[SEGMENT_SHARED_END]:
+            masked = tile_list.segments[item[SEGMENT_SHARED_END] : item[SEGMENT_END], 1]
             rounds = masked.reshape(-1, kind.subtiles * private_segments)
             assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
@@ -106,7 +106,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     work = planner.plan(batch).work
     tile_list = tile_work(rule, work, batch)
     assert_runnable(tile_list, batch, rule)
-    assert not invariant or (tile_list.items[:, SEGMENT_FULL] == tile_list.items[:, SEGMENT_START]).all()
+    assert not invariant or (tile_list.items[:, SEGMENT_SHARED_END] == tile_list.items[:, SEGMENT_START]).all()
 
 
 @pytest.mark.property
@@ -168,7 +168,7 @@ def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int,
     )
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
     times = predicted(rule, batch)
-    best = min(times, key=lambda way: times[way])
+    best = min(times, key=lambda tiling: times[tiling])
     assert 1 in (best.tall, best.low), best.name(rule)
 
 

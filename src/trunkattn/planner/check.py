@@ -20,10 +20,10 @@ from trunkattn.planner.work_list import (
     QUERY_END,
     QUERY_START,
     SEGMENT_END,
-    SEGMENT_FULL,
     SEGMENT_PLACE,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
     TileList,
 )
@@ -180,7 +180,7 @@ def _check_spans(tiles: TileList, rule: TilingRule) -> None:
 def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule: TilingRule, reads: _Reads) -> None:
     """Counts what one item reads. height: the number of its tile's kind."""
     kind = rule.kinds[height]
-    start, full, end = tiles.items[item, [SEGMENT_START, SEGMENT_FULL, SEGMENT_END]].tolist()
+    start, shared_end, end = tiles.items[item, [SEGMENT_START, SEGMENT_SHARED_END, SEGMENT_END]].tolist()
     queries = tiles.queries[tiles.items[item, QUERY_START] : tiles.items[item, QUERY_END]]
     holds = kind.entries(rule.group_size)
     assert len(queries) <= holds, f"item {item} has {len(queries)} queries, but its tile holds {holds}"
@@ -188,12 +188,12 @@ def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule
     for at in range(start, end):
         segment = _unpack(tiles.segments[at])
         first, last = segment.first_query, segment.end_query
-        if at < full:
+        if at < shared_end:
             assert (first, last) == (0, len(queries)), (
                 f"item {item} has a full segment that is not for all of its queries"
             )
         elif kind.subtiles > 1:  # the segment is one subtile's: `tiles.layout` nests them
-            subtile = (at - full) // per_block % kind.subtiles
+            subtile = (at - shared_end) // per_block % kind.subtiles
             first, last = max(first, subtile * per_subtile), min(last, (subtile + 1) * per_subtile)
         tokens = np.arange(segment.position, segment.position + segment.num_tokens)
         for query in queries[first:last]:
@@ -202,7 +202,7 @@ def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule
             places = pages * rule.page_size + visible % rule.page_size
             own = (places == segment.place + visible - segment.position).all()
             assert own, f"item {item} reads pages that its query {query} does not have"
-            whole = at >= full or len(visible) == rule.segment_size
+            whole = at >= shared_end or len(visible) == rule.segment_size
             assert whole, f"item {item} has a full segment of which query {query} sees only a part"
 
 

@@ -22,7 +22,7 @@ from trunkattn.planner.packs import policies
 from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.packs.optimal import count_states, optimal
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, emit, row_tiles, split_tiles
+from trunkattn.planner.splitting import UNLIMITED, SplitRule, cut_packs, emit, split_tiles
 from trunkattn.planner.work_list import KV_END, KV_START, PlanStats, WorkList
 
 Int32Array = NDArray[np.int32]
@@ -229,7 +229,7 @@ def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSp
 @njit
 def _work_list_arrays(packs, seq_lens, query_start_loc, window, queries_per_tile, rule):
     """The arrays of a WorkList, in its order."""
-    tiles = row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile)
+    tiles = cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile)
     splits = split_tiles(rule, tiles.tiles)
     return emit(packs, tiles, splits, window, rule, query_start_loc[-1])
 

@@ -102,7 +102,7 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
 
 
 @njit(inline="always")
-def row_tiles(packs, query_start_loc, seq_lens, window, queries_per_tile):
+def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
     """Cuts the query tokens of each pack into row tiles.
 
     A tile's KV is what at least one of its queries sees (causal mask, window). Tiles that see nothing are left out.

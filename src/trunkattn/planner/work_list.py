@@ -30,7 +30,7 @@ ITEM_COLUMNS: Final = 5
 
 # Columns of TileList.items; QUERY_START and QUERY_END as above
 SEGMENT_START: Final = 0  # into TileList.segments
-SEGMENT_FULL: Final = 1  # segments before this one are whole and seen by every query of the item
+SEGMENT_SHARED_END: Final = 1  # segments before this one are whole and seen by every query of the item
 SEGMENT_END: Final = 2
 
 # Columns of TileList.segments

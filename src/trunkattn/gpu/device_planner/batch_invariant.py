@@ -24,7 +24,7 @@ from trunkattn.gpu.device_planner.common import (
     QUERY_START,
     SEGMENT_COLUMNS,
     SEGMENT_END,
-    SEGMENT_FULL,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
     EntryArrays,
     Tables,
@@ -284,7 +284,7 @@ def span_segments_kernel(
         hidden = tl.maximum(lowest - span * _SPAN, 0) // SIZES.key_block * (SIZES.key_block // SIZES.segment_size)
         begins = hidden + item * PER_ITEM
         tl.store(columns + SEGMENT_START, begins)
-        tl.store(columns + SEGMENT_FULL, begins)
+        tl.store(columns + SEGMENT_SHARED_END, begins)
         token = span * _SPAN + i * SIZES.segment_size
         tokens = tl.minimum(tl.maximum(length - token, 0), SIZES.segment_size)
         listed = (i < used) & (token + SIZES.segment_size > lowest)

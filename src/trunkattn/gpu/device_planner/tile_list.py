@@ -21,10 +21,10 @@ from trunkattn.gpu.device_planner.common import (
     QUERY_START,
     SEGMENT_COLUMNS,
     SEGMENT_END,
-    SEGMENT_FULL,
     SEGMENT_PLACE,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
     counts_of,
     flag,
@@ -284,7 +284,7 @@ def _store_plan_item(items, place, fits, size):
     full, segments, queries = size
     row = items + place.item * ITEM_COLUMNS
     tl.store(row + SEGMENT_START, tl.where(fits, place.segment, 0))
-    tl.store(row + SEGMENT_FULL, tl.where(fits, place.segment + full, 0))
+    tl.store(row + SEGMENT_SHARED_END, tl.where(fits, place.segment + full, 0))
     tl.store(row + SEGMENT_END, tl.where(fits, place.segment + segments, 0))
     tl.store(row + QUERY_START, tl.where(fits, place.query, 0))
     tl.store(row + QUERY_END, tl.where(fits, place.query + queries, 0))

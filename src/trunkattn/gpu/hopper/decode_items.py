@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from trunkattn.gpu.hopper.common import scheduled_task
 from trunkattn.gpu.hopper.gather import HeadWords, copy_rows, load_rows, locate_rows
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_V_EMPTY, load_block
-from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_FULL, ITEM_SEGMENT_START, locate_boxes
+from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_START, ITEM_SHARED_END, locate_boxes
 from trunkattn.gpu.hopper.widen import IS_SAME, read_staged, stage, store_words
 
 
@@ -40,9 +40,9 @@ def blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
     Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
     masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
     BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
-    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+    start, shared_end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SHARED_END)
     end = gl.load(item + ITEM_SEGMENT_END)
-    count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (full - start) // BLOCK_SEGMENTS
+    count, num_full = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS, (shared_end - start) // BLOCK_SEGMENTS
     half = gl.maximum(tasks.num_ctas // 2, 1)
     masked_first = (tasks.cta + tasks.cta // half) % 2 == 1
     return Blocks(start, end, count, num_full, gl.where(masked_first, count - num_full, 0))

@@ -189,7 +189,7 @@ def attend_block(
     consumer_wait(kv.k, index + 1, T, has_next)
     acc, _, p = warpgroup_mma_wait(0, deps=(acc, state.p, p))
     consumer_release(index - 1, T.v_empty, T)
-    return AttentionState(row_max, row_sum, p, acc * _of_acc(rescale, T)[:, None])
+    return AttentionState(row_max, row_sum, p, acc * _to_acc_layout(rescale, T)[:, None])
 
 
 @gluon.jit
@@ -200,18 +200,18 @@ def finish_attention(state, kv, index, T: gl.constexpr):
     acc, _ = warpgroup_mma_wait(0, deps=(acc, state.p))
     consumer_release(index - 1, T.v_empty, T)
     inverse_sum, lse = finalize(state.row_max, state.row_sum)
-    return acc * _of_acc(inverse_sum, T)[:, None], _of_acc(lse, T)
+    return acc * _to_acc_layout(inverse_sum, T)[:, None], _to_acc_layout(lse, T)
 
 
 @gluon.jit
-def _of_acc(rows, T: gl.constexpr):
+def _to_acc_layout(rows, T: gl.constexpr):
     """A number of each row, for the output. Both layouts give a thread the same rows, so that nothing moves."""
     return gl.convert_layout(rows, gl.SliceLayout(1, T.acc))
 
 
 @gluon.jit
-def of_scores(rows, T: gl.constexpr):
-    """Returns a number of each row in the layout of the scores; the inverse of `_of_acc`, and as cheap."""
+def to_scores_layout(rows, T: gl.constexpr):
+    """Returns a number of each row in the layout of the scores; the inverse of `_to_acc_layout`, and as cheap."""
     return gl.convert_layout(rows, gl.SliceLayout(1, T.scores))
 
 

@@ -38,8 +38,8 @@ from trunkattn.gpu.hopper.online_softmax import (
     attend_first_block,
     finish_attention,
     mainloop_tile,
-    of_scores,
     sink_divisor,
+    to_scores_layout,
 )
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
@@ -306,8 +306,8 @@ def consume_chunks(
             window_start = gl.maximum(position - window + 1, gl.load(task.item + _KV_START))
             latest = gl.max(gl.where(rows.used, window_start, kv.first), 0)
             windowed = gl.minimum((latest - kv.first + T.block_n - 1) // T.block_n, full)
-            window_start = of_scores(window_start, T)
-        position = of_scores(position, T)
+            window_start = to_scores_layout(window_start, T)
+        position = to_scores_layout(position, T)
 
         has_next = kv.num_blocks > 1
         mask_args = _MaskArgs(kv.first + (kv.num_blocks - 1) * T.block_n, kv.end, window_start, position)

@@ -51,8 +51,8 @@ from trunkattn.gpu.hopper.prefill import TILE_128, Chunks, allocate_chunk_memory
 from trunkattn.gpu.hopper.segments import (
     BLOCK_TOKENS,
     ITEM_SEGMENT_END,
-    ITEM_SEGMENT_FULL,
     ITEM_SEGMENT_START,
+    ITEM_SHARED_END,
     BlockMask,
     RowTiles,
     locate_boxes,
@@ -269,7 +269,7 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
     index = 0
     for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
         item, kv_head = tasks.items + task // C.num_kv_heads * _ITEM_COLUMNS, task % C.num_kv_heads
-        start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+        start, shared_end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SHARED_END)
         end = gl.load(item + ITEM_SEGMENT_END)
         first_query, end_query = gl.load(item + _QUERY_START), gl.load(item + _QUERY_END)
         _load_queries(memory.q_tile, tiles.queries, first_query, end_query, kv_head, layer, C)
@@ -282,10 +282,10 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
         row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, ACC))
         state = _DecodeState(acc, row_max, gl.zeros([BLOCK_TOKENS, ROWS], gl.float32, ACC))
         scale = gl.load(layer.logit_scale + kv_head)
-        for _ in range(start, full, BLOCK_SEGMENTS):
+        for _ in range(start, shared_end, BLOCK_SEGMENTS):
             state = _attend_block(state, index, scale, 0, memory, pipeline, False, ACC, C, S)
             index += 2
-        for at in range(full, end, BLOCK_SEGMENTS):
+        for at in range(shared_end, end, BLOCK_SEGMENTS):
             mask = mask_columns(BlockMask(tiles.segments, at, end, query, position, window), ACC, C)
             state = _attend_block(state, index, scale, mask, memory, pipeline, True, ACC, C, S)
             index += 2

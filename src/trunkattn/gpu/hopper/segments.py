@@ -16,15 +16,15 @@ from trunkattn.gpu.hopper.pipeline import Boxes
 from trunkattn.planner.work_list import (
     SEGMENT_COLUMNS,
     SEGMENT_END,
-    SEGMENT_FULL,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
 )
 
 BLOCK_TOKENS = gl.constexpr(spec.BOTH_KEYS)
-# Columns of an item: its segments [start, end), of which those before `full` are whole and seen by all of its queries
-ITEM_SEGMENT_START, ITEM_SEGMENT_FULL = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_FULL)
+# Columns of an item: its segments [start, end); those before shared_end are whole and seen by all of its queries
+ITEM_SEGMENT_START, ITEM_SHARED_END = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_SHARED_END)
 ITEM_SEGMENT_END = gl.constexpr(SEGMENT_END)
 # Columns of a segment, whose first one is the place of its first token in the cache
 _SEGMENT_QUERIES, _SEGMENT_POSITION = gl.constexpr(SEGMENT_QUERIES), gl.constexpr(SEGMENT_POSITION)

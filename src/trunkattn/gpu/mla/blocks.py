@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from trunkattn.gpu.hopper.common import SWIZZLED, opaque, reinterpret, scheduled_task
 from trunkattn.gpu.hopper.pipeline import tma_load
-from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_FULL, ITEM_SEGMENT_START
+from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_START, ITEM_SHARED_END
 from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_POSITION, SEGMENT_QUERIES
 
 LATENT_DIM, ROPE_DIM, BLOCK_ROWS = gl.constexpr(512), gl.constexpr(64), gl.constexpr(64)
@@ -90,10 +90,10 @@ def allocate_buffers(desc, C: gl.constexpr):
 def blocks_of(item, C: gl.constexpr):
     """The blocks of an item."""
     BLOCK_SEGMENTS: gl.constexpr = BLOCK_ROWS // C.segment_size
-    start, full = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_FULL)
+    start, shared_end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SHARED_END)
     end = gl.load(item + ITEM_SEGMENT_END)
     count = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS
-    return Blocks(start, end, count, (full - start) // BLOCK_SEGMENTS)
+    return Blocks(start, end, count, (shared_end - start) // BLOCK_SEGMENTS)
 
 
 @gluon.jit

@@ -46,9 +46,9 @@ from trunkattn.gpu.mla.pairs import (
     left_last,
     left_pair,
     meet,
-    of_acc,
     right_last,
     right_pair,
+    to_acc_layout,
 )
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
@@ -178,7 +178,7 @@ def _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH: gl.con
         meet(BAR_BOTH)
         row_sum = shared.sum_left.load(gl.SliceLayout(1, C.scores)) + state.row_sum
     inverse_sum, lse = finalize(state.row_max, row_sum)
-    out, lse = state.acc * of_acc(inverse_sum, C)[:, None], of_acc(lse, C)
+    out, lse = state.acc * to_acc_layout(inverse_sum, C)[:, None], to_acc_layout(lse, C)
     m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.acc))
     used = first + m // C.group_size < end
     token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0)

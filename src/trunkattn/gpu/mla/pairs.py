@@ -113,7 +113,7 @@ def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def of_acc(rows, C: gl.constexpr):
+def to_acc_layout(rows, C: gl.constexpr):
     """A number of each row, for the output. Both layouts give a thread the same rows, so that nothing moves."""
     return gl.convert_layout(rows, gl.SliceLayout(1, C.acc))
 
@@ -135,7 +135,7 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, item.scale, mask, MASK, 0.0)
     shared.max_left.store(row_max)
     _arrive(_BAR_MAX)
-    acc = state.acc * of_acc(rescale, C)[:, None]
+    acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p.to(shared.q.dtype), C)
     acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     meet(_BAR_RIGHT)
@@ -146,7 +146,7 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     _arrive(_BAR_LEFT)
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
     part_release(0, LEFT)
-    acc = acc * of_acc(again, C)[:, None]
+    acc = acc * to_acc_layout(again, C)[:, None]
     # O += P·V of the other block
     acc = warpgroup_mma(shared.p_right, buffers.halves.index(2 + LEFT + _hidden_zero(uses)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -171,7 +171,7 @@ def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: g
     fence_async_shared()
     _arrive(_BAR_RIGHT)
     rescale = gl.exp2(state.row_max - row_max)
-    acc = state.acc * of_acc(rescale, C)[:, None]
+    acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p_own, C)
     acc = warpgroup_mma(p_own, buffers.halves.index(2 + RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     meet(_BAR_LEFT)
@@ -197,7 +197,7 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
     shared.p_left.store(p_own)
     fence_async_shared()
     _arrive(_BAR_MAX)
-    acc = state.acc * of_acc(rescale, C)[:, None]
+    acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p_own, C)
     acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
@@ -212,7 +212,7 @@ def right_last(state, shared, buffers, uses, C: gl.constexpr):
     meet(_BAR_MAX)
     row_max = shared.max_left.load(gl.SliceLayout(1, C.scores))
     rescale = gl.exp2(state.row_max - row_max)
-    acc = state.acc * of_acc(rescale, C)[:, None]
+    acc = state.acc * to_acc_layout(rescale, C)[:, None]
     acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc = warpgroup_mma_wait(0, deps=(acc,))
     part_release(0, RIGHT)

@@ -40,7 +40,7 @@ from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner import work_list
 
 _ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
-_SEGMENT_START, _SHARED_END = tl.constexpr(work_list.SEGMENT_START), tl.constexpr(work_list.SEGMENT_FULL)
+_SEGMENT_START, _SHARED_END = tl.constexpr(work_list.SEGMENT_START), tl.constexpr(work_list.SEGMENT_SHARED_END)
 _SEGMENT_END = tl.constexpr(work_list.SEGMENT_END)
 _QUERY_START, _QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
 _PLACE, _QUERIES = tl.constexpr(work_list.SEGMENT_PLACE), tl.constexpr(work_list.SEGMENT_QUERIES)

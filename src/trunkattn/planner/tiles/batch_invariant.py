@@ -26,10 +26,10 @@ from trunkattn.planner.work_list import (
     QUERY_START,
     SEGMENT_COLUMNS,
     SEGMENT_END,
-    SEGMENT_FULL,
     SEGMENT_PLACE,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
     TileLimits,
     TileList,
@@ -203,7 +203,7 @@ def _emit(entries, seq_lens, table, sizes):
             begin, first_seen = item * per_item, _first_seen(entries, first, entry, window)
             # Blocks before the first that is seen are not computed; without them the others keep their places, too.
             hidden = max(0, first_seen - span * SPAN_TOKENS) // (block_segments * segment_size) * block_segments
-            items[item, SEGMENT_START], items[item, SEGMENT_FULL] = begin + hidden, begin + hidden
+            items[item, SEGMENT_START], items[item, SEGMENT_SHARED_END] = begin + hidden, begin + hidden
             items[item, SEGMENT_END] = begin + used
             items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at
             listed, row = segments[begin : begin + used], entries.row[first]

@@ -107,8 +107,8 @@ def candidates(rule: TilingRule) -> list[Tiling]:
     taller = [index for index in usable[len(lowest) :] if rule.kinds[index].paired]
     pairs = [Tiling(low, tall, least) for tall in taller for low in lowest]
     alone = [Tiling(low, alone=True) for low in lowest]
-    ways = [*alone, *(Tiling(index) for index in usable), *pairs]
-    return [replace(way, waves=waves) for waves in _CUTS for way in ways if waves or not way.alone]
+    uncut = [*alone, *(Tiling(index) for index in usable), *pairs]
+    return [replace(each, waves=waves) for waves in _CUTS for each in uncut if waves or not each.alone]
 
 
 def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
@@ -167,7 +167,7 @@ class PricedTilings(NamedTuple):
 
     tilings: list[Tiling]
     stages: NDArray[np.int64]  # [stages, fields of Stage] those that are not alike when uncut
-    uses: NDArray[np.int64]  # [ways, 2, 3]
+    uses: NDArray[np.int64]  # [candidates, 2, 3]
     costs: tile_costs.Costs
     launches: dict[Tiling, NDArray[np.int64]]  # of each candidate; see `launches_of`
 
@@ -179,11 +179,11 @@ def _tile_times(rule: TilingRule, kind: TileConfig) -> tile_costs.TileTimes:
 
 def price(rule: TilingRule) -> PricedTilings:
     """What `predict` needs of a rule."""
-    ways = candidates(rule)
+    tilings = candidates(rule)
     stages: dict[tiles.Stage, int] = {}
-    uses = np.full((len(ways), 2, 3), -1, np.int64)
-    for number, way in enumerate(ways):
-        for nth, (kind, stage) in enumerate(stages_of(rule, way)):
+    uses = np.full((len(tilings), 2, 3), -1, np.int64)
+    for number, tiling in enumerate(tilings):
+        for nth, (kind, stage) in enumerate(stages_of(rule, tiling)):
             uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
     token_bytes = rule.head_bytes * rule.num_kv_heads
     times = rule.card_times
@@ -201,8 +201,8 @@ def price(rule: TilingRule) -> PricedTilings:
         unhidden_part=times.unhidden_part,
         idle_percent=times.idle_percent,
     )
-    launches = {way: _launch_rows(rule, way) for way in ways}
-    return PricedTilings(ways, np.array(list(stages), np.int64), uses, costs, launches)
+    launches = {tiling: _launch_rows(rule, tiling) for tiling in tilings}
+    return PricedTilings(tilings, np.array(list(stages), np.int64), uses, costs, launches)
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:

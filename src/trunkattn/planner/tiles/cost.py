@@ -1,4 +1,4 @@
-"""What row tiles cost: blocks and tokens of a stage, and the time of every way to tile a step, from sums and maxima.
+"""What row tiles cost: blocks and tokens of a stage, and the time of each candidate of a step, from sums and maxima.
 
 Nothing is simulated, so a GPU finds the same integers in parallel. The planner on the device compiles this file's
 formulas with Triton: `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_segments` must stay arithmetic
@@ -273,30 +273,32 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
 
 @njit
 def tilings_ns(loads, stages, uses, costs):
-    """[ways] time of each. uses [ways, 2, 3]: stage or -1, its tile kind and num_parts, in the order of launches."""
+    """Returns the time of each candidate [candidates]. uses [candidates, 2, 3]: a stage or -1, its tile kind and its
+    num_parts, in the order of launches."""
     times = np.zeros(len(uses), np.int64)
-    for way in range(len(uses)):
+    for candidate in range(len(uses)):
         for nth in range(2):
-            which, kind, num_parts = uses[way, nth]
+            which, kind, num_parts = uses[candidate, nth]
             if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
                 continue
             height, least, below, block_segments, _, subtiles, private = stages[which]
             stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
-            last = nth == 1 or uses[way, 1, 0] < 0
-            times[way] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
+            last = nth == 1 or uses[candidate, 1, 0] < 0
+            times[candidate] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
     return times
 
 
 @njit
 def tilings_fit(loads, stages, uses, limits):
-    """[ways] whether each surely keeps within limits, [3] of items, segments and partial states; of two stages, each
-    within half of them. A tile's items may all hold all of its entries, and its segments be dealt to one subtile."""
+    """Returns whether each candidate [candidates] surely keeps within limits [3] of items, segments and partial
+    states; of two stages, each within half of them. A tile's items may all hold all of its entries, and its segments be
+    dealt to one subtile."""
     fit = np.ones(len(uses), np.bool_)
-    for way in range(len(uses)):
-        pair = uses[way, 1, 0] >= 0
+    for candidate in range(len(uses)):
+        pair = uses[candidate, 1, 0] >= 0
         for nth in range(1 + pair):
-            which, _, num_parts = uses[way, nth]
+            which, _, num_parts = uses[candidate, nth]
             height, least, below, block_segments, _, subtiles, private = stages[which]
             stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
@@ -311,5 +313,5 @@ def tilings_fit(loads, stages, uses, limits):
                     pieces += count * blocks[tile, 3]
             listed = listed_segments(total, items, stage)
             most = limits // (1 + pair)
-            fit[way] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
+            fit[candidate] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
     return fit

@@ -22,10 +22,10 @@ from trunkattn.planner.work_list import (
     QUERY_START,
     SEGMENT_COLUMNS,
     SEGMENT_END,
-    SEGMENT_FULL,
     SEGMENT_PLACE,
     SEGMENT_POSITION,
     SEGMENT_QUERIES,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
 )
 
@@ -254,7 +254,7 @@ def outline_stage(forest, entries, stage, window, segment_size):
                 before += num_segments[span]
                 span += 1
             items[count, SEGMENT_START], items[count, SEGMENT_END] = at + begin, at + end
-            items[count, SEGMENT_FULL] = at + begin + full // stage.block_segments * stage.block_segments
+            items[count, SEGMENT_SHARED_END] = at + begin + full // stage.block_segments * stage.block_segments
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
             first_entry[count], uncut[count] = low, step >= size
             filled += high - low
@@ -328,6 +328,6 @@ def items_of_work(work, table, positions, window, segment_size, page_size, block
             full += leading
             at += 1
             token += tokens
-        items[i, SEGMENT_FULL] = items[i, SEGMENT_START] + full // block_segments[i] * block_segments[i]
+        items[i, SEGMENT_SHARED_END] = items[i, SEGMENT_START] + full // block_segments[i] * block_segments[i]
         items[i, SEGMENT_END] = at
     return Items(items, segments, queries, np.ones(len(items), np.bool_))

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.planner.tiles.cost import stage_ns
-from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEGMENT_FULL, SEGMENT_START
+from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEGMENT_SHARED_END, SEGMENT_START
 
 
 class OverlapCosts(NamedTuple):
@@ -135,7 +135,7 @@ def _profile(items, overlap):
     sum_ns, latest_ns, max_queries = np.int64(0), np.int64(0), np.int64(0)
     for item in range(number):
         segments = np.int64(items[item, SEGMENT_END]) - items[item, SEGMENT_START]
-        full = (np.int64(items[item, SEGMENT_FULL]) - items[item, SEGMENT_START]) // overlap.block_segments
+        full = (np.int64(items[item, SEGMENT_SHARED_END]) - items[item, SEGMENT_START]) // overlap.block_segments
         num_blocks = (segments + overlap.block_segments - 1) // overlap.block_segments
         queries = np.int64(items[item, QUERY_END]) - items[item, QUERY_START]
         blocks[item, 0], blocks[item, 1], blocks[item, 2], blocks[item, 3] = full, num_blocks - full, segments, queries

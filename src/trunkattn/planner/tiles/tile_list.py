@@ -13,8 +13,8 @@ from trunkattn.planner.work_list import (
     QUERY_START,
     SEGMENT_COLUMNS,
     SEGMENT_END,
-    SEGMENT_FULL,
     SEGMENT_QUERIES,
+    SEGMENT_SHARED_END,
     SEGMENT_START,
 )
 
@@ -49,7 +49,7 @@ def join_stages(tall, low):
     items = np.concatenate((tall.items, low.items))
     num_segments, num_queries = np.int32(len(tall.segments)), np.int32(len(tall.queries))
     for item in range(len(tall.items), len(items)):
-        for column in (SEGMENT_START, SEGMENT_FULL, SEGMENT_END):
+        for column in (SEGMENT_START, SEGMENT_SHARED_END, SEGMENT_END):
             items[item, column] += num_segments
         for column in (QUERY_START, QUERY_END):
             items[item, column] += num_queries
@@ -60,7 +60,7 @@ def join_stages(tall, low):
 
 @njit
 def nest(emitted, kind_of_item, subtiles):
-    """Deals the segments of an item that are not full to its subtiles, which read them at the same time.
+    """Deals the segments of an item from `shared_end` on to its subtiles, which read them at the same time.
 
     subtiles [kinds, fields of Subtiles]. A segment goes to every subtile that has queries of it. The list holds a block
     for each subtile in turn; short blocks are filled up with segments of no token.
@@ -71,36 +71,40 @@ def nest(emitted, kind_of_item, subtiles):
     ends = np.zeros(len(items) + 1, np.int64)
     for item in range(len(items)):
         count, height, block = subtiles[kind_of_item[item]]
-        size = items[item, SEGMENT_END] - items[item, SEGMENT_FULL]
+        size = items[item, SEGMENT_END] - items[item, SEGMENT_SHARED_END]
         if count > 1:
             _count(segments, items[item], height, lengths)
             size = (lengths.max() + block - 1) // block * block * count
-        ends[item + 1] = ends[item] + items[item, SEGMENT_FULL] - items[item, SEGMENT_START] + size
+        ends[item + 1] = ends[item] + items[item, SEGMENT_SHARED_END] - items[item, SEGMENT_START] + size
     nested = np.zeros((ends[-1], SEGMENT_COLUMNS), np.int32)
     for item in range(len(items)):
         count, height, block = subtiles[kind_of_item[item]]
-        start, full, end = items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END]
-        at = ends[item] + full - start
-        nested[ends[item] : at] = segments[start:full]
+        start, shared_end, end = items[item, SEGMENT_START], items[item, SEGMENT_SHARED_END], items[item, SEGMENT_END]
+        at = ends[item] + shared_end - start
+        nested[ends[item] : at] = segments[start:shared_end]
         if count == 1:
-            nested[at : ends[item + 1]] = segments[full:end]
+            nested[at : ends[item + 1]] = segments[shared_end:end]
         else:
             lengths[:] = 0
-            for i in range(full, end):
+            for i in range(shared_end, end):
                 low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
                 for subtile in range(low // height, (high - 1) // height + 1):
                     nth = lengths[subtile]
                     nested[at + (nth // block * count + subtile) * block + nth % block] = segments[i]
                     lengths[subtile] += 1
-        items[item, SEGMENT_START], items[item, SEGMENT_FULL], items[item, SEGMENT_END] = ends[item], at, ends[item + 1]
+        items[item, SEGMENT_START], items[item, SEGMENT_SHARED_END], items[item, SEGMENT_END] = (
+            ends[item],
+            at,
+            ends[item + 1],
+        )
     return Items(items, nested, queries, uncut)
 
 
 @njit(inner=True)
 def _count(segments, item, height, lengths):
-    """Segments of an item that are not full, by subtile."""
+    """Counts the segments of an item from `shared_end` on, by subtile."""
     lengths[:] = 0
-    for i in range(item[SEGMENT_FULL], item[SEGMENT_END]):
+    for i in range(item[SEGMENT_SHARED_END], item[SEGMENT_END]):
         low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
         for subtile in range(low // height, (high - 1) // height + 1):
             lengths[subtile] += 1
