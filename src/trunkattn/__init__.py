@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trunkattn.ops.write_kv import write_kv
     from trunkattn.planner.work_list import PlanStats
     from trunkattn.training.flash_attention import flash_attention
+    from trunkattn.training.prefix_tree import PrefixTree
 
 __version__ = "0.2.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "Capacity",
     "Plan",
     "PlanStats",
+    "PrefixTree",
     "PromptChunks",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -41,6 +43,7 @@ _HOMES: Final = MappingProxyType(
         "Capacity": "trunkattn.config",
         "Plan": "trunkattn.attention",
         "PlanStats": "trunkattn.planner.work_list",
+        "PrefixTree": "trunkattn.training.prefix_tree",
         "PromptChunks": "trunkattn.inputs",
         "SamplingParams": "trunkattn.engine",
         "StructuredOutputsParams": "trunkattn.engine",

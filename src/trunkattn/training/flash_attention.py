@@ -6,7 +6,6 @@ CPU.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
@@ -16,13 +15,12 @@ from torch.library import custom_op
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import spec
+from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
+from trunkattn.training.prefix_tree import PrefixTree
+from trunkattn.training.tree_attention import tree_attention
 from trunkattn.validate import check_positive
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 _DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
-_CPU_BLOCK = 256  # queries and keys of a tile: 256 KiB of scores a head
 
 
 def flash_attention(
@@ -34,6 +32,7 @@ def flash_attention(
     sm_scale: float | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    tree: PrefixTree | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | Pair:
@@ -53,6 +52,8 @@ def flash_attention(
         cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds
             tokens [cu_seqlens[i], cu_seqlens[i + 1]), at times none. Tokens after the last are padding: output 0,
             gradient 0. Their values are checked on a CPU; kernels stay inside the tensors whatever they are.
+        tree: sequences that share prefixes, on a CPU: q, k and v are packed, [tree.num_tokens, heads, head_dim], and a
+            token sees itself and its ancestors, whatever `causal` is.
         deterministic: gradients are bit-equal over repeated runs, as torch.use_deterministic_algorithms asks for, too.
             Else a GPU adds dq in whatever order its programs come; all else is bit-equal anyway.
         return_lse: also return the natural log-sum-exp of the logits, through which gradients flow, too.
@@ -73,12 +74,19 @@ def flash_attention(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
     q, k, v = (_autocast(tensor) for tensor in (q, k, v))
-    packed = cu_seqlens_q is not None
-    _check_tensors(q, k, v, packed)
+    given = [name for name, value in (("cu_seqlens_q", cu_seqlens_q), ("tree", tree)) if value is not None]
+    if len(given) > 1:
+        raise ValueError("tree and cu_seqlens_q are both given: expected one of them, as a tree holds its sequences")
+    _check_tensors(q, k, v, "".join(given))
+    if tree is not None:
+        _check_tree(tree, q, k)
     _check_sums(q, cu_seqlens_q, cu_seqlens_k)
     check_positive("sm_scale", sm_scale)
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(q.shape[-1])
+    if tree is not None:
+        out, lse = tree_attention(q, k, v, tree.subtree_end, float(sm_scale))
+        return (out, lse.transpose(-1, -2)) if return_lse else out
     ordered = deterministic or torch.are_deterministic_algorithms_enabled()
     out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, float(sm_scale), ordered)
     return (out, lse.transpose(-1, -2)) if return_lse else out
@@ -93,7 +101,8 @@ def _autocast(tensor: Any) -> Any:
     return tensor.to(torch.get_autocast_dtype(kind)) if on else tensor
 
 
-def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
+def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
+    """packed: the argument because of which the tensors are packed, or nothing."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
@@ -105,7 +114,7 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
             expected = f"one of {', '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else f"{q.dtype}, like q"
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
         if tensor.dim() != (3 if packed else 4):
-            expected = "(tokens, heads, head_dim), as cu_seqlens_q is given" if packed else "4 dimensions"
+            expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
     heads, head_dim = q.shape[-2:]
     if not 1 <= head_dim <= (spec.MAX_HEAD_DIM if q.is_cuda else math.inf):
@@ -117,6 +126,19 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: bool) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}: expected k's, {tuple(k.shape)}")
     if heads < 1 or k.shape[-2] < 1 or heads % k.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} heads: expected a divisor of q's {heads}")
+
+
+def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[0] != tree.num_tokens:
+            raise ValueError(f"{name} has {tensor.shape[0]} tokens: expected the tree's {tree.num_tokens}")
+    if q.is_cuda:
+        raise ValueError(
+            f"tree is given and q is on {q.device}: expected tensors on a CPU; on a GPU repeat the shared tokens for "
+            "each sequence and give cu_seqlens_q and cu_seqlens_k"
+        )
 
 
 def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
@@ -156,7 +178,7 @@ def _forward(
         sums = [None if tensor is None else tensor.contiguous() for tensor in (cu_seqlens_q, cu_seqlens_k)]
         with torch.cuda.device(q.device):  # launches go to the current device
             return forward(q, k, v, Sequences(causal, sm_scale, *sums))
-    out = torch.zeros(q.shape, dtype=_sums_dtype(q), device=q.device)
+    out = torch.zeros(q.shape, dtype=sums_dtype(q), device=q.device)
     lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype, device=q.device)
     for rows, sequence in _cpu_sequences((q, k, v), (cu_seqlens_q, cu_seqlens_k), causal, sm_scale):
         found, found_lse = sequence.forward()
@@ -167,7 +189,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
-    lse = torch.empty_like(q[..., 0].transpose(-1, -2), dtype=_sums_dtype(q), memory_format=torch.contiguous_format)
+    lse = torch.empty_like(q[..., 0].transpose(-1, -2), dtype=sums_dtype(q), memory_format=torch.contiguous_format)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
@@ -217,89 +239,11 @@ def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _sums_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype in which sums are made."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class _CpuSequence:
-    """One sequence, KV head first: q [num_kv_heads, rows, head_dim], where a row is a query token of one head of the
-    group, tokens in order; k, v [num_kv_heads, tokens, head_dim]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    group: int
-    causal: bool
-    sm_scale: float
-
-    def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, n] as [num_kv_heads, rows, n], in the dtype of sums."""
-        num_kv_heads, (tokens, heads, width) = self.q.shape[0], tensor.shape
-        per_head = tensor.to(self.q.dtype).view(tokens, num_kv_heads, heads // num_kv_heads, width)
-        return per_head.transpose(0, 1).reshape(num_kv_heads, tokens * heads // num_kv_heads, width)
-
-    def by_token(self, tensor: torch.Tensor, heads: int | None = None) -> torch.Tensor:
-        """The way back. heads: None for those of q."""
-        num_kv_heads, rows, width = tensor.shape
-        group = self.group if heads is None else heads // num_kv_heads
-        return (
-            tensor.view(num_kv_heads, rows // group, group, width)
-            .transpose(0, 1)
-            .reshape(-1, num_kv_heads * group, width)
-        )
-
-    def tiles(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Rows and keys of every tile of which something is seen, and its logits, -inf where nothing is."""
-        num_rows, len_k = self.q.shape[1], self.k.shape[1]
-        offset = len_k - num_rows // self.group
-        for first in range(0, num_rows, _CPU_BLOCK * self.group):
-            rows = slice(first, min(first + _CPU_BLOCK * self.group, num_rows))
-            queries = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.q.device)
-            position = queries[:, None] // self.group + offset
-            end = min(len_k, max(0, int(position[-1]) + 1)) if self.causal else len_k
-            for at in range(0, end, _CPU_BLOCK):
-                keys = slice(at, min(at + _CPU_BLOCK, end))
-                scores = self.q[:, rows] @ self.k[:, keys].mT * self.sm_scale
-                if self.causal and keys.stop - 1 > int(position[0]):
-                    seen = torch.arange(keys.start, keys.stop, dtype=torch.int64, device=self.q.device)
-                    scores.masked_fill_(seen > position, -math.inf)
-                yield rows, keys, scores
-
-    @torch.autocast("cpu", enabled=False)  # it would make these products in 16 bits
-    def forward(self) -> Pair:
-        """out and lse [num_kv_heads, rows, head_dim or 1], by online softmax."""
-        acc, row_sum = torch.zeros_like(self.q), torch.zeros_like(self.q[..., :1])
-        row_max = torch.full_like(row_sum, -math.inf)
-        for rows, keys, scores in self.tiles():
-            new_max = torch.maximum(row_max[:, rows], scores.amax(-1, keepdim=True))
-            shift = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen nothing yet
-            p, rescale = torch.exp(scores - shift), torch.exp(row_max[:, rows] - shift)
-            row_sum[:, rows] = row_sum[:, rows] * rescale + p.sum(-1, keepdim=True)
-            acc[:, rows] = acc[:, rows] * rescale + p @ self.v[:, keys]
-            row_max[:, rows] = new_max
-        return acc / row_sum.masked_fill(row_sum == 0, 1.0), row_max + torch.log(row_sum)
-
-    @torch.autocast("cpu", enabled=False)
-    def backward(self, delta: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Triple:
-        """dq, dk and dv. delta [num_kv_heads, rows, 1]: row sums of dout · out, less dlse. lse: from `forward`."""
-        dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
-        shift = lse.masked_fill(lse == -math.inf, math.inf)  # p of a row that sees nothing is 0
-        for rows, keys, scores in self.tiles():
-            p = torch.exp(scores - shift[:, rows])
-            ds = p * (dout[:, rows] @ self.v[:, keys].mT - delta[:, rows]) * self.sm_scale
-            dv[:, keys] += p.mT @ dout[:, rows]
-            dk[:, keys] += ds.mT @ self.q[:, rows]
-            dq[:, rows] += ds @ self.k[:, keys]
-        return dq, dk, dv
-
-
 def _cpu_sequences(
     tensors: Triple, sums: tuple[torch.Tensor | None, torch.Tensor | None], causal: bool, sm_scale: float
-) -> Iterator[tuple[tuple[slice, slice], _CpuSequence]]:
+) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:
     """Each sequence, with its tokens among all query tokens and among all key tokens."""
-    q, k, v = (tensor.to(_sums_dtype(tensor)).reshape(-1, *tensor.shape[-2:]) for tensor in tensors)
+    q, k, v = (tensor.to(sums_dtype(tensor)).reshape(-1, *tensor.shape[-2:]) for tensor in tensors)
     bounds = []
     for name, cu_seqlens, own, flat in zip(("cu_seqlens_q", "cu_seqlens_k"), sums, tensors, (q, k), strict=False):
         dense = range(0, len(flat) + 1, own.shape[1]) if own.shape[1] else [0] * (len(own) + 1)
@@ -309,7 +253,7 @@ def _cpu_sequences(
         rows, keys = (slice(*ends[index : index + 2]) for ends in bounds)
         own_q = q[rows].unflatten(1, (k.shape[1], group)).transpose(0, 1).flatten(1, 2)
         own_k, own_v = k[keys].transpose(0, 1), v[keys].transpose(0, 1)
-        yield (rows, keys), _CpuSequence(own_q, own_k, own_v, group, causal, sm_scale)
+        yield (rows, keys), CpuSequence(own_q, own_k, own_v, group, causal, sm_scale)
 
 
 def _checked(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:

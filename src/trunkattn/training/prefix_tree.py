@@ -1,0 +1,275 @@
+"""Prefix trees for training: sequences that share prefixes, with each shared token stored and computed once.
+
+Tokens lie in depth-first pre-order, so that the subtree of token t is the range [t, subtree_end[t]), and token t sees
+the keys s with s <= t < subtree_end[s]: itself and its ancestors.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trunkattn.training.token_trie import Segments, Tokens, build_trie, token_array, token_arrays
+from trunkattn.validate import check_int
+
+
+class PackedTree(NamedTuple):
+    """What a model and its loss need of a tree, one entry a packed token, on a CPU.
+
+    tokens: int64, or None if the tree has none. position_ids: int64, the number of ancestors of each token.
+    predictors: int64, the token whose logits predict this one, and -1 where a sequence begins. weights: float32, the
+    sum of the weights of all copies of the token, 0 where a sequence begins.
+    """
+
+    tokens: torch.Tensor | None
+    position_ids: torch.Tensor
+    predictors: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """A forest of sequences that share prefixes; one of the class methods makes it.
+
+    starts, lengths, parents: of each segment, in depth-first pre-order; the parent of a root is -1. leaves: the last
+    segment of each sequence. tokens: int64, or None. subtree_end: [num_tokens] int32, on a CPU, the end of the range of
+    tokens that see a token.
+
+    Example:
+        >>> tree = PrefixTree.from_prompt([1, 2, 3], [[4, 5], [6]])
+        >>> tree.subtree_end.tolist(), tree.pack().position_ids.tolist()
+        ([6, 6, 6, 5, 5, 6], [0, 1, 2, 3, 4, 3])
+        >>> [sequence.tolist() for sequence in tree.unpack(tree.pack().tokens)]
+        [[1, 2, 3, 4, 5], [1, 2, 3, 6]]
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    leaves: tuple[int, ...]
+    subtree_end: torch.Tensor
+    tokens: torch.Tensor | None = None
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequence[Tokens]) -> "PrefixTree":
+        """The tree of sequences by their tokens, each a list or a 1-dimensional tensor of integers.
+
+        Equal sequences are one leaf, which counts for each of them.
+
+        Raises:
+            ValueError, TypeError: a sequence has no tokens, or is a prefix of another.
+        """
+        return cls._of(build_trie("sequences", token_arrays("sequences", sequences)))
+
+    @classmethod
+    def from_prompt(cls, prompt: Tokens, answers: Sequence[Tokens]) -> "PrefixTree":
+        """The tree of one prompt and its answers; sequence i is the prompt and answer i.
+
+        Answers that begin alike share that beginning, too.
+
+        Raises:
+            ValueError, TypeError: the prompt or an answer has no tokens, or an answer is a prefix of another.
+        """
+        first = token_array("prompt", prompt)
+        rest = token_arrays("answers", answers)
+        return cls._of(build_trie("answers", [np.concatenate([first, answer]) for answer in rest]))
+
+    @classmethod
+    def from_segments(
+        cls,
+        parents: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        starts: Sequence[int] | None = None,
+        tokens: Tokens | None = None,
+        position_ids: Tokens | None = None,
+    ) -> "PrefixTree":
+        """The tree of segments in depth-first pre-order; every segment without children ends a sequence.
+
+        Args:
+            parents: the number of each segment's parent, -1 for a root.
+            lengths: tokens of each segment, at least one.
+            starts: the first token of each segment; None if not at hand. They are checked against `lengths`.
+            tokens: all tokens in order, or None.
+            position_ids: of each token, to be checked: the number of its ancestors.
+
+        Raises:
+            ValueError, TypeError: naming the argument, its value and what was expected.
+        """
+        parents, lengths = list(parents), list(lengths)
+        _check_segments(parents, lengths)
+        sums = np.cumsum([0, *lengths]).tolist()
+        if starts is not None:
+            _check_equal("starts", list(starts), sums[:-1], "the sum of the lengths before")
+        inner = set(parents)
+        leaves = tuple(segment for segment in range(len(parents)) if segment not in inner)
+        array = None if tokens is None else token_array("tokens", tokens)
+        if array is not None and len(array) != sums[-1]:
+            raise ValueError(f"tokens has {len(array)} entries: expected {sums[-1]}, the sum of lengths")
+        tree = cls._of(Segments(parents, lengths, leaves, array))
+        if position_ids is not None:
+            found = token_array("position_ids", position_ids).tolist()
+            _check_equal("position_ids", found, tree._position_ids().tolist(), "the number of the token's ancestors")
+        return tree
+
+    @classmethod
+    def from_subtree_end(
+        cls, subtree_end: Tokens, *, tokens: Tokens | None = None, position_ids: Tokens | None = None
+    ) -> "PrefixTree":
+        """The tree of tokens in depth-first pre-order; token t is an ancestor of [t + 1, subtree_end[t]).
+
+        tokens, position_ids: as in `from_segments`.
+
+        Raises:
+            ValueError, TypeError: naming the argument, its value and what was expected.
+        """
+        ends = token_array("subtree_end", subtree_end).tolist()
+        parents: list[int] = []
+        starts: list[int] = []
+        path: list[int] = []  # segments from the root to the token before
+        for token, end in enumerate(ends):
+            while path and ends[starts[path[-1]]] <= token:
+                path.pop()
+            limit = ends[starts[path[-1]]] if path else len(ends)
+            if not token < end <= limit:
+                raise ValueError(
+                    f"subtree_end[{token}]={end}: expected {token + 1} to {limit}, the end of its parent's subtree"
+                )
+            if path and path[-1] == len(starts) - 1 and end == limit:
+                continue  # an only child, which continues its parent's segment
+            parents.append(path[-1] if path else -1)
+            path.append(len(starts))
+            starts.append(token)
+        lengths = np.diff([*starts, len(ends)]).tolist()
+        return cls.from_segments(parents, lengths, tokens=tokens, position_ids=position_ids)
+
+    @classmethod
+    def _of(cls, segments: Segments) -> "PrefixTree":
+        """The tree of checked segments."""
+        sums = np.cumsum([0, *segments.lengths]).tolist()
+        if sums[-1] > np.iinfo(np.int32).max:
+            raise ValueError(f"lengths sum to {sums[-1]}: expected at most {np.iinfo(np.int32).max} tokens a tree")
+        ends = sums[1:]
+        for segment in reversed(range(len(ends))):
+            parent = segments.parents[segment]
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[segment])
+        return cls(
+            starts=tuple(sums[:-1]),
+            lengths=tuple(segments.lengths),
+            parents=tuple(segments.parents),
+            leaves=tuple(segments.leaves),
+            subtree_end=torch.from_numpy(np.repeat(np.array(ends, np.int32), segments.lengths)),
+            tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of packed tokens."""
+        return len(self.subtree_end)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences."""
+        return len(self.leaves)
+
+    def sequence_indices(self) -> list[torch.Tensor]:
+        """The packed tokens of each sequence, in order, int64."""
+        return [torch.from_numpy(np.concatenate(self._path(leaf))) for leaf in self.leaves]
+
+    def _path(self, segment: int) -> list[np.ndarray]:
+        path = []
+        while segment >= 0:
+            path.append(np.arange(self.starts[segment], self.starts[segment] + self.lengths[segment], dtype=np.int64))
+            segment = self.parents[segment]
+        return path[::-1]
+
+    def _position_ids(self) -> torch.Tensor:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
+        first = np.array(depths, np.int64) - np.array(self.starts, np.int64)
+        return torch.from_numpy(np.repeat(first, self.lengths) + np.arange(self.num_tokens, dtype=np.int64))
+
+    def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
+        """Tokens, positions, and how the loss of a packed batch equals that of all sequences.
+
+        The loss of a next token is `weights[t] * cross_entropy(logits[predictors[t]], tokens[t])`, summed over the
+        tokens with a predictor: the last token of a prompt has one label for each answer, and a shared token counts
+        once for each sequence that holds it.
+
+        Args:
+            weights: for each sequence the weight [length] of each token's loss; None for 1.
+
+        Raises:
+            ValueError: the weights do not have one entry for each token of each sequence.
+        """
+        indices = self.sequence_indices()
+        if weights is None:
+            weights = [torch.ones(len(own), dtype=torch.float32, device="cpu") for own in indices]
+        if len(weights) != len(indices):
+            raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
+        sums = torch.zeros(self.num_tokens, dtype=torch.float32, device="cpu")
+        for number, (own, weight) in enumerate(zip(indices, weights, strict=True)):
+            if tuple(weight.shape) != (len(own),):
+                expected = f"({len(own)},), the length of sequence {number}"
+                raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
+            sums.index_add_(0, own, weight.detach().to("cpu", torch.float32))
+        predictors = torch.arange(-1, self.num_tokens - 1, dtype=torch.int64, device="cpu")
+        for start, parent in zip(self.starts, self.parents, strict=True):
+            predictors[start] = -1 if parent < 0 else self.starts[parent] + self.lengths[parent] - 1
+        return PackedTree(self.tokens, self._position_ids(), predictors, sums.masked_fill(predictors < 0, 0.0))
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The values [length, ...] of each sequence from those of all packed tokens [num_tokens, ...].
+
+        Gradients flow back; a shared token sums those of its copies.
+
+        Raises:
+            TypeError, ValueError: `values` is no tensor, or has not one row for each packed token.
+        """
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"values is a {type(values).__name__}: expected a torch.Tensor")
+        if values.dim() < 1 or values.shape[0] != self.num_tokens:
+            raise ValueError(f"values has shape {tuple(values.shape)}: expected ({self.num_tokens}, ...)")
+        return [values[own.to(values.device)] for own in self.sequence_indices()]
+
+
+def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
+    """Raises unless the segments are a forest in depth-first pre-order, each with tokens."""
+    if not parents:
+        raise ValueError("parents is empty: expected at least one segment")
+    if len(lengths) != len(parents):
+        raise ValueError(f"lengths has {len(lengths)} entries: expected {len(parents)}, one for each of parents")
+    for segment, length in enumerate(lengths):
+        check_int(f"lengths[{segment}]", length, 1)
+    for segment, parent in enumerate(parents):
+        check_int(f"parents[{segment}]", parent, -1, len(parents) - 1)
+    for segment, parent in enumerate(parents):
+        visited = [segment]
+        while parent >= segment and parents[visited[-1]] >= 0:  # every cycle has a parent behind its child
+            visited.append(parents[visited[-1]])
+            if visited[-1] in visited[:-1]:
+                loop = " -> ".join(map(str, visited[visited.index(visited[-1]) :]))
+                raise ValueError(f"parents has a cycle, {loop}: expected that every path ends at a root, -1")
+    path: list[int] = []
+    for segment, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent >= 0 and not path:
+            raise ValueError(
+                f"parents[{segment}]={parent}: expected -1 or a segment on the path to the one before, as segments are "
+                "in depth-first pre-order"
+            )
+        path.append(segment)
+
+
+def _check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:
+    wanted = list(expected)
+    if len(found) != len(wanted):
+        raise ValueError(f"{name} has {len(found)} entries: expected {len(wanted)}")
+    for index, (value, right) in enumerate(zip(found, wanted, strict=True)):
+        if value != right:
+            raise ValueError(f"{name}[{index}]={value}: expected {right}, {meaning}")

@@ -1,0 +1,246 @@
+"""`PrefixTree`, and `flash_attention` over one on a CPU against every sequence by itself."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkattn import PrefixTree, flash_attention
+from trunkattn.training import cpu_blocks
+from trunkattn.training.cpu_blocks import CpuSequence
+
+from ..attention.cases import fraction
+from .training_cases import BF16, F16, F32
+
+F64 = torch.float64
+ATTENTION: Callable[..., Any] = flash_attention  # its result is one tensor, or two
+# Three levels, an only child, a second root, and tiles of which no row sees a key.
+PARENTS, LENGTHS = (-1, 0, 1, 1, 0, -1, 5), (300, 40, 270, 33, 290, 3, 2)
+SUMS = torch.tensor([0, 4], dtype=torch.int32)
+DEEP = PrefixTree.from_segments(PARENTS, LENGTHS)
+
+
+def trees(max_length: int) -> st.SearchStrategy[PrefixTree]:
+    """Random forests: each segment hangs below a root, the one before or an ancestor of it."""
+
+    def build(drawn: list[tuple[int, int]]) -> PrefixTree:
+        parents: list[int] = []
+        path: list[int] = []
+        for up, _ in drawn:
+            path = path[: max(0, len(path) - up)]
+            parents.append(path[-1] if path else -1)
+            path.append(len(parents) - 1)
+        return PrefixTree.from_segments(parents, [length for _, length in drawn])
+
+    segment = st.tuples(st.integers(0, 4), st.integers(1, max_length))
+    return st.lists(segment, min_size=1, max_size=12).map(build)
+
+
+def inputs(tree: PrefixTree, heads: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and the gradients of out and lse, q to v with strides."""
+    torch.manual_seed(0)
+    tokens = tree.num_tokens
+    q, k, v = (
+        torch.randn(own, tokens, 10).to(dtype)[..., :8].transpose(0, 1) for own in (heads[0], heads[1], heads[1])
+    )
+    return [q, k, v, torch.randn(tokens, heads[0], 8).to(dtype), torch.randn(tokens, heads[0])]
+
+
+def with_gradients(attend: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in given[:3]]
+    out, lse = attend(*leaves)
+    upstream = (given[3].to(out.dtype), given[4].to(lse.dtype))
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, upstream)]
+
+
+def textbook(tree: PrefixTree, dtype: torch.dtype, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The formula with the mask from the sequences themselves, and its gradients by autograd in `dtype`."""
+    seen = torch.zeros(tree.num_tokens, tree.num_tokens, dtype=torch.bool)
+    for own in tree.sequence_indices():
+        seen[own[:, None], own] |= torch.ones(len(own), len(own), dtype=torch.bool).tril()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        group = q.shape[1] // k.shape[1]
+        k, v = (tensor.repeat_interleave(group, 1).transpose(0, 1) for tensor in (k, v))
+        logits = ((q.transpose(0, 1) @ k.mT) / math.sqrt(8)).masked_fill(~seen, -math.inf)
+        return (logits.softmax(-1) @ v).transpose(0, 1), logits.logsumexp(-1).T
+
+    return with_gradients(attend, [tensor.to(dtype) for tensor in given])
+
+
+def assert_exact(tree: PrefixTree, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """The error is at most twice that of the formula in the same dtype, plus rounding of the largest value."""
+    given = inputs(tree, heads, dtype)
+    found = with_gradients(lambda *leaves: ATTENTION(*leaves, tree=tree, return_lse=True), given)
+    exact, plain = textbook(tree, F64, given), textbook(tree, dtype, given)
+    if dtype.itemsize == 2:
+        plain[1] = textbook(tree, F32, given)[1]
+    for name, ours, right, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, exact, plain, strict=True):
+        expected = dtype if name != "lse" else torch.promote_types(dtype, F32)
+        assert ours.dtype == expected, name
+        # The formula in float64 has no error against itself, so its rounding stands here, too.
+        rounding = (64 if dtype == F64 else 8) * torch.finfo(expected).eps
+        allowed = 2 * (theirs - right).abs().max() + rounding * max(1.0, float(right.abs().max()))
+        assert (ours - right).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16])
+def test_outputs_and_gradients_over_several_blocks(dtype: torch.dtype) -> None:
+    assert_exact(DEEP, (4, 2), dtype)
+
+
+@settings(max_examples=fraction(4))
+@given(tree=trees(9), heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dtype=st.sampled_from([F64, F32, BF16]))
+@pytest.mark.property
+def test_any_tree(tree: PrefixTree, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    block, cpu_blocks._CPU_BLOCK = cpu_blocks._CPU_BLOCK, 4
+    try:
+        assert_exact(tree, heads, dtype)
+    finally:
+        cpu_blocks._CPU_BLOCK = block
+
+
+@settings(max_examples=fraction(4))
+@given(tree=trees(5))
+@pytest.mark.property
+def test_a_tree_equals_repeated_sequences(tree: PrefixTree) -> None:
+    """Outputs, and gradients of a loss in which a shared token counts once for each sequence."""
+
+    def repeated(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(*(tree.unpack(tensor) for tensor in leaves), strict=True)
+        return [ATTENTION(*(part[None] for part in own), True)[0] for own in parts]
+
+    def packed(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        return tree.unpack(ATTENTION(*leaves, tree=tree))
+
+    results = []
+    for attend in (repeated, packed):
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs(tree, (2, 1), F64)[:3]]
+        outs = attend(*leaves)
+        results.append([*outs, *torch.autograd.grad(sum(out.square().sum() for out in outs), leaves)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_that_no_row_sees_are_left_out() -> None:
+    """A trunk of one block and seven branches of one block: each branch computes the trunk's block and its own."""
+    size = cpu_blocks._CPU_BLOCK
+    tree = PrefixTree.from_segments([-1, *[0] * 7], [size] * 8)
+    q = torch.zeros(1, 8 * size, 2)
+    tiles = list(CpuSequence(q, q, q, 1, True, 1.0, tree.subtree_end).tiles())
+    assert [(rows.start // size, keys.start // size) for rows, keys, _ in tiles] == [
+        (0, 0),
+        *((branch, block) for branch in range(1, 8) for block in (0, branch)),
+    ]
+
+
+@settings(max_examples=fraction(2))
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8))
+@pytest.mark.property
+def test_sequences_come_back(sequences: list[list[int]]) -> None:
+    ended = [[*sequence, 9] for sequence in sequences]  # none is a prefix of another; some are equal
+    tree = PrefixTree.from_sequences(ended)
+    packed = tree.pack()
+    assert packed.tokens is not None
+    assert [part.tolist() for part in tree.unpack(packed.tokens)] == ended
+    assert [part.tolist() for part in tree.unpack(packed.position_ids)] == [list(range(len(own))) for own in ended]
+    assert tree.num_tokens == len({tuple(own[: end + 1]) for own in ended for end in range(len(own))})
+    again = PrefixTree.from_subtree_end(tree.subtree_end, tokens=tree.tokens, position_ids=packed.position_ids)
+    assert torch.equal(again.subtree_end, tree.subtree_end)
+    same = PrefixTree.from_segments(tree.parents, tree.lengths, starts=tree.starts, position_ids=packed.position_ids)
+    assert torch.equal(same.subtree_end, tree.subtree_end)
+
+
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_the_packed_loss_is_the_loss_of_all_sequences(own_weights: bool) -> None:
+    """With answers that begin alike, and two that are equal."""
+    prompt, answers = [1, 2, 3], [[4, 5], [4, 6], [7], [4, 5]]
+    tree = PrefixTree.from_prompt(torch.tensor(prompt), answers)
+    torch.manual_seed(0)
+    lengths = [len(prompt) + len(answer) for answer in answers]
+    weights = [torch.rand(length) if own_weights else torch.ones(length) for length in lengths]
+    packed = tree.pack(weights if own_weights else None)
+    logits = torch.randn(tree.num_tokens, 10, dtype=F64, requires_grad=True)
+    assert packed.tokens is not None
+    predicted = packed.predictors >= 0
+    entropy = torch.nn.functional.cross_entropy
+    losses = entropy(logits[packed.predictors[predicted]], packed.tokens[predicted], reduction="none")
+    found = (losses * packed.weights[predicted]).sum()
+    expected = torch.zeros((), dtype=F64)
+    for own, answer, weight in zip(tree.unpack(logits), answers, weights, strict=True):
+        tokens = torch.tensor([*prompt, *answer])
+        expected = expected + (entropy(own[:-1], tokens[1:], reduction="none") * weight[1:]).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_the_operators_keep_what_torch_asks_of_them() -> None:
+    tree = PrefixTree.from_segments([-1, 0, 0], [3, 2, 4])
+    q, k, v, *_ = inputs(tree, (4, 2), F32)
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    torch.library.opcheck(torch.ops.trunkattn.tree_attention, (*leaves, tree.subtree_end, 0.3))
+    compiled = torch.compile(lambda *given: ATTENTION(*given, tree=tree), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*leaves), ATTENTION(*leaves, tree=tree))
+
+
+def segments(*parents: int, **options: Any) -> PrefixTree:
+    return PrefixTree.from_segments(parents, [2] * len(parents), **options)
+
+
+BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("sequences is empty: expected at least one", lambda: PrefixTree.from_sequences([])),
+    ("sequences[1] is empty: expected at least one token", lambda: PrefixTree.from_sequences([[1], []])),
+    ("sequences[0] has dtype float64: expected integers", lambda: PrefixTree.from_sequences([[1.5]])),
+    ("sequences[0] is a prefix of sequences[1]", lambda: PrefixTree.from_sequences([[1, 2], [1, 2, 3]])),
+    ("sequences[1] is a prefix of sequences[0]", lambda: PrefixTree.from_sequences([[1, 2, 3], [1, 2]])),
+    ("prompt is empty: expected at least one token", lambda: PrefixTree.from_prompt([], [[1]])),
+    ("answers[1] is empty: expected at least one token", lambda: PrefixTree.from_prompt([1], [[1], []])),
+    ("answers[2] is a prefix of answers[0]", lambda: PrefixTree.from_prompt([1], [[4, 5, 6], [4, 7], [4, 5]])),
+    ("parents is empty: expected at least one segment", lambda: PrefixTree.from_segments([], [])),
+    ("lengths has 1 entries: expected 2, one for each", lambda: PrefixTree.from_segments([-1, 0], [1])),
+    ("lengths[1]=0: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 0])),
+    ("parents[1]=2: expected an integer from -1 to 1", lambda: segments(-1, 2)),
+    ("parents has a cycle, 1 -> 2 -> 1: expected that every path ends at a root", lambda: segments(-1, 2, 1)),
+    ("parents has a cycle, 0 -> 0: expected", lambda: segments(0)),
+    ("parents[0]=1: expected -1 or a segment on the path to the one before", lambda: segments(1, -1)),
+    ("parents[3]=1: expected -1 or a segment on the path to the one before", lambda: segments(-1, 0, 0, 1)),
+    ("starts[1]=3: expected 2, the sum of the lengths before", lambda: segments(-1, 0, starts=[0, 3])),
+    ("tokens has 3 entries: expected 4, the sum of lengths", lambda: segments(-1, 0, tokens=[1, 2, 3])),
+    ("position_ids[4]=4: expected 2, the number of the", lambda: segments(-1, 0, 0, position_ids=[0, 1, 2, 3, 4, 5])),
+    ("subtree_end[1]=1: expected 2 to 3, the end of", lambda: PrefixTree.from_subtree_end([3, 1, 3])),
+    ("subtree_end[1]=3: expected 2 to 2, the end of", lambda: PrefixTree.from_subtree_end([2, 3, 3])),
+    ("weights has 1 entries: expected 2, one for each", lambda: segments(-1, 0, 0).pack([torch.ones(4)])),
+    (
+        "weights[0] has shape (3,): expected (4,), the length of sequence 0",
+        lambda: segments(-1, 0).pack([torch.ones(3)]),
+    ),
+    ("values has shape (3,): expected (4, ...)", lambda: segments(-1, 0).unpack(torch.zeros(3))),
+    ("tree is a list: expected a trunkattn.PrefixTree", lambda: attend(tree=[1])),
+    ("q has 5 tokens: expected the tree's 4", lambda: attend(tokens=5)),
+    ("tree and cu_seqlens_q are both given: expected one", lambda: attend(cu_seqlens_q=SUMS, cu_seqlens_k=SUMS)),
+    ("q has shape (1, 4, 2, 8): expected (tokens, heads, head_dim), as tree is given", lambda: attend(lead=(1,))),
+)
+
+
+def attend(tokens: int = 4, lead: tuple[int, ...] = (), **options: Any) -> Any:
+    q = torch.zeros(*lead, tokens, 2, 8)
+    return ATTENTION(q, q, q, **{"tree": segments(-1, 0)} | options)
+
+
+@pytest.mark.parametrize(("message", "call"), BAD, ids=[message for message, _ in BAD])
+def test_bad_input(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call()
+
+
+def test_a_gpu_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are on a CPU and say that they are not, as there may be no card."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match="expected tensors on a CPU; on a GPU repeat the shared tokens"):
+        attend()
