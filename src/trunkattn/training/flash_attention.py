@@ -102,7 +102,7 @@ def _autocast(tensor: Any) -> Any:
 
 
 def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
-    """packed: the argument because of which the tensors are packed, or nothing."""
+    """Raises unless shapes, dtypes and devices fit. packed: the argument that makes the tensors packed, or nothing."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
