@@ -67,17 +67,9 @@ def flash_attention(
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
     """
-    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}={flag!r}: expected a bool")
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
+    _check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     q, k, v = (_autocast(tensor) for tensor in (q, k, v))
-    given = [name for name, value in (("cu_seqlens_q", cu_seqlens_q), ("tree", tree)) if value is not None]
-    if len(given) > 1:
-        raise ValueError("tree and cu_seqlens_q are both given: expected one of them, as a tree holds its sequences")
-    _check_tensors(q, k, v, "".join(given))
+    _check_tensors(q, k, v, _packed_by(cu_seqlens_q, cu_seqlens_k, tree))
     if tree is not None:
         _check_tree(tree, q, k)
     _check_sums(q, cu_seqlens_q, cu_seqlens_k)
@@ -90,6 +82,24 @@ def flash_attention(
     ordered = deterministic or torch.are_deterministic_algorithms_enabled()
     out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, float(sm_scale), ordered)
     return (out, lse.transpose(-1, -2)) if return_lse else out
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: expected a bool")
+
+
+def _packed_by(cu_seqlens_q: Any, cu_seqlens_k: Any, tree: Any) -> str:
+    """The argument that makes the tensors packed, or nothing."""
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
+    if cu_seqlens_q is None:
+        return "" if tree is None else "tree"
+    if tree is not None:
+        raise ValueError("tree and cu_seqlens_q are both given: expected one of them, as a tree holds its sequences")
+    return "cu_seqlens_q"
 
 
 def _autocast(tensor: Any) -> Any:
