@@ -25,6 +25,8 @@ def batch(requests: int, shared_pages: int, own_pages: int) -> tuple[torch.Tenso
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("This example needs an NVIDIA GPU and a CUDA build of torch; examples/library_cpu.py runs on a CPU.")
     torch.manual_seed(0)
     config = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=PAGE, dtype=torch.bfloat16)
     capacity = Capacity(

@@ -4,6 +4,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from trunkattn.names import install_command
+
 if TYPE_CHECKING:
     from trunkattn.attention import BatchAttention, Plan
     from trunkattn.config import AttentionConfig, Capacity
@@ -57,4 +59,13 @@ _HOMES: Final = MappingProxyType(
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trunkattn' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if _HOMES[name] != "trunkattn.engine":
+            raise
+        package = str(error.name).partition(".")[0]
+        raise ModuleNotFoundError(
+            f"trunkattn.{name} needs the package {package}, which comes with the engine: {install_command('engine')}",
+            name=error.name,
+        ) from error

