@@ -7,6 +7,8 @@ A `Capacity` bounds the steps. The plan's arrays then have a fixed size, so `run
 copies nor waits.
 """
 
+import sys
+
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity

@@ -1,13 +1,17 @@
 """Questions about one document, answered by SGLang: with TrunkAttention the document's KV cache is read once a step.
 
-pip install trunkattn sglang
+pip install -e ".[sglang]"                        # in TrunkAttention's folder
 python examples/sglang_offline.py MODEL           # add --stock for the attention that SGLang chooses, to compare
 """
 
 import argparse
+import sys
 import time
 
-import sglang
+try:
+    import sglang
+except ImportError:
+    sys.exit('SGLang is not installed: pip install -e ".[sglang]" in TrunkAttention\'s folder.')
 
 DOCUMENT = "The library opens at nine and closes at six. Books are lent for three weeks, films for one. " * 8
 QUESTIONS = (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -39,6 +40,21 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_it_compiles(name: str) -> None:
     compile((EXAMPLES / name).read_text(), name, "exec")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_example_for_one_ends_in_a_sentence(run: Callable[..., str]) -> None:
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        run("cuda_graph.py")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_without_its_engine_an_example_ends_in_a_sentence(
+    run: Callable[..., str], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, engine, None)
+    with pytest.raises(SystemExit, match="is not installed: pip install -e"):
+        run(f"{engine}_offline.py", "model")
 
 
 def test_library_cpu(run: Callable[..., str]) -> None:

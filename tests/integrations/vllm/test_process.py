@@ -14,7 +14,7 @@ def run_example(*arguments: str) -> tuple[list[str], str]:
     """(the answers, everything that was said)"""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     result = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments, "--eager", "--max-tokens", "12"],
+        [sys.executable, str(EXAMPLE), *arguments, "--dtype", "float32", "--eager", "--max-tokens", "12"],
         capture_output=True,
         text=True,
         env=os.environ | settings,
