@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +20,10 @@ import torch
 from trunkattn import AttentionConfig, Capacity
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.gpu.attention import GpuBackend
+from trunkattn.gpu.cards import GpuFacts, card_of
+from trunkattn.gpu.kernel import refusals
 from trunkattn.gpu.overlap import overlap_candidates
+from trunkattn.gpu.steps import PackPlanner
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import join
@@ -83,19 +85,26 @@ class Gpu:
 
     def __init__(self, step: Step) -> None:
         major, minor = step.card.capability
-        card = SimpleNamespace(name=step.card.name, multi_processor_count=step.card.processors)
-        card.major, card.minor, card.L2_cache_size = major, minor, step.card.l2_bytes
-        config = AttentionConfig(**step.config, **step.options)
+        facts = GpuFacts(step.card.name, step.card.processors, 10 * major + minor, step.card.l2_bytes)
+        config = accepted(AttentionConfig(**step.config, **step.options), facts)
         self.capacity = Capacity(**step.capacity) if step.capacity else None
-        with patch.object(torch.cuda, "get_device_properties", lambda device: card):
-            self.executor = GpuBackend(config, torch.device("cpu"), self.capacity)
-        self.rule, self.chunks, self.overlap = self.executor._rule, self.executor._chunks, self.executor._overlap
+        self.attention = GpuBackend(config, torch.device("cpu"), self.capacity, facts=facts)
+        planner = self.attention._planner
+        self.rule, self.chunks, self.overlap = planner.rule, self.attention._chunks, planner.overlap
+        self.forests = planner._planner if isinstance(planner, PackPlanner) else planner._parts.forests
         self.batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
-        self.step = TiledStep(self.rule, self.executor._planner.forest(self.batch)[0], self.batch)
+        self.step = TiledStep(self.rule, self.forests.forest(self.batch)[0], self.batch)
         self.times = self.step.predict()
 
     def tiles(self, number: Any) -> TileList:
         return self.step.emit(self.rule.priced.tilings[number])
+
+
+def accepted(config: AttentionConfig, facts: GpuFacts) -> AttentionConfig:
+    """A configuration that is planned alike, where a backend refuses the drawn one: the hashes are older than that."""
+    if config.cache_dtype == torch.float8_e4m3fn and facts.capability < 89:
+        config = replace(config, kv_dtype=torch.float8_e5m2)
+    return replace(config, execution="serial") if refusals(config, card_of(facts)) else config
 
 
 def work_arrays(work: WorkList) -> tuple:
@@ -148,7 +157,7 @@ def chunk_list(step: Step, gpu: Gpu) -> tuple:
         return ()
     rest, found = division.rest, []
     tiling = gpu.rule.priced.tilings[np.argmin(gpu.times)]
-    forest, table = gpu.attention._planner.forest(rest)
+    forest, table = gpu.forests.forest(rest)
     tiles = TiledStep(gpu.rule, forest, replace(rest, block_table=table)).emit(tiling)
     for whole in (False, True):
         planned = gpu.chunks.plan(division, None, whole).planned
@@ -178,7 +187,7 @@ def whole_step(step: Step, gpu: Gpu) -> tuple:
         return ("refused",)
     chunks = work_arrays(planned.chunks.planned.work) if planned.chunks else ()
     first, last, queries = planned.gpu_plan.arrays["overlapped"][:3].tolist()
-    return tile_arrays(planned.tile_list), chunks, (first, last, queries)
+    return tile_arrays(planned.tiles.tile_list()), chunks, (first, last, queries)
 
 
 # --- End of the adapter ---
