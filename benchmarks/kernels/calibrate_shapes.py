@@ -64,7 +64,7 @@ def measure(shape: Shape, tree: PrefixTree) -> Row:
     """Microseconds of every tiling of a batch."""
     case = make_case(shape, tree)
     attention, truth = BatchAttention(config_of(shape), case.q.device), expected(case)
-    rule = backend_of(attention)._rule
+    rule = backend_of(attention)._planner.rule
     found = {}
     for tiling in rule.priced.tilings:
         with only(tiling):

@@ -23,7 +23,6 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts, card_of
 from trunkattn.gpu.kernel import refusals
 from trunkattn.gpu.overlap import overlap_candidates
-from trunkattn.gpu.steps import PackPlanner
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import join
@@ -91,7 +90,7 @@ class Gpu:
         self.attention = GpuBackend(config, torch.device("cpu"), self.capacity, facts=facts)
         planner = self.attention._planner
         self.rule, self.chunks, self.overlap = planner.rule, self.attention._chunks, planner.overlap
-        self.forests = planner._planner if isinstance(planner, PackPlanner) else planner._parts.forests
+        self.forests = planner._parts.forests
         self.batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
         self.step = TiledStep(self.rule, self.forests.forest(self.batch)[0], self.batch)
         self.times = self.step.predict()

@@ -8,7 +8,7 @@ To add a kernel: a folder with its source and its spec, and a row in `KERNELS`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
@@ -216,9 +216,10 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     """The kernels of an attention on a card.
 
     Raises:
-        ValueError: with every reason, if none computes it.
+        ValueError: with every reason, if none computes it. That no kernel computes prompt chunks and decodes at once is
+            no reason: one after the other does.
     """
-    if reasons := refusals(config, card, kernels):
+    if reasons := refusals(replace(config, execution="auto"), card, kernels):
         raise ValueError("; ".join(reasons))
     decode, merge = (choose(work, config, card, kernels) for work in (_decode_work(config), Work.MERGE))
     prefill = both = prefill_tile = None

@@ -130,7 +130,7 @@ class PackPlanner:
     on_device = None
 
     def __init__(self, parts: _Parts) -> None:
-        self.rule, self._planner, self.limits = parts.rule, parts.forests, None
+        self.rule, self._parts, self.limits = parts.rule, parts, None
         config, capacity = parts.config, parts.capacity
         if capacity:
             tokens = capacity.max_pages_per_request * config.page_size
@@ -139,14 +139,14 @@ class PackPlanner:
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        planned = self._planner.plan(batch)
+        planned = self._parts.forests.plan(batch)
         batch = StepTables(planned.batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window)
         tile_list = tile_work(self.rule, planned.work, batch)
         return HostTiles(batch, tile_list, PackingChoice(planned.policy, planned.reason))
 
     def forget(self) -> None:
         """Forgets the last batch."""
-        self._planner.forget()
+        self._parts.forests.forget()
 
 
 def make_step_planner(
