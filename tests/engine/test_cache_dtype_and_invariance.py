@@ -9,6 +9,7 @@ import torch
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.assembly import attention_config
 from trunkattn.engine.model import inspect_model
+from trunkattn.gpu.cards import GpuFacts, card_of
 
 PROMPTS = [
     torch.randint(1, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -98,6 +99,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_a_gpu_without_e4m3_is_refused_by_name(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     info = inspect_model(tiny_model("llama").path, device="cuda", kv_cache_dtype="fp8")
-    monkeypatch.setattr("trunkattn.config.has_e4m3", lambda _: False)
+    a100 = card_of(GpuFacts("NVIDIA A100-SXM4-80GB", 108, 80, 40 << 20))
+    monkeypatch.setattr("trunkattn.gpu.kernel.card_at", lambda device: a100)
     with pytest.raises(ValueError, match=r"kv_dtype=torch\.float8_e4m3fn: expected compute capability 8\.9"):
         attention_config(info, EngineConfig(device="cuda", kv_cache_dtype="fp8"))
