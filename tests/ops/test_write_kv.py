@@ -1,5 +1,6 @@
 """Writing keys and values into a paged cache of any strides and dtype."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trunkattn import write_kv
 from trunkattn.dtypes import KV_KINDS
+from trunkattn.gpu.cards import GpuFacts, card_of
 
 NUM_PAGES, PAGE_SIZE, NUM_HEADS, HEAD_DIM, HEAD_DIM_V = 6, 4, 2, 8, 5
 CACHE_DTYPES = list(KV_KINDS)
@@ -132,8 +134,9 @@ def test_bad_input_is_named_and_nothing_is_written(
 
 def test_a_card_that_does_not_convert_e4m3_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors are said to lie on a GPU and have no memory: nothing is launched."""
+    a100 = card_of(GpuFacts("NVIDIA A100-SXM4-80GB", 108, 80, 40 << 20))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(import_module("trunkattn.ops.write_kv"), "card_at", lambda device: a100)
     with FakeTensorMode():
         new = torch.empty(3, 2, 8, device="cuda")
         cache = torch.empty(4, 16, 2, 8, device="cuda", dtype=torch.float8_e4m3fn)
