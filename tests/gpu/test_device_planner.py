@@ -36,8 +36,8 @@ from .kernel_cases import make_card
 
 pytestmark = pytest.mark.slow
 
-REPORT = Path(__file__).with_name("device_report.py")
-SOURCE = Path(__file__).parents[2] / "src"
+REPORT = "tests.gpu.device_report"
+ROOT = Path(__file__).parents[2]
 CANDIDATES = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
 
 
@@ -343,8 +343,9 @@ def test_buffers_are_allocated_once() -> None:
 def test_the_kernels_compile_for_cards(capability: int) -> None:
     """In a process of its own: in this one Triton may be an interpreter. A group of one head has the most nodes."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(REPORT), str(capability)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
+    environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    command = [sys.executable, "-m", REPORT, str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     assert len(report) == 17

@@ -1,5 +1,6 @@
 """A server on a real socket, over a tiny random model with a tokenizer of single bytes."""
 
+import asyncio
 import json
 import threading
 import time
@@ -85,6 +86,7 @@ class Server:
     url: str
     llm: LLM
     app: FastAPI
+    event_loop: asyncio.AbstractEventLoop
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
@@ -134,7 +136,7 @@ def start_server(folder: Path) -> Iterator[Callable[..., Server]]:
             time.sleep(0.01)
         running.append((server, thread))
         port = server.servers[0].sockets[0].getsockname()[1]
-        return Server(f"http://127.0.0.1:{port}", llm, app)
+        return Server(f"http://127.0.0.1:{port}", llm, app, server.servers[0].get_loop())
 
     yield start
     for server, thread in running:

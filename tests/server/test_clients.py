@@ -140,6 +140,25 @@ def test_a_text_that_is_far_too_long_never_reaches_the_tokenizer(server: Server)
     assert message in server.post("/v1/chat/completions", body).json()["error"]["message"]
 
 
+def test_connections_wait_while_the_event_loop_is_busy(server: Server) -> None:
+    """The system answers them; uvicorn takes only a few at a time."""
+    entered, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        release.wait(10)
+
+    server.event_loop.call_soon_threadsafe(hold)
+    entered.wait(10)
+    where = urlsplit(server.url)
+    try:
+        connections = [socket.create_connection((where.hostname, where.port), timeout=0.5) for _ in range(64)]
+    finally:
+        release.set()
+    for connection in connections:
+        connection.close()
+
+
 def test_many_clients_get_what_one_alone_would_get(server: Server) -> None:
     bodies = [LONG | {"prompt": f"The trunk is read once, leaf {i % 8}", "max_tokens": 20} for i in range(32)]
 

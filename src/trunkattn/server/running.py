@@ -108,8 +108,9 @@ class AppServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens."""
         await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(_BACKLOG)  # uvicorn's one number is for both queues
+        for shared in (each for server in self.servers for each in server.sockets):
+            with shared.dup() as listener:
+                listener.listen(_BACKLOG)  # uvicorn's one number is for both queues
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers end, then ends them, then the connections."""
