@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
     from trunkattn.inputs import PromptChunks
     from trunkattn.ops.merge_states import merge_states
-    from trunkattn.ops.write_kv import write_kv
+    from trunkattn.ops.write_kv import write_kv, write_latent
     from trunkattn.planner.work_list import PlanStats
     from trunkattn.training.flash_attention import flash_attention
     from trunkattn.training.prefix_tree import PrefixTree
@@ -33,6 +33,7 @@ __all__ = [
     "flash_attention",
     "merge_states",
     "write_kv",
+    "write_latent",
 ]
 
 # Imported when they are asked for: the library alone needs no transformers, and a plug-in that is only looked at by an
@@ -52,6 +53,7 @@ _HOMES: Final = MappingProxyType(
         "flash_attention": "trunkattn.training.flash_attention",
         "merge_states": "trunkattn.ops.merge_states",
         "write_kv": "trunkattn.ops.write_kv",
+        "write_latent": "trunkattn.ops.write_kv",
     }
 )
 

@@ -80,8 +80,7 @@ def test_the_server_finds_the_kernels_that_the_demo_compiled(monkeypatch: pytest
     assert serve_command(Path("m")) == "/venv/bin/trunkattn serve --model m"
 
 
-def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "kv_bytes_per_token", lambda llm: 10)
+def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts() -> None:
     metrics = SimpleNamespace(time_to_first_token=4.0)
     answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * 3)], metrics=metrics, time_per_output_token=1.0)
     steps = [
@@ -90,7 +89,7 @@ def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts(monkeypatch: 
         measure.Step(1.5, 1, 1, 40.0, 80.0),
     ]
     peak = SimpleNamespace(pages_held=7, unshared_pages=9)
-    llm = SimpleNamespace(config=SimpleNamespace(page_size=16))
+    llm = SimpleNamespace(config=SimpleNamespace(page_size=16), kv_cache=SimpleNamespace(bytes_per_token=10))
     found = measure.measurement("auto", measure.BatchRun([answer], steps, 6.0, peak), llm)
     assert (found.decode_steps, found.decode_tokens_per_second, found.tokens_per_second) == (2, 2 / 2.0, 3 / 6.0)
     assert (found.kv_tokens_read, found.kv_bytes_read) == (35.0, 350.0)

@@ -10,9 +10,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -23,6 +27,7 @@ from trunkattn.engine.model import inspect_model, load_tokenizer
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_VOCAB = 256
+SHARP = ("q_proj", "q_b_proj", "k_proj", "kv_a_proj", "kv_b_proj", "v_proj", "lm_head", "embed_tokens")
 MAX_TIE_GAP = 1e-3  # logits closer than this may swap places: float32 sums in another order
 
 
@@ -68,12 +73,33 @@ def tiny_config(name: str) -> PretrainedConfig:
         "pad_token_id": 0,
     }
     windowed = {**common, "head_dim": 16, "sliding_window": 24}
+    latent = {**common, "num_key_value_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16}
+    latent |= {"v_head_dim": 20, "q_lora_rank": 40}
+    experts = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     configs: dict[str, Callable[[], PretrainedConfig]] = {
         "llama": lambda: LlamaConfig(**common),
         "qwen3": lambda: Qwen3Config(**common, head_dim=32),
         "mistral": lambda: MistralConfig(**windowed),
         "gemma2": lambda: Gemma2Config(**windowed, query_pre_attn_scalar=8, attn_logit_softcapping=10.0),
         "gpt_oss": lambda: GptOssConfig(**windowed, num_local_experts=4, num_experts_per_tok=2),
+        # as DeepSeek-V2-Lite: queries by one product
+        "deepseek_v2": lambda: DeepseekV2Config(
+            **{**latent, "q_lora_rank": None},
+            **experts,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            topk_method="greedy",
+            rope_parameters=yarn,
+        ),
+        # as DeepSeek-V3 and Kimi-K2: yarn scales the softmax
+        "deepseek_v3": lambda: DeepseekV3Config(
+            **latent, **experts, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, rope_parameters=yarn
+        ),
+        "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**latent, **experts, n_routed_experts=4, n_shared_experts=1),
+        "minicpm3": lambda: MiniCPM3Config(**latent),
     }
     return configs[name]()
 
@@ -84,7 +110,7 @@ def save_tiny_model(name: str, path: Path) -> SavedModel:
     model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if any(part in parameter_name for part in ("q_proj", "k_proj", "v_proj", "lm_head", "embed_tokens")):
+            if any(part in parameter_name for part in SHARP):
                 parameter.mul_(4.0)
             elif "sinks" in parameter_name:
                 parameter.normal_()

@@ -145,7 +145,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("budget", [9, 40])
 def test_answers_from_padded_steps_and_refilled_plans(
     tiny_model: Callable[[str], Any],

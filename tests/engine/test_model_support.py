@@ -37,6 +37,9 @@ def config_of(model_type: str, **options: Any) -> PretrainedConfig:
         "olmo2",
         "phi3",
         "granite",
+        "deepseek_v3",
+        "glm4_moe_lite",
+        "minicpm3",
     ],
 )
 def test_plain_decoders_are_supported(model_type: str) -> None:
@@ -48,7 +51,9 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
     [
         ("t5", {}, "encoder-decoder"),
         ("whisper", {}, "encoder-decoder"),
-        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("deepseek_v32", {}, "selects the keys of each query (sparse attention)"),
+        ("glm_moe_dsa", {}, "selects the keys of each query (sparse attention)"),
+        ("kimi_linear", {}, "linear_attention"),
         ("mamba2", {}, "linear_attention"),
         ("qwen3_next", {}, "linear_attention"),
         ("jamba", {}, "linear_attention"),

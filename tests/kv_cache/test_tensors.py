@@ -53,6 +53,31 @@ def test_bytes_per_page_times_pages_is_the_allocation() -> None:
     assert KVCache.bytes_per_page(**{**sizes, "dtype": torch.bfloat16}) == KVCache.bytes_per_page(**sizes) // 2
 
 
+LATENT: dict[str, Any] = {"num_kv_heads": 1, "latent_dim": 6}
+
+
+def test_a_latent_cache_has_one_tensor_a_layer() -> None:
+    cache = make(**LATENT)
+    (first, none), (second, _) = cache.layer(0), cache.layer(1)
+    assert first.shape == (5, 4, 8) and first.is_contiguous() and none is None
+    assert first.nbytes + second.nbytes == cache.num_bytes == 5 * 4 * cache.bytes_per_token
+    assert cache.bytes_per_token == 2 * 8 * 4 == make(num_kv_heads=1).bytes_per_token // 2
+    first.fill_(1.0)
+    assert not second.any()
+    first[3], second[3] = 3.0, 4.0
+    cache.copy_pages([PageCopy(3, 1)])
+    assert torch.equal(first[1], torch.full((4, 8), 3.0)) and torch.equal(second[1], torch.full((4, 8), 4.0))
+    assert torch.equal(first[2], torch.ones(4, 8))
+
+
+def test_the_sizes_of_a_latent_cache_are_checked() -> None:
+    for latent_dim in (0, 8, 2.5):
+        with pytest.raises((TypeError, ValueError), match=rf"latent_dim={latent_dim}: expected an integer"):
+            make(num_kv_heads=1, latent_dim=latent_dim)
+    with pytest.raises(ValueError, match="num_kv_heads=3: expected 1 with latent_dim"):
+        make(latent_dim=6)
+
+
 def test_copy_pages_copies_keys_and_values_of_every_layer() -> None:
     cache = make()
     expected = fill(cache)

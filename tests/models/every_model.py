@@ -43,7 +43,8 @@ SIZES = MappingProxyType(
         **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), LAYERS),
         **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
         **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-        **dict.fromkeys(("head_dim",), 16),
+        **dict.fromkeys(("head_dim", "qk_rope_head_dim"), 16),
+        **{"kv_lora_rank": 48, "q_lora_rank": 40, "qk_nope_head_dim": 24, "v_head_dim": 20},
         **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
         **dict.fromkeys(("sliding_window", "attention_window_size"), WINDOW),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
@@ -59,6 +60,9 @@ SHARP = (
     "q_proj",
     "k_proj",
     "v_proj",
+    "q_b_proj",
+    "kv_a_proj",
+    "kv_b_proj",
     "qkv",
     "c_attn",
     "query",
@@ -84,7 +88,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
         },
-        "dots3_note_text": {"num_key_value_heads": 4},
         "gemma4_assistant": {"text_config": NO_INPUTS_PER_LAYER},
         "gemma4_unified_assistant": {"text_config": NO_INPUTS_PER_LAYER},
         "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
@@ -151,6 +154,8 @@ def tiny_config(config_class: type[PretrainedConfig]) -> Any:
     overrides = OVERRIDES.get(config_class.model_type, {})
     known = _fields(config_class)
     sizes = {name: value for name, value in SIZES.items() if name in known and not _is_alias(config_class, name, known)}
+    if "kv_lora_rank" in known:  # a latent cache is expanded for each query head
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return config_class(**{**sizes, **overrides})
 
 

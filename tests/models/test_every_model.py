@@ -21,7 +21,7 @@ def test_the_page_says_what_the_results_say() -> None:
     assert every_model.DOCS_PAGE.read_text() == every_model.page(), "run `python -m tests.models.every_model --page`"
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "bert"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "deepseek_v3", "bert"])
 def test_a_few_types(model_type: str) -> None:
-    """A window that only the mask knows, sinks, a refusal; all types: `make test-models`."""
+    """A window that only the mask knows, sinks, a latent cache, a refusal; all types: `make test-models`."""
     assert every_model.try_type(TYPES[model_type]).result == ("refused" if model_type == "bert" else "equal")

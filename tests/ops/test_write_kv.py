@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trunkattn import write_kv
+from trunkattn import write_kv, write_latent
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import GpuFacts, card_of
 
@@ -130,6 +130,42 @@ def test_bad_input_is_named_and_nothing_is_written(
     # and nothing was written
     assert torch.equal(K_CACHE, torch.ones_like(K_CACHE))
     assert torch.equal(V_CACHE, torch.ones_like(V_CACHE))
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_a_latent_cache_gets_latent_and_rope_columns(dtype: torch.dtype) -> None:
+    wide = torch.ones(NUM_PAGES, PAGE_SIZE, 20).to(dtype)  # rows may lie apart
+    cache, new = wide[..., :13], torch.randn(3, 13)
+    expected = wide.clone()
+    write_latent(new[:, :8], new[:, 8:], cache, SLOTS)
+    expected.flatten(0, 1)[[0, 23], :13] = new[[0, 2]].to(dtype)
+    assert torch.equal(storage_bytes(wide), storage_bytes(expected))
+
+
+LATENT_ARGUMENTS = {
+    "latent": torch.zeros(3, 8), "rope": torch.zeros(3, 5), "cache": torch.ones(6, 4, 13), "slot_mapping": SLOTS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"latent": None}, TypeError, "latent is a NoneType: expected a torch.Tensor"),
+        ({"rope": torch.zeros(3, 1, 5)}, ValueError, r"rope has shape \(3, 1, 5\): expected \(3, head_dim - latent"),
+        ({"rope": torch.zeros(2, 5)}, ValueError, r"rope has shape \(2, 5\): expected \(3, head_dim - latent_dim\)"),
+        ({"cache": torch.ones(6, 4, 1, 13)}, ValueError, r"cache has shape \(6, 4, 1, 13\): expected \(num_pages, pag"),
+        ({"cache": torch.ones(6, 4, 12)}, ValueError, "cache has rows of 12 numbers: expected 8 [+] 5"),
+        ({"cache": torch.ones(6, 4, 13).int()}, TypeError, r"cache has dtype torch\.int32: expected one of"),
+        ({"cache": torch.ones(6, 13, 4).mT}, ValueError, "cache has .*strides .*: expected .*last contiguous"),
+        ({"rope": torch.zeros(3, 5, device="meta")}, ValueError, "rope is on meta: expected cpu, like latent"),
+        ({"slot_mapping": SLOTS.int()}, TypeError, r"slot_mapping has dtype torch\.int32"),
+        ({"slot_mapping": SLOTS + 1}, ValueError, r"slot_mapping\[2\]=24: expected a slot from 0 to 23"),
+    ],
+)
+def test_bad_input_of_a_latent_cache_is_named(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        write_latent(**{**LATENT_ARGUMENTS, **changed})
+    assert torch.equal(LATENT_ARGUMENTS["cache"], torch.ones(6, 4, 13))
 
 
 def test_a_card_that_does_not_convert_e4m3_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.demo_report import DemoResult, Widest, print_result, summarise
 from trunkattn.cli.demo_workload import DemoWorkload, load_demo
-from trunkattn.cli.measure import BatchRun, Step, kv_bytes_per_token, run_batch
+from trunkattn.cli.measure import BatchRun, Step, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DemoOptions
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
@@ -174,7 +174,7 @@ def draw(demo: Demo, widest: Widest) -> Path | None:
         trunk_name="The shop's guide",
         tokens_read=step.kv_tokens_read,
         tokens_per_query=step.kv_tokens_per_query,
-        token_bytes=kv_bytes_per_token(llm),
+        token_bytes=llm.kv_cache.bytes_per_token,
         num_layers=llm.model.config.num_hidden_layers,
     )
     path = demo.options.out / PICTURE

@@ -18,7 +18,6 @@ from trunkattn.cli.measure import (
     Snapshot,
     Step,
     contiguous_usage,
-    kv_bytes_per_token,
     measurement,
     snapshot,
 )
@@ -91,7 +90,7 @@ def summarise(
 ) -> DemoResult:
     """Figures of the measured runs; `llm` is the engine of policy auto."""
     per_query, auto = (_answers(runs[policy]) for policy in ("per_query", "auto"))
-    token_bytes, max_model_len = kv_bytes_per_token(llm), llm.engine.limits.max_model_len
+    token_bytes, max_model_len = llm.kv_cache.bytes_per_token, llm.engine.limits.max_model_len
     contiguous = contiguous_usage(widest.taken, runs["auto"].outputs, max_model_len)
     lengths = [len(output.prompt_token_ids) for output in runs["auto"].outputs]
     return DemoResult(

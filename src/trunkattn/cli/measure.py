@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from trunkattn.engine import LLM, EngineStats, RequestOutput, SamplingParams
 from trunkattn.kv_cache.manager import CacheUsage, SlotUsage
-from trunkattn.kv_cache.tensors import KVCache
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def snapshot(llm: LLM, outputs: Sequence[RequestOutput | None]) -> Snapshot:
 def measurement(policy: str, run: BatchRun, llm: LLM) -> Measurement:
     """The figures of a run that has at least one decode step."""
     decode = [step for step in run.steps if step.is_decode]
-    token_bytes = kv_bytes_per_token(llm)
+    token_bytes = llm.kv_cache.bytes_per_token
     page_bytes = token_bytes * llm.config.page_size
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     read = fmean(step.kv_tokens_read for step in decode)
@@ -141,14 +140,6 @@ def measurement(policy: str, run: BatchRun, llm: LLM) -> Measurement:
         decode_steps=len(decode),
         output_tokens=output_tokens,
         seconds=run.seconds,
-    )
-
-
-def kv_bytes_per_token(llm: LLM) -> int:
-    """Bytes of one token's keys and values over all layers."""
-    config = llm.model.config
-    return KVCache.bytes_per_page(
-        config.num_hidden_layers, 1, config.num_key_value_heads, config.head_dim, llm.info.cache_dtype
     )
 
 

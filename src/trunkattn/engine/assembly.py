@@ -43,6 +43,7 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
         policy=config.policy,
         batch_invariant=config.batch_invariant,
         execution=config.execution,
+        latent_dim=layer.latent_dim,
     )
     if 0 < torch.cuda.device_count() <= (info.device.index or 0):
         reasons = [f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"]
@@ -71,10 +72,7 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
                 f"max_model_len={config.max_model_len}: expected at most the model's limit, {limit} tokens"
             )
         limit = config.max_model_len
-    layer = info.geometry.layer
-    page_bytes = KVCache.bytes_per_page(
-        info.geometry.num_layers, config.page_size, layer.num_kv_heads, layer.head_dim, info.cache_dtype
-    )
+    page_bytes = KVCache.bytes_per_page(**_page_sizes(info, config.page_size))
     num_pages = config.num_pages
     if num_pages is None:
         useful = config.max_num_seqs * -(-limit // config.page_size)
@@ -93,16 +91,20 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
 
 def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:
     """The tensors of the KV pages."""
+    return KVCache(num_pages=num_pages, device=info.device, **_page_sizes(info, page_size))
+
+
+def _page_sizes(info: ModelInfo, page_size: int) -> dict[str, Any]:
+    """What the bytes of a page depend on."""
     layer = info.geometry.layer
-    return KVCache(
-        num_layers=info.geometry.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        dtype=info.cache_dtype,
-        device=info.device,
-    )
+    return {
+        "num_layers": info.geometry.num_layers,
+        "page_size": page_size,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "dtype": info.cache_dtype,
+        "latent_dim": layer.latent_dim,
+    }
 
 
 def make_runner(

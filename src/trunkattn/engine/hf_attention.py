@@ -5,7 +5,7 @@ The step is a `TrunkStep`, which computes, or an `AttentionProbe`, which records
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn.attention import BatchAttention, Plan
 from trunkattn.engine.hf_masks import UnsupportedAttention, request_mask, window_of
+from trunkattn.engine.latent import latent_heads
 from trunkattn.kv_cache.tensors import KVCache
-from trunkattn.ops.write_kv import write_kv
+from trunkattn.ops.write_kv import write_kv, write_latent
 
 ATTENTION_NAME = "trunkattn"
 # Keywords that transformers passes to the attention and that do not change it.
@@ -35,6 +36,8 @@ class LayerAttention:
         sliding_window: keys that a query sees, its own included; None: all.
         logits_soft_cap: c of c * tanh(logits / c); None: no cap.
         sinks: whether each query head has a sink logit.
+        latent_dim: columns of a latent cache that are the values, see `AttentionConfig`; None: it caches keys and
+            values apart.
     """
 
     num_qo_heads: int
@@ -45,13 +48,17 @@ class LayerAttention:
     sliding_window: int | None
     logits_soft_cap: float | None
     sinks: bool
+    latent_dim: int | None = None
 
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """One layer's inputs: q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None."""
+    """One layer's inputs: q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None.
 
-    q: torch.Tensor
+    Of a latent attention q is the pair [T, Hq, latent] and [T, Hq, rope], k [T, 1, latent] and v [T, 1, rope].
+    """
+
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None
@@ -84,8 +91,11 @@ class TrunkStep:
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
         k_cache, v_cache = self.kv_cache.layer(layer_idx)
-        write_kv(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
-        out = tensors.q.new_empty(*tensors.q.shape[:2], layer.head_dim_v)
+        if v_cache is None:
+            write_latent(tensors.k.squeeze(1), tensors.v.squeeze(1), k_cache, self.slot_mapping)
+        else:
+            write_kv(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
+        out = tensors.k.new_empty(len(tensors.k), layer.num_qo_heads, layer.head_dim_v)
         plan = self.plans[self.windows[layer_idx]]
         self.attention.run(plan, tensors.q, k_cache, v_cache, out=out, sinks=tensors.sinks)
         return out
@@ -101,7 +111,7 @@ class AttentionProbe:
         if layer_idx in self.layers:
             raise UnsupportedAttention(f"its layer {layer_idx} calls its attention twice")
         self.layers[layer_idx] = layer
-        return tensors.q.new_empty(*tensors.q.shape[:2], layer.head_dim_v)
+        return tensors.k.new_empty(len(tensors.k), layer.num_qo_heads, layer.head_dim_v)
 
 
 def trunk_attention(
@@ -117,7 +127,8 @@ def trunk_attention(
 
     Args:
         module: the attention layer; its `layer_idx` selects the KV pages.
-        query, key, value: [1, heads, T, head_dim], after the rotary embedding.
+        query, key, value: [1, heads, T, head_dim], after the rotary embedding. Of an absorbed attention (`latent`),
+            key and value are latent rows [1, 1, T, latent] and rope rows [1, 1, T, rope].
         attention_mask: a `RequestedMask` on the meta device; else it must be None, because the plan knows which keys
             each query sees.
         trunk_step: the step.
@@ -147,7 +158,13 @@ def trunk_attention(
         sinks=sinks is not None,
     )
     tensors = LayerTensors(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), sinks)
-    return trunk_step.attend(module.layer_idx, layer, tensors).unsqueeze(0), None  # type: ignore[arg-type]
+    heads, layer_idx = latent_heads(module), int(module.layer_idx)  # type: ignore[arg-type]
+    if heads is None:
+        return trunk_step.attend(layer_idx, layer, tensors).unsqueeze(0), None
+    latent_dim, rope_dim = key.shape[3], value.shape[3]
+    layer = replace(layer, head_dim=latent_dim + rope_dim, head_dim_v=latent_dim, latent_dim=latent_dim)
+    tensors = replace(tensors, q=heads.queries(query[0].transpose(0, 1)))
+    return heads.expand(trunk_step.attend(layer_idx, layer, tensors)).unsqueeze(0), None
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from trunkattn.engine.gguf_config import check_space_prefix, gguf_config
 from trunkattn.engine.gguf_header import read_header
 from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
+from trunkattn.engine.latent import absorb_heads
 from trunkattn.engine.model_files import ModelFiles, find_model_files, one_line
 from trunkattn.engine.model_support import (
     AttentionGeometry,
@@ -128,6 +129,7 @@ def load_model(info: ModelInfo) -> Any:
     model = _dummy_model(info) if info.load_format == "dummy" else _saved_model(info)
     model = model.to(info.device).eval().requires_grad_(False)
     hold_rope(model)
+    absorb_heads(model)
     if can_pack(info.dtype, info.device):
         pack_linears(model)
     return model

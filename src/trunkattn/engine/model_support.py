@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
 from trunkattn.engine.hf_masks import UnsupportedAttention
+from trunkattn.engine.latent import absorb_heads
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meaning
     ("is_encoder_decoder", "it is an encoder-decoder model"),
-    ("kv_lora_rank", "it uses multi-head latent attention (MLA)"),
+    ("index_topk", "its attention selects the keys of each query (sparse attention)"),
     ("alibi", "its attention has ALiBi position biases"),
     ("attention_chunk_size", "it uses chunked attention"),
     ("use_bidirectional_attention", "its attention is bidirectional"),
@@ -65,7 +66,7 @@ def probe_attention(
     if len(geometries) != 1:
         return None, [f"its layers differ in their attention: {_differences(geometries)}"]
     layer = geometries.pop()
-    if layer.head_dim != layer.head_dim_v:
+    if layer.latent_dim is None and layer.head_dim != layer.head_dim_v:
         return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected the same"]
     windows = tuple(found.sliding_window for found in in_order)
     reasons = _cache_reasons(config, windows)
@@ -151,6 +152,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
         )
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         hold_rope(model)
+        absorb_heads(model)
         model.eval()(
             input_ids=token_ids,
             position_ids=token_ids,
@@ -187,7 +189,7 @@ def _held(rope_type: str) -> str:
 
 
 def _without_window(layer: LayerAttention) -> LayerAttention:
-    return LayerAttention(**{**vars(layer), "sliding_window": None})
+    return replace(layer, sliding_window=None)
 
 
 def _rope_parameters(config: PretrainedConfig) -> Iterable[Mapping[str, Any]]:

@@ -4,10 +4,13 @@ With few rows the attention executor's register tile is faster than torch's BLAS
 because it fetches weights from memory while it computes. With many rows it is as fast as oneDNN.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from trunkattn.cpu.linear import PANEL, multiply, pack_weight, unpack_weight
+from trunkattn.engine.latent import HeadLinear
 
 
 class PackedLinear(nn.Module):
@@ -31,13 +34,33 @@ class PackedLinear(nn.Module):
         """y [..., out_features] of x [..., in_features]."""
         if x.dtype != torch.float32:
             return nn.functional.linear(x, self.weight, self.bias)  # raises as nn.Linear does
-        rows = x.detach().reshape(-1, self.in_features).contiguous()
-        out = torch.empty(len(rows), len(self._panels) * PANEL, dtype=torch.float32, device="cpu")
-        multiply(rows.numpy(), self._panels, out.numpy(), torch.get_num_threads())
-        out = out[:, : self.out_features].contiguous()  # copies only if the last panel is not full
+        rows = x.detach().reshape(-1, self.in_features)
+        out = _product(rows, self._panels)[:, : self.out_features].contiguous()  # copies if the last panel is not full
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
+
+
+class PackedHeadLinear(nn.Module):
+    """A `HeadLinear` with packed weights: x [T, heads, in_features] float32 -> [T, heads, out_features]."""
+
+    def __init__(self, linear: HeadLinear) -> None:
+        super().__init__()
+        self._out_features = linear.weight.shape[1]
+        self._panels = [pack_weight(weight.numpy()) for weight in linear.weight.detach()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [T, heads, out_features] of x [T, heads, in_features]."""
+        products = [_product(x[:, head], panels) for head, panels in enumerate(self._panels)]
+        return torch.stack(products, 1)[..., : self._out_features]
+
+
+def _product(rows: torch.Tensor, panels: NDArray[np.float32]) -> torch.Tensor:
+    """rows [T, in_features] times the packed weight: [T, columns of all panels] float32."""
+    rows = rows.detach().contiguous()
+    out = torch.empty(len(rows), len(panels) * PANEL, dtype=torch.float32, device="cpu")
+    multiply(rows.numpy(), panels, out.numpy(), torch.get_num_threads())
+    return out
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -46,7 +69,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces every plain float32 `nn.Linear` on a CPU. Unpacked weights stay only if they are tied.
+    """Replaces every plain float32 `nn.Linear` and every `HeadLinear` on a CPU. Unpacked weights stay only if they are
+    tied.
 
     Plain means exactly that class, without hooks: what a subclass or a hook adds would be lost. A layer that several
     parents hold stays one layer.
@@ -58,10 +82,12 @@ def pack_linears(model: nn.Module) -> None:
                 if child not in packed:
                     packed[child] = PackedLinear(child)
                 setattr(parent, name, packed[child])
+            elif isinstance(child, HeadLinear):
+                setattr(parent, name, PackedHeadLinear(child))
 
 
 def unpacked_weights(model: nn.Module) -> list[str]:
-    """Names of the matrices that are no `PackedLinear`, whose rows do not depend on their neighbours."""
+    """Names of the matrices that are not packed: rows of packed products do not depend on their neighbours."""
     return [
         f"{name}.{parameter}"
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The key and value tensors behind the pages."""
+"""The tensors behind the pages: keys and values, or the rows of a latent cache (MLA)."""
 
 import math
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ class KVCache:
         num_layers, num_pages, page_size, num_kv_heads, head_dim: sizes, each at least 1; `page_size` in tokens.
         dtype: any floating-point type that torch can store, fp8 included.
         device: where the tensors are.
+        latent_dim: of a latent cache, whose rows of head_dim numbers hold the values too, in their first latent_dim
+            columns; num_kv_heads is 1 then. None: keys and values are apart.
 
     Raises:
         TypeError, ValueError: a size is not an integer of at least 1, or `dtype` is not a floating-point type.
@@ -37,29 +39,44 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        latent_dim: int | None = None,
     ) -> None:
         check_int("num_pages", num_pages, 1)
-        _check_shape(num_layers, page_size, num_kv_heads, head_dim, dtype)
         self.num_layers = num_layers
         self.num_pages = num_pages
+        self.bytes_per_token = self.bytes_per_page(num_layers, 1, num_kv_heads, head_dim, dtype, latent_dim)
+        check_int("page_size", page_size, 1)
         # Head-major: one head's keys of a page are contiguous, which a CPU decodes faster than token-major pages.
-        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
+        parts = _parts(num_kv_heads, head_dim, latent_dim)
+        shape = (num_layers, parts, num_pages, num_kv_heads, page_size, head_dim)
         self._storage = _zeros(shape, dtype, torch.device(device))
-        self._layers = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self._storage]
+        if latent_dim is None:
+            self._layers = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self._storage]
+        else:
+            self._layers = [(rows.squeeze(1), None) for (rows,) in self._storage]
 
     @staticmethod
-    def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one page's keys and values over all layers. A memory budget divided by it gives `num_pages`."""
+    def bytes_per_page(
+        num_layers: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        latent_dim: int | None = None,
+    ) -> int:
+        """Bytes of one page over all layers. A memory budget divided by it gives `num_pages`."""
         _check_shape(num_layers, page_size, num_kv_heads, head_dim, dtype)
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        parts = _parts(num_kv_heads, head_dim, latent_dim)
+        return parts * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated, over all layers."""
         return self._storage.nbytes
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(k_cache, v_cache)` of layer `index`: views [num_pages, page_size, num_kv_heads, head_dim].
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(k_cache, v_cache)` of layer `index`, as `BatchAttention.run` takes them: views [num_pages, page_size,
+        num_kv_heads, head_dim], and of a latent cache [num_pages, page_size, head_dim] and None.
 
         The last dimension is contiguous; no other stride is promised.
         """
@@ -90,6 +107,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
     begin = -memory.data_ptr() % _ALIGNMENT
     return memory[begin : begin + num_bytes].view(dtype).view(shape)
+
+
+def _parts(num_kv_heads: int, head_dim: int, latent_dim: int | None) -> int:
+    """Tensors of a layer: keys and values, or the rows of a latent cache, which are both."""
+    if latent_dim is None:
+        return 2
+    check_int("latent_dim", latent_dim, 1, head_dim - 1)
+    if num_kv_heads != 1:
+        raise ValueError(f"num_kv_heads={num_kv_heads}: expected 1 with latent_dim, for all heads share a cached row")
+    return 1
 
 
 def _check_shape(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,6 @@
-"""Writes new keys and values into the paged cache (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180)."""
+"""Writes new keys and values into a paged cache (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180)."""
+
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,66 +38,130 @@ def write_kv(
         >>> int(k_cache.sum())
         8
     """
-    _check_all(k, v, k_cache, v_cache, slot_mapping)
+    _write(_New("k", k, "k_cache", k_cache), _New("v", v, "v_cache", v_cache), slot_mapping)
+
+
+def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Stores token i's latent and rope columns in slot `slot_mapping[i]` of a latent cache, as `write_kv` does.
+
+    Args:
+        latent: [num_tokens, latent_dim], the columns that are keys and values.
+        rope: [num_tokens, head_dim - latent_dim], the columns that are keys alone.
+        cache: [num_pages, page_size, head_dim], any strides with a contiguous last dimension, of a dtype of `write_kv`.
+        slot_mapping: [num_tokens] int64.
+
+    Raises:
+        ValueError, TypeError: as `write_kv`; nothing is written then.
+
+    Example:
+        >>> cache = torch.zeros(4, 16, 8 + 2)  # 4 pages of 16 tokens
+        >>> write_latent(torch.ones(1, 8), 2 * torch.ones(1, 2), cache, torch.tensor([2 * 16 + 5]))  # page 2, offset 5
+        >>> cache[2, 5].tolist()
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    """
+    _check_slots(slot_mapping)
+    for name, tensor, shape in (
+        ("latent", latent, (len(slot_mapping), "latent_dim")),
+        ("rope", rope, (len(slot_mapping), "head_dim - latent_dim")),
+        ("cache", cache, ("num_pages", "page_size", "head_dim")),
+    ):
+        _check_tensor(name, tensor)
+        if tensor.dim() != len(shape) or (name != "cache" and len(tensor) != len(slot_mapping)):
+            expected = ", ".join(map(str, shape))
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({expected})")
+    width = latent.shape[1]
+    if width + rope.shape[1] != cache.shape[2]:
+        raise ValueError(
+            f"cache has rows of {cache.shape[2]} numbers: expected {width} + {rope.shape[1]}, those of latent and rope"
+        )
+    rows = cache.unsqueeze(2)
+    _write(
+        _New("latent", latent.unsqueeze(1), "cache", rows[..., :width]),
+        _New("rope", rope.unsqueeze(1), "cache", rows[..., width:]),
+        slot_mapping,
+    )
+
+
+class _New(NamedTuple):
+    """New keys or values [num_tokens, num_kv_heads, width], the cache that they go to, and the names of both."""
+
+    name: str
+    tensor: torch.Tensor
+    cache_name: str
+    cache: torch.Tensor
+
+
+def _write(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
+    _check_all(first, second, slot_mapping)
+    k = first.tensor
     if k.is_cuda:
         from trunkattn.gpu.portable.write_kv import write_on_gpu  # needs Triton, which a CPU does not
 
         with torch.cuda.device(k.device):  # launches go to the current device
-            return write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
+            return write_on_gpu(k, second.tensor, first.cache, second.cache, slot_mapping.contiguous())
     slots = slot_mapping.contiguous().numpy()
-    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    num_slots = first.cache.shape[0] * first.cache.shape[1]
     bad = _first_outside(slots, num_slots)
     if bad >= 0:
         raise ValueError(
             f"slot_mapping[{bad}]={slots[bad]}: expected a slot from 0 to {num_slots - 1}, or -1 to skip the token"
         )
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        bits = KV_KINDS[cache.dtype][1]
+    for new in (first, second):
+        cache, bits = new.cache, KV_KINDS[new.cache.dtype][1]
         target, strides = flat(cache, bits)
-        source = new.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
+        source = new.tensor.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
         _scatter(target, tuple(strides), source, slots, cache.shape[1], cache.shape[2])
 
 
-def _check_all(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Everything that the host can see without looking at a slot."""
-    named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
-    for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+
+
+def _check_slots(slot_mapping: Any) -> None:
+    _check_tensor("slot_mapping", slot_mapping)
     if slot_mapping.dtype != torch.int64:
         raise TypeError(f"slot_mapping has dtype {slot_mapping.dtype}: expected torch.int64")
     if slot_mapping.dim() != 1:
         raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}: expected (num_tokens)")
-    if k.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"k is on {k.device}: expected cpu or cuda")
+
+
+def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
+    """Everything that the host can see without looking at a slot."""
+    named = {new.name: new.tensor for new in (first, second)} | {new.cache_name: new.cache for new in (first, second)}
     for name, tensor in named.items():
-        if tensor.device != k.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {k.device}, like k")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        _check(name, new, cache, len(slot_mapping))
-    if k_cache.shape[:2] != v_cache.shape[:2]:
+        _check_tensor(name, tensor)
+    _check_slots(slot_mapping)
+    device = first.tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{first.name} is on {device}: expected cpu or cuda")
+    for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {device}, like {first.name}")
+    for new in (first, second):
+        _check(new, len(slot_mapping))
+    if first.cache.shape[:2] != second.cache.shape[:2]:
         raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}: expected the num_pages and page_size of k_cache, "
-            f"{tuple(k_cache.shape[:2])}"
+            f"{second.cache_name} has shape {tuple(second.cache.shape)}: expected the num_pages and page_size of "
+            f"{first.cache_name}, {tuple(first.cache.shape[:2])}"
         )
 
 
-def _check(name: str, new: torch.Tensor, cache: torch.Tensor, num_tokens: int) -> None:
+def _check(new: _New, num_tokens: int) -> None:
+    cache = new.cache
     if cache.dim() != 4 or (cache.shape[3] > 1 and cache.stride(3) != 1):
         shape, strides = tuple(cache.shape), cache.stride()
         raise ValueError(
-            f"{name}_cache has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous: "
+            f"{new.cache_name} has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous: "
             "(num_pages, page_size, num_kv_heads, head_dim)"
         )
     if cache.dtype not in KV_KINDS:
-        raise TypeError(f"{name}_cache has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
+        raise TypeError(f"{new.cache_name} has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
     if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not card_at(cache.device).has_e4m3:
-        raise TypeError(f"{name}_cache has dtype {cache.dtype}: {E4M3_NEEDS}")
+        raise TypeError(f"{new.cache_name} has dtype {cache.dtype}: {E4M3_NEEDS}")
     expected = (num_tokens, *cache.shape[2:])
-    if tuple(new.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(new.shape)}: expected {expected}")
+    if tuple(new.tensor.shape) != expected:
+        raise ValueError(f"{new.name} has shape {tuple(new.tensor.shape)}: expected {expected}")
 
 
 @njit

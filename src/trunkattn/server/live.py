@@ -81,8 +81,7 @@ class Live:
         self._samples: deque[dict[str, float]] = deque(maxlen=_KEPT_SAMPLES)
         self._num_samples = 0
         self._closed = False
-        caches = llm.kv_cache.layer(0)  # keys and values [pages, page_size, heads, head_dim]
-        self._token_bytes = llm.info.geometry.num_layers * sum(cache[0, 0].nbytes for cache in caches)
+        self._token_bytes = llm.kv_cache.bytes_per_token
 
     @property
     def has_readers(self) -> bool:
