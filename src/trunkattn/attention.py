@@ -262,7 +262,7 @@ class BatchAttention:
             out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.
             return_lse: also return lse [num_query_tokens, num_qo_heads] float32 (natural log, sinks not included).
             q_scale, k_scale, v_scale: what stored q, k, v are to be multiplied by: a number, or a tensor of one element
-                or [num_kv_heads].
+                or [num_kv_heads]. With a latent_dim k_scale is the rows', of keys and values, and v_scale None.
             sinks: [num_qo_heads] extra logits, given iff the configuration says so.
 
         Raises:

@@ -231,7 +231,18 @@ def of_layer(config: AttentionConfig, q: Any, k_cache: Any, v_cache: Any, option
             f"v_cache is another tensor than the first {latent_dim} columns of k_cache: expected None, for a latent "
             "cache holds the values; a model without latent attention needs a configuration without latent_dim"
         )
-    return LayerInputs(q, k_cache.unsqueeze(2), values.unsqueeze(2), *options)._replace(q_rope=q_rope)
+    layer = LayerInputs(q, k_cache.unsqueeze(2), values.unsqueeze(2), *options)
+    return layer._replace(q_rope=q_rope, v_scale=_of_rows(layer.k_scale, layer.v_scale))
+
+
+def _of_rows(k_scale: Scale, v_scale: Scale) -> Scale:
+    """The one scale of a latent cache's rows, which are keys and values."""
+    numbers = [scale for scale in (k_scale, v_scale) if isinstance(scale, Real)]
+    if v_scale is None or v_scale is k_scale or (len(numbers) == 2 and numbers[0] == numbers[1]):
+        return k_scale
+    raise ValueError(
+        f"v_scale={v_scale}: expected None or k_scale={k_scale}, for a row of a latent cache is a key and a value"
+    )
 
 
 def _is_same_view(tensor: Any, view: torch.Tensor) -> bool:

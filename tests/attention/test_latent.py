@@ -18,6 +18,11 @@ from .cases import fraction
 
 LATENT, ROPE, SCALE = 32, 16, 24**-0.5
 SHARED = tree_batch(PrefixTree((1, 3), (48, 7)), 16)
+POLICIES = ("auto", "per_query", "relay", "cascade", "pat", "optimal")
+DTYPES: tuple[dict[str, torch.dtype], ...] = (
+    {}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
+    {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}, {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2},
+)  # fmt: skip
 
 
 def config_of(heads: int, page_size: int = 16, **options: Any) -> AttentionConfig:
@@ -41,14 +46,16 @@ def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor
     return q, cache.to(config.cache_dtype)
 
 
-def assert_equals_oracle(config: AttentionConfig, batch: PagedBatch, window: int | None = None) -> None:
+def assert_equals_oracle(
+    config: AttentionConfig, batch: PagedBatch, window: int | None = None, k_scale: float | torch.Tensor = 1.0
+) -> None:
     (q, cache), tables = tensors_of(config, batch), tables_of(batch)
     attention = BatchAttention(config, "cpu")
     plan = attention.plan(*tables, window)
     plan.check()
-    out, lse = attention.run(plan, q, cache, return_lse=True)
+    out, lse = attention.run(plan, q, cache, return_lse=True, k_scale=k_scale)
     expected, expected_lse = latent_attention(
-        q, cache, *tables, latent_dim=LATENT, sm_scale=SCALE, sliding_window=window
+        q, cache.double() * k_scale, *tables, latent_dim=LATENT, sm_scale=SCALE, sliding_window=window
     )
     tolerance = 1e-5 if config.dtype == torch.float32 else 2e-2
     assert out.shape == (len(q), config.num_qo_heads, LATENT)
@@ -56,20 +63,28 @@ def assert_equals_oracle(config: AttentionConfig, batch: PagedBatch, window: int
     torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=fraction(4))
+@settings(max_examples=fraction(8))
 @given(
-    heads=st.sampled_from([1, 8, 12, 16, 20, 96, 128]),
-    page_size=st.sampled_from([1, 16, 64]),
+    heads=st.sampled_from([1, 8, 12, 16, 20, 32, 64, 96, 128]),
+    page_size=st.sampled_from([1, 16, 48, 64]),
     nodes=st.sampled_from([(1, 4), (5,), (1, 2, 6), (2, 8)]),
     pages=st.integers(1, 3),
     own=st.integers(1, 70),
-    invariant=st.booleans(),
+    options=st.fixed_dictionaries({"batch_invariant": st.booleans(), "policy": st.sampled_from(POLICIES)}),
+    dtypes=st.sampled_from(DTYPES),
     window=st.sampled_from([None, None, 9]),
 )
 def test_trees_of_requests_equal_the_oracle(
-    heads: int, page_size: int, nodes: tuple[int, ...], pages: int, own: int, invariant: bool, window: int | None
+    heads: int,
+    page_size: int,
+    nodes: tuple[int, ...],
+    pages: int,
+    own: int,
+    options: dict[str, Any],
+    dtypes: dict[str, torch.dtype],
+    window: int | None,
 ) -> None:
-    config = config_of(heads, page_size, batch_invariant=invariant)
+    config = config_of(heads, page_size, **dtypes, **options)
     tree = PrefixTree(nodes, (*(pages * page_size for _ in nodes[1:]), own))
     assert_equals_oracle(config, tree_batch(tree, page_size), window)
 
@@ -82,9 +97,17 @@ def test_several_query_tokens_equal_the_oracle(query_lens: tuple[int, ...]) -> N
     assert_equals_oracle(config_of(20), batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_equal_the_oracle(dtype: torch.dtype) -> None:
-    assert_equals_oracle(config_of(16, dtype=dtype), SHARED)
+@pytest.mark.parametrize("k_scale", [0.5, torch.tensor(2.0), torch.tensor([-1.0])], ids=str)
+def test_an_fp8_cache_has_one_scale_of_keys_and_values(k_scale: float | torch.Tensor) -> None:
+    config = config_of(16, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    assert_equals_oracle(config, SHARED, k_scale=k_scale)
+    (q, cache), attention = tensors_of(config, SHARED), BatchAttention(config, "cpu")
+    plan = attention.plan(*tables_of(SHARED))
+    expected = attention.run(plan, q, cache, k_scale=k_scale)
+    assert torch.equal(attention.run(plan, q, cache, k_scale=k_scale, v_scale=k_scale), expected)
+    for v_scale in (3.0, torch.tensor(2.0)):
+        with pytest.raises(ValueError, match=r"v_scale=.*: expected None or k_scale=.*, for a row of a latent cache"):
+            attention.run(plan, q, cache, k_scale=k_scale, v_scale=v_scale)
 
 
 def test_the_oracle_multiplies_the_heads_as_expanded_keys_and_values_do() -> None:

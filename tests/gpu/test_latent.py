@@ -59,9 +59,11 @@ def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor
     return q, cache.to(config.cache_dtype)
 
 
-def run(backend: GpuBackend, step: Any, q: Any, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    backend: GpuBackend, step: Any, q: Any, cache: torch.Tensor, k_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse."""
-    inputs: LayerInputs = of_layer(backend.config, q, cache, None, (None, None, None, None, None, True))
+    inputs: LayerInputs = of_layer(backend.config, q, cache, None, (None, None, k_scale, None, None, True))
     out = torch.full((step.num_query_tokens, backend.config.num_qo_heads, LATENT), math.nan, dtype=backend.config.dtype)
     return out, backend.run(step, inputs, out)
 
@@ -86,7 +88,7 @@ def assert_equals_oracle(backend: GpuBackend, batch: PagedBatch, window: int | N
 
 @settings(max_examples=fraction(8))
 @given(
-    heads=st.sampled_from([1, 8, 12, 16, 20, 96, 128]),
+    heads=st.sampled_from([1, 8, 12, 16, 20, 32, 64, 96, 128]),
     page_size=st.sampled_from([1, 16, 64]),
     nodes=st.sampled_from([(1, 4), (5,), (1, 2, 6), (2, 8)]),
     own=st.integers(1, 40),
@@ -137,6 +139,16 @@ def test_tables_on_the_device_are_planned_there(invariant: bool) -> None:
 def test_caches_of_16_and_8_bits_equal_the_oracle(kv_dtype: torch.dtype | None) -> None:
     config = config_of(16, dtype=torch.float16, kv_dtype=kv_dtype)  # the interpreter multiplies no bfloat16
     assert_equals_oracle(GpuBackend(config, CPU), tree_batch(TREE, 16))
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+def test_a_scale_is_that_of_keys_and_values(heads: int) -> None:
+    backend, batch = GpuBackend(config_of(heads), CPU), tree_batch(TREE, 16)
+    q, cache = tensors_of(backend.config, batch)
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    found, expected = run(backend, step, q, cache, k_scale=0.5), run(backend, step, q, cache * 0.5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_queries_may_lie_in_two_tensors_and_rows_of_the_cache_apart() -> None:

@@ -48,17 +48,16 @@ def assert_close(out: torch.Tensor, lse: torch.Tensor, want: tuple[torch.Tensor,
     torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=1e-3)
 
 
-def check(config: AttentionConfig, batch: PagedBatch, window: int | None = None, **scales: float) -> None:
+def check(config: AttentionConfig, batch: PagedBatch, window: int | None = None, k_scale: float = 1.0) -> None:
     """Against the oracle, twice with the same bits."""
     attention, (q, cache) = BatchAttention(config, "cuda"), tensors_of(config, batch)
     plan = attention.plan(*tables_of(batch), window)
     plan.check()
     out = torch.full((len(q), config.num_qo_heads, spec.LATENT_DIM), math.nan, dtype=config.dtype, device="cuda")
-    _, lse = attention.run(plan, q, cache, None, out, return_lse=True, **scales)
-    scale = SCALE * math.prod(scales.values())
-    options = {"latent_dim": spec.LATENT_DIM, "sm_scale": scale, "sliding_window": window}
-    assert_close(out, lse, latent_attention(q, cache, *tables_of(batch), **options))
-    assert torch.equal(attention.run(plan, q, cache), out)
+    _, lse = attention.run(plan, q, cache, None, out, return_lse=True, k_scale=k_scale)
+    options = {"latent_dim": spec.LATENT_DIM, "sm_scale": SCALE, "sliding_window": window}
+    assert_close(out, lse, latent_attention(q, cache.double() * k_scale, *tables_of(batch), **options))
+    assert torch.equal(attention.run(plan, q, cache, k_scale=k_scale), out)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -80,6 +79,7 @@ def test_several_query_tokens_and_windows_equal_the_oracle(window: int | None) -
         {"dtype": torch.float16},
         {"page_size": 8},
         {"kv_dtype": torch.float8_e5m2},
+        {"kv_dtype": torch.float8_e4m3fn},
         {"batch_invariant": True},
         {"logits_soft_cap": None, "execution": "serial"},
     ],
@@ -90,9 +90,10 @@ def test_other_attentions_equal_the_oracle(options: dict[str, Any]) -> None:
     check(config, tree_batch(SHARED, config.page_size, page_seed=1))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("k_scale", [2.0, -1.0])
-def test_scales_of_the_logits(k_scale: float) -> None:
-    check(config_of(16), tree_batch(SHARED, 64, page_seed=1), k_scale=k_scale)
+def test_the_scale_of_the_rows(k_scale: float, kv_dtype: torch.dtype | None) -> None:
+    check(config_of(16, kv_dtype=kv_dtype), tree_batch(SHARED, 64, page_seed=1), k_scale=k_scale)
 
 
 def test_an_h100_takes_the_hopper_kernel() -> None:
