@@ -22,6 +22,10 @@ USES: Final = MappingProxyType(
         "16 x (4096 + 256)": "16 samples of one prompt",
         "64 x (4096)": "nothing shared, 64 requests",
         "64 x (65536 + 128)": "64 questions on a very long document",
+        "64 x (4 groups x 12032 + 256)": "16 questions on each of 4 documents",
+        "128 x (896 + 320)": "128 requests with the same few-shot prompt",
+        "128 x (8 groups x 1216 + 512)": "16 samples of each of 8 prompts (rollouts)",
+        "1 x (4096)": "one request",
     }
 )
 _TRAFFIC: Final = MappingProxyType(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import chunks, cpu, decode, engine, host, server, sglang, shapes, training, vllm
+from benchmarks.page import chunks, cpu, decode, engine, host, latent, server, sglang, shapes, training, vllm
 from benchmarks.page.common import ROOT, Loss, Section, folded, load, percent, span, table, versions_of
 from benchmarks.page.names import use_of
-from benchmarks.page.pictures.performance import CHARTS
+from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
 
 DOCS = ROOT / "docs"
 PAGE = DOCS / "performance.md"
@@ -61,6 +61,10 @@ def topics() -> tuple[Topic, ...]:
         Topic(
             "shapes", "Shapes that people serve", "decoding with the heads, caches and windows of 21 models",
             (shapes.shapes,),
+        ),
+        Topic(
+            "latent", "Latent attention", "decoding over a latent cache (MLA), beside FlashMLA and FlashAttention-3",
+            (latent.latent,),
         ),
         Topic(
             "prompts", "Prompts and mixed steps", "prompt chunks alone, and together with decodes",
@@ -223,7 +227,7 @@ def between(text: str, inner: str) -> str:
 def expected() -> dict[Path, str]:
     """The text of every file that is written here."""
     pages = {PAGE: page(), **{topic.path: topic_page(topic) for topic in topics()}}
-    charts = {DOCS / "pictures" / f"{name}.svg": draw().svg() for name, draw in CHARTS.items()}
+    charts = {DOCS / "pictures" / f"{name}.svg": draw().svg() for name, draw in {**CHARTS, **OTHER_CHARTS}.items()}
     return {**pages, **charts, README: between(README.read_text(), readme())}
 
 

@@ -22,7 +22,7 @@ from benchmarks.page.common import table
 from trunkattn import AttentionConfig, flash_attention
 from trunkattn.cli.kernels import MODELS, attention_of
 from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
-from trunkattn.gpu.kernel import KERNELS, Kernel, Work, choose
+from trunkattn.gpu.kernel import KERNELS, Kernel, choose, decode_work
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
@@ -30,6 +30,14 @@ BEGIN, END = "<!-- written by benchmarks/page/support_matrix.py: {} -->", "<!-- 
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 HOPPER = (9, 0)
+
+
+def latent_cache(**changes: Any) -> dict[str, Any]:
+    """DeepSeek-V3's attention on one of 8 GPUs, but for the changes."""
+    latent = {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim": 512 + 64, "latent_dim": 512, "sm_scale": 192**-0.5}
+    return {**latent, **changes}
+
+
 FEATURES: dict[str, list[dict[str, Any]]] = {
     "bfloat16, float16": [{}, {"dtype": torch.float16}],
     "float32": [{"dtype": torch.float32}],
@@ -40,6 +48,9 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "another head_dim to 256": [{"head_dim": dim} for dim in (80, 192)],
     "head_dim over 256": [{"head_dim": 512}],
     "another head_dim for values": [{"head_dim_v": 64}],
+    "latent cache (MLA) of 512 + 64 columns": [latent_cache(num_qo_heads=n) for n in (8, 12, 16, 20, 32, 64, 96, 128)],
+    "narrower latent cache": [latent_cache(latent_dim=256, head_dim=256 + 32), latent_cache(head_dim=512 + 32)],
+    "latent cache in fp8": [latent_cache(kv_dtype=torch.float8_e5m2)],
     "1 to 64 query heads per KV head": [{"num_kv_heads": 1, "num_qo_heads": n} for n in (1, 2, 3, 7, 8, 12, 16, 64)],
     "pages of any size": [{"page_size": size} for size in (1, 8, 16, 24, 32, 64, 528)],
     "logit soft cap": [{"logits_soft_cap": 30.0}],
@@ -95,7 +106,7 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
 
 def is_decoded_fast(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> bool:
     """Whether a kernel made for the card decodes an attention there."""
-    kernel = choose(Work.DECODE, config, card, table).kernel
+    kernel = choose(decode_work(config), config, card, table).kernel
     return kernel is not None and not kernel.portable
 
 
@@ -144,7 +155,10 @@ def models() -> str:
         config = attention_of(change)
         group = config.num_qo_heads // config.num_kv_heads
         extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
-        shape = f"head_dim {config.head_dim}, {group} query head{'s' * (group > 1)} per KV head{''.join(extra)}"
+        width, heads = f"head_dim {config.head_dim}", f"query head{'s' * (group > 1)} per KV head"
+        if config.latent_dim is not None:
+            width, heads = f"latent cache, {config.latent_dim} + {config.head_dim - config.latent_dim}", "query heads"
+        shape = f"{width}, {group} {heads}{''.join(extra)}"
         found.append([name, shape, ON_HOPPER[hopper_cell([config])]])
     return table(["model", "attention", "kernel on Hopper"], found, 3)
 

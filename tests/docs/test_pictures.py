@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.page.pictures import chart, demo_forest, drawing
 from benchmarks.page.pictures.__main__ import DRAWN, PICTURES
-from benchmarks.page.pictures.performance import CHARTS
+from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
 from trunkattn.cli.models import find_demo_model
 
 DOCS = PICTURES.parent
@@ -71,7 +71,9 @@ def test_every_picture_is_shown_somewhere() -> None:
     pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
     shown = {name for page in pages for name in re.findall(r"pictures/([\w-]+\.\w+)", page.read_text())}
     assert {path.name for path in PICTURES.iterdir()} <= shown
-    assert {*DRAWN, *(f"{name}.svg" for name in CHARTS)} == {path.name for path in PICTURES.glob("*.svg")}
+    assert {*DRAWN, *(f"{name}.svg" for name in (*CHARTS, *OTHER_CHARTS))} == {
+        path.name for path in PICTURES.glob("*.svg")
+    }
 
 
 def test_text_that_does_not_fit_is_refused() -> None:

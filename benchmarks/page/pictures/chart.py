@@ -8,15 +8,18 @@ from benchmarks.page.pictures.drawing import NORMAL, WIDTH, Drawing, width_of
 
 _BAR: Final = 24  # height of a bar
 _MARGIN: Final = 10
+_MARK: Final = 12  # side of a square that marks a value
 
 
 class Curve(NamedTuple):
-    """A curve: name, shade and a value for each place of the axis; None: no value there."""
+    """A curve: name, shade and a value for each place of the axis; None: no value there. marks: places and values that
+    are marked with squares of its shade."""
 
     name: str
     shade: str
     values: Sequence[float | None]
     dashed: bool = False
+    marks: Sequence[tuple[float, float]] = ()
 
 
 class Axis(NamedTuple):
@@ -111,5 +114,7 @@ def curves(
         pairs = zip(axis.places, curve.values, strict=True)
         points = [(x_of(place), y_of(value)) for place, value in pairs if value is not None]
         drawing.line(points, curve.shade, width=3, dashed=curve.dashed)
+        for place, value in curve.marks:
+            drawing.rectangle(x_of(place) - _MARK / 2, y_of(value) - _MARK / 2, _MARK, _MARK, curve.shade)
     drawing.height = drawing.note(_MARGIN, bottom + 78, WIDTH - 2 * _MARGIN, note) + 4
     return drawing

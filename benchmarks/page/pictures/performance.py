@@ -1,4 +1,4 @@
-"""The three charts of the performance page."""
+"""The charts of measurements: three of the performance page, and those of other pages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,6 +7,7 @@ from typing import Final
 
 from benchmarks.page import cpu
 from benchmarks.page.common import load
+from benchmarks.page.latent import most_gain, speed_up
 from benchmarks.page.names import use_of
 from benchmarks.page.pictures.chart import Axis, Bar, Curve, bars, curves
 from benchmarks.page.pictures.drawing import Drawing
@@ -21,6 +22,9 @@ _KERNELS: Final = MappingProxyType(
         "fasttree": ("other", "FastTree"), "trunkattn": ("trunk", "TrunkAttention"),
     }
 )  # fmt: skip
+_LATENT_HEADS: Final = MappingProxyType({8: "trunk", 16: "left", 32: "right", 64: "own", 128: "other"})
+# Batches that share most of their tokens, and how many requests share a trunk there
+_SHARERS: Final = MappingProxyType({"64 x (4 groups x 12032 + 256)": 16, "64 x (8192 + 512)": 64})
 _CURVES: Final = MappingProxyType({"CPU": "own", "H100": "left", "H200": "right"})
 
 
@@ -62,6 +66,26 @@ def shared_prompt() -> Drawing:
     return curves("Speed-up where a prompt is shared", found, axis, (1, 2, 5, 10, 20), note, height=210)
 
 
+def latent() -> Drawing:
+    """The most that reading a trunk of latent rows once can give, by sharers and heads, and what was measured."""
+    result = load("mla-h100")
+    places = {sharers: math.log2(sharers) for sharers in (1, 2, 4, 8, 16, 32, 64)}
+    found = []
+    for heads, shade in _LATENT_HEADS.items():
+        values = [most_gain(heads, sharers, result) for sharers in places]
+        gains = {row["batch"]: speed_up(row) for row in result["rows"] if row["heads"] == heads}
+        marks = [(places[sharers], gain) for batch, sharers in _SHARERS.items() if (gain := gains.get(batch))]
+        found.append(Curve(f"{heads} heads", shade, values, marks=marks))
+    axis = Axis(list(places.values()), [str(sharers) for sharers in places], "requests that share a trunk")
+    note = (
+        "Curves: what memory and arithmetic of an H100 allow where all tokens are shared. Squares: measured, over the "
+        "faster of FlashMLA and FlashAttention-3, which find shared pages in the L2 cache."
+    )
+    title = "Latent attention: speed-up by query heads on a GPU"
+    return curves(title, found, axis, (1, 2, 4, 8, 16), note, height=240)
+
+
 CHARTS: Final[Mapping[str, Callable[[], Drawing]]] = MappingProxyType(
     {"performance-vllm": vllm, "performance-kernels": kernels, "performance-shared-prompt": shared_prompt}
 )
+OTHER_CHARTS: Final[Mapping[str, Callable[[], Drawing]]] = MappingProxyType({"performance-latent": latent})

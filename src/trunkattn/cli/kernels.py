@@ -11,6 +11,7 @@ from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card
 from trunkattn.gpu.kernel import KERNELS, Choice, Kernel, kernel_named, kernels_of, refusals
 
+_MLA: Final = MappingProxyType({"num_kv_heads": 1, "head_dim": 512 + 64, "latent_dim": 512, "sm_scale": 192**-0.5})
 LLAMA: Final = MappingProxyType(
     {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
 )
@@ -26,6 +27,9 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "Qwen3-14B": {"num_qo_heads": 40},
         "Gemma-2-9B": {"num_qo_heads": 16, "head_dim": 256, "logits_soft_cap": 50.0},
         "gpt-oss-20b": {"num_qo_heads": 64, "head_dim": 64, "sinks": True},
+        "Kimi-K2 over 8 GPUs": {**_MLA, "num_qo_heads": 8},
+        "DeepSeek-V3 over 8 GPUs, DeepSeek-V2-Lite": {**_MLA, "num_qo_heads": 16},
+        "GLM-4.7-Flash": {**_MLA, "num_qo_heads": 20, "sm_scale": 256**-0.5},
     }
 )
 EXAMPLES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

@@ -221,7 +221,7 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     """
     if reasons := refusals(replace(config, execution="auto"), card, kernels):
         raise ValueError("; ".join(reasons))
-    decode, merge = (choose(work, config, card, kernels) for work in (_decode_work(config), Work.MERGE))
+    decode, merge = (choose(work, config, card, kernels) for work in (decode_work(config), Work.MERGE))
     prefill = both = prefill_tile = None
     if _has_prefill(config):
         prefill = choose(Work.PREFILL, config, card, kernels)
@@ -233,7 +233,8 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     return Kernels(decode, prefill, both, decode.kernel.tiles(config, card), prefill_tile, merge_tile)
 
 
-def _decode_work(config: AttentionConfig) -> Work:
+def decode_work(config: AttentionConfig) -> Work:
+    """What the decodes of an attention are: rows over keys and values, or over a latent cache."""
     return Work.DECODE if config.latent_dim is None else Work.LATENT
 
 
@@ -244,7 +245,7 @@ def _has_prefill(config: AttentionConfig) -> bool:
 
 def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
     """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
-    works = [_decode_work(config), *([Work.PREFILL] if _has_prefill(config) else [])]
+    works = [decode_work(config), *([Work.PREFILL] if _has_prefill(config) else [])]
     works += [Work.BOTH] if config.execution == "overlapped" else []
     reasons = list[str]()
     for work in works:

@@ -1,0 +1,74 @@
+"""Latent attention (MLA): decoding beside its peers, and the most that reading a trunk once can give."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from benchmarks.page.common import Loss, Section, card_of, exists, load, note_loss, sources, table
+from benchmarks.page.names import use_of
+
+NAMES: Final = ("mla-h100", "mla-h200")
+PEERS: Final = {"flashmla": "FlashMLA", "fa3": "FlashAttention-3"}
+OURS: Final = ("trunkattn_one_graph", "trunkattn")  # the first that was measured is shown
+LATENT, ROPE = 512, 64  # columns of a cached row, 2 bytes each
+Row = Mapping[str, Any]
+
+
+def latent() -> Section | None:
+    """None: no card has been measured."""
+    names = [name for name in NAMES if exists(name)]
+    if not names:
+        return None
+    head = ["card", "batch", "use", "heads", "once", *PEERS.values(), "TrunkAttention", "speed-up"]
+    rows = [cells_of(card_of(name), row) for name in names for row in load(name)["rows"]]
+    text = f"""## Decoding over a latent cache
+
+Rows of {LATENT} + {ROPE} numbers, bf16, queries absorbed, pages of 64, cold L2 cache; µs. "Once" is the speed of light:
+what the bytes take that are read once, or the arithmetic. A speed-up is over the faster peer.
+[Latent attention](../guide/latent-attention.md) says when it pays.
+
+{table(head, rows, 3)}
+
+{sources("python -m benchmarks.kernels.mla", *names)}
+"""
+    return Section(text, [loss for name in names for loss in losses_of(name)])
+
+
+def cells_of(card: str, row: Row) -> list[object]:
+    """A row of the table; what was not measured is empty."""
+    times = [time_of(row, (way,)) for way in PEERS]
+    ours, gain = time_of(row, OURS), speed_up(row)
+    shown = [f"{time:.0f}" if time else "" for time in (*times, ours)]
+    cells = [card, row["batch"], use_of(row["batch"]), row["heads"], f"{row['sol_us']:.0f}", *shown]
+    return [*cells, f"{gain:.2f}×" if gain else ""]
+
+
+def losses_of(name: str) -> list[Loss]:
+    """Batches on which a peer is faster."""
+    found: list[Loss] = []
+    for row in load(name)["rows"]:
+        for way, peer in PEERS.items():
+            ours, theirs = time_of(row, OURS), time_of(row, (way,))
+            if ours and theirs:
+                where = f"{card_of(name)}, latent cache, {row['heads']} heads: {use_of(row['batch'])}"
+                note_loss(found, where, peer, ours / theirs)
+    return found
+
+
+def speed_up(row: Row) -> float | None:
+    """The faster peer's time over ours; None: one is missing."""
+    peers = [time for way in PEERS if (time := time_of(row, (way,)))]
+    ours = time_of(row, OURS)
+    return min(peers) / ours if ours and peers else None
+
+
+def time_of(row: Row, ways: Sequence[str]) -> float | None:
+    """Microseconds of the first of some ways that was measured."""
+    return next((row[way]["us"] for way in ways if "us" in row.get(way, {})), None)
+
+
+def most_gain(heads: int, sharers: int, result: Mapping[str, Any]) -> float:
+    """The most that reading a trunk once gives, by the rates of a result: the time of a cached row that is read for
+    each sharer, over that of a row that is read once. Neither takes less than its arithmetic."""
+    read_us = 2 * (LATENT + ROPE) / (result["read_tb_per_s"] * 1e6)
+    compute_us = 2 * (2 * LATENT + ROPE) * heads * sharers / (result["bf16_tflops"] * 1e6)
+    return max(sharers * read_us, compute_us) / max(read_us, compute_us)
