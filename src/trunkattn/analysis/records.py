@@ -1,0 +1,225 @@
+"""The records that the parts of an analysis hand to each other: a log, a replay, what spoils sharing, the whole."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """One request of a log, whatever the log's format.
+
+    Attributes:
+        line: line of the log, or number of the file in a folder, counted from 1.
+        arrival: seconds since the first request of the log; None: the log has no times.
+        num_prompt_tokens: tokens of the prompt.
+        num_output_tokens: tokens of one answer; None: the log does not say.
+        blocks: int64, one number per block of `block_size` prompt tokens, the last block possibly incomplete. Equal
+            numbers stand for equal blocks after equal blocks, so two prompts share as many blocks as their arrays have
+            equal leading entries.
+        block_size: prompt tokens of a block.
+        num_answers: answers sampled from the prompt (`n`).
+        session: name of the conversation; None: the log does not say.
+        turn: number of the request in its session, from 0.
+        model: the model that the log names; None: it names none.
+    """
+
+    line: int
+    arrival: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int | None
+    blocks: NDArray[np.int64]
+    block_size: int
+    num_answers: int = 1
+    session: str | None = None
+    turn: int = 0
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class SkippedLine:
+    """A line that was not taken, and why, in one sentence."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log that was read.
+
+    Attributes:
+        source: name of the file or folder.
+        format: name of its format, for people.
+        requests: in order of arrival; in the log's order where it has no times.
+        num_lines: lines seen, empty ones left out.
+        skipped: the first lines that were not taken; `num_skipped` counts all.
+        tokens_from: where token counts and blocks come from, for people: "block hashes", "the tokenizer of X", or
+            "an estimate of 4 bytes per token".
+        assumptions: what the reader assumed, one sentence each.
+        texts: the prompt of each request as text, in the order of `requests`, where the log has text; else None. They
+            are kept for `spoilers` and never written to a report unless the user asks for it.
+    """
+
+    source: str
+    format: str
+    requests: list[LoggedRequest]
+    num_lines: int
+    num_skipped: int = 0
+    skipped: list[SkippedLine] = field(default_factory=list)
+    tokens_from: str = "block hashes"
+    assumptions: list[str] = field(default_factory=list)
+    texts: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The steps of one interval of a replay. Times are means per step in µs, bytes are means per step.
+
+    Attributes:
+        start: seconds since the replay's first request.
+        seconds: length of the interval.
+        num_steps: steps in it.
+        decoding, waiting: mean numbers of sequences that decode, and of requests that wait.
+        kv_bytes: KV bytes that a decode step reads if each request reads its own.
+        unique_kv_bytes: KV bytes that it reads if each shared page is read once.
+        attention_us, shared_attention_us: predicted attention, one by one and shared, of all layers.
+        step_us, shared_step_us: predicted whole step, weights and prompt tokens included.
+        prompt_tokens, cached_tokens: prompt tokens looked up, and found in the cache, by requests that started here.
+    """
+
+    start: float
+    seconds: float
+    num_steps: int
+    decoding: float
+    waiting: float
+    kv_bytes: float
+    unique_kv_bytes: float
+    attention_us: float
+    shared_attention_us: float
+    step_us: float
+    shared_step_us: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class TrieNode:
+    """A node of the prefix tree of the requests that decode at one moment.
+
+    Attributes:
+        parent: index of the parent in the snapshot, which comes earlier; -1: none.
+        start: tokens before the node.
+        tokens: tokens of the node.
+        sequences: sequences that read it.
+        line: line of the log of a request that reads it, by which its text is found.
+    """
+
+    parent: int
+    start: int
+    tokens: int
+    sequences: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The prefix tree at one moment of a replay, nodes in depth-first order. time: seconds."""
+
+    time: float
+    nodes: list[TrieNode]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A log replayed at one setting.
+
+    Attributes:
+        name: what differs from other replays, for people: "as logged", "32 at a time", "2 requests/s".
+        concurrency: most sequences at once.
+        rate: requests per second that arrive; None: as logged, or a closed loop that keeps `concurrency` busy.
+        seconds: time that the replay covers, with sharing.
+        num_requests, num_output_tokens: requests that ended, and tokens that they generated.
+        hit_rate: share of the looked-up prompt tokens that were in the cache.
+        tpot_ms, shared_tpot_ms: mean time per output token, one by one and shared.
+        ttft_ms, shared_ttft_ms: mean time to the first token.
+        tokens_per_s, shared_tokens_per_s: generated tokens per second of time in which there was work.
+        kv_bytes, unique_kv_bytes: sums over all decode steps.
+        preemptions: sequences that lost their pages.
+        moments: the replay over time, at most 200.
+        snapshots: prefix trees at some moments, at most 12.
+    """
+
+    name: str
+    concurrency: int
+    rate: float | None
+    seconds: float
+    num_requests: int
+    num_output_tokens: int
+    hit_rate: float
+    tpot_ms: float
+    shared_tpot_ms: float
+    ttft_ms: float
+    shared_ttft_ms: float
+    tokens_per_s: float
+    shared_tokens_per_s: float
+    kv_bytes: float
+    unique_kv_bytes: float
+    preemptions: int
+    moments: list[Moment]
+    snapshots: list[Snapshot]
+
+
+@dataclass(frozen=True)
+class Spoiler:
+    """Prompts that would share more if one part of them stood elsewhere.
+
+    Attributes:
+        kind: what varies: "timestamp", "date", "user name", "request id", "order of keys", "order of tools",
+            "version", "text", or "block" where only hashes are known.
+        where: the place, for people, such as "system message, token 37 of 2,210"; no text of the log.
+        num_requests: requests that part there.
+        token: where they part, in tokens from the beginning.
+        shared_after: tokens behind the varying part that are equal in all of them again, as a mean.
+        varying_tokens: mean length of the varying part in tokens.
+        examples: the varying part in up to three requests. Shown only if the user asks for text.
+        lines: up to three lines of the log, as examples.
+        advice: one sentence, without text of the log.
+        gain_tpot, gain_prompt_tokens: what moving it behind the shared part saves, replayed: share of the time per
+            token (0.12: 12 %), and prompt tokens that would come from the cache.
+    """
+
+    kind: str
+    where: str
+    num_requests: int
+    token: int
+    shared_after: int
+    varying_tokens: float
+    examples: list[str]
+    lines: list[int]
+    advice: str
+    gain_tpot: float | None = None
+    gain_prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What `trunkattn analyze` found.
+
+    Attributes:
+        log: the log.
+        card, model: names, for people.
+        replays: one per setting; the first is the one that the report is about.
+        spoilers: the most expensive first.
+        assumptions: all that is assumed, one sentence each.
+        verdict: one honest sentence, such as "At 3 requests at a time sharing gains 1 %."
+    """
+
+    log: Log
+    card: str
+    model: str
+    replays: list[Replay]
+    spoilers: list[Spoiler]
+    assumptions: list[str]
+    verdict: str
