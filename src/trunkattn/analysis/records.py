@@ -204,6 +204,36 @@ class Spoiler:
 
 
 @dataclass(frozen=True)
+class FleetReplay:
+    """A log replayed on several engines, each with a cache of its own, under one way to route.
+
+    Attributes:
+        route: how requests are spread: "random", "round-robin", "prefix" (to the engine that has most of the prompt
+            cached), "sharers" (to the engine where most running requests have the prompt's beginning).
+        replicas: number of engines.
+        hit_rate: share of the looked-up prompt tokens that were in the engine's cache.
+        tpot_ms, shared_tpot_ms: mean time per output token, one by one and shared.
+        ttft_ms, shared_ttft_ms: mean time to the first token.
+        tokens_per_s, shared_tokens_per_s: generated tokens per second of all engines.
+        balance: busiest engine's generated tokens over the mean; 1: all the same.
+        kv_bytes, unique_kv_bytes: as in `Replay`, of all engines.
+    """
+
+    route: str
+    replicas: int
+    hit_rate: float
+    tpot_ms: float
+    shared_tpot_ms: float
+    ttft_ms: float
+    shared_ttft_ms: float
+    tokens_per_s: float
+    shared_tokens_per_s: float
+    balance: float
+    kv_bytes: float
+    unique_kv_bytes: float
+
+
+@dataclass(frozen=True)
 class Analysis:
     """What `trunkattn analyze` found.
 
@@ -214,6 +244,7 @@ class Analysis:
         spoilers: the most expensive first.
         assumptions: all that is assumed, one sentence each.
         verdict: one honest sentence, such as "At 3 requests at a time sharing gains 1 %."
+        fleet: one per way to route; empty: no fleet was asked for.
     """
 
     log: Log
@@ -223,3 +254,4 @@ class Analysis:
     spoilers: list[Spoiler]
     assumptions: list[str]
     verdict: str
+    fleet: list[FleetReplay] = field(default_factory=list)

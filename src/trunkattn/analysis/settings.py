@@ -1,0 +1,58 @@
+"""What an analysis is asked for: card, model, engine, arrivals, fleet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+Progress = Callable[[str, float], None]
+"""Called now and then with what is being done, for people, and the share of it that is done, 0 to 1."""
+
+ROUTES: Final = ("random", "round-robin", "prefix", "sharers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an analysis is asked for.
+
+    Attributes:
+        card: name of a card that was measured, such as "NVIDIA H100".
+        model: name of a built-in shape, such as "llama-3-8b", or path of a config.json or of the folder that has it.
+        tensor_parallel: cards that share each layer.
+        kv_cache_dtype: "auto" (the model's dtype), "float8_e4m3fn" or "float8_e5m2".
+        concurrencies: closed loops of so many requests at a time.
+        rates: requests per second at which the log is replayed, besides.
+        as_logged: replay the log's own times, where it has them. Then this replay comes first.
+        max_num_seqs: sequences that run at once where requests arrive by time.
+        page_size: tokens per page.
+        num_pages: pages of the cache; None: what fits in the card's memory beside the weights.
+        max_num_batched_tokens: token budget of a step.
+        scheduler_policy: "chunked_prefill" or "prefill_first".
+        enable_prefix_caching: requests reuse pages of others.
+        output_tokens: answer length of requests for which the log names none.
+        max_requests: replays besides the first, and those of spoilers, take so many requests of the log, its first
+            ones; None: all.
+        replicas: engines of a fleet; 1: no fleet is replayed.
+        route: one of `ROUTES`; None: the fleet is replayed with each of them.
+        find_spoilers: whether to look for what spoils sharing.
+        seed: of the arrivals at a chosen rate, and of random routes.
+    """
+
+    card: str = "NVIDIA H100"
+    model: str = "llama-3-8b"
+    tensor_parallel: int = 1
+    kv_cache_dtype: str = "auto"
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64)
+    rates: tuple[float, ...] = ()
+    as_logged: bool = True
+    max_num_seqs: int = 256
+    page_size: int = 16
+    num_pages: int | None = None
+    max_num_batched_tokens: int = 8192
+    scheduler_policy: str = "chunked_prefill"
+    enable_prefix_caching: bool = True
+    output_tokens: int = 256
+    max_requests: int | None = 20_000
+    replicas: int = 1
+    route: str | None = None
+    find_spoilers: bool = True
+    seed: int = 0
