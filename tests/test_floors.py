@@ -36,6 +36,7 @@ FLOORS = MappingProxyType(
         "kv_cache": 8,
         "engine": 9,
         "server": 10,
+        "analysis": 10,
         "integrations": TOP_FLOOR,
         "cli": TOP_FLOOR + 1,  # tells of the integrations
         "__main__": TOP_FLOOR + 2,  # `python -m trunkattn`: runs the command, and nothing imports it

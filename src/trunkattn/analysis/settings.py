@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from trunkattn.engine.config import check_real, check_scheduler_policy
+from trunkattn.validate import check_int
+
 Progress = Callable[[str, float], None]
 """Called now and then with what is being done, for people, and the share of it that is done, 0 to 1."""
 
 ROUTES: Final = ("random", "round-robin", "prefix", "sharers")
+KV_CACHE_DTYPES: Final = ("auto", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Settings:
         route: one of `ROUTES`; None: the fleet is replayed with each of them.
         find_spoilers: whether to look for what spoils sharing.
         seed: of the arrivals at a chosen rate, and of random routes.
+
+    Raises:
+        TypeError, ValueError: `name=value: expected ...`. Whether card and model are known is seen when they are used.
     """
 
     card: str = "NVIDIA H100"
@@ -56,3 +63,23 @@ class Settings:
     route: str | None = None
     find_spoilers: bool = True
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "max_num_seqs", "page_size", "max_num_batched_tokens", "output_tokens"):
+            check_int(name, getattr(self, name), at_least=1)
+        check_int("replicas", self.replicas, at_least=1)
+        check_int("seed", self.seed, at_least=0)
+        for name in ("num_pages", "max_requests"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        for concurrency in self.concurrencies:
+            check_int("concurrencies", concurrency, at_least=1)
+        for rate in self.rates:
+            expected = "requests per second above 0"
+            if check_real("rates", rate, expected) <= 0:
+                raise ValueError(f"rates={rate!r}: expected {expected}")
+        check_scheduler_policy("scheduler_policy", self.scheduler_policy)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
+        if self.route is not None and self.route not in ROUTES:
+            raise ValueError(f"route={self.route!r}: expected one of {', '.join(ROUTES)}")
