@@ -240,6 +240,7 @@ class Analysis:
     Attributes:
         log: the log.
         card, model: names, for people.
+        token_bytes: KV bytes of a token, of all layers and cards.
         replays: one per setting; the first is the one that the report is about.
         spoilers: the most expensive first.
         assumptions: all that is assumed, one sentence each.
@@ -250,6 +251,7 @@ class Analysis:
     log: Log
     card: str
     model: str
+    token_bytes: int
     replays: list[Replay]
     spoilers: list[Spoiler]
     assumptions: list[str]
