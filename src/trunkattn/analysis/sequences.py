@@ -1,0 +1,114 @@
+"""Token sequences made of a log's blocks, built when the cache first looks at them: no token of a log is needed."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.records import LoggedRequest
+
+_MAX_INT32: Final = int(np.iinfo(np.int32).max)
+
+
+class LoggedTokens:
+    """A sequence whose prompt stands for a log's blocks and whose answer is known from the beginning.
+
+    Only its length grows. It does what the scheduler and the cache manager ask of a list of tokens: its length,
+    slices, and to append a token. Nothing is built before the first slice.
+    """
+
+    def __init__(self, source: "TokenSource", request: LoggedRequest, number: int, max_tokens: int) -> None:
+        """Makes the sequence of one answer. number: of the answer, in its request and among all: its tokens are new.
+        max_tokens: length of the answer."""
+        self._source, self._request, self._number, self._max_tokens = source, request, number, max_tokens
+        self._length = request.num_prompt_tokens
+        self._tokens: array[int] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: slice) -> "array[int]":
+        if self._tokens is None:
+            self._tokens = self._source.tokens(self._request, self._number, self._max_tokens)
+        start, stop, _ = key.indices(self._length)
+        return self._tokens[start:stop]
+
+    def append(self, token_id: int) -> None:
+        """Takes one more token of the answer, whatever was sampled."""
+        self._length += 1
+
+    def grow(self, num_tokens: int) -> None:
+        """Takes so many more tokens of the answer."""
+        self._length += num_tokens
+
+
+class TokenSource:
+    """The tokens that stand for a log's prompts and answers: equal where the log's are, as far as it tells.
+
+    All tokens of a block are the block's number, because the cache compares whole prefixes. A turn of a session begins
+    with the prompt before it and the answer to that, also within the block in which that prompt ended.
+    """
+
+    def __init__(self, requests: Sequence[LoggedRequest]) -> None:
+        """Reads the sessions of a log. Nothing is copied."""
+        self._numbers = _dense_numbers(requests)
+        self._next: dict[int, LoggedRequest] = {}  # line -> the turn that follows
+        self._heads: dict[int, tuple[int, int]] = {}  # block -> the block that begins it, and how many tokens of it
+        sessions: dict[str, list[LoggedRequest]] = {}
+        for request in requests:
+            if request.session is not None:
+                sessions.setdefault(request.session, []).append(request)
+        for turns in sessions.values():
+            for earlier, later in pairwise(sorted(turns, key=lambda request: request.turn)):
+                self._link(earlier, later)
+
+    @property
+    def knows_answers(self) -> bool:
+        """Whether some answer is part of a later prompt."""
+        return bool(self._next)
+
+    def tokens(self, request: LoggedRequest, number: int, max_tokens: int) -> "array[int]":
+        """A prompt and its answer. See `LoggedTokens`."""
+        prompt = self._prompt(request)
+        answer = np.full(max_tokens, -1 - number % _MAX_INT32, np.int32)
+        later = self._next.get(request.line)
+        if later is not None:
+            known = self._prompt(later)[len(prompt) : len(prompt) + max_tokens]
+            answer[: len(known)] = known
+        return array("i", np.concatenate((prompt, answer)).tobytes())
+
+    def _prompt(self, request: LoggedRequest) -> NDArray[np.int32]:
+        blocks = self._blocks(request.blocks)
+        tokens = np.repeat(blocks.astype(np.int32), request.block_size)[: request.num_prompt_tokens]
+        if self._heads:
+            for place, block in enumerate(blocks.tolist()):
+                while block in self._heads:
+                    block, count = self._heads[block]
+                    start = place * request.block_size
+                    tokens[start : start + count] = block
+        return tokens
+
+    def _blocks(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        return blocks if self._numbers is None else np.searchsorted(self._numbers, blocks)
+
+    def _link(self, earlier: LoggedRequest, later: LoggedRequest) -> None:
+        full, rest = divmod(earlier.num_prompt_tokens, earlier.block_size)
+        longer = later.num_prompt_tokens > earlier.num_prompt_tokens and later.block_size == earlier.block_size
+        if not longer or not np.array_equal(earlier.blocks[:full], later.blocks[:full]):
+            return
+        self._next[earlier.line] = later
+        if rest:
+            before, after = self._blocks(np.array([earlier.blocks[full], later.blocks[full]])).tolist()
+            if before != after:
+                self._heads.setdefault(after, (before, rest))
+
+
+def _dense_numbers(requests: Iterable[LoggedRequest]) -> NDArray[np.int64] | None:
+    """All block numbers in ascending order, whose places stand in for them; None: they are 32-bit integers."""
+    arrays = [request.blocks for request in requests if len(request.blocks)]
+    if all(blocks.min() >= 0 and blocks.max() <= _MAX_INT32 for blocks in arrays):
+        return None
+    return np.unique(np.concatenate(arrays))
