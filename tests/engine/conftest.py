@@ -141,7 +141,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
-    return load_tokenizer(inspect_model(smollm2_gguf))
+    return load_tokenizer(inspect_model(smollm2_gguf).files)
 
 
 @pytest.fixture(scope="session")

@@ -161,7 +161,7 @@ def test_a_gguf_file_is_read_without_its_neighbours(tmp_path: Path) -> None:
     assert llm.tokenizer.get_vocab() == other.tokenizer.get_vocab() and llm.tokenizer.vocab_size == VOCAB
     assert 299 in llm.engine.limits.eos_token_ids and llm.engine.limits == other.engine.limits
     assert llm.model.generation_config.to_dict() == other.model.generation_config.to_dict()
-    assert load_tokenizer(inspect_model(path)).decode([VOCAB - 44]) == "he"
+    assert load_tokenizer(inspect_model(path).files).decode([VOCAB - 44]) == "he"
 
 
 def test_the_header_has_the_fields_and_tensors_that_gguf_finds(smollm2_gguf: Path) -> None:

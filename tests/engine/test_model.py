@@ -46,7 +46,7 @@ def test_a_damaged_tokenizer_is_refused_with_its_path(folder: Path, damage: str)
     for name, content in DAMAGED[damage].items():
         (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match="transformers cannot read its tokenizer") as error:
-        load_tokenizer(inspect_model(folder, load_format="dummy"))
+        load_tokenizer(inspect_model(folder, load_format="dummy").files)
     message = str(error.value)
     assert message.startswith(f"model={str(folder)!r}: ") and "expected whole tokenizer files" in message
     assert "\n" not in message
@@ -56,7 +56,7 @@ def test_a_tokenizer_without_its_package_names_the_package(folder: Path, monkeyp
     (folder / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
     monkeypatch.setattr(model_module, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"needs the package sentencepiece; install it"):
-        load_tokenizer(inspect_model(folder, load_format="dummy"))
+        load_tokenizer(inspect_model(folder, load_format="dummy").files)
 
 
 def write_own_code(folder: Path) -> None:

@@ -66,7 +66,7 @@ def _tokens(workload: DemoWorkload) -> list[list[int]]:
     model = find_demo_model()
     if model is None:
         raise FileNotFoundError(f"{DEMO_MODEL} is not installed, whose tokenizer counts: {DEMO_MODEL_COMMAND}")
-    tokenizer = load_tokenizer(inspect_model(model))
+    tokenizer = load_tokenizer(inspect_model(model).files)
     assert tokenizer is not None
     return [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in workload.chats

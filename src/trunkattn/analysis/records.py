@@ -1,6 +1,8 @@
 """The records that the parts of an analysis hand to each other: a log, a replay, what spoils sharing, the whole."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,15 @@ class LoggedRequest:
     model: str | None = None
 
 
+class Encoded(NamedTuple):
+    """A prompt as the replay sees it. blocks: int64, chained. text: what was tokenized; None: it is not known."""
+
+    num_tokens: int
+    blocks: NDArray[np.int64]
+    block_size: int
+    text: str | None = None
+
+
 @dataclass(frozen=True)
 class SkippedLine:
     """A line that was not taken, and why, in one sentence."""
@@ -54,23 +65,33 @@ class Log:
         format: name of its format, for people.
         requests: in order of arrival; in the log's order where it has no times.
         num_lines: lines seen, empty ones left out.
+        unit: what `line` counts, for people: "line", "entry" (of a JSON array), "row" or "file". Lines of several files
+            in a folder are counted on from file to file, in order of their names.
+        num_out_of_order: requests that arrived before one that stands further up.
         skipped: the first lines that were not taken; `num_skipped` counts all.
         tokens_from: where token counts and blocks come from, for people: "block hashes", "the tokenizer of X", or
             "an estimate of 4 bytes per token".
         assumptions: what the reader assumed, one sentence each.
         texts: the prompt of each request as text, in the order of `requests`, where the log has text; else None. They
             are kept for `spoilers` and never written to a report unless the user asks for it.
+        encode: turns rewritten texts into tokens and blocks as the reader did; None where `texts` is.
+        contents: blocks as their contents alone number them, in the order of `requests`, where the log's hashes do not
+            depend on what precedes a block; else None.
     """
 
     source: str
     format: str
     requests: list[LoggedRequest]
     num_lines: int
+    unit: str = "line"
+    num_out_of_order: int = 0
     num_skipped: int = 0
     skipped: list[SkippedLine] = field(default_factory=list)
     tokens_from: str = "block hashes"
     assumptions: list[str] = field(default_factory=list)
-    texts: list[str] | None = None
+    texts: Sequence[str] | None = field(default=None, repr=False)
+    encode: Callable[[Sequence[str]], list[Encoded]] | None = field(default=None, repr=False)
+    contents: list[NDArray[np.int64]] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

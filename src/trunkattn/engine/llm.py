@@ -81,7 +81,7 @@ class LLM:
         attention_config(info, self.config)
         size_cache(info, self.config)
         self.info = info
-        self.tokenizer = load_tokenizer(info)
+        self.tokenizer = load_tokenizer(info.files)
         self.model = load_model(info)
         num_pages, max_model_len = size_cache(info, self.config, self.model)
         self.kv_cache = make_cache(info, self.config.page_size, num_pages)

@@ -206,13 +206,12 @@ def _dummy_model(info: ModelInfo) -> Any:
         )
 
 
-def load_tokenizer(info: ModelInfo) -> Any | None:
-    """The tokenizer; None if the folder has none, and then prompts are token ids.
+def load_tokenizer(files: ModelFiles) -> Any | None:
+    """The tokenizer beside a model; None if the folder has none, and then prompts are token ids.
 
     Raises:
         ValueError: naming the path: its files are damaged or incomplete, or need a package that is not installed.
     """
-    files = info.files
     if files.gguf_file is None and not any((files.folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     _check_sentencepiece(files)

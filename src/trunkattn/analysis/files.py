@@ -1,0 +1,264 @@
+"""Files of logs: lines, JSON arrays and documents, tables, folders; compressed or not, told by their contents."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from trunkattn.analysis.formats.base import Line
+from trunkattn.analysis.records import SkippedLine
+
+LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", ".parquet"})
+COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
+_GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
+_CHUNK: Final = 1 << 20
+_OBJECT: Final = "expected a JSON object"
+
+Read = Callable[[int], None]
+"""Called with the bytes of the file that have been read."""
+
+
+class Contents(NamedTuple):
+    """What a file or a folder holds: its lines, and what they are called, for people."""
+
+    unit: str
+    lines: Iterator[Line | SkippedLine]
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or the files of a folder and of the folders in it, in order of their names; hidden ones are left out.
+
+    Raises:
+        ValueError: there is no such file, or the folder is empty.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such file or folder; expected a log")
+    inner = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    found = [path / file for file in sorted(inner) if not any(part.startswith(".") for part in file.parts)]
+    if not found:
+        raise ValueError(f"{path}: the folder is empty; expected logs, or texts that are one prompt each")
+    return found
+
+
+def is_log(file: Path) -> bool:
+    """Whether a file's name says that it is a log, not a text."""
+    suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() not in COMPRESSED]
+    return any(suffix in LOG_SUFFIXES for suffix in suffixes)
+
+
+def contents_of(path: Path, read: Read = lambda count: None) -> Contents:
+    """Reads a log of one or several files, a line at a time.
+
+    Raises:
+        ValueError: there is nothing to read. Later, from the iterator: a file is damaged, or needs a package.
+    """
+    files = files_of(path)
+    if path.is_file():
+        return _of_file(path, read)
+    logs = [file for file in files if is_log(file)]
+    return Contents("line", _chained(logs, read)) if logs else Contents("file", _texts(files, read))
+
+
+def _chained(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
+    before = 0
+    for file in files:
+        number = 0
+        for line in _of_file(file, read).lines:
+            number = line[0] if isinstance(line, tuple) else line.line
+            yield _moved(line, before)
+        before += number
+
+
+def _moved(line: Line | SkippedLine, before: int) -> Line | SkippedLine:
+    if isinstance(line, Line):
+        return Line(line.number + before, line.fields)
+    return SkippedLine(line.line + before, line.reason)
+
+
+def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
+    """Each file is one prompt."""
+    for number, file in enumerate(files, start=1):
+        try:
+            with _opened(file, read) as stream:
+                text = stream.read().decode("utf-8")
+        except UnicodeDecodeError:
+            yield SkippedLine(number, f"{file.name} is not a text in UTF-8")
+            continue
+        yield Line(number, {"prompt": text}) if text else SkippedLine(number, f"{file.name} is empty")
+
+
+def _of_file(file: Path, read: Read) -> Contents:
+    with file.open("rb") as plain:
+        start = plain.read(4)
+    if start == _PARQUET:
+        return Contents("row", _rows(file, read))
+    with _opened(file, lambda count: None) as stream:
+        head = stream.read(_CHUNK).removeprefix(_MARK).lstrip()
+    if head[:1] == b"[" or _begins_document(head):
+        return Contents("entry", _entries(file, read))
+    if head[:1] not in (b"{", b"") and b"," in head.split(b"\n", 1)[0] and b".csv" in file.name.lower().encode():
+        return Contents("row", _table(file, read))
+    return Contents("line", _lines(file, read))
+
+
+def _begins_document(head: bytes) -> bool:
+    """Whether a file begins with an object that goes on behind its first line."""
+    line, newline, rest = head.partition(b"\n")
+    return bool(newline) and line.strip() == b"{" and rest.lstrip()[:1] == b'"'
+
+
+@contextmanager
+def _opened(file: Path, read: Read) -> Iterator[BinaryIO]:
+    """The decompressed bytes of a file."""
+    with file.open("rb") as plain:
+        start = plain.read(4)
+        plain.seek(0)
+        counted: Any = io.BufferedReader(_Counted(plain, read), _CHUNK)
+        try:
+            if start[:2] == _GZIP:
+                with gzip.open(counted) as stream:
+                    yield stream  # type: ignore[misc]  # GzipFile has what is used of BinaryIO
+            elif start == _ZSTD:
+                with _zstd(file, counted) as stream:
+                    yield stream
+            else:
+                yield counted
+        except (EOFError, OSError) as error:
+            raise ValueError(f"{file}: it cannot be read to its end ({error}); copy or download it again") from error
+
+
+class _Counted(io.RawIOBase):
+    """A file that tells how much of it has been read."""
+
+    def __init__(self, file: BinaryIO, read: Read) -> None:
+        self._file, self._read = file, read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._read(count)
+        return count
+
+
+def _zstd(file: Path, stream: BinaryIO) -> AbstractContextManager[BinaryIO]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ValueError(
+            f"{file}: it is compressed by Zstandard, and the package zstandard is missing; run pip install zstandard, "
+            f"or decompress the file"
+        ) from error
+    reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+    return io.BufferedReader(reader, _CHUNK)
+
+
+def _lines(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
+    """Lines of JSON; empty ones are left out."""
+    with _opened(file, read) as stream:
+        for number, line in enumerate(stream, start=1):
+            text = (line.removeprefix(_MARK) if number == 1 else line).strip()
+            if text:
+                yield _parsed(number, text)
+
+
+def _parsed(number: int, text: bytes) -> Line | SkippedLine:
+    try:
+        return _line(number, json.loads(text.decode("utf-8")))
+    except UnicodeDecodeError:
+        return SkippedLine(number, f"it is not text in UTF-8; {_OBJECT}")
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        return SkippedLine(number, f"it is not JSON ({reason}); {_OBJECT}")
+
+
+def _line(number: int, value: Any) -> Line | SkippedLine:
+    if isinstance(value, dict):
+        return Line(number, value)
+    kind = {list: "a list", str: "a text", type(None): "null"}.get(type(value), "a number")
+    return SkippedLine(number, f"it is {kind}; {_OBJECT}")
+
+
+def _entries(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
+    """The objects of a JSON array, or JSON objects one after the other, each over any number of lines."""
+    number = 0
+    with _opened(file, read) as stream:
+        try:
+            for value in _values(io.TextIOWrapper(stream, encoding="utf-8-sig")):
+                number += 1
+                yield _line(number, value)
+        except json.JSONDecodeError as error:
+            yield SkippedLine(number + 1, f"it is not JSON ({error.msg}); {_OBJECT}")
+        except UnicodeDecodeError:
+            yield SkippedLine(number + 1, f"it is not text in UTF-8; {_OBJECT}")
+
+
+def _values(stream: io.TextIOBase) -> Iterator[Any]:
+    """JSON values between brackets, commas and spaces. A value that is cut is tried again with twice as much text."""
+    decoder = json.JSONDecoder()
+    text, start, size = "", 0, _CHUNK
+    while True:
+        more = stream.read(size)
+        text, start = text[start:] + more, 0
+        while True:
+            while start < len(text) and text[start] in " \t\r\n,[]":
+                start += 1
+            if start == len(text):
+                break
+            try:
+                value, start = decoder.raw_decode(text, start)
+            except json.JSONDecodeError:
+                if not more:
+                    raise
+                break
+            size = _CHUNK
+            yield value
+        if not more:
+            return
+        size = max(_CHUNK, len(text) - start)
+
+
+def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
+    """Rows of a table in CSV, by the names in its first line."""
+    with _opened(file, read) as stream:
+        for number, row in enumerate(csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")), start=1):
+            yield Line(number, row)
+
+
+def _rows(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
+    """Rows of a table in Parquet."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{file}: it is Parquet, and the package pyarrow is missing; run pip install pyarrow, or export JSON lines"
+        ) from error
+    try:
+        table = parquet.ParquetFile(file)
+    except Exception as error:  # Arrow has errors of its own
+        raise ValueError(f"{file}: it is no whole Parquet file ({error}); copy or download it again") from error
+    number = 0
+    for batch in table.iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            number += 1
+            yield Line(number, _without_json(row))
+    read(file.stat().st_size)
+
+
+def _without_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose texts that are JSON objects or lists are these: tables hold messages as text."""
+    found = dict(row)
+    for name, value in row.items():
+        if isinstance(value, str) and value[:1] in "[{" and value[-1:] in "]}":
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                continue
+    return found

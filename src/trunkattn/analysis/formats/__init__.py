@@ -1,0 +1,1 @@
+"""Formats of logs, one file each. `table.FORMATS` has a row for every one."""

@@ -1,0 +1,61 @@
+"""Usage traces of Alibaba's Bailian: blocks of 16 tokens, seconds, chats and their turns."""
+
+from collections.abc import Iterable, Iterator
+
+from trunkattn.analysis.formats.base import (
+    Entry,
+    Fields,
+    Format,
+    Hashes,
+    Line,
+    brief,
+    check_blocks,
+    each,
+    hash_ids,
+    integer,
+    optional_integer,
+    require,
+)
+from trunkattn.analysis.records import SkippedLine
+
+BLOCK_SIZE = 16
+NO_PARENT = -1
+
+
+def recognises(fields: Fields) -> bool:
+    """Whether an object has block hashes and a chat."""
+    return "hash_ids" in fields and "chat_id" in fields
+
+
+def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
+    """Requests of a trace. Each turn of a chat has a chat_id of its own; the root's names the session."""
+    roots: dict[int, int] = {}
+    return each(lambda line: [_entry(line, roots)])(lines)
+
+
+def _entry(line: Line, roots: dict[int, int]) -> Entry:
+    fields = line.fields
+    require(fields, "chat_id", "timestamp", "input_length", "output_length", "hash_ids")
+    arrival = fields["timestamp"]
+    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not arrival >= 0:
+        raise ValueError(f"timestamp={brief(arrival)}: expected seconds of at least 0")
+    num_tokens = integer("input_length", fields["input_length"], 1)
+    num_output_tokens = integer("output_length", fields["output_length"], 0)
+    prompt = Hashes(hash_ids("hash_ids", fields["hash_ids"]), BLOCK_SIZE, num_tokens)
+    check_blocks(prompt, ("hash_ids", "input_length"))
+    chat = integer("chat_id", fields["chat_id"], 0)
+    parent = integer("parent_chat_id", fields.get("parent_chat_id", NO_PARENT), NO_PARENT)
+    roots[chat] = root = chat if parent == NO_PARENT else roots.get(parent, parent)
+    turn = optional_integer(fields, "turn")
+    return Entry(
+        line.number,
+        prompt,
+        float(arrival),
+        num_tokens,
+        num_output_tokens,
+        session=str(root),
+        turn=None if turn is None else max(0, turn - 1),  # the trace counts from 1
+    )
+
+
+FORMAT = Format("bailian", "Bailian usage trace", recognises, parse)

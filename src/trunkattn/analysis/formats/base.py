@@ -1,0 +1,235 @@
+"""What every format of a log has: entries, how a line becomes one, and how fields are read and refused."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from math import isfinite
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.records import SkippedLine
+
+Fields: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """A prompt of which only block hashes are known.
+
+    Attributes:
+        ids: int64, one number per block, the last block possibly incomplete or left out; empty: nothing is known to be
+            shared.
+        block_size: tokens of a block.
+        num_tokens: tokens of the prompt.
+    """
+
+    ids: NDArray[np.int64]
+    block_size: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A prompt as token ids, int64."""
+
+    ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt as messages, each with a role and a content, and the tools that the model may call."""
+
+    messages: Sequence[Fields]
+    tools: Sequence[Any] = ()
+
+
+Prompt: TypeAlias = Hashes | TokenIds | Chat | str
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request as its log tells it.
+
+    Attributes:
+        line: where it stands.
+        prompt: what was asked.
+        arrival: seconds on any clock; None: the log does not say.
+        num_prompt_tokens: as the log counts them; None: it does not.
+        num_output_tokens: tokens of one answer, as the log counts them; None: it does not.
+        answer: text of one answer, which is counted where `num_output_tokens` is None.
+        num_answers, session, model: as in `LoggedRequest`.
+        turn: number in the session; None: the reader counts.
+    """
+
+    line: int
+    prompt: Prompt
+    arrival: float | None = None
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    answer: str | None = None
+    num_answers: int = 1
+    session: str | None = None
+    turn: int | None = None
+    model: str | None = None
+
+
+class Line(NamedTuple):
+    """A line, or another unit of a log, and the JSON object in it."""
+
+    number: int
+    fields: Fields
+
+
+Parse: TypeAlias = Callable[[Iterable[Line]], Iterator[Entry | SkippedLine]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of logs.
+
+    Attributes:
+        name: what `format=` takes.
+        title: for people.
+        recognises: whether an object is a line of it.
+        parse: lines to entries; a line that is wrong becomes a `SkippedLine`.
+    """
+
+    name: str
+    title: str
+    recognises: Callable[[Fields], bool]
+    parse: Parse
+
+
+def each(parse_line: Callable[[Line], Iterable[Entry]]) -> Parse:
+    """Makes a parser of lines, each by itself. `parse_line` raises ValueError where a line is wrong."""
+
+    def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
+        for line in lines:
+            try:
+                yield from parse_line(line)
+            except ValueError as error:
+                yield SkippedLine(line.number, str(error))
+
+    return parse
+
+
+def first(fields: Fields, *names: str) -> Any:
+    """The first of several fields that is there and not null, else None. A dot leads into an inner object."""
+    for name in names:
+        value: Any = fields
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
+
+
+def require(fields: Fields, *names: str) -> None:
+    """Raises ValueError that names what is missing of `names`."""
+    missing = [name for name in names if name not in fields]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing: expected {', '.join(names)}")
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """A whole number of at least `least`, also where it is written as 7.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={brief(value)}: expected an integer of at least {least}")
+    return value
+
+
+def optional_integer(fields: Fields, *names: str, least: int = 0) -> int | None:
+    """The first of several fields as a whole number; None: none is there."""
+    value = first(fields, *names)
+    return None if value is None else integer(names[0], value, least)
+
+
+def optional_text(fields: Fields, *names: str) -> str | None:
+    """The first of several fields as a text, also if it is a number; None: none is there, or it is empty."""
+    value = first(fields, *names)
+    return str(value) if isinstance(value, str | int) and str(value) else None
+
+
+def hash_ids(name: str, value: Any) -> NDArray[np.int64]:
+    """A list of whole numbers from 0 to 2**64 - 1 as int64; those over 2**63 - 1 wrap around."""
+    if not isinstance(value, list | np.ndarray):
+        raise ValueError(f"{name}={brief(value)}: expected a list of integers")
+    if all(type(number) is int and 0 <= number < 1 << 64 for number in value):
+        return np.array(value, dtype=np.uint64).view(np.int64)
+    wrong = next(number for number in value if type(number) is not int or not 0 <= number < 1 << 64)
+    raise ValueError(f"{name}={brief(wrong)}: expected an integer of at least 0 and below 2**64")
+
+
+def token_ids(name: str, value: Any) -> TokenIds:
+    """A prompt of token ids."""
+    ids = hash_ids(name, value)
+    if not len(ids):
+        raise ValueError(f"{name}=[]: expected at least one token id")
+    return TokenIds(ids)
+
+
+def check_blocks(prompt: Hashes, names: tuple[str, str]) -> Hashes:
+    """The prompt, unless it has neither one hash per block nor one per full block. names: of hashes and length."""
+    most = -(-prompt.num_tokens // prompt.block_size)
+    if not prompt.num_tokens // prompt.block_size <= len(prompt.ids) <= most:
+        raise ValueError(
+            f"{names[0]} has {len(prompt.ids)} entries: expected {most}, one per {prompt.block_size} tokens of "
+            f"{names[1]}={prompt.num_tokens}"
+        )
+    return prompt
+
+
+def epoch_seconds(name: str, value: Any) -> float | None:
+    """A moment in seconds: a date and time as text, UTC where it names no zone, or a number since 1970 in s, ms, µs or
+    ns, which its size tells. None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return _from_text(name, value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number) or number < 0:
+        raise ValueError(f"{name}={brief(value)}: expected a time, as seconds or as YYYY-MM-DD HH:MM:SS")
+    for least, unit in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3)):
+        if number >= least:
+            return number / unit
+    return float(number)
+
+
+def _from_text(name: str, value: str) -> float:
+    head, dot, fraction = value.strip().removesuffix("Z").removesuffix("z").partition(".")
+    digits = fraction[: len(fraction) - len(fraction.lstrip("0123456789"))]
+    try:
+        moment = datetime.fromisoformat(head + (fraction[len(digits) :] if dot else ""))
+    except ValueError:
+        raise ValueError(f"{name}={brief(value)}: expected a time, as seconds or as YYYY-MM-DD HH:MM:SS") from None
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return moment.timestamp() + float(f"0.{digits or 0}")
+
+
+def answer_text(message: Any) -> str | None:
+    """Text of an answer: a string, a message, or a list of messages or parts. None: there is none."""
+    if isinstance(message, str):
+        return message
+    if isinstance(message, Mapping):
+        return answer_text(first(message, "content", "text", "message", "parts", "choices"))
+    if isinstance(message, list):
+        found = [text for text in map(answer_text, message) if text]
+        return "\n".join(found) or None
+    return None
+
+
+def brief(value: Any) -> str:
+    """A value for an error, cut short."""
+    if isinstance(value, Mapping | list | tuple):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)} entries"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,71 @@
+"""NVIDIA Dynamo's request trace (DYN_REQUEST_TRACE=1): block hashes, times and sessions."""
+
+from collections.abc import Iterator, Mapping
+
+from trunkattn.analysis.formats.base import (
+    Entry,
+    Fields,
+    Format,
+    Hashes,
+    Line,
+    check_blocks,
+    each,
+    epoch_seconds,
+    first,
+    hash_ids,
+    integer,
+    optional_integer,
+    optional_text,
+)
+
+SCHEMA = "dynamo.request.trace."
+
+
+def _unwrapped(fields: Fields) -> Fields:
+    """The record itself: some sinks wrap it in `event`."""
+    inner = fields.get("event")
+    return inner if isinstance(inner, Mapping) else fields
+
+
+def recognises(fields: Fields) -> bool:
+    """Whether an object names Dynamo's schema."""
+    return str(_unwrapped(fields).get("schema", "")).startswith(SCHEMA)
+
+
+def parse(line: Line) -> Iterator[Entry]:
+    """The request of a record that tells of a request's end; other records hold none."""
+    fields = _unwrapped(line.fields)
+    if fields.get("event_type", "request_end") != "request_end":
+        return
+    request = fields.get("request")
+    if not isinstance(request, Mapping):
+        raise ValueError("request missing: expected an object with replay and request_received_ms")
+    ids = first(request, "replay.input_sequence_hashes")
+    if ids is None:
+        raise ValueError("request.replay.input_sequence_hashes missing: expected the hashes of the prompt's blocks")
+    block_size = integer("trace_block_size", first(request, "replay.trace_block_size"), 1)
+    num_tokens = integer("input_length", first(request, "replay.input_length", "input_tokens"), 1)
+    prompt = Hashes(hash_ids("input_sequence_hashes", ids), block_size, num_tokens)
+    yield Entry(
+        line.number,
+        check_blocks(prompt, ("input_sequence_hashes", "input_length")),
+        _arrival(fields, request),
+        num_tokens,
+        optional_integer(request, "output_tokens"),
+        session=optional_text(fields, "agent_context.session_id"),
+        model=optional_text(request, "model"),
+    )
+
+
+def _arrival(fields: Fields, request: Fields) -> float | None:
+    """When the request came; where that is not told, its end less its time."""
+    received = first(request, "request_received_ms")
+    if received is not None:
+        return epoch_seconds("request_received_ms", received)
+    end, total = first(fields, "event_time_unix_ms"), first(request, "total_time_ms")
+    if not isinstance(end, int | float) or not isinstance(total, int | float):
+        raise ValueError("request_received_ms missing: expected it, or event_time_unix_ms and total_time_ms")
+    return (end - total) / 1000
+
+
+FORMAT = Format("dynamo", "Dynamo request trace", recognises, each(parse))

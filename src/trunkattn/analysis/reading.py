@@ -1,0 +1,301 @@
+"""Logs of any known format, read a line at a time into the records that an analysis replays."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.files import contents_of, files_of
+from trunkattn.analysis.formats.base import Entry, Fields, Format, Hashes, Line, TokenIds
+from trunkattn.analysis.formats.table import FORMATS, format_named, format_of
+from trunkattn.analysis.records import Encoded, Log, LoggedRequest, SkippedLine
+from trunkattn.analysis.settings import Progress
+from trunkattn.analysis.tokens import (
+    Encoder,
+    Texts,
+    encode_hashes,
+    encode_tokens,
+    measured_estimate,
+    mixed,
+    read_tokenizer,
+)
+
+LINES_TO_RECOGNISE: Final = 100  # of which the first one that is known says the format
+ENTRIES_TO_MEASURE: Final = 1000  # by which bytes per token are estimated
+BATCH: Final = 256  # prompts that are tokenized at once
+SKIPPED_KEPT: Final = 20
+SAMPLED_HASHES: Final = 1 << 20  # by which one sees whether hashes depend on what precedes their block
+
+
+def read_log(
+    path: str | Path,
+    *,
+    format: str = "auto",
+    tokenizer: str | Path | None = None,
+    strict: bool = False,
+    progress: Progress | None = None,
+) -> Log:
+    """Reads a log of requests.
+
+    Args:
+        path: a file (JSON lines, a JSON array, CSV or Parquet; plain, gzip or Zstandard, told by its contents), a
+            folder of such files, or a folder of texts that are one prompt each.
+        format: name of the format, one of `formats.table.FORMATS`; "auto": the lines tell.
+        tokenizer: folder of a tokenizer of transformers, or a GGUF file, for logs with text; None: an estimate.
+        strict: whether the first line that is wrong ends the reading. Else such lines are left out and counted.
+        progress: see `Progress`.
+
+    Returns:
+        The log, its requests in order of arrival.
+
+    Raises:
+        ValueError: one sentence that names the file and the line: nothing is there, the format is not known, no line
+            could be taken, a package is missing, or, with `strict`, a line is wrong.
+    """
+    place = Path(path).expanduser()
+    chosen = None if format == "auto" else format_named(format)
+    total = sum(file.stat().st_size for file in files_of(place))
+    done = 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(f"reading {place.name}", min(1.0, done / max(1, total)))
+
+    encoder = None if tokenizer is None else read_tokenizer(tokenizer)
+    contents = contents_of(place, read)
+    tally = _Tally(place.name, contents.unit, strict)
+    lines = tally.lines(contents.lines)
+    if chosen is None:
+        chosen, lines = _recognised(lines, tally)
+    entries = tally.entries(chosen.parse(lines))
+    first = list(islice(entries, ENTRIES_TO_MEASURE))
+    collected = _Collected(encoder or measured_estimate(first), tally)
+    collected.take(chain(first, entries))
+    if not collected.requests:
+        raise ValueError(tally.nothing_taken())
+    return collected.log(chosen)
+
+
+def _recognised(lines: Iterator[Line], tally: "_Tally") -> tuple[Format, Iterator[Line]]:
+    """The format of the first line that is known, and all lines."""
+    seen = list(islice(lines, LINES_TO_RECOGNISE))
+    found = next((known for known in map(format_of, (line.fields for line in seen)) if known), None)
+    if found is not None:
+        return found, chain(seen, lines)
+    if not seen:
+        raise ValueError(tally.nothing_taken())
+    names = ", ".join(known.name for known in FORMATS)
+    raise ValueError(
+        f"{tally.source}: no known format; {tally.unit} {seen[0].number} has {_names(seen[0].fields)}; expected one of "
+        f"{names}"
+    )
+
+
+def _names(fields: Fields) -> str:
+    names = [str(name)[:30] for name in fields][:8]
+    return f"the fields {', '.join(names)}{', …' if len(fields) > 8 else ''}" if names else "no fields"
+
+
+@dataclass
+class _Tally:
+    """Lines that were seen and lines that were left out."""
+
+    source: str
+    unit: str
+    strict: bool
+    num_lines: int = 0
+    num_skipped: int = 0
+    skipped: list[SkippedLine] = field(default_factory=list)
+
+    def skip(self, line: SkippedLine) -> None:
+        """Counts a line that is left out, or raises ValueError if none may be."""
+        if self.strict:
+            raise ValueError(f"{self.source}, {self.unit} {line.line}: {line.reason}")
+        self.num_skipped += 1
+        if len(self.skipped) < SKIPPED_KEPT:
+            self.skipped.append(line)
+
+    def lines(self, lines: Iterable[Line | SkippedLine]) -> Iterator[Line]:
+        """The lines that hold an object."""
+        for line in lines:
+            self.num_lines += 1
+            if isinstance(line, Line):
+                yield line
+            else:
+                self.skip(line)
+
+    def entries(self, entries: Iterable[Entry | SkippedLine]) -> Iterator[Entry]:
+        """The entries of lines that are right."""
+        for entry in entries:
+            if isinstance(entry, Entry):
+                yield entry
+            else:
+                self.skip(entry)
+
+    def nothing_taken(self) -> str:
+        """Why there is no log, in a sentence."""
+        if not self.num_lines:
+            return f"{self.source}: it is empty; expected a log with a request on each line"
+        if not self.skipped:
+            return f"{self.source}: none of its {self.num_lines:,} {self.unit}s holds a request"
+        worst = self.skipped[0]
+        count = f"none of its {self.num_lines:,} {self.unit}s could be taken" if self.num_lines > 1 else "nothing taken"
+        return f"{self.source}: {count}; {self.unit} {worst.line}: {worst.reason}"
+
+
+@dataclass
+class _Collected:
+    """Requests in the order in which they are read, with what is needed to finish a log of them."""
+
+    encoder: Encoder
+    tally: _Tally
+    requests: list[LoggedRequest] = field(default_factory=list)
+    arrivals: list[float | None] = field(default_factory=list)
+    turns: list[int | None] = field(default_factory=list)
+    texts: Texts = field(default_factory=Texts)
+    contents: list[NDArray[np.int64]] = field(default_factory=list)
+    tokens_told: int = 0
+    tokens_found: int = 0
+
+    def take(self, entries: Iterator[Entry]) -> None:
+        """Encodes entries, a batch at a time."""
+        while batch := list(islice(entries, BATCH)):
+            rendered: dict[int, str] = {}
+            for place, entry in enumerate(batch):
+                text = self._text(entry)
+                if text is not None:
+                    rendered[place] = text
+            encoded = dict(zip(rendered, self.encoder.encode(list(rendered.values())), strict=True))
+            for place, entry in enumerate(batch):
+                if isinstance(entry.prompt, Hashes):
+                    self.contents.append(entry.prompt.ids)
+                    self._add(entry, encode_hashes(entry.prompt, entry.line))
+                elif place in encoded:
+                    self._add(entry, encoded[place])
+                elif isinstance(entry.prompt, TokenIds):
+                    self._add(entry, encode_tokens(entry.prompt.ids))
+
+    def _text(self, entry: Entry) -> str | None:
+        """What is tokenized; None: the prompt has hashes or ids alone, or is left out."""
+        if isinstance(entry.prompt, Hashes):
+            return None
+        if isinstance(entry.prompt, TokenIds):
+            return self.encoder.decode(entry.prompt.ids)
+        try:
+            text = self.encoder.render(entry.prompt)
+        except ValueError as error:
+            self.tally.skip(SkippedLine(entry.line, str(error)))
+            return None
+        if not text:
+            self.tally.skip(SkippedLine(entry.line, "its prompt is empty; expected a text"))
+        return text or None
+
+    def _add(self, entry: Entry, encoded: Encoded) -> None:
+        if entry.num_prompt_tokens is not None and encoded.text is not None:
+            self.tokens_told += entry.num_prompt_tokens
+            self.tokens_found += encoded.num_tokens
+        num_output_tokens = entry.num_output_tokens
+        if num_output_tokens is None and entry.answer is not None:
+            num_output_tokens = self.encoder.count(entry.answer)
+        self.arrivals.append(entry.arrival)
+        self.turns.append(entry.turn)
+        if encoded.text is not None:
+            self.texts.append(encoded.text)
+        self.requests.append(
+            LoggedRequest(
+                line=entry.line,
+                arrival=None,
+                num_prompt_tokens=encoded.num_tokens,
+                num_output_tokens=num_output_tokens,
+                blocks=encoded.blocks,
+                block_size=encoded.block_size,
+                num_answers=entry.num_answers,
+                session=entry.session,
+                model=entry.model,
+            )
+        )
+
+    def log(self, chosen: Format) -> Log:
+        """The log of all that was taken."""
+        has_texts = len(self.texts) == len(self.requests)
+        has_contents = len(self.contents) == len(self.requests) and depend_on_contents_alone(self.contents)
+        order = self._order()
+        return Log(
+            source=self.tally.source,
+            format=chosen.title,
+            requests=self._finished(order),
+            num_lines=self.tally.num_lines,
+            unit=self.tally.unit,
+            num_out_of_order=self._num_out_of_order(order),
+            num_skipped=self.tally.num_skipped,
+            skipped=self.tally.skipped,
+            tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
+            assumptions=self._assumptions(has_texts),
+            texts=self.texts.taken(order) if has_texts else None,
+            encode=self.encoder.encode if has_texts else None,
+            contents=[self.contents[place] for place in order] if has_contents else None,
+        )
+
+    def _order(self) -> list[int]:
+        """The places of the requests that stay, in order of arrival. Where some have times, those without are left
+        out: they could be anywhere."""
+        timed = [place for place, arrival in enumerate(self.arrivals) if arrival is not None]
+        if not timed:
+            return list(range(len(self.requests)))
+        for place, request in enumerate(self.requests):
+            if self.arrivals[place] is None:
+                self.tally.skip(SkippedLine(request.line, "it has no time, and other requests of the log have one"))
+        return sorted(timed, key=lambda place: self.arrivals[place] or 0.0)
+
+    def _finished(self, order: Sequence[int]) -> list[LoggedRequest]:
+        """The requests in order, with times since the first of them and turns."""
+        start = self.arrivals[order[0]]
+        counts: dict[str, int] = {}
+        finished = []
+        for place in order:
+            request, arrival, turn = self.requests[place], self.arrivals[place], self.turns[place]
+            if request.session is not None:
+                turn = counts.get(request.session, 0) if turn is None else turn
+                counts[request.session] = turn + 1
+            since = None if arrival is None or start is None else arrival - start
+            finished.append(replace(request, arrival=since, turn=turn or 0))
+        return finished
+
+    def _num_out_of_order(self, order: Sequence[int]) -> int:
+        by_line = sorted(order, key=lambda place: self.requests[place].line)
+        arrivals = np.array([self.arrivals[place] or 0.0 for place in by_line])
+        return int(np.count_nonzero(arrivals < np.maximum.accumulate(arrivals)))
+
+    def _assumptions(self, has_texts: bool) -> list[str]:
+        found = []
+        if self.tokens_told and abs(self.tokens_found / self.tokens_told - 1) > 0.02:
+            found.append(
+                f"The log counts {self.tokens_told:,} prompt tokens, and {self.encoder.tokens_from} gives "
+                f"{self.tokens_found:,}; the latter are used."
+            )
+        if not any(len(ids) for ids in self.contents) and self.contents and not has_texts:
+            found.append("The log has neither prompts nor block hashes, so no prompt is known to be shared.")
+        if any(arrival is None for arrival in self.arrivals[:1]):
+            found.append("The log has no times, so it says nothing about which requests ran together.")
+        return found
+
+
+def depend_on_contents_alone(blocks: Sequence[NDArray[np.int64]]) -> bool:
+    """Whether a log's hashes come again behind other hashes, so that they number a block without what precedes it."""
+    ids = np.concatenate([np.zeros(0, np.int64), *blocks])
+    before = np.roll(ids, 1)
+    starts = np.cumsum([0, *(len(some) for some in blocks)])
+    before[starts[starts < len(ids)]] = -1
+    rarely = np.uint64(max(1, len(ids) // SAMPLED_HASHES))
+    sampled = mixed(ids.view(np.uint64)) % rarely == 0
+    ids, before = ids[sampled], before[sampled]
+    order = np.lexsort((before, ids))
+    comes_again = np.diff(ids[order]) == 0
+    behind_other = comes_again & (np.diff(before[order]) != 0)
+    return int(behind_other.sum()) > 0.01 * int(comes_again.sum())

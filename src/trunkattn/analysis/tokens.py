@@ -1,0 +1,289 @@
+"""Prompts to token counts and chained block numbers: from hashes, token ids, or text with or without a tokenizer."""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.formats.base import Chat, Entry, Fields, Hashes
+from trunkattn.analysis.records import Encoded
+
+BLOCK_SIZE: Final = 16
+BYTES_PER_TOKEN: Final = 4.0
+# Multipliers and shifts of splitmix64's finalizer, and its step (https://doi.org/10.1145/2714064.2660195).
+_STEP: Final = 0x9E3779B97F4A7C15
+_MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+class Encoder(Protocol):
+    """Turns texts into tokens and blocks."""
+
+    @property
+    def tokens_from(self) -> str:
+        """Where the counts come from, for people."""
+        ...
+
+    def render(self, prompt: Chat | str) -> str:
+        """The text that the model reads. Raises ValueError where a chat template refuses the messages."""
+        ...
+
+    def decode(self, ids: NDArray[np.int64]) -> str | None:
+        """The text of token ids; None: their tokenizer is not known."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Rendered texts with their counts and blocks."""
+        ...
+
+    def count(self, text: str) -> int:
+        """Tokens of an answer."""
+        ...
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A fixed, thorough mixing of the bits of each number: splitmix64's."""
+    for shift, factor in _MIXING:
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values
+
+
+def chained(units: NDArray[np.int64], per_block: int = 1) -> NDArray[np.int64]:
+    """Numbers of blocks that are equal where the blocks, and all blocks before them, are equal.
+
+    The number of a block is a sum over what precedes it, every unit mixed with its place, so all are computed at once.
+
+    Args:
+        units: what the blocks hold: tokens, bytes or other hashes, int64.
+        per_block: units of a block; the last block may have fewer.
+    """
+    places = np.arange(1, len(units) + 1, dtype=np.uint64) * np.uint64(_STEP)
+    sums = np.cumsum(mixed(mixed(places) ^ mixed(units.view(np.uint64) + np.uint64(_STEP))), dtype=np.uint64)
+    ends = np.arange(per_block, len(units) + per_block, per_block).clip(max=len(units)) - 1
+    return mixed(sums[ends]).view(np.int64)
+
+
+def encode_hashes(prompt: Hashes, line: int) -> Encoded:
+    """A prompt of block hashes. Blocks that the log leaves out are shared with no other line."""
+    missing = -(-prompt.num_tokens // prompt.block_size) - len(prompt.ids)
+    private = mixed(np.arange(line << 24, (line << 24) + missing, dtype=np.uint64)).view(np.int64)
+    blocks = chained(np.concatenate([prompt.ids, private]))
+    return Encoded(prompt.num_tokens, blocks, prompt.block_size)
+
+
+def encode_tokens(ids: NDArray[np.int64], text: str | None = None) -> Encoded:
+    """A prompt of token ids."""
+    return Encoded(len(ids), chained(ids, BLOCK_SIZE), BLOCK_SIZE, text)
+
+
+@dataclass(frozen=True)
+class ByteEstimate:
+    """An encoder for logs whose tokenizer is not known: so many bytes of UTF-8 make a token.
+
+    Attributes:
+        bytes_per_token: a multiple of 0.5, so that a block is whole words of 8 bytes.
+        is_measured: whether the log's own counts gave it.
+    """
+
+    bytes_per_token: float = BYTES_PER_TOKEN
+    is_measured: bool = False
+
+    @property
+    def tokens_from(self) -> str:
+        """Where the counts come from, for people."""
+        source = ", which the log's own counts give" if self.is_measured else ""
+        return f"an estimate of {self.bytes_per_token:g} bytes per token{source}"
+
+    def render(self, prompt: Chat | str) -> str:
+        """The tools, then each message with its role, as most chat templates order them."""
+        if isinstance(prompt, str):
+            return prompt
+        tools = [f"<|tools|>\n{json.dumps(list(prompt.tools), ensure_ascii=False)}\n"] if prompt.tools else []
+        messages = [f"<|{message['role']}|>\n{message['content']}\n" for message in map(plain_message, prompt.messages)]
+        return "".join([*tools, *messages, "<|assistant|>\n"])
+
+    def decode(self, ids: NDArray[np.int64]) -> str | None:
+        """None: ids tell no text without their tokenizer."""
+        return None
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Texts with their counts and blocks."""
+        return [self._encoded(text) for text in texts]
+
+    def count(self, text: str) -> int:
+        """Tokens of an answer."""
+        return -int(-len(to_bytes(text)) // self.bytes_per_token)
+
+    def _encoded(self, text: str) -> Encoded:
+        data = to_bytes(text)
+        units = np.zeros(-(-len(data) // 8), dtype=np.int64)
+        units.view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        per_block = int(BLOCK_SIZE * self.bytes_per_token) // 8
+        return Encoded(-int(-len(data) // self.bytes_per_token), chained(units, per_block), BLOCK_SIZE, text)
+
+
+def measured_estimate(entries: Iterable[Entry]) -> ByteEstimate:
+    """An estimate by the counts of those entries that have a text and a count; the usual 4 bytes if none has."""
+    default = ByteEstimate()
+    num_bytes = num_tokens = 0
+    for entry in entries:
+        if isinstance(entry.prompt, Chat | str) and entry.num_prompt_tokens:
+            num_bytes += len(to_bytes(default.render(entry.prompt)))
+            num_tokens += entry.num_prompt_tokens
+    if not num_bytes:
+        return default
+    return ByteEstimate(max(1, round(2 * num_bytes / num_tokens)) / 2, is_measured=True)
+
+
+@dataclass(frozen=True)
+class TokenizerEncoder:
+    """An encoder by a tokenizer of transformers and its chat template.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        name: for people.
+        beginning: what the tokenizer puts before a prompt that no template made.
+    """
+
+    tokenizer: Any
+    name: str
+    beginning: str = ""
+
+    @property
+    def tokens_from(self) -> str:
+        """Where the counts come from, for people."""
+        return f"the tokenizer of {self.name}"
+
+    def render(self, prompt: Chat | str) -> str:
+        """The text that the model reads: the template's, or the prompt behind what the tokenizer puts first."""
+        if isinstance(prompt, str):
+            return self.beginning + prompt
+        if not self.tokenizer.chat_template:
+            return self.beginning + ByteEstimate().render(prompt)
+        messages = [plain_message(message) for message in prompt.messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=list(prompt.tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            raise ValueError(f"messages: the chat template refuses them: {str(error)[:120]!r}") from error
+
+    def decode(self, ids: NDArray[np.int64]) -> str | None:
+        """The text of token ids."""
+        return self.tokenizer.decode(ids)
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Texts with their counts and blocks."""
+        if not texts:
+            return []
+        found = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [encode_tokens(np.array(ids, dtype=np.int64), text) for ids, text in zip(found, texts, strict=True)]
+
+    def count(self, text: str) -> int:
+        """Tokens of an answer."""
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def read_tokenizer(path: str | Path) -> TokenizerEncoder:
+    """The encoder by the tokenizer of a folder or a GGUF file.
+
+    Raises:
+        ValueError: naming what is missing: the path, a tokenizer in it, or the packages that read it.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ValueError(f"tokenizer={str(path)!r}: there is no such folder; expected one with a tokenizer.json")
+    try:
+        from trunkattn.engine.model import load_tokenizer
+        from trunkattn.engine.model_files import ModelFiles
+    except ImportError as error:
+        raise ValueError(
+            f"tokenizer={str(path)!r}: the package {error.name} is missing; run pip install 'trunkattn[engine]', or "
+            f"leave the tokenizer out for an estimate"
+        ) from error
+    try:
+        tokenizer = load_tokenizer(ModelFiles(place, None) if place.is_dir() else ModelFiles(place.parent, place.name))
+    except ValueError as error:
+        raise ValueError(str(error).replace("model=", "tokenizer=", 1)) from error
+    if tokenizer is None:
+        raise ValueError(f"tokenizer={str(path)!r}: the folder has no tokenizer; expected a tokenizer.json in it")
+    first_ids = tokenizer("")["input_ids"][:1]
+    has_bos = bool(first_ids) and first_ids[0] == tokenizer.bos_token_id
+    return TokenizerEncoder(tokenizer, place.name, tokenizer.bos_token if has_bos else "")
+
+
+def plain_message(message: Fields) -> dict[str, Any]:
+    """A message whose content is one text: parts are joined, and those that are no text become `[type]`."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError("messages: expected objects, each with a role and a content")
+    content = message.get("content", message.get("parts"))
+    if isinstance(content, list):
+        content = "\n".join(_part(part) for part in content)
+    calls = message.get("tool_calls")
+    if calls and not content:
+        content = json.dumps(calls, ensure_ascii=False)
+    if content is not None and not isinstance(content, str):
+        content = json.dumps(content, ensure_ascii=False)
+    return {"role": message["role"], "content": content or ""}
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise ValueError("messages: expected a content of texts and objects with a type")
+    for key in ("text", "content"):
+        if isinstance(part.get(key), str):
+            return part[key]
+    kind = str(part.get("type", "part"))
+    return f"[{kind}]" if "image" in kind or "audio" in kind else json.dumps(part, ensure_ascii=False, default=str)
+
+
+def to_bytes(text: str) -> bytes:
+    """UTF-8, with a mark for each half of a surrogate pair that JSON left alone."""
+    return text.encode("utf-8", errors="replace")
+
+
+class Texts(Sequence[str]):
+    """Texts that are kept compressed, because those of a log are large and each is looked at rarely."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._packed = [_pack(text) for text in texts]
+
+    def append(self, text: str) -> None:
+        """Adds a text."""
+        self._packed.append(_pack(text))
+
+    def taken(self, order: Iterable[int]) -> "Texts":
+        """The texts at some places, in that order, without unpacking them."""
+        chosen = Texts()
+        chosen._packed = [self._packed[place] for place in order]
+        return chosen
+
+    def replaced(self, new: Mapping[int, str]) -> "Texts":
+        """All texts, of which some are others."""
+        changed = Texts()
+        changed._packed = list(self._packed)
+        for place, text in new.items():
+            changed._packed[place] = _pack(text)
+        return changed
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Texts": ...
+    def __getitem__(self, place: int | slice) -> "str | Texts":
+        if isinstance(place, slice):
+            return self.taken(range(*place.indices(len(self))))
+        return zlib.decompress(self._packed[place]).decode("utf-8")
+
+
+def _pack(text: str) -> bytes:
+    return zlib.compress(to_bytes(text), level=1)
