@@ -229,7 +229,17 @@ def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Rows of a table in CSV, by the names in its first line."""
     with _opened(file, read) as stream:
         for number, row in enumerate(csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")), start=1):
-            yield Line(number, row)
+            yield Line(number, {str(name): _number(value) for name, value in _without_json(row).items()})
+
+
+def _number(value: Any) -> Any:
+    """A cell of a table in CSV: a whole number, another number, or what it was."""
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except (TypeError, ValueError):
+            continue
+    return value
 
 
 def _rows(file: Path, read: Read) -> Iterator[Line | SkippedLine]:

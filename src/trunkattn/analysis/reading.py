@@ -159,6 +159,7 @@ class _Collected:
     arrivals: list[float | None] = field(default_factory=list)
     turns: list[int | None] = field(default_factory=list)
     texts: Texts = field(default_factory=Texts)
+    has_texts: bool = False
     contents: list[NDArray[np.int64]] = field(default_factory=list)
     tokens_told: int = 0
     tokens_found: int = 0
@@ -205,8 +206,8 @@ class _Collected:
             num_output_tokens = self.encoder.count(entry.answer)
         self.arrivals.append(entry.arrival)
         self.turns.append(entry.turn)
-        if encoded.text is not None:
-            self.texts.append(encoded.text)
+        self.has_texts |= encoded.text is not None
+        self.texts.append(encoded.text or "")
         self.requests.append(
             LoggedRequest(
                 line=entry.line,
@@ -223,7 +224,6 @@ class _Collected:
 
     def log(self, chosen: Format) -> Log:
         """The log of all that was taken."""
-        has_texts = len(self.texts) == len(self.requests)
         has_contents = len(self.contents) == len(self.requests) and depend_on_contents_alone(self.contents)
         order = self._order()
         return Log(
@@ -236,9 +236,9 @@ class _Collected:
             num_skipped=self.tally.num_skipped,
             skipped=self.tally.skipped,
             tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
-            assumptions=self._assumptions(has_texts),
-            texts=self.texts.taken(order) if has_texts else None,
-            encode=self.encoder.encode if has_texts else None,
+            assumptions=self._assumptions(),
+            texts=self.texts.taken(order) if self.has_texts else None,
+            encode=self.encoder.encode if self.has_texts else None,
             contents=[self.contents[place] for place in order] if has_contents else None,
         )
 
@@ -272,14 +272,14 @@ class _Collected:
         arrivals = np.array([self.arrivals[place] or 0.0 for place in by_line])
         return int(np.count_nonzero(arrivals < np.maximum.accumulate(arrivals)))
 
-    def _assumptions(self, has_texts: bool) -> list[str]:
+    def _assumptions(self) -> list[str]:
         found = []
         if self.tokens_told and abs(self.tokens_found / self.tokens_told - 1) > 0.02:
             found.append(
                 f"The log counts {self.tokens_told:,} prompt tokens, and {self.encoder.tokens_from} gives "
                 f"{self.tokens_found:,}; the latter are used."
             )
-        if not any(len(ids) for ids in self.contents) and self.contents and not has_texts:
+        if not any(len(ids) for ids in self.contents) and self.contents and not self.has_texts:
             found.append("The log has neither prompts nor block hashes, so no prompt is known to be shared.")
         if any(arrival is None for arrival in self.arrivals[:1]):
             found.append("The log has no times, so it says nothing about which requests ran together.")

@@ -72,8 +72,8 @@ class Log:
         tokens_from: where token counts and blocks come from, for people: "block hashes", "the tokenizer of X", or
             "an estimate of 4 bytes per token".
         assumptions: what the reader assumed, one sentence each.
-        texts: the prompt of each request as text, in the order of `requests`, where the log has text; else None. They
-            are kept for `spoilers` and never written to a report unless the user asks for it.
+        texts: the prompt of each request as text, in the order of `requests`, empty where it is not known; None: the
+            log has none. They are kept for `spoilers` and never written to a report unless the user asks for it.
         encode: turns rewritten texts into tokens and blocks as the reader did; None where `texts` is.
         contents: blocks as their contents alone number them, in the order of `requests`, where the log's hashes do not
             depend on what precedes a block; else None.

@@ -2,7 +2,18 @@
 
 from typing import Final
 
-from trunkattn.analysis.formats import bailian, dynamo, mooncake
+from trunkattn.analysis.formats import (
+    bailian,
+    burstgpt,
+    chat,
+    dynamo,
+    langfuse,
+    litellm,
+    mooncake,
+    openai_batch,
+    opentelemetry,
+    sglang,
+)
 from trunkattn.analysis.formats.base import Fields, Format
 
 # The first that recognises an object takes it, so those with the more special fields stand first.
@@ -10,6 +21,13 @@ FORMATS: Final[tuple[Format, ...]] = (
     bailian.FORMAT,
     mooncake.FORMAT,
     dynamo.FORMAT,
+    sglang.FORMAT,
+    openai_batch.FORMAT,
+    litellm.FORMAT,
+    langfuse.FORMAT,
+    opentelemetry.FORMAT,
+    burstgpt.FORMAT,
+    chat.FORMAT,
 )
 
 

@@ -1,0 +1,123 @@
+"""Bodies of requests and responses in OpenAI's form, which most logs hold in one place or another."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trunkattn.analysis.formats.base import (
+    Chat,
+    Fields,
+    Hashes,
+    Prompt,
+    answer_text,
+    brief,
+    first,
+    integer,
+    optional_integer,
+    token_ids,
+)
+
+PROMPT_FIELDS = ("messages", "prompt", "input", "text", "input_ids", "prompt_token_ids")
+NO_BLOCKS = 16  # size of the blocks of a prompt of which only the length is known
+
+
+class Outcome(NamedTuple):
+    """What a response tells. num_output_tokens and answer: of one answer."""
+
+    num_prompt_tokens: int | None
+    num_output_tokens: int | None
+    answer: str | None
+    num_answers: int | None
+
+
+def prompts_of(body: Fields) -> list[Prompt]:
+    """The prompts that a request's body holds: mostly one, several where `prompt` or `text` is a list of them.
+
+    Raises:
+        ValueError: there is none, or it is of no known form.
+    """
+    messages = body.get("messages")
+    if messages is not None:
+        return [chat_of(messages, first(body, "tools", "functions"))]
+    for name in PROMPT_FIELDS[1:]:
+        value = body.get(name)
+        if value is not None and name == "input":
+            return [_response_input(value, body)]
+        if value is not None:
+            return _prompts(name, value)
+    raise ValueError(f"no prompt: expected one of {', '.join(PROMPT_FIELDS)}")
+
+
+def chat_of(messages: Any, tools: Any = None) -> Chat:
+    """Messages, and the tools if they are a list."""
+    is_list = isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages)
+    if not is_list or not messages:
+        raise ValueError(f"messages={_kind(messages)}: expected a list of objects, each with a role and a content")
+    return Chat(messages, tools if isinstance(tools, list) else ())
+
+
+def length_alone(name: str, value: Any) -> Hashes:
+    """A prompt of which only the length is known."""
+    return Hashes(np.zeros(0, dtype=np.int64), NO_BLOCKS, integer(name, value, 1))
+
+
+def outcome_of(response: Any) -> Outcome:
+    """Token counts and the answer of a response's body, or of an answer that is only text."""
+    if not isinstance(response, Mapping):
+        return Outcome(None, None, answer_text(response), None)
+    choices = first(response, "choices", "outputs")
+    num_answers = max(1, len(choices)) if isinstance(choices, list) else None
+    usage = first(response, "usage")
+    usage = usage if isinstance(usage, Mapping) else {}
+    num_output_tokens = optional_integer(usage, "completion_tokens", "output_tokens")
+    if num_output_tokens is not None:
+        num_output_tokens = -(-num_output_tokens // (num_answers or 1))
+    answer = choices[0] if isinstance(choices, list) and choices else first(response, "output", "content", "text")
+    num_prompt_tokens = optional_integer(usage, "prompt_tokens", "input_tokens")
+    return Outcome(num_prompt_tokens, num_output_tokens, answer_text(answer), num_answers)
+
+
+def num_answers_of(*bodies: Any) -> int:
+    """How many answers are asked for: `n` of the first body that has it, or 1."""
+    for body in bodies:
+        value = first(body, "n", "best_of") if isinstance(body, Mapping) else None
+        if value is not None:
+            return integer("n", value, 1)
+    return 1
+
+
+def _prompts(name: str, value: Any) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name}={_kind(value)}: expected a text, token ids, or a list of them")
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if all(isinstance(item, list) for item in value):
+        return [token_ids(name, item) for item in value]
+    if all(isinstance(item, Mapping) for item in value):
+        return [chat_of(value)]
+    return [token_ids(name, value)]
+
+
+def _response_input(value: Any, body: Fields) -> Prompt:
+    """The prompt of OpenAI's newer interface: instructions, then a text or items with roles."""
+    if isinstance(value, str):
+        items: list[Any] = [{"role": "user", "content": value}]
+    elif isinstance(value, Mapping) and "messages" in value:
+        return chat_of(value["messages"], first(value, "tools") or first(body, "tools"))
+    elif isinstance(value, list):
+        items = [
+            item if not isinstance(item, Mapping) or "role" in item else {"role": "tool", **item} for item in value
+        ]
+    else:
+        raise ValueError(f"input={_kind(value)}: expected a text or a list of messages")
+    instructions = body.get("instructions")
+    system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
+    return chat_of(system + items, first(body, "tools"))
+
+
+def _kind(value: Any) -> str:
+    """What a value is, without the text that it may hold."""
+    return "a text" if isinstance(value, str) else brief(value)

@@ -1,0 +1,65 @@
+"""LiteLLM's standard logging payload, and rows of its table of spending, which hold text only where that is stored."""
+
+from collections.abc import Iterator, Mapping
+
+from trunkattn.analysis.formats.base import (
+    Entry,
+    Fields,
+    Format,
+    Line,
+    Prompt,
+    each,
+    epoch_seconds,
+    first,
+    optional_integer,
+    optional_text,
+    require,
+)
+from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, outcome_of, prompts_of
+
+GENERATES = ("completion", "responses", "generate_content", "messages")
+
+
+def recognises(fields: Fields) -> bool:
+    """Whether an object has LiteLLM's names."""
+    return "call_type" in fields and "startTime" in fields
+
+
+def parse(line: Line) -> Iterator[Entry]:
+    """The request of a line; none for other calls, failures, and answers that no model computed."""
+    fields = line.fields
+    require(fields, "startTime", "call_type")
+    failed = str(fields.get("status", "success")) == "failure"
+    cached = str(fields.get("cache_hit", "")).lower() == "true"
+    if failed or cached or not any(word in str(fields["call_type"]) for word in GENERATES):
+        return
+    parameters = first(fields, "model_parameters", "optional_params")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    outcome = outcome_of(fields.get("response"))
+    num_answers = outcome.num_answers or num_answers_of(parameters)
+    num_outputs = optional_integer(fields, "completion_tokens")
+    yield Entry(
+        line.number,
+        _prompt(fields, parameters),
+        epoch_seconds("startTime", fields["startTime"]),
+        optional_integer(fields, "prompt_tokens", least=1),
+        outcome.num_output_tokens if num_outputs is None else -(-num_outputs // num_answers),
+        answer=outcome.answer,
+        num_answers=num_answers,
+        session=optional_text(fields, "session_id", "trace_id"),
+        model=optional_text(fields, "model", "model_group"),
+    )
+
+
+def _prompt(fields: Fields, parameters: Fields) -> Prompt:
+    messages = first(fields, "messages")
+    if messages:
+        name = "messages" if isinstance(messages, list) and isinstance(messages[0], Mapping) else "prompt"
+        if isinstance(messages, Mapping):
+            return prompts_of({"tools": parameters.get("tools"), **messages})[0]
+        return prompts_of({name: messages, "tools": parameters.get("tools")})[0]
+    require(fields, "prompt_tokens")
+    return length_alone("prompt_tokens", fields["prompt_tokens"])
+
+
+FORMAT = Format("litellm", "LiteLLM log", recognises, each(parse))

@@ -1,0 +1,54 @@
+"""OpenAI's batch files: the input, the output, or both in one folder, which are joined by `custom_id`."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from trunkattn.analysis.formats.base import Entry, Fields, Format, Line, first, optional_text, require
+from trunkattn.analysis.formats.bodies import Outcome, num_answers_of, outcome_of, prompts_of
+from trunkattn.analysis.records import SkippedLine
+
+
+def recognises(fields: Fields) -> bool:
+    """Whether an object is a line of an input or an output file."""
+    return "custom_id" in fields and ("body" in fields or "response" in fields)
+
+
+def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
+    """Requests in the input's order, with the lengths of their answers where the output is there."""
+    inputs: dict[str, Entry] = {}
+    outputs: dict[str, tuple[int, Outcome]] = {}
+    for line in lines:
+        try:
+            require(line.fields, "custom_id")
+            name = str(line.fields["custom_id"])
+            if "body" in line.fields:
+                if name in inputs:
+                    raise ValueError(f"custom_id={name[:60]!r} comes a second time: expected one input for each")
+                inputs.update((name, entry) for entry in _entries(line))
+            elif first(line.fields, "response.body") is not None:
+                outputs[name] = line.number, outcome_of(line.fields["response"]["body"])
+        except ValueError as error:
+            yield SkippedLine(line.number, str(error))
+    for name, entry in inputs.items():
+        _, outcome = outputs.pop(name, (0, Outcome(None, None, None, None)))
+        entry.num_prompt_tokens, entry.num_output_tokens, entry.answer, _ = outcome
+        yield entry
+    for number, _ in outputs.values():
+        yield SkippedLine(
+            number, "it has an answer without its prompt: put the batch's input file into the same folder"
+        )
+
+
+def _entries(line: Line) -> Iterator[Entry]:
+    """The generation that a line asks for; none for embeddings and other work."""
+    body = line.fields["body"]
+    if not isinstance(body, Mapping):
+        raise ValueError("body: expected an object with messages or a prompt")
+    if any(word in str(line.fields.get("url", "")) for word in ("embeddings", "moderations")):
+        return
+    prompts = prompts_of(body)
+    if len(prompts) > 1:
+        raise ValueError(f"prompt has {len(prompts)} entries: expected one for each line of a batch")
+    yield Entry(line.number, prompts[0], num_answers=num_answers_of(body), model=optional_text(body, "model"))
+
+
+FORMAT = Format("openai-batch", "OpenAI batch file", recognises, parse)
