@@ -71,9 +71,10 @@ class Steps:
 
 
 class Ends(NamedTuple):
-    """Sequences that generated their first token in a step, and jobs all of whose answers ended in it."""
+    """Sequences that generated their first token in a step, those that ended in it, and jobs whose answers all have."""
 
-    started: list[Request]
+    started: list[tuple[Request, Job]]
+    ended: list[Request]
     finished: list[Job]
 
 
@@ -98,9 +99,9 @@ class SimulatedEngine:
         """Whether a request that arrives now waits for a sequence to end."""
         return len(self.scheduler.running) >= self.scheduler.max_num_seqs
 
-    def job_of(self, request: Request) -> Job:
-        """The job that a sequence belongs to."""
-        return self._jobs[request.owner_id]
+    def lines(self, requests: list[Request]) -> list[int]:
+        """Lines of the log that running sequences come from."""
+        return [self._jobs[request.owner_id].logged.line for request in requests]
 
     def add(self, job: Job) -> None:
         """Queues a request of the log, which `EngineSize.fits`."""
@@ -144,17 +145,18 @@ class SimulatedEngine:
         """Ends the step that `schedule` began."""
         batch = self._batch
         self.scheduler.update(batch, [0] * len(batch.samples))
-        started = [sample.request for sample in batch.samples if sample.request.num_output_tokens == 1]
+        new = [sample.request for sample in batch.samples if sample.request.num_output_tokens == 1]
+        started = [(request, self._jobs[request.owner_id]) for request in new]
+        ended = [sample.request for sample in batch.samples if sample.request.is_finished]
         finished = []
-        for sample in batch.samples:
-            if sample.request.is_finished:
-                self._is_quiet = False
-                job = self._jobs[sample.request.owner_id]
-                job.num_unfinished -= 1
-                if job.num_unfinished == 0:
-                    del self._jobs[sample.request.owner_id]
-                    finished.append(job)
-        return Ends(started, finished)
+        for request in ended:
+            self._is_quiet = False
+            job = self._jobs[request.owner_id]
+            job.num_unfinished -= 1
+            if job.num_unfinished == 0:
+                del self._jobs[request.owner_id]
+                finished.append(job)
+        return Ends(started, ended, finished)
 
     def decodes(self) -> Steps | None:
         """The steps that come next, in which the running sequences decode and nothing else happens, as long as pages

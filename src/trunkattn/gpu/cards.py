@@ -59,6 +59,31 @@ class OverlapTimes:
 
 
 @dataclass(frozen=True)
+class EngineTimes:
+    """A step of a serving engine on a card, besides our attention: fitted to measured times per token.
+
+    Attributes:
+        flops_per_us: of matrix products with weights, at their best.
+        layer_us: norms, rotations and what else of a layer is neither weights nor attention.
+        sequence_us: sampling of one sequence from 128,256 logits.
+        flash_us: begin and end of FlashAttention's decode kernel.
+        flash_bytes_per_us: keys and values that it reads for the first time, as far as they add to the next.
+        flash_keys_per_us: all keys and values that it computes with, in bytes of 16-bit numbers, whoever reads them.
+        reduce_us: one all-reduce of a small step among cards that share a layer.
+        memory_bytes: of the card.
+    """
+
+    flops_per_us: float
+    layer_us: float
+    sequence_us: float
+    flash_us: float
+    flash_bytes_per_us: float
+    flash_keys_per_us: float
+    reduce_us: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class CardModel:
     """What was measured on a model of card.
 
@@ -69,6 +94,7 @@ class CardModel:
             may have less arithmetic to spare.
         pads_heads: whether the Hopper kernel is the faster one for heads that it pads, too.
         overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
+        engine: for predictions of whole steps; None: no engine was measured on it.
     """
 
     name: str
@@ -76,6 +102,7 @@ class CardModel:
     runs_hopper_kernels: bool = False
     pads_heads: bool = False
     overlap: OverlapTimes | None = None
+    engine: EngineTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +167,16 @@ H100: Final = CardModel(
         fixed_ns=14_400,
         reads_percent=100,
     ),
+    engine=EngineTimes(
+        flops_per_us=790e6,
+        layer_us=38.4,
+        sequence_us=6.0,
+        flash_us=12.4,
+        flash_bytes_per_us=4.88e6,
+        flash_keys_per_us=6.94e6,
+        reduce_us=1.0,
+        memory_bytes=80 * 10**9,
+    ),
 )
 
 H200: Final = CardModel(
@@ -163,6 +200,16 @@ H200: Final = CardModel(
         item_ns=1400,
         fixed_ns=8300,
         reads_percent=0,
+    ),
+    engine=EngineTimes(
+        flops_per_us=1036e6,
+        layer_us=36.7,
+        sequence_us=10.0,
+        flash_us=11.0,
+        flash_bytes_per_us=10.0e6,
+        flash_keys_per_us=6.67e6,
+        reduce_us=1.0,
+        memory_bytes=141 * 10**9,
     ),
 )
 
@@ -193,8 +240,23 @@ def card_of(facts: GpuFacts) -> Card:
     return Card(facts, CardModel(f"{facts.name} with {facts.num_sms} SMs", _UNMEASURED))
 
 
+_L2_BYTES: Final = 50 << 20  # of all cards in the table
+
 # Stands in where there is no GPU: what an H100 refuses, every card does.
-ASSUMED: Final = card_of(GpuFacts("NVIDIA H100 80GB HBM3", 132, HOPPER, 50 << 20))
+ASSUMED: Final = card_of(GpuFacts("NVIDIA H100 80GB HBM3", 132, HOPPER, _L2_BYTES))
+
+
+def card_named(name: str) -> Card:
+    """A card that engines were measured on, by its name or that of its model, in any case.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for cuda_name, num_sms, model in _MODELS:
+        if model.engine and name.lower() in (cuda_name.lower(), model.name.lower(), model.name.split()[-1].lower()):
+            return Card(GpuFacts(cuda_name, num_sms, HOPPER, _L2_BYTES), model)
+    known = ", ".join(dict.fromkeys(model.name for _, _, model in _MODELS if model.engine))
+    raise ValueError(f"gpu={name!r}: expected a card whose engines were measured: {known}")
 
 
 def card_at(device: torch.device | str) -> Card:

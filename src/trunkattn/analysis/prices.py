@@ -1,0 +1,223 @@
+"""What a step costs on a card: attention one by one and shared, weights, and the rest, without a GPU.
+
+Shared attention is what the planner predicts for the tiling that it would choose. Attention one by one is
+FlashAttention's, which reads a shared page once from memory and again from the L2 cache: two rates fitted to measured
+times describe it better than our own kernels without sharing do.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trunkattn.analysis.model_shape import ModelShape
+from trunkattn.config import AttentionConfig
+from trunkattn.gpu.cards import Card, EngineTimes
+from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.steps import make_rule
+from trunkattn.gpu.tiles import gpu_device
+from trunkattn.planner.from_config import make_planner
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.candidates import TilingRule
+from trunkattn.planner.tiles.step import TiledStep
+
+_SHARPNESS: Final = 4  # of the turn from steps bound by weights' bytes to steps bound by their arithmetic
+_LOGITS: Final = 128_256  # of a sequence, for which `EngineTimes.sequence_us` holds
+_LINK_BYTES_PER_US: Final = 300_000  # of an all-reduce among cards of one host
+_PROMPT_SHARE: Final = 0.7  # of the rate of matrix products that the attention of prompts reaches
+_CACHE_DTYPES: Final = MappingProxyType(
+    {"auto": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+)
+_RESERVED: Final = 0.9  # share of the card's memory that an engine takes
+_ACTIVATION_BYTES: Final = 2 * 10**9
+
+
+class DecodeBatch(NamedTuple):
+    """The block table and the lengths of the sequences that decode in a step, and their prefix forest."""
+
+    block_table: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    forest: Forest
+
+    @classmethod
+    def of(cls, block_table: NDArray[np.int32], seq_lens: NDArray[np.int32], page_size: int) -> "DecodeBatch":
+        """The batch of a block table."""
+        ones = np.ones(len(seq_lens), np.int32)
+        return cls(block_table, seq_lens, build_forest(block_table, seq_lens, ones, page_size, 1))
+
+
+class AttentionTimes(NamedTuple):
+    """Predicted µs of all layers' attention of one decode step."""
+
+    alone_us: float
+    shared_us: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A model on a card, or on several that share each layer. Raises ValueError if no kernel computes its attention.
+
+    Attributes:
+        shape: the model.
+        card: one of the cards.
+        page_size: tokens per page.
+        tensor_parallel: number of cards.
+        kv_cache_dtype: "auto" for 16 bits, "float8_e4m3fn" or "float8_e5m2".
+    """
+
+    shape: ModelShape
+    card: Card
+    page_size: int = 16
+    tensor_parallel: int = 1
+    kv_cache_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        shape, cards = self.shape, self.tensor_parallel
+        if cards < 1 or shape.num_qo_heads % cards or (shape.num_kv_heads % cards and cards % shape.num_kv_heads):
+            raise ValueError(
+                f"tp={cards}: expected a number of cards that divides the {shape.num_qo_heads} query heads and divides "
+                f"or is divided by the {shape.num_kv_heads} KV heads of {shape.name}"
+            )
+        if self.kv_cache_dtype not in _CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(_CACHE_DTYPES)}")
+        assert self.rule
+
+    @cached_property
+    def times(self) -> EngineTimes:
+        """What was fitted to the card."""
+        assert self.card.model.engine  # `card_named` finds no other card
+        return self.card.model.engine
+
+    @cached_property
+    def config(self) -> AttentionConfig:
+        """A layer's attention on one card."""
+        shape = self.shape
+        return AttentionConfig(
+            num_qo_heads=shape.num_qo_heads // self.tensor_parallel,
+            num_kv_heads=max(1, shape.num_kv_heads // self.tensor_parallel),
+            head_dim=shape.head_dim,
+            page_size=self.page_size,
+            dtype=torch.bfloat16,
+            kv_dtype=_CACHE_DTYPES[self.kv_cache_dtype],
+            latent_dim=shape.latent_dim,
+            sm_scale=None if shape.latent_dim is None else shape.head_dim**-0.5,
+        )
+
+    @cached_property
+    def rule(self) -> TilingRule:
+        """The tiles of one card's attention."""
+        kernels = kernels_of(self.config, self.card)
+        forests = make_planner(self.config, gpu_device(self.card.num_sms, kernels.tiles[-1].block_m))
+        return make_rule(self.config, kernels.tiles, self.card, forests.spec.model, may_fuse=True)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the caches of all layers, on all cards."""
+        copies = max(1, self.tensor_parallel // self.shape.num_kv_heads)
+        return int(self.shape.cached_numbers() * self._number_bytes * self.shape.num_layers * copies)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that fit in the cards' memory beside the weights.
+
+        Raises:
+            ValueError: the weights do not fit.
+        """
+        free = _RESERVED * self.times.memory_bytes * self.tensor_parallel - self.shape.total_bytes() - _ACTIVATION_BYTES
+        pages = int(free // (self.token_bytes * self.page_size))
+        if pages < 1:
+            needed = self.shape.total_bytes() / 1e9
+            raise ValueError(
+                f"{self.shape.name} has {needed:.0f} GB of weights, which {self.tensor_parallel} x "
+                f"{self.card.model.name} do not hold beside a KV cache: expected more cards, with --tp"
+            )
+        return pages
+
+    def attention(self, batch: DecodeBatch) -> AttentionTimes:
+        """Attention of a decode step."""
+        alone = shared = 0.0
+        for window, layers in self.shape.layers_by_window.items():
+            limit = UNLIMITED if window is None else window
+            starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)
+            tables = StepTables(batch.block_table, batch.seq_lens, starts, limit)
+            predicted = TiledStep(self.rule, batch.forest, tables).predict()
+            shared += float(predicted.min()) / 1e3 * layers
+            if self.shape.latent_dim is None:
+                tokens = np.minimum(batch.seq_lens, limit).sum()
+                alone += float(self.flash_us(tokens, seen_tokens(batch, limit))) * layers
+            else:
+                lone = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.alone]
+                alone += float(predicted[lone].min()) / 1e3 * layers
+        return AttentionTimes(alone, shared)
+
+    def scaled(
+        self,
+        times: AttentionTimes,
+        priced: tuple[int, int],
+        tokens: NDArray[np.int64],
+        unique_tokens: NDArray[np.int64],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Attention, one by one and shared, of steps much like one that was priced.
+
+        Args:
+            times: of the step that was priced.
+            priced: its tokens, and its tokens with each shared one counted once.
+            tokens, unique_tokens: [steps] of the steps.
+        """
+        fixed_us = min(self.shape.num_layers * self.times.flash_us, times.shared_us, times.alone_us)
+        more, unique_more = tokens / max(1, priced[0]), unique_tokens / max(1, priced[1])
+        read_share = priced[1] / max(1, priced[0]) / 2  # of the time that follows what leaves memory
+        alone = fixed_us + (times.alone_us - fixed_us) * (more * (1 - read_share) + unique_more * read_share)
+        return alone, fixed_us + (times.shared_us - fixed_us) * unique_more
+
+    def flash_us(self, tokens: Any, unique_tokens: Any) -> Any:
+        """FlashAttention of one layer. tokens: that its sequences see, in all; unique_tokens: with each shared one
+        counted once."""
+        numbers = self.rule.head_bytes * self.rule.num_kv_heads / self._number_bytes
+        read_us = unique_tokens * numbers * self._number_bytes / self.times.flash_bytes_per_us
+        return self.times.flash_us + read_us + tokens * numbers * 2 / self.times.flash_keys_per_us
+
+    def other_us(self, num_sequences: int, num_tokens: int) -> float:
+        """A step without attention. num_sequences: that are sampled; num_tokens: that it computes."""
+        shape, times, cards = self.shape, self.times, self.tensor_parallel
+        bytes_us = shape.bytes_read(num_tokens) / cards / self.card.model.times.bytes_per_us
+        head = shape.vocab_size * shape.hidden_size
+        flops = 2 * ((shape.numbers_used() - head) * num_tokens + head * num_sequences) / cards
+        weights_us = (bytes_us**_SHARPNESS + (flops / times.flops_per_us) ** _SHARPNESS) ** (1 / _SHARPNESS)
+        sampling_us = num_sequences * times.sequence_us * shape.vocab_size / _LOGITS
+        return float(weights_us + sampling_us + shape.num_layers * (times.layer_us + self._reduce_us(num_tokens)))
+
+    def prompt_attention_us(self, pairs: float) -> float:
+        """Attention of prompt chunks, of all layers. pairs: of a prompt token and a token that it sees, without
+        windows."""
+        shape = self.shape
+        numbers = shape.head_dim + (shape.latent_dim or shape.head_dim)
+        flops = 2 * pairs * numbers * shape.num_qo_heads / self.tensor_parallel
+        return flops * shape.num_layers / (_PROMPT_SHARE * self.times.flops_per_us)
+
+    def _reduce_us(self, num_tokens: int) -> float:
+        if self.tensor_parallel == 1:
+            return 0.0
+        return 2 * (self.times.reduce_us + num_tokens * self.shape.hidden_size * 2 / _LINK_BYTES_PER_US)
+
+    @property
+    def _number_bytes(self) -> int:
+        return _CACHE_DTYPES[self.kv_cache_dtype].itemsize
+
+
+def seen_tokens(batch: DecodeBatch, window: int = UNLIMITED) -> int:
+    """Tokens that some sequence of a decode step sees, each shared one counted once."""
+    forest = batch.forest
+    lens = batch.seq_lens[forest.order]
+    longest_start = np.maximum(lens - window, 0)
+    if not len(lens):
+        return 0
+    ranges = np.stack([forest.row_start, forest.row_end], axis=1).ravel()
+    first = np.minimum.reduceat(np.append(longest_start, UNLIMITED), ranges)[::2]
+    return int(np.maximum(forest.token_end - np.maximum(forest.token_start, first), 0).sum())

@@ -1,0 +1,189 @@
+"""A simulated engine with clocks: what each step takes, one by one and shared, and when answers begin and end."""
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.prices import AttentionTimes, DecodeBatch, Prices
+from trunkattn.analysis.sequences import TokenSource
+from trunkattn.analysis.simulated import Ends, EngineSize, Job, SimulatedEngine, Steps
+from trunkattn.analysis.tables import BlockTable
+from trunkattn.analysis.timeline import Album, Sums, Timeline
+
+ALONE: Final = 0  # the clocks
+SHARED: Final = 1
+_PRICE_AGAIN: Final = 0.04  # change of sequences or tokens from which a forest is priced anew
+_SECONDS: Final = 1e-6  # in a µs
+
+
+class _Priced(NamedTuple):
+    """A decode step that was priced, by which those like it are."""
+
+    decoding: int
+    tokens: int
+    unique_tokens: int
+    times: AttentionTimes
+
+    def is_like(self, steps: Steps) -> bool:
+        """Whether steps differ so little from it that its price may be scaled."""
+        pairs = (
+            (self.decoding, steps.decoding),
+            (self.tokens, steps.tokens[0]),
+            (self.unique_tokens, steps.unique_tokens[0]),
+        )
+        return all(abs(mine - other) <= _PRICE_AGAIN * mine for mine, other in pairs)
+
+
+@dataclass
+class Answers:
+    """What users see, on each clock: sums of seconds.
+
+    Attributes:
+        num_requests, num_tokens: that ended, and generated tokens.
+        first: requests whose first token came.
+        to_first: [clocks] seconds from arrival to the first token.
+        after_first: [clocks] seconds from a sequence's first token to its last.
+        tokens_after_first: tokens of these times.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    first: int = 0
+    tokens_after_first: int = 0
+    to_first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    after_first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+
+
+class TimedEngine:
+    """A `SimulatedEngine` whose steps take time on two clocks: one by one, and shared.
+
+    Attributes:
+        engine: what it computes.
+        now: [clocks] seconds since the first request came.
+        busy: [clocks] seconds with work.
+        answers, sums, timeline, album: what happened.
+    """
+
+    def __init__(self, size: EngineSize, prices: Prices, source: TokenSource, clock: int = SHARED) -> None:
+        """Makes an idle engine. clock: the one by which requests come."""
+        self.engine = SimulatedEngine(size, source)
+        self.now, self.busy = np.zeros(2), np.zeros(2)
+        self.answers, self.sums, self.timeline, self.album = Answers(), Sums(), Timeline(), Album()
+        self._prices, self._clock = prices, clock
+        self._table = BlockTable(self.engine.cache)
+        self._priced: _Priced | None = None
+        self._arrived: dict[int, NDArray[np.float64]] = {}  # by line, until the first token
+        self._first: dict[str, NDArray[np.float64]] = {}  # by sequence, when its first token came
+        self._looked_up = self._found = 0
+
+    @property
+    def time(self) -> float:
+        """Seconds on the clock by which requests come."""
+        return float(self.now[self._clock])
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return self.engine.scheduler.has_unfinished
+
+    def add(self, job: Job, arrived: float | None = None) -> None:
+        """Queues a request. arrived: its time, up to which an idle engine waits; None: now, on both clocks."""
+        if arrived is not None and not self.has_work:
+            self.now = np.maximum(self.now, arrived)
+        self._arrived[job.logged.line] = self.now.copy() if arrived is None else np.full(2, arrived)
+        self.engine.add(job)
+
+    def advance(self, until: float) -> list[Job]:
+        """Computes one step, or several of decodes alone, and returns the requests that ended with it.
+
+        Args:
+            until: time at which the next request comes. No step begins after it, unless that request would wait.
+        """
+        steps = self.engine.decodes()
+        if steps is not None:
+            times = self._times(steps)
+            count = steps.count
+            if not self.engine.is_full:
+                ends = self.time + np.cumsum(times[2 + self._clock]) * _SECONDS
+                count = min(count, int(np.searchsorted(ends, until)) + 1)
+            done = self.engine.run(count)
+            if done:
+                self._record(steps, times[:, :done])
+                return []
+        steps = self.engine.schedule()
+        times = self._times(steps)
+        self._record(steps, times)
+        return self._note(self.engine.update())
+
+    def _note(self, ends: Ends) -> list[Job]:
+        """Notes when answers begin and end."""
+        answers = self.answers
+        for request, job in ends.started:
+            self._first[request.request_id] = self.now.copy()
+            arrived = self._arrived.pop(job.logged.line, None)
+            if arrived is not None:
+                answers.first += 1
+                answers.to_first += self.now - arrived
+        for request in ends.ended:
+            answers.after_first += self.now - self._first.pop(request.request_id)
+            answers.tokens_after_first += request.num_output_tokens - 1
+            answers.num_tokens += request.num_output_tokens
+        answers.num_requests += len(ends.finished)
+        return ends.finished
+
+    def _times(self, steps: Steps) -> NDArray[np.float64]:
+        """[4, steps] µs: attention one by one and shared, and the whole step in both ways."""
+        chunks = steps.chunks
+        num_tokens = steps.decoding + sum(chunk.num_tokens for chunk in chunks)
+        num_sampled = steps.decoding + sum(chunk.is_sampled for chunk in chunks)
+        other_us = self._prices.other_us(num_sampled, num_tokens)
+        if chunks:
+            pairs = sum(chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2) for chunk in chunks)
+            other_us += self._prices.prompt_attention_us(pairs)
+        attention = self._attention(steps)
+        return np.concatenate((attention, attention + other_us))
+
+    def _attention(self, steps: Steps) -> NDArray[np.float64]:
+        """[2, steps] µs of attention of decodes."""
+        if steps.decoding == 0:
+            return np.zeros((2, steps.count))
+        wants_tree = self.album.wants(self.time)
+        if self._priced is None or wants_tree or not self._priced.is_like(steps):
+            self._priced = self._price(steps, wants_tree)
+        return np.stack(self._prices.scaled(self._priced.times, self._priced[1:3], steps.tokens, steps.unique_tokens))
+
+    def _price(self, steps: Steps, wants_tree: bool) -> _Priced:
+        running = [each for each in self.engine.scheduler.running if each.num_computed_tokens >= each.num_prompt_tokens]
+        seq_lens = np.array([request.num_computed_tokens + 1 for request in running], np.int32)
+        table = self._table.of(running, seq_lens)
+        batch = DecodeBatch.of(table, seq_lens, self.engine.cache.page_size)
+        if wants_tree:
+            self.album.add(self.time, batch, self.engine.lines(running))
+        times = self._prices.attention(batch)
+        return _Priced(len(running), int(steps.tokens[0]), int(steps.unique_tokens[0]), times)
+
+    def _record(self, steps: Steps, times: NDArray[np.float64]) -> None:
+        """Lets the clocks go on over the first of some steps. times: [4, steps] of these."""
+        count, stats, token_bytes = times.shape[1], self.engine.scheduler.stats, self._prices.token_bytes
+        totals = times.sum(axis=1).tolist()
+        sums = Sums(
+            num_steps=count,
+            decode_steps=count if steps.decoding else 0,
+            decoding=steps.decoding * count,
+            waiting=len(self.engine.scheduler.waiting) * count,
+            kv_bytes=int(steps.tokens[:count].sum()) * token_bytes,
+            unique_kv_bytes=int(steps.unique_tokens[:count].sum()) * token_bytes,
+            attention_us=totals[ALONE],
+            shared_attention_us=totals[SHARED],
+            step_us=totals[2 + ALONE],
+            shared_step_us=totals[2 + SHARED],
+            prompt_tokens=stats.prefix_cache_queries - self._looked_up,
+            cached_tokens=stats.prefix_cache_hits - self._found,
+        )
+        self._looked_up, self._found = stats.prefix_cache_queries, stats.prefix_cache_hits
+        self.timeline.add(self.time, sums)
+        self.sums.add(sums)
+        self.now = self.now + np.array(totals[2:]) * _SECONDS
+        self.busy = self.busy + np.array(totals[2:]) * _SECONDS
