@@ -252,7 +252,7 @@ class Texts(Sequence[str]):
     """Texts that are kept compressed, because those of a log are large and each is looked at rarely."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._packed = [_pack(text) for text in texts]
+        self._packed: list[bytes] = list(texts._packed) if isinstance(texts, Texts) else [_pack(text) for text in texts]
 
     def append(self, text: str) -> None:
         """Adds a text."""
@@ -266,8 +266,7 @@ class Texts(Sequence[str]):
 
     def replaced(self, new: Mapping[int, str]) -> "Texts":
         """All texts, of which some are others."""
-        changed = Texts()
-        changed._packed = list(self._packed)
+        changed = Texts(self)
         for place, text in new.items():
             changed._packed[place] = _pack(text)
         return changed

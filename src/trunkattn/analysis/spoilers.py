@@ -1,0 +1,216 @@
+"""What spoils sharing: prompts that part early because of one field, although they are equal again behind it."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.alignment import MIN_SHARED, Field, Span, fields_of, groups_of, moved, spans_in
+from trunkattn.analysis.partings import Parting, partings
+from trunkattn.analysis.records import Log, Spoiler
+from trunkattn.analysis.settings import Progress
+from trunkattn.analysis.tokens import Texts
+
+MOST: Final = 20  # spoilers that are told
+LEAST_REQUESTS: Final = 4  # that must leave the largest group, and this share of the log's requests
+LEAST_SHARE: Final = 1 / 1000
+_SAMPLE: Final = 48  # requests of a parting that are laid beside each other, and those of the largest children besides
+_LARGEST: Final = 16
+_EXAMPLES: Final = 3
+_EXAMPLE_LENGTH: Final = 200
+_BATCH: Final = 256  # prompts that are encoded at once
+_ROLE: Final = re.compile(
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|)(system|developer|user|assistant|model|tool|tools)\b"
+)
+_SPOKEN: Final = frozenset({"user", "assistant", "model"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A spoiler, and what is needed to replay the log without it.
+
+    Attributes:
+        spoiler: what is told of it.
+        members: positions in the log of the requests that have it, int64.
+        fields: the part that varies, behind those that vary before it in the same prompts and spoil more.
+        model: the prompt that the fields' places refer to.
+    """
+
+    spoiler: Spoiler
+    members: NDArray[np.int64] = field(repr=False)
+    fields: tuple[Field, ...] = field(repr=False)
+    model: str = field(repr=False)
+
+
+def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
+    """Finds fields that keep prompts from sharing what follows them.
+
+    At each place where many prompts part, a sample of them is laid beside each other. A field is told where a short
+    part varies and at least as much text behind it is equal again. Prompts whose own text begins there have no such
+    part. The gains are left open: `rewritten` gives the log that a replay compares.
+
+    Returns:
+        The most expensive findings first, `MOST` at most; none where the log has no texts.
+    """
+    if log.texts is None:
+        return []
+    least = max(LEAST_REQUESTS, int(len(log.requests) * LEAST_SHARE))
+    search = _Search(log, log.texts, least, np.zeros(len(log.requests), dtype=np.int64))
+    places = partings([request.blocks for request in log.requests], least)
+    found: list[Finding] = []
+    for number, parting in enumerate(places):
+        found += search.at(parting)
+        if progress is not None:
+            progress("aligning prompts", (number + 1) / len(places))
+    worst_first = sorted(found, key=lambda it: -it.spoiler.num_requests * it.spoiler.shared_after)
+    return worst_first[:MOST]
+
+
+def rewritten(log: Log, finding: Finding) -> Log:
+    """The log as if the finding's field, and those before it in the same prompts, stood behind all that they share.
+
+    Args:
+        log: the log in which the finding was found.
+        finding: one of `find_spoilers`.
+    """
+    assert log.texts is not None and log.encode is not None
+    new: dict[int, str] = {}
+    for member in finding.members.tolist():
+        text = log.texts[member]
+        new[member] = moved(text, spans_in(text, finding.model, finding.fields), finding.fields, finding.model)
+    requests = list(log.requests)
+    waiting = iter(new.items())
+    while batch := list(islice(waiting, _BATCH)):
+        for (member, _), encoded in zip(batch, log.encode([text for _, text in batch]), strict=True):
+            requests[member] = replace(requests[member], num_prompt_tokens=encoded.num_tokens, blocks=encoded.blocks)
+    return replace(log, requests=requests, texts=Texts(log.texts).replaced(new))
+
+
+@dataclass
+class _Search:
+    """The search in one log.
+
+    Attributes:
+        log, texts: the log and its prompts.
+        least: requests that must leave the largest group.
+        claimed: for each request the end of the last field that was found in it, in characters. Deeper partings within
+            it are the same field.
+    """
+
+    log: Log
+    texts: Sequence[str]
+    least: int
+    claimed: NDArray[np.int64]
+
+    def at(self, parting: Parting) -> list[Finding]:
+        """The findings at one place."""
+        places = _sampled(parting)
+        sample = [self.texts[parting.members[place]] for place in places]
+        children = [int(parting.children[place]) for place in places]
+        found: list[Finding] = []
+        taken: set[int] = set()
+        for group in groups_of(sample, children):
+            rest = [place for place in group if place not in taken]
+            if len({children[place] for place in rest}) < 2:
+                continue
+            texts = [sample[place] for place in rest]
+            fields = _movable(fields_of(texts), texts[0])
+            group_found = self._findings(parting, fields, texts[0]) if fields else []
+            if group_found:
+                taken.update(rest)
+                found += group_found
+        return found
+
+    def _findings(self, parting: Parting, fields: list[Field], model: str) -> list[Finding]:
+        """A finding for each field that is in enough of a parting's requests, and varies in enough of them."""
+        spans: dict[int, list[Span]] = {}
+        varying: list[Counter[str]] = [Counter() for _ in fields]
+        examples: list[dict[str, int]] = [{} for _ in fields]
+        for member in parting.members.tolist():
+            if self.claimed[member] > fields[0].start:
+                continue
+            text = self.texts[member]
+            spans[member] = spans_in(text, model, fields)
+            for counts, known, span in zip(varying, examples, spans[member], strict=False):
+                part = text[span.start : span.end]
+                counts[part] += 1
+                if len(known) < _EXAMPLES:
+                    known.setdefault(part, member)
+        found = []
+        for number, (counts, known) in enumerate(zip(varying, examples, strict=True)):
+            if counts.total() - max(counts.values(), default=0) < self.least:
+                break
+            members = np.array([member for member, some in spans.items() if len(some) > number], dtype=np.int64)
+            self.claimed[members] = [spans[member][number].end for member in members.tolist()]
+            chosen = tuple(fields[: number + 1])
+            spoiler = self._spoiler(members, [spans[member][number] for member in members.tolist()], chosen, model)
+            lines = [self.log.requests[member].line for member in known.values()]
+            found.append(
+                Finding(
+                    replace(spoiler, examples=[part[:_EXAMPLE_LENGTH] for part in known], lines=lines),
+                    members,
+                    chosen,
+                    model,
+                )
+            )
+        return found
+
+    def _spoiler(self, members: NDArray[np.int64], spans: list[Span], fields: tuple[Field, ...], model: str) -> Spoiler:
+        assert self.log.encode is not None
+        lengths = np.array([self.log.requests[member].num_prompt_tokens for member in members.tolist()])
+        num_characters = np.array([len(self.texts[member]) for member in members.tolist()])
+        rates = lengths / num_characters
+        last = fields[-1]
+        shared = round(float(np.mean(rates * [span.stop - span.end for span in spans])))
+        before = model[: last.start]
+        token = self.log.encode([before])[0].num_tokens if before else 0
+        moving = f"Move it behind the {shared:,} tokens after it, which are equal in all of these prompts."
+        if len(fields) > 1:
+            moving += " Move what varies before it, too."
+        return Spoiler(
+            kind=last.kind,
+            where=f"{_role(before) or 'prompt'}, token {token:,} of {round(float(lengths.mean())):,}",
+            num_requests=len(members),
+            token=token,
+            shared_after=shared,
+            varying_tokens=float(np.mean(rates * [span.end - span.start for span in spans])),
+            examples=[],
+            lines=[],
+            advice="Write it in the same order in every prompt, such as sorted." if last.is_order else moving,
+        )
+
+
+def _sampled(parting: Parting) -> list[int]:
+    """Places in a parting's members that are looked at: some at equal distances, and two of each large child."""
+    count = len(parting.members)
+    chosen = set(np.linspace(0, count - 1, min(count, _SAMPLE)).round().astype(int).tolist())
+    sizes = np.bincount(parting.children)
+    for child in np.argsort(-sizes, kind="stable")[:_LARGEST]:
+        chosen.update(np.flatnonzero(parting.children == child)[:2].tolist())
+    return sorted(chosen)
+
+
+def _movable(fields: list[Field], model: str) -> list[Field]:
+    """The fields, so far as they can be moved: what a user or the model says stays in its message."""
+    for number, one in enumerate(fields):
+        if _role(model[: one.start]) not in {f"{role} message" for role in _SPOKEN}:
+            continue
+        border = _ROLE.search(one.shared)
+        if border is None:
+            continue
+        cut = replace(one, shared=one.shared[: border.start()])
+        return [*fields[:number], *([cut] if len(cut.shared) >= MIN_SHARED else [])]
+    return fields
+
+
+def _role(text: str) -> str | None:
+    """Whose message the end of a text is in, for people; None: no template's mark tells."""
+    roles = _ROLE.findall(text)
+    if not roles:
+        return None
+    return "tools" if roles[-1].startswith("tool") else f"{roles[-1]} message"

@@ -1,0 +1,95 @@
+"""Kinds of text that varies from prompt to prompt: times, dates, ids, versions, names, or an order."""
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\d{4}/\d\d/\d\d"
+_DATE = rf"{_DAY}|{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?,? \d{{4}}|\d{{1,2}}\.? {_MONTH} \d{{4}})"
+_WEEKDAY = r"(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? )?"
+_CLOCK = r"\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?[AaPp][Mm])?(?: ?(?:Z|UTC|GMT|[+-]\d\d:?\d\d))?"
+_UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
+_LABELLED_ID = r"(?:id|ID|Id|request|trace|session|nonce|token|key)[\"']?\s*[:=#]?\s*[\"']?(?P<id>[\w-]{4,})"
+_NAME = r"[^\W\d_][\w'.-]*(?: [^\W\d_][\w'.-]*){0,3}"
+_LABEL = r"(?:(?:user|User|name|Name|customer|Customer|client|Client|account|assisting|helping|Hello|Dear|with)\s*)+"
+_NAMED = rf"{_LABEL}(?:is|named|called|:|=)?\s*[\"']?(?P<id>{_NAME})"
+
+# The first that nearly all examples match is the kind. A group named `id` is what varies behind its label.
+PATTERNS: Final = (
+    (
+        "timestamp",
+        re.compile(rf"{_WEEKDAY}{_DATE}(?:T|,? (?:at )?){_CLOCK}|{_CLOCK}|\b1[5-9]\d{{8}}(?:\d{{3}})?(?:\.\d+)?\b"),
+    ),
+    ("date", re.compile(_WEEKDAY + _DATE)),
+    (
+        "request id",
+        re.compile(rf"{_UUID}|\b[A-Za-z]{{2,10}}[-_](?=\w*\d)\w{{6,}}|\b(?=\w*\d)[0-9a-f]{{12,64}}\b|{_LABELLED_ID}"),
+    ),
+    ("version", re.compile(r"\b[vV]\.?\d+(?:[.\d]*\d)?(?:-\w+)?|\b[vV]ersion:? ?\d[\w.-]*|\b\d+\.\d+\.\d+(?:-\w+)?")),
+    ("user name", re.compile(rf"[\w.+-]+@[\w-]+\.[\w.]+|{_NAMED}")),
+)
+CONTEXT: Final = 40  # characters in front of what varies that may belong to it, or are its label
+_BEHIND: Final = 8
+_USUAL: Final = 0.9  # share of the examples that match a kind
+_COVERED: Final = 0.6  # share of what varies that the match covers
+_WORDS: Final = re.compile(r"\w+|[^\w\s]")
+_NAMES: Final = re.compile(r"\"name\":\s*\"([^\"]*)\"")
+
+
+class Example(NamedTuple):
+    """A text, and the characters of it that vary."""
+
+    text: str
+    start: int
+    end: int
+
+
+def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
+    """The kind of what varies, and how many characters that are equal in all texts it begins earlier.
+
+    Args:
+        examples: texts that are equal for some characters in front of `start`.
+    """
+    for kind, pattern in PATTERNS:
+        leads = [_lead(pattern, example) for example in examples]
+        matching = [lead for lead in leads if lead is not None]
+        if len(matching) >= _USUAL * len(examples):
+            return kind, max(matching)
+    return "text", examples[0].start - word_start(examples[0].text, examples[0].start)
+
+
+def word_start(text: str, place: int) -> int:
+    """Where the word begins that a place is in, at most `CONTEXT` characters before."""
+    start = place
+    while start > max(0, place - CONTEXT) and (text[start - 1].isalnum() or text[start - 1] in "_-"):
+        start -= 1
+    return start
+
+
+def _lead(pattern: re.Pattern[str], example: Example) -> int | None:
+    """Characters before what varies at which a match begins that covers most of it; None: no match does."""
+    offset = max(0, example.start - CONTEXT)
+    window = example.text[offset : example.end + _BEHIND]
+    start, end = example.start - offset, example.end - offset
+    for match in pattern.finditer(window):
+        first, last = match.span("id") if "id" in pattern.groupindex and match["id"] else match.span()
+        covered = min(last, end) - max(first, start)
+        if covered > 0 and covered >= _COVERED * (end - start):
+            return max(0, start - first)
+    return None
+
+
+def is_reordered(texts: Sequence[str]) -> bool:
+    """Whether texts consist of the same words and signs, at least two words, in different orders."""
+    words = [_WORDS.findall(text) for text in texts]
+    expected = sorted(words[0])
+    return len(set(expected)) > 2 and len(set(texts)) > 1 and all(sorted(some) == expected for some in words)
+
+
+def order_kind(texts: Sequence[str]) -> str:
+    """What is in another order in texts of the same words."""
+    names = [tuple(_NAMES.findall(text)) for text in texts]
+    if len(set(names)) > 1:
+        return "order of tools"
+    return "order of keys" if all('":' in text for text in texts) else "order of parts"
