@@ -5,7 +5,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -148,7 +148,7 @@ class _Counted(io.RawIOBase):
         return count
 
 
-def _zstd(file: Path, stream: BinaryIO) -> AbstractContextManager[BinaryIO]:
+def _zstd(file: Path, stream: BinaryIO) -> io.BufferedReader:
     try:
         import zstandard
     except ImportError as error:
@@ -156,8 +156,34 @@ def _zstd(file: Path, stream: BinaryIO) -> AbstractContextManager[BinaryIO]:
             f"{file}: it is compressed by Zstandard, and the package zstandard is missing; run pip install zstandard, "
             f"or decompress the file"
         ) from error
-    reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-    return io.BufferedReader(reader, _CHUNK)
+    return io.BufferedReader(_Frames(stream, zstandard.ZstdDecompressor()), _CHUNK)
+
+
+class _Frames(io.RawIOBase):
+    """Decompressed frames of Zstandard, one behind the other. Zstandard's own reader takes a cut frame for a whole."""
+
+    def __init__(self, stream: BinaryIO, decompressor: Any) -> None:
+        self._stream, self._decompressor = stream, decompressor
+        self._frame: Any = None
+        self._packed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._packed = self._packed or self._stream.read(_CHUNK)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("its last frame is cut")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
 
 
 def _lines(file: Path, read: Read) -> Iterator[Line | SkippedLine]:

@@ -15,6 +15,7 @@ from trunkattn.analysis.formats.table import FORMATS, format_named, format_of
 from trunkattn.analysis.records import Encoded, Log, LoggedRequest, SkippedLine
 from trunkattn.analysis.settings import Progress
 from trunkattn.analysis.tokens import (
+    ByteEstimate,
     Encoder,
     Texts,
     encode_hashes,
@@ -159,7 +160,6 @@ class _Collected:
     arrivals: list[float | None] = field(default_factory=list)
     turns: list[int | None] = field(default_factory=list)
     texts: Texts = field(default_factory=Texts)
-    has_texts: bool = False
     contents: list[NDArray[np.int64]] = field(default_factory=list)
     tokens_told: int = 0
     tokens_found: int = 0
@@ -206,8 +206,9 @@ class _Collected:
             num_output_tokens = self.encoder.count(entry.answer)
         self.arrivals.append(entry.arrival)
         self.turns.append(entry.turn)
-        self.has_texts |= encoded.text is not None
-        self.texts.append(encoded.text or "")
+        if encoded.text is not None:
+            self.texts.fill(len(self.requests))
+            self.texts.append(encoded.text)
         self.requests.append(
             LoggedRequest(
                 line=entry.line,
@@ -224,6 +225,8 @@ class _Collected:
 
     def log(self, chosen: Format) -> Log:
         """The log of all that was taken."""
+        if self.texts:
+            self.texts.fill(len(self.requests))
         has_contents = len(self.contents) == len(self.requests) and depend_on_contents_alone(self.contents)
         order = self._order()
         return Log(
@@ -237,8 +240,8 @@ class _Collected:
             skipped=self.tally.skipped,
             tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
             assumptions=self._assumptions(),
-            texts=self.texts.taken(order) if self.has_texts else None,
-            encode=self.encoder.encode if self.has_texts else None,
+            texts=self.texts.taken(order) if self.texts else None,
+            encode=self.encoder.encode if self.texts else None,
             contents=[self.contents[place] for place in order] if has_contents else None,
         )
 
@@ -274,12 +277,13 @@ class _Collected:
 
     def _assumptions(self) -> list[str]:
         found = []
-        if self.tokens_told and abs(self.tokens_found / self.tokens_told - 1) > 0.02:
+        told, counted = self.tokens_told, self.tokens_found
+        if not isinstance(self.encoder, ByteEstimate) and told and abs(counted / told - 1) > 0.02:
             found.append(
-                f"The log counts {self.tokens_told:,} prompt tokens, and {self.encoder.tokens_from} gives "
-                f"{self.tokens_found:,}; the latter are used."
+                f"The log counts {told:,} prompt tokens, and {self.encoder.tokens_from} counts {counted:,}; the latter "
+                f"are used."
             )
-        if not any(len(ids) for ids in self.contents) and self.contents and not self.has_texts:
+        if not any(len(ids) for ids in self.contents) and self.contents and not self.texts:
             found.append("The log has neither prompts nor block hashes, so no prompt is known to be shared.")
         if any(arrival is None for arrival in self.arrivals[:1]):
             found.append("The log has no times, so it says nothing about which requests ran together.")

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol, overload
 
@@ -17,6 +18,7 @@ BLOCK_SIZE: Final = 16
 BYTES_PER_TOKEN: Final = 4.0
 # Multipliers and shifts of splitmix64's finalizer, and its step (https://doi.org/10.1145/2714064.2660195).
 _STEP: Final = 0x9E3779B97F4A7C15
+_FEWEST_PLACES: Final = 1 << 12
 _MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
@@ -61,18 +63,28 @@ def chained(units: NDArray[np.int64], per_block: int = 1) -> NDArray[np.int64]:
         units: what the blocks hold: tokens, bytes or other hashes, int64.
         per_block: units of a block; the last block may have fewer.
     """
-    places = np.arange(1, len(units) + 1, dtype=np.uint64) * np.uint64(_STEP)
-    sums = np.cumsum(mixed(mixed(places) ^ mixed(units.view(np.uint64) + np.uint64(_STEP))), dtype=np.uint64)
-    ends = np.arange(per_block, len(units) + per_block, per_block).clip(max=len(units)) - 1
-    return mixed(sums[ends]).view(np.int64)
+    places = _places(max(_FEWEST_PLACES, len(units)).bit_length())[: len(units)]
+    sums = np.cumsum(mixed(places ^ mixed(units.view(np.uint64))), dtype=np.uint64)
+    if per_block > 1:
+        whole = sums[per_block - 1 :: per_block]
+        sums = whole if len(units) % per_block == 0 else np.append(whole, sums[-1:])
+    return mixed(sums).view(np.int64)
+
+
+@cache
+def _places(bits: int) -> NDArray[np.uint64]:
+    """Mixed numbers of 2**bits places."""
+    return mixed(np.arange(1, (1 << bits) + 1, dtype=np.uint64) * np.uint64(_STEP))
 
 
 def encode_hashes(prompt: Hashes, line: int) -> Encoded:
     """A prompt of block hashes. Blocks that the log leaves out are shared with no other line."""
     missing = -(-prompt.num_tokens // prompt.block_size) - len(prompt.ids)
-    private = mixed(np.arange(line << 24, (line << 24) + missing, dtype=np.uint64)).view(np.int64)
-    blocks = chained(np.concatenate([prompt.ids, private]))
-    return Encoded(prompt.num_tokens, blocks, prompt.block_size)
+    ids = prompt.ids
+    if missing:
+        private = mixed(np.arange(line << 24, (line << 24) + missing, dtype=np.uint64)).view(np.int64)
+        ids = np.concatenate([ids, private])
+    return Encoded(prompt.num_tokens, chained(ids), prompt.block_size)
 
 
 def encode_tokens(ids: NDArray[np.int64], text: str | None = None) -> Encoded:
@@ -257,6 +269,10 @@ class Texts(Sequence[str]):
     def append(self, text: str) -> None:
         """Adds a text."""
         self._packed.append(_pack(text))
+
+    def fill(self, length: int) -> None:
+        """Adds empty texts until there are `length`."""
+        self._packed += [_pack("")] * (length - len(self._packed))
 
     def taken(self, order: Iterable[int]) -> "Texts":
         """The texts at some places, in that order, without unpacking them."""

@@ -161,7 +161,8 @@ def hash_ids(name: str, value: Any) -> NDArray[np.int64]:
     if all(type(number) is int and 0 <= number < 1 << 64 for number in value):
         return np.array(value, dtype=np.uint64).view(np.int64)
     wrong = next(number for number in value if type(number) is not int or not 0 <= number < 1 << 64)
-    raise ValueError(f"{name}={brief(wrong)}: expected an integer of at least 0 and below 2**64")
+    given = "a text" if isinstance(wrong, str) else brief(wrong)  # a text may be somebody's prompt
+    raise ValueError(f"{name}={given}: expected an integer of at least 0 and below 2**64")
 
 
 def token_ids(name: str, value: Any) -> TokenIds:
