@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 import trunkattn
 from trunkattn.attention import AttentionConfig
 from trunkattn.cli.app import app
+from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.options import ServeOptions, size
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model import inspect_model
@@ -50,6 +53,8 @@ def inherited(**changed: str) -> dict[str, str]:
         ("--help", 0),
         ("generate --help", 0),
         ("serve --help", 0),
+        ("analyze --help", 0),
+        ("explain --help", 0),
         ("generate nowhere --prompt a", 2),
         ("generate owner/model --prompt a", 2),
         ("generate . --prompt a --n 0", 2),
@@ -63,6 +68,14 @@ def inherited(**changed: str) -> dict[str, str]:
         ("serve . --port 99999", 2),
         ("serve . --max-num-seqs 0", 2),
         ("serve . --tool-call-parser magic", 2),
+        ("analyze nowhere.jsonl", 2),
+        ("analyze . --concurrency 4,none", 2),
+        ("analyze . --rate 0", 2),
+        ("analyze . --route magic", 2),
+        ("analyze . --page-size 0", 2),
+        ("analyze . --model nowhere", 2),
+        ("analyze . --html nowhere/report.html", 2),
+        ("explain 1,4_16,16 --tp none", 2),
     ],
 )
 def test_it_ends_before_a_large_package_is_imported(arguments: str, code: int) -> None:
@@ -176,3 +189,30 @@ cli.find_spec = lambda name: None
 sys.argv = ["trunkattn", "doctor"]
 cli.main()"""
     assert last_line(script) == "The library and the engine work here."
+
+
+@dataclass(frozen=True)
+class NamedOptions:
+    """Options whose names on the command line differ from their fields."""
+
+    place: Annotated[str, typer.Argument(metavar="PLACE")]
+    card: Annotated[str, typer.Option("--gpu")] = ""
+    num_cards: Annotated[int, typer.Option(metavar="INTEGER")] = 1
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ("place='x': expected y", "PLACE"),
+        ("card='x': expected y", "--gpu"),
+        ("gpu='x': expected y", "--gpu"),
+        ("num_cards='x': expected y", "--num-cards"),
+        ("head_dim='x': expected y", None),
+        ("nothing is there", None),
+    ],
+)
+def test_a_bad_value_is_reported_by_the_name_on_the_command_line(message: str, hint: str | None) -> None:
+    with pytest.raises(typer.BadParameter) as caught, reported_by_option(NamedOptions):
+        raise ValueError(message)
+    assert caught.value.param_hint == hint
+    assert caught.value.message == (message if hint is None else "'x': expected y")

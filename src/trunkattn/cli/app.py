@@ -5,9 +5,10 @@ from typing import Annotated
 import typer
 
 import trunkattn
+from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
 from trunkattn.cli.command import command
 from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions
-from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
+from trunkattn.cli.packages import ANALYSIS_PACKAGES, ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 from trunkattn.names import install_command
 
 app = typer.Typer(
@@ -95,6 +96,39 @@ def serve(options: ServeOptions) -> None:
     from trunkattn.cli.serve import run_serve
 
     run_serve(options)
+
+
+@app.command()
+@command(AnalyzeOptions)
+def analyze(options: AnalyzeOptions) -> None:
+    """Say what sharing prefixes is worth for the requests of a log.
+
+    The log is replayed without a model: scheduled, cached, and priced by the measured times of a card, with what
+    requests share read one by one and read once. The report says how much time per token that saves at which load, and
+    what keeps prompts from sharing more. It needs no GPU, and nothing leaves this machine.
+
+    Example: `trunkattn analyze requests.jsonl --gpu "NVIDIA H100" --model llama-3-8b --html report.html`
+    """
+    _need(ANALYSIS_PACKAGES, "engine")
+    from trunkattn.cli.analyze import run_analyze
+
+    run_analyze(options)
+
+
+@app.command()
+@command(ExplainOptions)
+def explain(options: ExplainOptions) -> None:
+    """Explain how one decode batch is planned: its prefix forest, and each packing policy's items, bytes and time.
+
+    The batch is a tree, written as the nodes of each level and the tokens of each, or a file with a block table. Times
+    are predicted by the planner's own cost model of a card, so no GPU is needed.
+
+    Example: `trunkattn explain 1,4,64_1024,512,128 --gpu "NVIDIA H100"`
+    """
+    _need(ANALYSIS_PACKAGES, "engine")
+    from trunkattn.cli.explain import run_explain
+
+    run_explain(options)
 
 
 @app.command()

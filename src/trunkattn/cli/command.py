@@ -4,11 +4,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import typer
+from typer.models import ArgumentInfo, OptionInfo
 
 Options = TypeVar("Options")
 
@@ -46,7 +47,7 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
         )
         for field in fields(options)  # type: ignore[arg-type]
     ]
-    takes_model = any(parameter.name == "model" for parameter in parameters)
+    takes_model = any(parameter.name == "model" and parameter.default is parameter.empty for parameter in parameters)
     if takes_model:
         optional = [
             parameter.replace(default=None) if parameter.name == "model" else parameter for parameter in parameters
@@ -70,17 +71,30 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 
 @contextmanager
 def reported_by_option(options: type[Any]) -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the option of that name, exit code 2. A missing
-    package is reported alike."""
+    """Turns the library's `name=value: expected ...` into an error of the option with that name, or of the field with
+    it, exit code 2. A missing package is reported alike."""
     try:
         yield
     except ImportError as error:
         raise typer.BadParameter(str(error)) from error
     except (TypeError, ValueError) as error:
         name, value = _split(str(error))
-        if name not in {field.name for field in fields(options)}:
+        names = {field.name: _option_name(field) for field in fields(options)}
+        option = names.get(name, f"--{name.replace('_', '-')}")
+        if option not in names.values():
             raise typer.BadParameter(str(error)) from error
-        raise typer.BadParameter(value, param_hint=f"--{name.replace('_', '-')}") from error
+        raise typer.BadParameter(value, param_hint=option) from error
+
+
+def _option_name(field: Field[Any]) -> str:
+    """What the command line calls a field: its option, or the word that stands for its argument."""
+    for each in get_args(field.type):
+        if isinstance(each, ArgumentInfo) and each.metavar:
+            return str(each.metavar)
+        if isinstance(each, OptionInfo):  # whose first name typer takes for a default
+            names = [name for name in (each.default, *(each.param_decls or ())) if isinstance(name, str)]
+            return next(iter(names), f"--{field.name.replace('_', '-')}")
+    return f"--{field.name.replace('_', '-')}"
 
 
 def fields_of(target: type[Any], options: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Final
 
 ENGINE_PACKAGES: Final = ("transformers", "safetensors", "gguf", "accelerate", "jinja2")
+ANALYSIS_PACKAGES: Final = ("jinja2",)  # a tokenizer needs those of the engine
 SERVER_PACKAGES: Final = (*ENGINE_PACKAGES, "fastapi", "uvicorn", "prometheus-client", "llguidance")
 
 

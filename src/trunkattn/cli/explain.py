@@ -1,0 +1,118 @@
+"""`trunkattn explain`: one batch, and what each packing policy makes of it."""
+
+import json
+import math
+import re
+import zipfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+
+from trunkattn.analysis.model_shape import model_shape
+from trunkattn.cli.analysis_options import ExplainOptions
+from trunkattn.cli.analyze import check_writable, write
+from trunkattn.cli.command import reported_by_option
+from trunkattn.workloads.trees import parse_tree, tree_batch
+
+TREE: Final = re.compile(r"[\d, ]+_[\d, ]+")
+FIELDS: Final = ("block_table", "seq_lens", "page_size")
+DEFAULT_PAGE_SIZE: Final = 16
+Tables = tuple[NDArray[Any], NDArray[Any], int]
+
+
+def run_explain(options: ExplainOptions) -> None:
+    """Checks the options, plans the batch with every policy, and prints what that gives."""
+    with reported_by_option(ExplainOptions):
+        shape = model_shape(options.model)
+        check_writable("svg_file", options.svg_file)
+        block_table, seq_lens, page_size = read_batch(options.batch, options.page_size)
+    with reported_by_option(ExplainOptions):
+        from trunkattn.analysis.explain import explain
+        from trunkattn.analysis.explain_report import explanation_dict, forest_svg, print_explanation
+        from trunkattn.analysis.prices import Prices
+        from trunkattn.gpu.cards import card_named
+
+        card = card_named(options.card)
+        prices = Prices(shape, card, page_size, options.tensor_parallel, options.kv_cache_dtype)
+        explanation = explain((block_table, seq_lens), prices)
+    if options.svg_file is not None:
+        write(options.svg_file, forest_svg(explanation, prices))
+    if options.as_json:
+        typer.echo(json.dumps(explanation_dict(explanation, prices), indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        print_explanation(explanation, prices, Console())
+
+
+def read_batch(batch: str, page_size: int | None) -> Tables:
+    """Block table, lengths and page size of a tree or of a file.
+
+    Args:
+        batch: a tree, or the path of a .json or .npz file.
+        page_size: tokens of a page; None: the file's; of a tree, the largest up to 16 that its shared levels fill.
+
+    Raises:
+        ValueError: `batch=...: expected ...`.
+    """
+    if TREE.fullmatch(batch):
+        tree = parse_tree(batch)
+        made = tree_batch(tree, page_size or math.gcd(DEFAULT_PAGE_SIZE, *tree.tokens[:-1]))
+        return made.block_table, made.seq_lens, made.page_size
+    path = Path(batch).expanduser()
+    fields = _fields(path)
+    missing = [name for name in FIELDS if name not in fields and (name != "page_size" or page_size is None)]
+    if missing:
+        raise ValueError(f"batch={batch!r}: there is no {' and no '.join(missing)}; expected {', '.join(FIELDS)}")
+    listed = fields["block_table"]
+    if not isinstance(listed, list | np.ndarray) or not np.iterable(listed) or len(listed) == 0:
+        raise ValueError(f"batch={batch!r}: block_table is not a list of rows")
+    rows = [_integers(batch, "block_table", row) for row in listed]
+    table = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
+    for row, pages in enumerate(rows):
+        table[row, : len(pages)] = pages
+    lengths = _integers(batch, "seq_lens", fields["seq_lens"])
+    size = int(_integers(batch, "page_size", np.array([fields.get("page_size", page_size)]).ravel())[0])
+    if page_size is not None and size != page_size:
+        raise ValueError(f"page_size={page_size}: expected {size}, which the file says")
+    if size < 1:
+        raise ValueError(f"batch={batch!r}: page_size is {size}, expected an integer of at least 1")
+    short = [row for row, pages in enumerate(rows) if row < len(lengths) and len(pages) * size < lengths[row]]
+    if short:
+        raise ValueError(
+            f"batch={batch!r}: row {short[0]} of block_table has {len(rows[short[0]])} pages of {size} tokens; "
+            f"expected enough for its length, {lengths[short[0]]}"
+        )
+    return table.astype(np.int32), lengths.astype(np.int32), size
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """The fields of a file."""
+    expected = "expected a tree such as 1,4,64_1024,512,128, or a .json or .npz file"
+    if not path.is_file():
+        raise ValueError(f"batch={str(path)!r}: there is no such file; {expected}")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return dict(arrays)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"batch={str(path)!r}: it cannot be read ({error}); {expected}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"batch={str(path)!r}: it holds no JSON object; expected {', '.join(FIELDS)}")
+    return fields
+
+
+def _integers(batch: str, name: str, values: Any) -> NDArray[np.int64]:
+    """A list of integers that fit into int32."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of several lengths
+        array = np.array("")
+    limit = np.iinfo(np.int32).max
+    is_right = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
+    if not is_right or not all(0 <= value <= limit for value in (array.min(initial=0), array.max(initial=0))):
+        raise ValueError(f"batch={batch!r}: {name} is not a list of integers from 0 to {limit}")
+    return array.astype(np.int64)
