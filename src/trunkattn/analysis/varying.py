@@ -51,10 +51,11 @@ def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
     Args:
         examples: texts that are equal for some characters in front of `start`.
     """
+    filled = [example for example in examples if example.end > example.start]  # a prompt may lack the field
     for kind, pattern in PATTERNS:
-        leads = [_lead(pattern, example) for example in examples]
+        leads = [_lead(pattern, example) for example in filled]
         matching = [lead for lead in leads if lead is not None]
-        if len(matching) >= _USUAL * len(examples):
+        if len(matching) >= _USUAL * len(filled):
             return kind, max(matching)
     return "text", examples[0].start - word_start(examples[0].text, examples[0].start)
 
