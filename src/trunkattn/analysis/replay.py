@@ -7,24 +7,67 @@ replayed once for each clock, and each one's times are those of its own replay.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Final
 
 from trunkattn.analysis.load import Feed, Load, Workload
 from trunkattn.analysis.prices import Prices
-from trunkattn.analysis.records import Replay
+from trunkattn.analysis.records import Moment, Replay, Snapshot
 from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.timed import ALONE, SHARED, TimedEngine
+from trunkattn.analysis.timed import ALONE, SHARED, Answers, TimedEngine
+from trunkattn.analysis.timeline import Sums
+from trunkattn.engine.scheduler import SchedulerStats
 
-_REPORT_EVERY = 256  # calls of `advance`
+_REPORT_EVERY: Final = 256  # calls of `advance`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An engine after all requests have ended.
+
+    Attributes:
+        seconds, busy: [clocks] time that has gone by, and time with work.
+        answers, sums, stats, moments, snapshots: what happened.
+    """
+
+    seconds: tuple[float, float]
+    busy: tuple[float, float]
+    answers: Answers
+    sums: Sums
+    stats: SchedulerStats
+    moments: list[Moment]
+    snapshots: list[Snapshot]
+
+    @classmethod
+    def of(cls, engine: TimedEngine) -> "Outcome":
+        """What became of an engine."""
+        (alone, shared), (busy_alone, busy_shared) = engine.now.tolist(), engine.busy.tolist()
+        return cls(
+            seconds=(alone, shared),
+            busy=(busy_alone, busy_shared),
+            answers=engine.answers,
+            sums=engine.sums,
+            stats=engine.engine.scheduler.stats,
+            moments=engine.timeline.moments(),
+            snapshots=engine.album.snapshots,
+        )
+
+    def tpot_ms(self, clock: int) -> float:
+        """Mean time per output token after the first."""
+        return 1e3 * float(self.answers.after_first[clock]) / max(1, self.answers.tokens_after_first)
+
+    def ttft_ms(self, clock: int) -> float:
+        """Mean time to the first token."""
+        return 1e3 * float(self.answers.to_first[clock]) / max(1, self.answers.first)
+
+    def tokens_per_s(self, clock: int) -> float:
+        """Generated tokens per second with work."""
+        return self.answers.num_tokens / self.busy[clock] if self.busy[clock] else 0.0
 
 
 def replay(
-    workload: Workload,
-    size: EngineSize,
-    prices: Prices,
-    load: Load,
-    progress: Callable[[float], None] | None = None,
+    workload: Workload, size: EngineSize, prices: Prices, load: Load, progress: Callable[[float], None] | None = None
 ) -> Replay:
     """Replays a workload.
 
@@ -38,71 +81,78 @@ def replay(
     Raises:
         ValueError: the load does not suit the log.
     """
-    if load.concurrency is not None:
-        answers = max((logged.num_answers for logged, _ in workload.jobs), default=1)
-        size = replace(size, max_num_seqs=max(load.concurrency, answers))
-        shared = alone = _run(workload, size, prices, load, SHARED, progress)
-    else:
-        halves = [None, None] if progress is None else [_part(progress, 0.0), _part(progress, 0.5)]
-        shared, alone = (_run(workload, size, prices, load, clock, half)
-                         for clock, half in zip((SHARED, ALONE), halves, strict=True))  # fmt: skip
-    slow, fast = alone.answers, shared.answers
-    stats = shared.engine.scheduler.stats
+    clocks = clocks_of(load)
+    parts = [run(workload, size, prices, load, clock, _part(progress, place, len(clocks)))
+             for place, clock in enumerate(clocks)]  # fmt: skip
+    return replay_of(load, size, parts)
+
+
+def clocks_of(load: Load) -> tuple[int, ...]:
+    """The clocks by which a load is to be replayed."""
+    return (SHARED,) if load.concurrency is not None else (SHARED, ALONE)
+
+
+def replay_of(load: Load, size: EngineSize, outcomes: list[Outcome]) -> Replay:
+    """What became of the engines of a load. outcomes: one for each of `clocks_of`."""
+    shared, alone = outcomes[0], outcomes[-1]
     return Replay(
         name=load.name,
-        concurrency=size.max_num_seqs,
+        concurrency=size.max_num_seqs if load.concurrency is None else load.concurrency,
         rate=load.rate,
-        seconds=float(shared.now[SHARED]),
-        num_requests=fast.num_requests,
-        num_output_tokens=fast.num_tokens,
-        hit_rate=stats.prefix_cache_hits / max(1, stats.prefix_cache_queries),
-        tpot_ms=1e3 * float(slow.after_first[ALONE]) / max(1, slow.tokens_after_first),
-        shared_tpot_ms=1e3 * float(fast.after_first[SHARED]) / max(1, fast.tokens_after_first),
-        ttft_ms=1e3 * float(slow.to_first[ALONE]) / max(1, slow.first),
-        shared_ttft_ms=1e3 * float(fast.to_first[SHARED]) / max(1, fast.first),
-        tokens_per_s=slow.num_tokens / max(1e-9, float(alone.busy[ALONE])),
-        shared_tokens_per_s=fast.num_tokens / max(1e-9, float(shared.busy[SHARED])),
+        seconds=shared.seconds[SHARED],
+        num_requests=shared.answers.num_requests,
+        num_output_tokens=shared.answers.num_tokens,
+        hit_rate=shared.stats.prefix_cache_hits / max(1, shared.stats.prefix_cache_queries),
+        tpot_ms=alone.tpot_ms(ALONE),
+        shared_tpot_ms=shared.tpot_ms(SHARED),
+        ttft_ms=alone.ttft_ms(ALONE),
+        shared_ttft_ms=shared.ttft_ms(SHARED),
+        tokens_per_s=alone.tokens_per_s(ALONE),
+        shared_tokens_per_s=shared.tokens_per_s(SHARED),
         kv_bytes=shared.sums.kv_bytes,
         unique_kv_bytes=shared.sums.unique_kv_bytes,
-        preemptions=stats.preemptions,
-        moments=shared.timeline.moments(),
-        snapshots=shared.album.snapshots,
+        preemptions=shared.stats.preemptions,
+        moments=shared.moments,
+        snapshots=shared.snapshots,
     )
 
 
-def _run(
+def run(
     workload: Workload,
     size: EngineSize,
     prices: Prices,
     load: Load,
     clock: int,
-    progress: Callable[[float], None] | None,
-) -> TimedEngine:
-    """An engine after all requests have ended. clock: by which they come."""
+    progress: Callable[[float], None] | None = None,
+) -> Outcome:
+    """What becomes of one engine. clock: by which requests come. Other arguments and errors as of `replay`."""
+    if load.concurrency is not None:
+        answers = max((logged.num_answers for logged, _ in workload.jobs), default=1)
+        size = replace(size, max_num_seqs=max(load.concurrency, answers))
     engine = TimedEngine(size, prices, workload.source, clock)
     feed = Feed(workload.jobs, load.times([logged for logged, _ in workload.jobs]))
-    in_engine = calls = 0  # answers that are not finished
+    unfinished = calls = 0
     while feed or engine.has_work:
-        if load.concurrency is not None:
-            while feed and (in_engine == 0 or in_engine + feed.next_answers <= load.concurrency):
-                _, job = feed.pop()
-                in_engine += job.logged.num_answers
-                engine.add(job)
-        else:
+        if load.concurrency is None:
             while feed and (feed.next_time <= engine.time or not engine.has_work):
                 time, job = feed.pop()
                 engine.add(job, time)
+        else:
+            while feed and (unfinished == 0 or unfinished + feed.next_answers <= load.concurrency):
+                job = feed.pop()[1]
+                unfinished += job.logged.num_answers
+                engine.add(job)
         for job in engine.advance(inf if load.concurrency is not None else feed.next_time):
-            in_engine -= job.logged.num_answers
+            unfinished -= job.logged.num_answers
             feed.ended(job, engine.time)
         calls += 1
         if progress is not None and calls % _REPORT_EVERY == 0:
             progress(engine.answers.num_requests / max(1, len(workload.jobs)))
     if progress is not None:
         progress(1.0)
-    return engine
+    return Outcome.of(engine)
 
 
-def _part(progress: Callable[[float], None], start: float) -> Callable[[float], None]:
-    """The progress of a half that begins at `start`."""
-    return lambda share: progress(start + share / 2)
+def _part(progress: Callable[[float], None] | None, place: int, number: int) -> Callable[[float], None] | None:
+    """The progress of one of several parts."""
+    return None if progress is None else lambda share: progress((place + share) / number)
