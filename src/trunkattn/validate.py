@@ -15,6 +15,8 @@ def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) 
         TypeError: not an integer (a bool is not one).
         ValueError: out of bounds.
     """
+    if type(value) is int and value >= at_least and (at_most is None or value <= at_most):
+        return value  # nearly every call: the scheduler makes several for each sequence and step
     accepted = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: expected {accepted}")

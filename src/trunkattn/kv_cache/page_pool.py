@@ -124,5 +124,9 @@ class PagePool:
         return check_int("page", page, 0, self.num_pages - 1)
 
     def _check_distinct(self, pages: Sequence[int]) -> None:
-        if len({self._checked(page) for page in pages}) != len(pages):
+        distinct = set(pages)
+        is_plain = not distinct or (min(distinct) >= 0 and max(distinct) < self.num_pages)
+        if not is_plain or not {int}.issuperset(map(type, pages)):  # else the pages need no look one by one
+            distinct = {self._checked(page) for page in pages}
+        if len(distinct) != len(pages):
             raise ValueError(f"pages={list(pages)}: expected distinct pages")
