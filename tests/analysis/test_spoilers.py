@@ -295,6 +295,46 @@ def test_what_is_told_has_no_text_of_the_log(tmp_path: Path) -> None:
     assert finding.spoiler.gain_tpot is None
 
 
+@pytest.mark.property
+@settings(max_examples=fraction(2))
+@given(seed=SEEDS)
+def test_a_block_that_varies_is_found_where_hashes_are_of_contents(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = random.Random(seed)
+    before, behind = list(range(1, rng.randint(1, 6))), list(range(100, 100 + rng.randint(2, 6)))
+    rows = []
+    for number in range(24):
+        ids = [*before, 1000 + number, *behind, *range(5000 + 100 * number, 5000 + 100 * number + rng.randint(0, 4))]
+        num_tokens = 512 * len(ids) - rng.choice([0, 100])
+        rows.append({"timestamp": number, "input_length": num_tokens, "output_length": 1, "hash_ids": ids})
+    path = tmp_path_factory.mktemp("logs") / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    log = read_log(path)
+    (finding,) = find_spoilers(log)
+    spoiler = finding.spoiler
+    assert (spoiler.kind, spoiler.num_requests, spoiler.token) == ("block", 24, 512 * len(before))
+    assert (spoiler.varying_tokens, spoiler.shared_after) == (512, 512 * len(behind))
+    better = rewritten(log, finding)
+    assert hits(better) >= 23 * 512 * (len(before) + len(behind) - 1) > hits(log) + 512
+    assert [len(request.blocks) for request in better.requests] == [len(request.blocks) for request in log.requests]
+    assert rewritten(log, finding, max_requests=1).requests[1:] == log.requests[1:]
+
+
+def test_chained_hashes_tell_no_spoiler_and_the_log_says_so(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": number, "input_length": 1536, "output_length": 1, "hash_ids": [1, 10 + number, 50 + number]}
+        for number in range(30)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    log = read_log(path)
+    assert find_spoilers(log) == []
+    assert log.assumptions == [
+        "The log's hashes are of all that precedes a block, so they tell no field that spoils sharing."
+    ]
+
+
 def test_a_log_without_texts_has_none() -> None:
     request = LoggedRequest(1, None, 16, None, np.array([1]), 16)
     assert find_spoilers(Log("log", "test", [request] * 20, 20)) == []

@@ -239,7 +239,7 @@ class _Collected:
             num_skipped=self.tally.num_skipped,
             skipped=self.tally.skipped,
             tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
-            assumptions=self._assumptions(),
+            assumptions=self._assumptions(has_contents),
             texts=self.texts.taken(order) if self.texts else None,
             encode=self.encoder.encode if self.texts else None,
             contents=[self.contents[place] for place in order] if has_contents else None,
@@ -275,7 +275,7 @@ class _Collected:
         arrivals = np.array([self.arrivals[place] or 0.0 for place in by_line])
         return int(np.count_nonzero(arrivals < np.maximum.accumulate(arrivals)))
 
-    def _assumptions(self) -> list[str]:
+    def _assumptions(self, has_contents: bool) -> list[str]:
         found = []
         told, counted = self.tokens_told, self.tokens_found
         if not isinstance(self.encoder, ByteEstimate) and told and abs(counted / told - 1) > 0.02:
@@ -285,6 +285,10 @@ class _Collected:
             )
         if not any(len(ids) for ids in self.contents) and self.contents and not self.texts:
             found.append("The log has neither prompts nor block hashes, so no prompt is known to be shared.")
+        elif self.contents and not self.texts and not has_contents:
+            found.append(
+                "The log's hashes are of all that precedes a block, so they tell no field that spoils sharing."
+            )
         if any(arrival is None for arrival in self.arrivals[:1]):
             found.append("The log has no times, so it says nothing about which requests ran together.")
         return found

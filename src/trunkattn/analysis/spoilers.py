@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.alignment import MIN_SHARED, Field, Span, fields_of, groups_of, moved, spans_in
+from trunkattn.analysis.block_spoilers import BlockFinding, find_in_blocks, without_blocks
 from trunkattn.analysis.partings import Parting, partings
 from trunkattn.analysis.records import Log, Spoiler
 from trunkattn.analysis.settings import Progress
@@ -31,7 +32,7 @@ _SPOKEN: Final = frozenset({"user", "assistant", "model"})
 
 
 @dataclass(frozen=True)
-class Finding:
+class TextFinding:
     """A spoiler, and what is needed to replay the log without it.
 
     Attributes:
@@ -47,6 +48,9 @@ class Finding:
     model: str = field(repr=False)
 
 
+Finding: TypeAlias = TextFinding | BlockFinding
+
+
 def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
     """Finds fields that keep prompts from sharing what follows them.
 
@@ -55,32 +59,38 @@ def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
     part. The gains are left open: `rewritten` gives the log that a replay compares.
 
     Returns:
-        The most expensive findings first, `MOST` at most; none where the log has no texts.
+        The most expensive findings first, `MOST` at most. A log without texts has only blocks to tell, and only where
+        their hashes are of their contents alone.
     """
-    if log.texts is None:
-        return []
     least = max(LEAST_REQUESTS, int(len(log.requests) * LEAST_SHARE))
-    search = _Search(log, log.texts, least, np.zeros(len(log.requests), dtype=np.int64))
-    places = partings([request.blocks for request in log.requests], least)
     found: list[Finding] = []
-    for number, parting in enumerate(places):
-        found += search.at(parting)
-        if progress is not None:
-            progress("aligning prompts", (number + 1) / len(places))
+    if log.texts is not None:
+        search = _Search(log, log.texts, least, np.zeros(len(log.requests), dtype=np.int64))
+        places = partings([request.blocks for request in log.requests], least)
+        for number, parting in enumerate(places):
+            found += search.at(parting)
+            if progress is not None:
+                progress("aligning prompts", (number + 1) / len(places))
+    elif log.contents is not None:
+        found += find_in_blocks(log, least)
     worst_first = sorted(found, key=lambda it: -it.spoiler.num_requests * it.spoiler.shared_after)
     return worst_first[:MOST]
 
 
-def rewritten(log: Log, finding: Finding) -> Log:
+def rewritten(log: Log, finding: Finding, max_requests: int | None = None) -> Log:
     """The log as if the finding's field, and those before it in the same prompts, stood behind all that they share.
 
     Args:
         log: the log in which the finding was found.
         finding: one of `find_spoilers`.
+        max_requests: leave requests behind the first so many as they are, because nobody replays them; None: none.
     """
+    members = finding.members[finding.members < (max_requests or len(log.requests))].tolist()
+    if isinstance(finding, BlockFinding):
+        return without_blocks(log, finding, members)
     assert log.texts is not None and log.encode is not None
     new: dict[int, str] = {}
-    for member in finding.members.tolist():
+    for member in members:
         text = log.texts[member]
         new[member] = moved(text, spans_in(text, finding.model, finding.fields), finding.fields, finding.model)
     requests = list(log.requests)
@@ -107,12 +117,12 @@ class _Search:
     least: int
     claimed: NDArray[np.int64]
 
-    def at(self, parting: Parting) -> list[Finding]:
+    def at(self, parting: Parting) -> list[TextFinding]:
         """The findings at one place."""
         places = _sampled(parting)
         sample = [self.texts[parting.members[place]] for place in places]
         children = [int(parting.children[place]) for place in places]
-        found: list[Finding] = []
+        found: list[TextFinding] = []
         taken: set[int] = set()
         for group in groups_of(sample, children):
             rest = [place for place in group if place not in taken]
@@ -126,7 +136,7 @@ class _Search:
                 found += group_found
         return found
 
-    def _findings(self, parting: Parting, fields: list[Field], model: str) -> list[Finding]:
+    def _findings(self, parting: Parting, fields: list[Field], model: str) -> list[TextFinding]:
         """A finding for each field that is in enough of a parting's requests, and varies in enough of them."""
         spans: dict[int, list[Span]] = {}
         varying: list[Counter[str]] = [Counter() for _ in fields]
@@ -151,7 +161,7 @@ class _Search:
             spoiler = self._spoiler(members, [spans[member][number] for member in members.tolist()], chosen, model)
             lines = [self.log.requests[member].line for member in known.values()]
             found.append(
-                Finding(
+                TextFinding(
                     replace(spoiler, examples=[part[:_EXAMPLE_LENGTH] for part in known], lines=lines),
                     members,
                     chosen,

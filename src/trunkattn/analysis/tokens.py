@@ -119,7 +119,7 @@ class ByteEstimate:
         return "".join([*tools, *messages, "<|assistant|>\n"])
 
     def decode(self, ids: NDArray[np.int64]) -> str | None:
-        """None: ids tell no text without their tokenizer."""
+        """Nothing: ids tell no text without their tokenizer."""
         return None
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
