@@ -76,8 +76,9 @@ class Workload:
     @classmethod
     def of(cls, requests: Sequence[LoggedRequest], size: EngineSize, output_tokens: int) -> "Workload":
         """The requests that fit. output_tokens: answer length of those for which the log names none."""
-        jobs = [(each, output_tokens if each.num_output_tokens is None else max(1, each.num_output_tokens))
-                for each in requests]  # fmt: skip
+        lengths = [each.num_output_tokens for each in requests]
+        known = [output_tokens if length is None else max(1, length) for length in lengths]
+        jobs = list(zip(requests, known, strict=True))
         kept = [(each, tokens) for each, tokens in jobs if size.fits(each, tokens)]
         guessed = sum(each.num_output_tokens is None for each, _ in kept)
         return cls(kept, TokenSource([each for each, _ in kept]), len(jobs) - len(kept), guessed)

@@ -82,8 +82,9 @@ def replay(
         ValueError: the load does not suit the log.
     """
     clocks = clocks_of(load)
-    parts = [run(workload, size, prices, load, clock, _part(progress, place, len(clocks)))
-             for place, clock in enumerate(clocks)]  # fmt: skip
+    parts = []
+    for place, clock in enumerate(clocks):
+        parts.append(run(workload, size, prices, load, clock, _part(progress, place, len(clocks))))
     return replay_of(load, size, parts)
 
 
