@@ -197,8 +197,8 @@ class Spoiler:
     """Prompts that would share more if one part of them stood elsewhere.
 
     Attributes:
-        kind: what varies: "timestamp", "date", "user name", "request id", "order of keys", "order of tools", "order of parts",
-            "version", "text", or "block" where only hashes are known.
+        kind: what varies: "timestamp", "date", "user name", "request id", "order of keys", "order of tools",
+            "order of parts", "version", "text", or "block" where only hashes are known.
         where: the place, for people, such as "system message, token 37 of 2,210"; no text of the log.
         num_requests: requests that part there.
         token: where they part, in tokens from the beginning.
