@@ -181,6 +181,42 @@ def test_two_fields_of_the_same_prompts_are_told_one_after_the_other(seed: int) 
     assert gains[1] >= 39 * (len(f"{before}{between}{behind}") // 4 - 48)
 
 
+def test_a_moved_field_parts_neither_turns_nor_documents() -> None:
+    rng = random.Random(3)
+    words, make = words_of(rng), timestamp(rng)
+    system, texts, told = words(100), [], 0
+    for _ in range(10):
+        said = words(60)  # a document, or the first turn of a conversation
+        for turn in range(4):
+            texts.append(f"<|system|>\nNow: {make()}.\n{system}\n<|user|>\n{said}")
+            told += len(said) if turn else 0
+            said += f"\n<|assistant|>\n{words(30)}\n<|user|>\n{words(30)}"
+    log = log_of(texts)
+    (finding,) = find_spoilers(log)
+    assert finding.spoiler.kind == "timestamp"
+    assert finding.spoiler.where.startswith("system message")
+    assert finding.spoiler.advice.endswith("best to the end of the prompt.")
+    previous_turns = 30 * len(system) + 10 * sum(len(text) for text in texts[:3]) / 40
+    assert hits(rewritten(log, finding)) > hits(log) + previous_turns / 4
+
+
+def test_a_user_s_field_stays_in_its_message() -> None:
+    rng = random.Random(4)
+    words, make = words_of(rng), timestamp(rng)
+    rules, texts = words(100), []
+    for _ in range(30):
+        texts.append(f"<|user|>\nNow: {make()}.\n{rules}\n<|assistant|>\n{words(30)}\n<|user|>\n{words(30)}")
+    log = log_of(texts)
+    (finding,) = find_spoilers(log)
+    assert finding.spoiler.advice.endswith("within its message.")
+    better = rewritten(log, finding)
+    assert better.texts is not None
+    before, behind = texts[0].split("\n<|assistant|>\n")
+    moved_before, moved_behind = better.texts[0].split("<|assistant|>\n")
+    assert behind == moved_behind
+    assert sorted(before + "\n") == sorted(moved_before)
+
+
 @pytest.mark.property
 @settings(max_examples=fraction(6))
 @given(seed=SEEDS)

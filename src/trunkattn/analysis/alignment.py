@@ -31,6 +31,7 @@ class Field:
         end: character of that prompt behind it.
         shared: text behind it that all have.
         is_order: whether it is the same text in another order, which is mended by ordering it, not by moving it.
+        is_bound: whether it stays in front of what is not shared, because the end of the prompt is another message.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Field:
     end: int
     shared: str
     is_order: bool = False
+    is_bound: bool = False
 
 
 class Span(NamedTuple):
@@ -187,12 +189,13 @@ def _end_of(text: str, place: int, field: Field) -> int:
 
 
 def moved(text: str, spans: Sequence[Span], fields: Sequence[Field], model: str) -> str:
-    """A text whose fields stand behind the last part that is shared; what was in another order is in the model's."""
-    shared, behind = [], []
+    """A text whose fields stand at its end, or behind the last part that is shared if they are bound; what was in
+    another order is in the model's. At the end they part neither these prompts nor those that share still more."""
+    shared, behind, last = [], [], []
     for span, field in zip(spans, fields, strict=False):
         if field.is_order:
             shared.append(model[field.start : field.end])
         else:
-            behind.append(text[span.start : span.end])
+            (behind if field.is_bound else last).append(text[span.start : span.end])
         shared.append(text[span.end : span.stop])
-    return "".join([text[: spans[0].start], *shared, *behind, text[spans[-1].stop :]])
+    return "".join([text[: spans[0].start], *shared, *behind, text[spans[-1].stop :], *last])

@@ -78,7 +78,9 @@ def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
 
 
 def rewritten(log: Log, finding: Finding, max_requests: int | None = None) -> Log:
-    """The log as if the finding's field, and those before it in the same prompts, stood behind all that they share.
+    """The log as if the finding's field, and those before it in the same prompts, stood behind all that is shared.
+
+    Fields move to the end of the prompt, or to the end of what all share within the message of a user.
 
     Args:
         log: the log in which the finding was found.
@@ -179,7 +181,8 @@ class _Search:
         shared = round(float(np.mean(rates * [span.stop - span.end for span in spans])))
         before = model[: last.start]
         token = self.log.encode([before])[0].num_tokens if before else 0
-        moving = f"Move it behind the {shared:,} tokens after it, which are equal in all of these prompts."
+        end = "within its message" if last.is_bound else "best to the end of the prompt"
+        moving = f"Move it behind the {shared:,} tokens after it, which are equal in all of these prompts, {end}."
         if len(fields) > 1:
             moving += " Move what varies before it, too."
         return Spoiler(
@@ -213,7 +216,7 @@ def _movable(fields: list[Field], model: str) -> list[Field]:
         border = _ROLE.search(one.shared)
         if border is None:
             continue
-        cut = replace(one, shared=one.shared[: border.start()])
+        cut = replace(one, shared=one.shared[: border.start()], is_bound=True)
         return [*fields[:number], *([cut] if len(cut.shared) >= MIN_SHARED else [])]
     return fields
 
