@@ -34,6 +34,8 @@ def to_dict(analysis: Analysis, *, show_text: bool = False) -> dict[str, Any]:
                 "source": log.source,
                 "format": log.format,
                 "num_lines": log.num_lines,
+                "unit": log.unit,
+                "num_out_of_order": log.num_out_of_order,
                 "num_requests": len(log.requests),
                 "num_skipped": log.num_skipped,
                 "skipped": [asdict(line) for line in log.skipped],
@@ -72,8 +74,14 @@ def all_assumptions(analysis: Analysis) -> list[str]:
 
 def taken(log: Log) -> str:
     """How much of the log was taken, in words."""
-    skipped = f", {figures.plural(log.num_skipped, 'line')} skipped" if log.num_skipped else ""
-    return f"{figures.plural(len(log.requests), 'request')} of {figures.plural(log.num_lines, 'line')}{skipped}"
+    words = f"{figures.plural(len(log.requests), 'request')} of {units(log, log.num_lines)}"
+    words += f", {units(log, log.num_skipped)} skipped" if log.num_skipped else ""
+    return words + (f", {log.num_out_of_order:,} out of order" if log.num_out_of_order else "")
+
+
+def units(log: Log, number: int) -> str:
+    """A number of what the log's lines are, such as "2 entries"."""
+    return f"{number:,} entries" if log.unit == "entry" and number != 1 else figures.plural(number, log.unit)
 
 
 def print_analysis(analysis: Analysis, console: Console, *, show_text: bool = False) -> None:
@@ -86,35 +94,47 @@ def print_analysis(analysis: Analysis, console: Console, *, show_text: bool = Fa
     words = f"{log.source}: {log.format}, {taken(log)}; tokens from {log.tokens_from}"
     console.print(words, markup=False, highlight=False)
     for line in log.skipped[:_SHOWN_SKIPPED]:
-        console.print(f"  line {line.line:,} skipped: {line.reason}", markup=False, highlight=False, style="yellow")
+        console.print(
+            f"  {log.unit} {line.line:,} skipped: {line.reason}", markup=False, highlight=False, style="yellow"
+        )
     if log.num_skipped > _SHOWN_SKIPPED:
         console.print(f"  … and {log.num_skipped - min(_SHOWN_SKIPPED, len(log.skipped)):,} more", style="yellow")
-    console.line()
-    console.print(replay_table(analysis))
+    if analysis.replays:
+        title = f"Milliseconds per output token of {analysis.model} on {analysis.card}, predicted"
+        _print_table(title, replay_table(analysis), console)
     if analysis.fleet:
-        console.line()
-        console.print(fleet_table(analysis))
+        title = (
+            f"The same in a fleet of {figures.plural(analysis.fleet[0].replicas, 'engine')}, by what routes requests"
+        )
+        _print_table(title, fleet_table(analysis), console)
     console.line()
     _print_spoilers(analysis, console, show_text)
-    console.print("[bold]Assumed[/]")
-    for sentence in all_assumptions(analysis):
+    assumed = all_assumptions(analysis)
+    console.print("[bold]Assumed[/]" if assumed else "Nothing is assumed.")
+    for sentence in assumed:
         console.print(f"  • {sentence}", markup=False, highlight=False)
     console.line()
     console.print(analysis.verdict, style="bold green", markup=False, highlight=False)
 
 
-def _table(title: str, first: str, columns: tuple[str, ...]) -> Table:
-    table = Table(first, title=title, title_style="bold", title_justify="left", box=None, header_style="bold")
+def _print_table(title: str, table: Table, console: Console) -> None:
+    console.line()
+    console.print(title, style="bold", markup=False, highlight=False)
+    console.print(table)
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", vertical="bottom")
     return table
 
 
 def replay_table(analysis: Analysis) -> Table:
     """Each setting one by one and shared."""
-    title = f"What sharing is worth on {escape(analysis.card)}, {escape(analysis.model)}"
-    columns = ("decode\nat once", "prompt tokens\nfrom cache", "ms per token\none by one", "ms per token\nshared")
-    table = _table(title, "replayed", (*columns, "time\nsaved", "KV reads\nsaved", "tokens/s\nshared"))
+    columns = ("decode\nat once", "prompts\ncached", "one by\none", "\nshared", "time\nsaved", "KV reads\nsaved")
+    table = _table("\nreplayed", *columns, "tokens/s\nshared")
     for replay in analysis.replays:
         table.add_row(
             escape(replay.name),
@@ -131,9 +151,15 @@ def replay_table(analysis: Analysis) -> Table:
 
 def fleet_table(analysis: Analysis) -> Table:
     """Each way to route, one by one and shared."""
-    title = f"A fleet of {analysis.fleet[0].replicas} engines"
-    columns = ("prompt tokens\nfrom cache", "ms per token\none by one", "ms per token\nshared", "time\nsaved")
-    table = _table(title, "route", (*columns, "KV reads\nsaved", "ms to first\ntoken, shared", "busiest\nengine"))
+    columns = (
+        "prompts\ncached",
+        "one by\none",
+        "\nshared",
+        "time\nsaved",
+        "KV reads\nsaved",
+        "first token\nshared, ms",
+    )
+    table = _table("\nroute", *columns, "busiest\nengine")
     for one in analysis.fleet:
         table.add_row(
             one.route,

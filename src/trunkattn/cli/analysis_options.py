@@ -31,17 +31,20 @@ def _text(panel: str, metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
 
 
-def _numbers(parser: Callable[[str], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A parser of numbers with commas between them; a tuple, which is a default, stays as it is."""
-
-    def numbers(text: Any) -> tuple[Any, ...]:
-        return (
-            text if isinstance(text, tuple) else tuple(parser(part.strip()) for part in text.split(",") if part.strip())
-        )
-
-    return numbers
+class Listed(tuple[Any, ...]):
+    """Values of an option that takes several, with commas between them."""
 
 
+def _listed(parser: Callable[[str], Any]) -> Callable[[Any], Listed]:
+    """The parser of such an option, which leaves its default as it is."""
+
+    def listed(text: Any) -> Listed:
+        return text if isinstance(text, Listed) else Listed(parser(part) for part in text.split(",") if part.strip())
+
+    return listed
+
+
+_CONCURRENCIES, _RATES = Listed(_DEFAULT.concurrencies), Listed(_DEFAULT.rates)
 CARD_OPTION: Final = _text(MODEL, "NAME", "A card that was measured, such as 'NVIDIA H100'.", "--gpu")
 PARALLEL_OPTION: Final = _integer(MODEL, "Cards that share each layer.", "--tp")
 CACHE_DTYPE_OPTION: Final = _text(
@@ -97,19 +100,19 @@ class AnalyzeOptions:
     tensor_parallel: Annotated[int, PARALLEL_OPTION] = _DEFAULT.tensor_parallel
     kv_cache_dtype: Annotated[str, CACHE_DTYPE_OPTION] = _DEFAULT.kv_cache_dtype
     concurrencies: Annotated[
-        tuple[int, ...],
+        Listed,
         _parsed(
-            _numbers(integer),
+            _listed(integer),
             "N,N,...",
             ENGINE,
             "Replay with so many requests at a time, one after the other.",
             "--concurrency",
         ),
-    ] = _DEFAULT.concurrencies
+    ] = _CONCURRENCIES
     rates: Annotated[
-        tuple[float, ...],
-        _parsed(_numbers(number), "R,R,...", ENGINE, "Replay with so many requests per second.", "--rate"),
-    ] = _DEFAULT.rates
+        Listed,
+        _parsed(_listed(number), "R,R,...", ENGINE, "Replay with so many requests per second.", "--rate"),
+    ] = _RATES
     as_logged: Annotated[
         bool,
         typer.Option("--as-logged/--no-as-logged", help="Replay the log's own times.", rich_help_panel=ENGINE),
