@@ -191,7 +191,9 @@ def _end_of(text: str, place: int, field: Field) -> int:
 def moved(text: str, spans: Sequence[Span], fields: Sequence[Field], model: str) -> str:
     """A text whose fields stand at its end, or behind the last part that is shared if they are bound; what was in
     another order is in the model's. At the end they part neither these prompts nor those that share still more."""
-    shared, behind, last = [], [], []
+    shared: list[str] = []
+    behind: list[str] = []
+    last: list[str] = []
     for span, field in zip(spans, fields, strict=False):
         if field.is_order:
             shared.append(model[field.start : field.end])
