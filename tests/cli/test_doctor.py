@@ -212,7 +212,7 @@ def test_which_kernels_a_gpu_has(name: str, num_sms: int, capability: int, told:
     doctor.print_report(report, console)
     words = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert told in words
-    assert ("gpt-oss-20b fast fast" in words) is (capability == 90)
+    assert ("gpt-oss-20b; Kimi-K2" in words and "GLM-4.7-Flash fast fast" in words) is (capability == 90)
     assert ("fp8 cache fast; single requests portable, which is faster portable: float8" in words) is (capability == 90)
     assert ("fp8 cache no: kv_dtype=torch.float8_e4m3fn: expected compute capability 8.9" in words) is (
         capability == 80
