@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, flash_attention, merge_states, write_kv
+from trunkattn import AttentionConfig, BatchAttention, flash_attention, merge_states, write_kv, write_latent
 from trunkattn.reference import paged_attention
 
 SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
@@ -90,6 +90,17 @@ def layer(dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     return [*found, *merge_states(found[0], found[1], found[2][:4], found[3][:4])]
 
 
+def latent(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Outputs and log-sum-exps over a latent cache, with rows that are written first."""
+    config = AttentionConfig(4, 1, 32, 16, dtype, latent_dim=24, sm_scale=0.2)
+    attention = BatchAttention(config, "cpu")
+    make = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+    cache = torch.randn(8, 16, 32, **make).to(dtype)
+    write_latent(torch.randn(8, 24, **make), torch.randn(8, 8, **make), cache, SLOTS)
+    pair = torch.randn(4, 4, 24, **make).to(dtype), torch.randn(4, 4, 8, **make).to(dtype)
+    return [cache, *attention.run(attention.plan(TABLE, LENS), pair, cache, return_lse=True, k_scale=0.5)]
+
+
 def training(dtype: torch.dtype) -> list[torch.Tensor]:
     """Outputs, log-sum-exps and gradients of a batch and of packed sequences."""
     make = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
@@ -124,6 +135,14 @@ def test_attention_is_the_same(default: Any, kv_dtype: torch.dtype | None, dtype
     expected = layer(dtype, kv_dtype=kv_dtype)
     with changed(default):
         assert_same(layer(dtype, kv_dtype=kv_dtype), expected)
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latent_attention_is_the_same(default: Any, dtype: torch.dtype) -> None:
+    expected = latent(dtype)
+    with changed(default):
+        assert_same(latent(dtype), expected)
 
 
 @pytest.mark.parametrize("default", DEFAULTS, ids=str)

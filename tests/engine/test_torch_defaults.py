@@ -34,7 +34,7 @@ def answers(llm: LLM) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_an_engine_answers_the_same(tiny_model: Callable[[str], Any], name: str) -> None:
     path = tiny_model(name).path
     llm = LLM(path, num_pages=64)

@@ -17,6 +17,7 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import H100
 from trunkattn.gpu.kernel import Work, choose, kernels_of, refusals
 from trunkattn.gpu.mla import spec
+from trunkattn.gpu.portable.write_kv import write_on_gpu
 from trunkattn.inputs import LayerInputs, of_layer
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -64,7 +65,8 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse."""
     inputs: LayerInputs = of_layer(backend.config, q, cache, None, (None, None, k_scale, None, None, True))
-    out = torch.full((step.num_query_tokens, backend.config.num_qo_heads, LATENT), math.nan, dtype=backend.config.dtype)
+    rows = max(step.num_query_tokens, len(inputs.q))  # of a step planned on the device it knows none
+    out = torch.full((rows, backend.config.num_qo_heads, LATENT), math.nan, dtype=backend.config.dtype)
     return out, backend.run(step, inputs, out)
 
 
@@ -122,16 +124,22 @@ def test_one_plan_of_fixed_size_serves_batches_of_any_shape() -> None:
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_tables_on_the_device_are_planned_there(invariant: bool) -> None:
+@pytest.mark.parametrize("query_lens", [None, (1, 3, 2, 9, 1, 4)], ids=["decodes", "several tokens"])
+def test_tables_on_the_device_are_planned_there(invariant: bool, query_lens: tuple[int, ...] | None) -> None:
     config, batch = config_of(40, batch_invariant=invariant), tree_batch(TREE, 16, page_seed=2)
-    backend = GpuBackend(config, CPU, Capacity(8, 8, max_pages_per_request=8, num_pages=200, max_query_len=1))
-    tables = tuple(torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens))
-    step = backend.plan_on_device((*tables, None), UNLIMITED)
+    if query_lens is not None:
+        batch = replace(batch, query_lens=np.array(query_lens, np.int32))
+    longest = max(query_lens or (1,))
+    backend = GpuBackend(config, CPU, Capacity(8, 24, max_pages_per_request=8, num_pages=200, max_query_len=longest))
+    table, lens, starts = (
+        torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc)
+    )
+    step = backend.plan_on_device((table, lens, starts if query_lens else None), UNLIMITED)
     backend.check()
     step.check()
     q, cache = tensors_of(config, batch)
     out, _ = run(backend, step, q, cache)
-    want, _ = latent_attention(q, cache, *tables, latent_dim=LATENT, sm_scale=SCALE)
+    want, _ = latent_attention(q, cache, table, lens, starts, latent_dim=LATENT, sm_scale=SCALE)
     torch.testing.assert_close(out[: len(q)].double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -160,6 +168,17 @@ def test_queries_may_lie_in_two_tensors_and_rows_of_the_cache_apart() -> None:
     wider[..., : cache.shape[2]] = cache
     pair = q[..., :LATENT].contiguous(), q[..., LATENT:].contiguous()
     assert torch.equal(run(backend, step, pair, wider[..., : cache.shape[2]])[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_are_written_beside_each_other(dtype: torch.dtype) -> None:
+    latent, rope, slots = torch.randn(5, LATENT), torch.randn(5, ROPE), torch.tensor([0, 17, -1, 95, 96])
+    cache = torch.zeros(6, 16, LATENT + ROPE, dtype=dtype)
+    expected = cache.clone()
+    expected.flatten(0, 1)[[0, 17, 95]] = torch.cat((latent, rope), 1)[[0, 1, 3]].to(dtype)
+    rows = cache.unsqueeze(2)
+    write_on_gpu(latent.unsqueeze(1), rope.unsqueeze(1), rows[..., :LATENT], rows[..., LATENT:], slots)
+    assert torch.equal(cache, expected), "no token goes into slot -1 or behind the cache"
 
 
 def test_where_the_fast_kernel_cannot_read_a_layer_the_portable_one_reads_the_same_lists() -> None:

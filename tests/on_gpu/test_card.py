@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, write_kv
+from trunkattn import AttentionConfig, BatchAttention, write_kv, write_latent
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.trees import parse_tree, tree_batch
 
@@ -216,6 +216,17 @@ def test_write_kv_equals_the_cpu() -> None:
     write_kv(k, v, *caches, slots)
     write_kv(k.cuda(), v.cuda(), *on_card, slots.cuda())
     assert all(torch.equal(a, b.cpu()) for a, b in zip(caches, on_card, strict=True))
+
+
+def test_write_latent_equals_the_cpu() -> None:
+    torch.manual_seed(0)
+    latent, rope, slots = torch.randn(50, 512), torch.randn(50, 64), torch.randperm(7 * 16)[:50]
+    slots[3] = -1
+    cache = torch.zeros(7, 16, 576, dtype=torch.bfloat16)
+    on_card = cache.cuda()
+    write_latent(latent, rope, cache, slots)
+    write_latent(latent.cuda(), rope.cuda(), on_card, slots.cuda())
+    assert torch.equal(cache, on_card.cpu())
 
 
 def test_a_block_table_on_the_card_gives_the_same_plan() -> None:
