@@ -263,8 +263,8 @@ def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
 
 def sweep(head_dim: int, passes: list[str]) -> list[dict[str, Any]]:
     """Each tile of a pass, with the table's tiles for the other passes; None ms where it does not fit the card."""
-    from trunkattn.training.common import Sequences
     from trunkattn.training.forward import forward
+    from trunkattn.training.sequences import Sequences
     from trunkattn.training.spec import FlashTile
 
     rows = []

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.page.common import table
-from trunkattn import AttentionConfig, flash_attention
+from trunkattn import AttentionConfig, PrefixTree, flash_attention
 from trunkattn.cli.kernels import MODELS, attention_of
 from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
 from trunkattn.gpu.kernel import KERNELS, Kernel, choose, decode_work
@@ -61,7 +61,11 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     ],
     '`execution="overlapped"`': [{"execution": "overlapped"}],
 }
-TRAINING = "training (`flash_attention`), head_dim to 256"
+TRAINING: dict[str, dict[str, Any]] = {
+    "training (`flash_attention`), head_dim to 256": {},
+    "training on prefix trees": {"tree": True},
+    "training with sliding windows, soft caps": {"sliding_window": 2, "logits_soft_cap": 30.0},
+}
 
 
 @contextmanager
@@ -130,7 +134,8 @@ def rows() -> dict[str, tuple[str, str, str]]:
     for name, changes in FEATURES.items():
         configs = [attention_of(change) for change in changes]
         cells[name] = ("yes" if all(map(on_cpu, configs)) else "no", cuda_cell(configs), hopper_cell(configs))
-    cells[TRAINING] = ("yes" if trains("cpu") else "no", "yes" if trains("cuda") else "no", "no")
+    for name, options in TRAINING.items():
+        cells[name] = ("yes" if trains("cpu", options) else "no", "yes" if trains("cuda", options) else "no", "no")
     return cells
 
 
@@ -169,14 +174,17 @@ def centred(cells: Sequence[Sequence[str]]) -> str:
     return table(head, cells, len(head)).replace("---|---|---|---", "---|:-:|:-:|:-:", 1)
 
 
-def trains(device: str) -> bool:
+def trains(device: str, options: dict[str, Any]) -> bool:
     """Whether `flash_attention` takes tensors of this device, forward; on a GPU of tensors without data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        q, k, v = (torch.empty(1, 4, heads, 256, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    lead: tuple[int, ...] = (1, 4)
+    if "tree" in options:
+        lead, options = (4,), options | {"tree": PrefixTree.from_segments([-1, 0, 0], [2, 1, 1])}
+    with card(HOPPER), FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(*lead, heads, 256, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
         try:
-            flash_attention(q, k, v, True)
+            flash_attention(q, k, v, True, **options)
         except (TypeError, ValueError):
             return False
         except (

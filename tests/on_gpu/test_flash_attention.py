@@ -1,11 +1,13 @@
 """`flash_attention` on an NVIDIA GPU at real sizes: gradients, determinism, memory, torch.compile, graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from trunkattn import flash_attention
+from trunkattn import PrefixTree, flash_attention
 
-from ..training.training_cases import TABLE, Results, TrainingCase, longer, run
+from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, longer, run, tree_case
 
 pytestmark = pytest.mark.gpu
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -140,3 +142,37 @@ def test_for_the_sanitizer() -> None:
         out = flash_attention(*leaves, True, cu_seqlens_q=wrong, cu_seqlens_k=wrong, deterministic=deterministic)
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("case", (*FEATURES, *TREES))
+def test_windows_caps_sinks_values_and_trees(case: TrainingCase, dtype: torch.dtype, deterministic: bool) -> None:
+    check(replace(case, device="cuda", dtype=dtype, padding=0), deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_large_tree(head_dim: int, deterministic: bool) -> None:
+    """By cuDNN where it is installed and bits need not repeat."""
+    tree = PrefixTree.from_segments([-1, 0, 0, 2, 2, 0, -1, 6, 6], [700, 90, 300, 130, 257, 64, 100, 40, 300])
+    case = tree_case(tree, head_dim=head_dim, dtype=BF16, device="cuda", heads=(8, 2))
+    check(case, deterministic)
+    if deterministic:
+        first = run(case, True)
+        for _ in range(100):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(case, True), strict=True))
+
+
+def test_a_new_tree_compiles_nothing() -> None:
+    """Trees of other shapes, of tokens in whole 16 and not, run with what two of them have compiled."""
+    from trunkattn.training.forward import forward_kernel
+
+    def attend(answers: int, length: int) -> int:
+        tree = PrefixTree.from_segments([-1, *[0] * answers], [500, *[length] * answers])
+        run(tree_case(tree, head_dim=64, dtype=BF16, device="cuda", heads=(4, 2)), True)
+        return sum(len(found) for found, *_ in forward_kernel.device_caches.values())
+
+    attend(2, 100)
+    known = attend(3, 108)
+    assert [attend(*shape) for shape in ((5, 77), (8, 31), (4, 16), (9, 212))] == [known] * 4

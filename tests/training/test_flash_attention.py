@@ -10,13 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkattn import flash_attention
+from trunkattn import PrefixTree, flash_attention
+from trunkattn.training import cpu_blocks
 
 from ..attention.cases import fraction
-from .training_cases import BF16, F16, F32, TABLE, TrainingCase, longer, run
+from .training_cases import BF16, F16, F32, FEATURES, TABLE, TREES, TrainingCase, longer, run, tree_case
 
 DENSE = TrainingCase(((5, 7), (5, 7)), False, True, (4, 2), 8)
 PACKED = TrainingCase(((3, 4), (0, 2), (4, 4), (2, 0)), True, True, (4, 2), 8)
+SMALL_TREE = tree_case(PrefixTree.from_segments([-1, 0, 0, 2], [3, 2, 4, 1]), head_dim=8)
+EVERYTHING = replace(SMALL_TREE, head_dim_v=5, sliding_window=3, soft_cap=2.0, has_sinks=True)
 
 
 @pytest.mark.parametrize("case", TABLE)
@@ -24,6 +27,16 @@ def test_outputs_and_gradients(case: TrainingCase) -> None:
     results = run(case)
     case.assert_accurate(results)
     if case.packed:
+        case.assert_padding_is_zero(results)
+
+
+@pytest.mark.parametrize("case", (*FEATURES, *TREES))
+@pytest.mark.parametrize("block", [16, 256])
+def test_windows_caps_sinks_values_and_trees(case: TrainingCase, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_blocks, "_CPU_BLOCK", block)
+    results = run(case)
+    case.assert_accurate(results)
+    if case.padding:
         case.assert_padding_is_zero(results)
 
 
@@ -56,13 +69,17 @@ def test_packed_sequences_of_any_length(
     case.assert_padding_is_zero(results)
 
 
-@pytest.mark.parametrize("case", [DENSE, PACKED])
+@pytest.mark.parametrize("case", [DENSE, PACKED, SMALL_TREE, EVERYTHING])
 def test_gradients_are_those_of_finite_differences(case: TrainingCase) -> None:
     leaves = [tensor.double().contiguous().requires_grad_() for tensor in case.inputs[:3]]
-    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+    if case.has_sinks:
+        leaves.append(torch.linspace(-1, 1, case.heads[0], dtype=torch.float64).requires_grad_())
+    options: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
+    options |= {"tree": case.tree, "sliding_window": case.sliding_window, "logits_soft_cap": case.soft_cap}
 
     def results(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = flash_attention(*leaves, case.causal, **sums, return_lse=True)
+        own = options | ({"sinks": leaves[3]} if case.has_sinks else {})
+        out, lse = flash_attention(*leaves[:3], case.causal, **own, return_lse=True)
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(results, leaves, fast_mode=True)
@@ -83,17 +100,20 @@ def test_lse_is_optional_and_of_the_shape_of_q() -> None:
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
 
 
-@pytest.mark.parametrize("case", [DENSE, PACKED])
+@pytest.mark.parametrize("case", [DENSE, PACKED, SMALL_TREE, EVERYTHING])
 def test_the_operators_keep_what_torch_asks_of_them(case: TrainingCase) -> None:
     """Schema, fake tensors, autograd and tracing with dynamic shapes."""
     q, k, v = (tensor.clone().requires_grad_() for tensor in case.inputs[:3])
-    arguments = (q, k, v, *case.cu_seqlens, case.causal, 0.3, True)
-    torch.library.opcheck(torch.ops.trunkattn.flash_attention, arguments)
-    out, lse = torch.ops.trunkattn.flash_attention(*arguments)
-    saved = [tensor.detach() for tensor in (q, k, v, out, lse)]
     sums = [tensor for tensor in case.cu_seqlens if tensor is not None]
-    gradients = (torch.ones_like(saved[3]), torch.ones_like(saved[4]))
-    torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (*gradients, saved, sums, True, 0.3, True))
+    tables = sums if case.tree is None else list(case.tree.tables(q.device))
+    sinks = None if case.sinks is None else case.sinks.clone().requires_grad_()
+    options = (sinks, tables, [1, case.sliding_window or 0, 1], 0.3, case.soft_cap or 0.0)
+    torch.library.opcheck(torch.ops.trunkattn.flash_attention, (q, k, v, *options))
+    out, lse = torch.ops.trunkattn.flash_attention(q, k, v, *options)
+    saved = [tensor.detach() for tensor in (q, k, v, out, lse)]
+    gradients = [torch.ones_like(saved[3]), torch.ones_like(saved[4])]
+    options = (None if sinks is None else sinks.detach(), *options[1:])
+    torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (gradients, saved, *options))
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED])
@@ -206,7 +226,8 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "q has shape (5, 4, 8): expected 4 dimensions", {"q": Q[0]}),
     (ValueError, "k has shape (2, 7, 2, 9): expected q's head_dim, 8, and batch, 2", {"k": torch.zeros(2, 7, 2, 9)}),
     (ValueError, "k has shape (3, 7, 2, 8): expected q's head_dim, 8, and batch, 2", {"k": torch.zeros(3, 7, 2, 8)}),
-    (ValueError, "v has shape (2, 6, 2, 8): expected k's, (2, 7, 2, 8)", {"v": K[:, :6]}),
+    (ValueError, "v has shape (2, 6, 2, 8): expected (2, 7, 2, head_dim), as k has", {"v": K[:, :6]}),
+    (ValueError, "v has head_dim 0: expected 1 to 256", {"v": K[..., :0]}),
     (ValueError, "q has head_dim 0: expected 1 to 256", {"q": Q[..., :0], "k": K[..., :0], "v": K[..., :0]}),
     (ValueError, "k has 3 heads: expected a divisor of q's 4", {name: torch.zeros(2, 7, 3, 8) for name in "kv"}),
     (ValueError, "k has 0 heads: expected a divisor of q's 4", {name: K[:, :, :0] for name in "kv"}),
@@ -219,6 +240,13 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, f"sm_scale=-1: {POSITIVE}", {"sm_scale": -1}),
     (ValueError, f"sm_scale=0.0: {POSITIVE}", {"sm_scale": 0.0}),
     (ValueError, f"sm_scale=nan: {POSITIVE}", {"sm_scale": math.nan}),
+    (ValueError, f"logits_soft_cap=0: {POSITIVE}", {"logits_soft_cap": 0}),
+    (ValueError, "sliding_window=0: expected an integer from 1 to 2147483647", {"sliding_window": 0}),
+    (TypeError, "sliding_window=(3, 0): expected an integer from 1", {"sliding_window": (3, 0)}),
+    (TypeError, "sinks is a float: expected a torch.Tensor", {"sinks": 0.5}),
+    (TypeError, "sinks has dtype torch.int64: expected a floating one", {"sinks": torch.zeros(4).long()}),
+    (ValueError, "sinks is on meta: expected cpu, like q", {"sinks": torch.zeros(4, device="meta")}),
+    (ValueError, "sinks has shape (2,): expected (4,), one for each head of q", {"sinks": torch.zeros(2)}),
     (ValueError, "cu_seqlens_q is None: expected both", {"cu_seqlens_k": int32(0, 7)}),
 )
 BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (

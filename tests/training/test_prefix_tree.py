@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.training import cpu_blocks
 from trunkattn.training.cpu_blocks import CpuSequence
+from trunkattn.training.sequences import Sequences
 
 from ..attention.cases import fraction
 from .training_cases import BF16, F16, F32
@@ -132,7 +133,8 @@ def test_blocks_that_no_row_sees_are_left_out() -> None:
     size = cpu_blocks._CPU_BLOCK
     tree = PrefixTree.from_segments([-1, *[0] * 7], [size] * 8)
     q = torch.zeros(1, 8 * size, 2)
-    tiles = list(CpuSequence(q, q, q, 1, True, 1.0, tree.subtree_end).tiles())
+    given = Sequences(True, 1.0, tree=tree.tables(q.device))
+    tiles = list(CpuSequence(q, q, q, 1, given).tiles())
     assert [(rows.start // size, keys.start // size) for rows, keys, _ in tiles] == [
         (0, 0),
         *((branch, block) for branch in range(1, 8) for block in (0, branch)),
@@ -178,15 +180,6 @@ def test_the_packed_loss_is_the_loss_of_all_sequences(own_weights: bool) -> None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     gradients = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
-
-
-def test_the_operators_keep_what_torch_asks_of_them() -> None:
-    tree = PrefixTree.from_segments([-1, 0, 0], [3, 2, 4])
-    q, k, v, *_ = inputs(tree, (4, 2), F32)
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    torch.library.opcheck(torch.ops.trunkattn.tree_attention, (*leaves, tree.subtree_end, 0.3))
-    compiled = torch.compile(lambda *given: ATTENTION(*given, tree=tree), backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(*leaves), ATTENTION(*leaves, tree=tree))
 
 
 def segments(*parents: int, **options: Any) -> PrefixTree:
@@ -237,10 +230,3 @@ def attend(tokens: int = 4, lead: tuple[int, ...] = (), **options: Any) -> Any:
 def test_bad_input(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
-
-
-def test_a_gpu_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors are on a CPU and say that they are not, as there may be no card."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    with pytest.raises(ValueError, match="expected tensors on a CPU; on a GPU repeat the shared tokens"):
-        attend()

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from trunkattn import flash_attention
+from trunkattn import PrefixTree, flash_attention
+from trunkattn.training.sequences import Sequences
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 Results = tuple[torch.Tensor, ...]  # as NAMES; lse [..., num_qo_heads]
 
 
 @dataclass(frozen=True)
 class TrainingCase:
     """lengths: (queries, keys) of each sequence, all the same unless packed. padding: packed tokens of no sequence, NaN
-    like whatever lies between the heads' elements."""
+    like whatever lies between the heads' elements. sinks: whether there are any. tree: then there is one sequence, that
+    of its packed tokens."""
 
     lengths: tuple[tuple[int, int], ...]
     packed: bool
@@ -27,6 +29,11 @@ class TrainingCase:
     sm_scale: float | None = None
     padding: int = 0
     device: str = "cpu"
+    head_dim_v: int | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    tree: PrefixTree | None = None
 
     @cached_property
     def inputs(self) -> Results:
@@ -37,10 +44,31 @@ class TrainingCase:
             for side, heads, *width in (
                 (0, self.heads[0], self.head_dim),
                 (1, self.heads[1], self.head_dim),
-                (1, self.heads[1], self.head_dim),
-                (0, self.heads[0], self.head_dim),
+                (1, self.heads[1], self.width_v),
+                (0, self.heads[0], self.width_v),
                 (0, self.heads[0]),
             )
+        )
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @cached_property
+    def sinks(self) -> torch.Tensor | None:
+        """One of them stands for none."""
+        if not self.has_sinks:
+            return None
+        sinks = torch.linspace(-1, 2, self.heads[0]).to(self.device)
+        sinks[-1] = sinks[-1] if self.heads[0] == 1 else -math.inf
+        return sinks
+
+    @property
+    def sequences(self) -> Sequences:
+        """What kernels take."""
+        tables = None if self.tree is None else self.tree.tables(torch.device(self.device))
+        return Sequences(
+            self.causal, self.scale, *self.cu_seqlens, tables, self.sliding_window, self.soft_cap, self.sinks
         )
 
     def _shape(self, side: int, heads: int, *width: int) -> tuple[int, ...]:
@@ -60,7 +88,7 @@ class TrainingCase:
 
     @property
     def cu_seqlens(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not self.packed:
+        if not self.packed or self.tree is not None:
             return None, None
         sums = torch.tensor([(0, 0), *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return sums[:, 0].contiguous().to(self.device), sums[:, 1].contiguous().to(self.device)
@@ -80,24 +108,50 @@ class TrainingCase:
         results: list[list[torch.Tensor]] = [[] for _ in NAMES]
         for row in range(len(self.lengths)):
             leaves = [tensor[row].to(dtype).requires_grad_() for tensor in (q, k, v)]
+            if self.sinks is not None:
+                leaves.append(self.sinks.clone().to(dtype).requires_grad_())
             out, lse = self._textbook(*leaves)
             seen = torch.isfinite(lse)
             target = (out * dout[row].to(dtype)).sum() + (torch.where(seen, lse, 0) * dlse[row].to(dtype)).sum()
             found = (out.detach(), lse.detach(), *torch.autograd.grad(target, leaves))
-            for name_results, tensor in zip(results, found, strict=True):
+            for name_results, tensor in zip(results, found, strict=False):
                 name_results.append(tensor)
+        if self.sinks is not None:
+            results[-1] = [torch.stack(results[-1]).sum(0)]
         return results
 
-    def _textbook(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence; a query that sees nothing has output 0 and lse -inf."""
+    def _seen(self, len_q: int, len_k: int) -> torch.Tensor:
+        """[len_q, len_k], from the sequences themselves."""
+        if self.tree is not None:
+            seen = torch.zeros(len_q, len_k, dtype=torch.bool)
+            for own in self.tree.sequence_indices():
+                seen[own[:, None], own] |= self._near(torch.arange(len(own)), torch.arange(len(own)))
+            return seen.to(self.device)
+        return self._near(torch.arange(len_q) + len_k - len_q, torch.arange(len_k)).to(self.device)
+
+    def _near(self, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        ahead = key[None, :] - position[:, None]
+        seen = ahead <= 0 if self.causal else torch.ones_like(ahead, dtype=torch.bool)
+        return seen if self.sliding_window is None else seen & (ahead.abs() < self.sliding_window)
+
+    def _textbook(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One sequence; a query that sees nothing has output 0 and lse -inf, or its sink."""
         group = self.heads[0] // self.heads[1]
         k, v = (tensor.repeat_interleave(group, 1).transpose(0, 1) for tensor in (k, v))
         logits = _product(q.transpose(0, 1), k.mT) * self.scale
-        len_q, len_k = logits.shape[-2:]
-        if self.causal:
-            seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-            logits = logits.masked_fill(~seen, -math.inf)
-        lse = logits.logsumexp(-1) if len_k else logits.sum(-1) - math.inf
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        logits = logits.masked_fill(~self._seen(*logits.shape[-2:]), -math.inf)
+        every = logits
+        if sinks is not None:
+            every = torch.cat([logits, sinks[:, None, None].expand(-1, logits.shape[1], 1)], -1)
+        if every.shape[-1]:
+            none = (every == -math.inf).all(-1, keepdim=True)
+            lse = every.masked_fill(none, 0.0).logsumexp(-1).masked_fill(none[..., 0], -math.inf)
+        else:
+            lse = every.sum(-1) - math.inf
         weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
         return _product(weights, v).transpose(0, 1), lse.transpose(0, 1)
 
@@ -107,11 +161,11 @@ class TrainingCase:
         expected, plain, plain32 = self.plain(torch.float64), self.plain(self.dtype), self.plain(torch.float32)
         q, k = (tensor.nan_to_num(0.0).float().norm(dim=-1) for tensor in self.inputs[:2])
         largest_logit = float(q.max() * k.max()) * self.scale if q.numel() and k.numel() else 0.0
-        for index, (name, side) in enumerate(zip(NAMES, (0, 0, 0, 1, 1), strict=True)):
-            dtype = torch.float32 if name == "lse" else self.dtype
+        for index, (name, side) in enumerate(zip(NAMES[: 5 + self.has_sinks], (0, 0, 0, 1, 1, None), strict=False)):
+            dtype = self.dtype if name not in ("lse", "dsinks") else torch.float32
             assert results[index].dtype == dtype, name
             beside = (plain32 if name == "lse" else plain)[index]
-            found = self.per_sequence(results[index], side)
+            found = [results[index]] if side is None else self.per_sequence(results[index], side)
             right, ours, theirs = (
                 torch.cat([_finite(part) for part in parts]) for parts in (expected[index], found, beside)
             )
@@ -126,7 +180,7 @@ class TrainingCase:
 
     def assert_padding_is_zero(self, results: Results) -> None:
         """Of packed tokens after the last sequence."""
-        for name, tensor, side in zip(NAMES, results, (0, 0, 0, 1, 1), strict=True):
+        for name, tensor, side in zip(NAMES[:5], results, (0, 0, 0, 1, 1), strict=False):
             rest = tensor[sum(lengths[side] for lengths in self.lengths) :]
             assert len(rest) == self.padding
             assert torch.equal(rest, torch.full_like(rest, -math.inf if name == "lse" else 0.0)), name
@@ -163,6 +217,43 @@ TABLE = (
 )
 
 
+# Windows that cut blocks, caps, sinks and narrower or wider values, by themselves and together.
+FEATURES = (
+    TrainingCase(((50, 50),), False, True, (2, 1), 16, sliding_window=7),
+    TrainingCase(((33, 70),), False, False, (2, 2), 32, sliding_window=20),
+    TrainingCase(((70, 33),), False, False, (1, 1), 16, sliding_window=5),
+    TrainingCase(((64, 64),), False, True, (1, 1), 16, sliding_window=40),
+    TrainingCase(((17, 17), (0, 9), (33, 40), (5, 0), (30, 12)), True, True, (4, 2), 16, sliding_window=10, padding=3),
+    TrainingCase(((40, 40),), False, True, (2, 1), 16, soft_cap=2.0, sm_scale=1.0),
+    TrainingCase(((20, 50),), False, False, (2, 1), 16, F16, soft_cap=30.0),
+    TrainingCase(((32, 40),), False, True, (4, 2), 16, has_sinks=True),
+    TrainingCase(((40, 7), (3, 0), (9, 30)), True, True, (2, 1), 16, has_sinks=True, padding=5),
+    TrainingCase(((37, 37),), False, True, (2, 1), 24, head_dim_v=16),
+    TrainingCase(((37, 37), (9, 9)), True, False, (2, 2), 48, F16, head_dim_v=32),
+    TrainingCase(((20, 33),), False, True, (2, 1), 16, head_dim_v=40),
+    TrainingCase(
+        ((40, 40), (23, 60)), True, True, (4, 2), 48, head_dim_v=32, sliding_window=12, soft_cap=5.0, has_sinks=True
+    ),
+)
+# Three levels, an only child, a second root, segments that begin and end inside tiles, and a trunk of many tiles.
+TREE = PrefixTree.from_segments((-1, 0, 1, 1, 0, -1, 5), (40, 9, 20, 17, 11, 3, 2))
+
+
+def tree_case(tree: PrefixTree, **changes: Any) -> TrainingCase:
+    """A tree with grouped heads."""
+    length = (tree.num_tokens, tree.num_tokens)
+    return replace(TrainingCase((length,), True, True, (2, 1), 16, tree=tree), **changes)
+
+
+TREES = (
+    tree_case(TREE),
+    tree_case(TREE, dtype=F16, heads=(2, 2)),
+    tree_case(TREE, sliding_window=11),
+    tree_case(TREE, head_dim=24, head_dim_v=16, sliding_window=40, soft_cap=3.0, has_sinks=True, heads=(1, 1)),
+    tree_case(PrefixTree.from_segments((-1, 0, 0, 0), (32, 32, 32, 32)), heads=(1, 1)),
+)
+
+
 def longer(case: TrainingCase, times: int, device: str, dtype: torch.dtype) -> TrainingCase:
     """The case with longer sequences, and its padding."""
     return replace(
@@ -179,6 +270,12 @@ def run(case: TrainingCase, deterministic: bool = False) -> Results:
     q, k, v, dout, dlse = case.inputs
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True))
-    options: dict[str, Any] = {"sm_scale": case.sm_scale, "deterministic": deterministic}
-    out, lse = flash_attention(*leaves, case.causal, **sums, **options, return_lse=True)
+    options: dict[str, Any] = {
+        "sm_scale": case.sm_scale, "deterministic": deterministic, "tree": case.tree,
+        "sliding_window": case.sliding_window, "logits_soft_cap": case.soft_cap,
+    }  # fmt: skip
+    if case.sinks is not None:
+        leaves.append(case.sinks.clone().requires_grad_())
+        options["sinks"] = leaves[-1]
+    out, lse = flash_attention(*leaves[:3], case.causal, **sums, **options, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))

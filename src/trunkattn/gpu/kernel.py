@@ -37,6 +37,7 @@ class Work(Enum):
     MERGE = "partial results"
     FORWARD = "the forward pass of training"
     BACKWARD = "the backward pass of training"
+    TREE = "both passes of training on a prefix tree"
 
 
 def _reads_any(tensors: Tensors, geometry: Geometry) -> list[str]:
@@ -137,6 +138,13 @@ KERNELS: Final = (
         refuses=portable.refuses_merge,
         tiles=portable.merge_tiles,
         portable=True,
+    ),
+    Kernel(
+        name="cuDNN flex_attention",
+        work=Work.TREE,
+        module="trunkattn.training.cudnn_trees",
+        refuses=training.refuses_cudnn,
+        tiles=training.no_tiles,
     ),
     Kernel(
         name="portable forward",

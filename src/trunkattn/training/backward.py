@@ -1,7 +1,8 @@
 """The backward pass of FlashAttention by recomputation (FlashAttention-2, §3.1; https://arxiv.org/abs/2307.08691).
 
 The probabilities p come again from q, k and lse, tile by tile. With delta, the row sums of dout · out: dv = pᵀ dout,
-ds = p · (dout vᵀ - delta), dk = dsᵀ q and dq = ds k, the latter two times sm_scale.
+ds = p · (dout vᵀ - delta), dk = dsᵀ q and dq = ds k, the latter two times sm_scale. A soft cap multiplies ds by its
+slope.
 
 There are two ways. Two kernels are deterministic: one holds a block of keys and streams queries, the other holds a
 block of queries and streams keys, and both compute the scores. One pass is faster: the first kernel also adds its part
@@ -17,12 +18,14 @@ import triton.language as tl
 from trunkattn.gpu.portable.online_softmax import LOG2_E
 from trunkattn.training.backward_keys import KeysTensors, write_key_gradients
 from trunkattn.training.backward_queries import QueriesTensors, write_query_gradients
-from trunkattn.training.common import Sequences, attention_shape, load_tile, with_batch
+from trunkattn.training.common import Width, load_tile, padded_head_dim, with_batch
+from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
 
 
 class PrepareTensors(NamedTuple):
-    """out, dout [batch, seqlen_q, num_qo_heads, head_dim]; the others [batch, num_qo_heads, seqlen_q], float32."""
+    """out, dout [batch, seqlen_q, num_qo_heads, head_dim of values]; the others [batch, num_qo_heads, seqlen_q] in
+    float32."""
 
     out: Any
     dout: Any
@@ -34,16 +37,16 @@ class PrepareTensors(NamedTuple):
 
 @triton.jit
 def prepare_kernel(
-    tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, SHAPE: tl.constexpr, BLOCK: tl.constexpr
+    tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Writes delta and shift. delta: row sums of dout · out, less dlse, since a gradient of lse adds p · dlse to ds.
     shift: lse in base 2, and +inf for a query that sees nothing, so that its p is 0."""
     first, other = tl.program_id(0) % num_blocks * BLOCK, tl.program_id(0) // num_blocks
     head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
-    token_stride = num_qo_heads * SHAPE.head_dim
-    at = batch * seqlen_q * token_stride + head * SHAPE.head_dim
-    out = load_tile(tensors.out + at, first, token_stride, seqlen_q, BLOCK, SHAPE, True)
-    dout = load_tile(tensors.dout + at, first, token_stride, seqlen_q, BLOCK, SHAPE, True)
+    token_stride = num_qo_heads * WIDTH.dim
+    at = batch * seqlen_q * token_stride + head * WIDTH.dim
+    out = load_tile(tensors.out + at, first, token_stride, seqlen_q, BLOCK, WIDTH, True)
+    dout = load_tile(tensors.dout + at, first, token_stride, seqlen_q, BLOCK, WIDTH, True)
     if tensors.out.dtype.element_ty == tl.float32:  # summed as dout vᵀ is: for a query of one key both then cancel
         products = tl.dot(dout, tl.trans(out), input_precision="ieee")
         diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
@@ -66,18 +69,19 @@ def backward(
     sequences: Sequences,
     deterministic: bool,
     tiles: dict[str, FlashTile] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous, from the gradients of out and lse, and q, k, v, out and lse of `forward`; as there.
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv, contiguous, and dsinks, which is empty without sinks, from the gradients of out and lse, and q, k,
+    v, out and lse of `forward`; as there.
 
     deterministic: two kernels, bit-equal over repeated runs; else one pass. tiles: by pass, None for the table's.
     """
     q, k, v = (with_batch(tensor, sequences) for tensor in saved[:3])
     out, dout = (with_batch(tensor, sequences).contiguous() for tensor in (saved[3], gradients[0]))
     lse, dlse = saved[4].contiguous(), gradients[1].contiguous()
-    chosen = {name: card_tile(name, q) for name in ("keys", "queries", "one_pass")} | (tiles or {})
+    chosen = {name: card_tile(name, q, v) for name in ("keys", "queries", "one_pass")} | (tiles or {})
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     make = torch.zeros if sequences.packed else torch.empty
-    dk, dv = (make(k.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    dk, dv = (make(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (k, v))
     dq = (make if deterministic else torch.zeros)(
         q.shape, dtype=q.dtype if deterministic else torch.float32, device=q.device
     )
@@ -88,14 +92,14 @@ def backward(
     if deterministic:
         write_query_gradients(QueriesTensors(*tensors[:7]), sequences, chosen["queries"])
     dq = dq.to(q.dtype)
-    return (dq[0], dk[0], dv[0]) if sequences.packed else (dq, dk, dv)
+    dsinks = sequences.sink_gradients(delta, lse)
+    return (dq, dk, dv, dsinks) if sequences.has_batch else (dq[0], dk[0], dv[0], dsinks)
 
 
 def _prepare(tensors: PrepareTensors) -> None:
     batch, seqlen_q, heads, head_dim = tensors.out.shape
-    shape = attention_shape(1, head_dim, tensors.out.dtype)  # the kernel does not group heads
     block = 16 if tensors.out.dtype == torch.float32 else 64
     num_blocks = -(-seqlen_q // block)
     prepare_kernel[(num_blocks * heads * batch,)](
-        tensors, seqlen_q, heads, num_blocks, SHAPE=shape, BLOCK=block, num_warps=4
+        tensors, seqlen_q, heads, num_blocks, WIDTH=Width(head_dim, padded_head_dim(head_dim)), BLOCK=block, num_warps=4
     )

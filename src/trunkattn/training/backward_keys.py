@@ -10,15 +10,20 @@ import triton.language as tl
 
 from trunkattn.training.common import (
     Batch,
+    Ranges,
     Scales,
-    Sequences,
     Strides,
     arguments,
     find_sequence,
     load_tile,
+    logits_of,
+    row_places,
+    sees,
     span,
     store_tile,
+    through_cap,
 )
+from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
 
 
@@ -37,12 +42,14 @@ class KeysTensors(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys and values [N, D], and the number of each key in its sequence, which has `length` tokens."""
+    """A block of keys [N, D] and values [N, head_dim of values], and the number of each key in its sequence, which has
+    `length` tokens. depth_end: in a tree with a window the depth from which on no query sees a key of the block."""
 
     k: Any
     v: Any
     n: Any
     length: Any
+    depth_end: Any
 
 
 class KeyGradients(NamedTuple):
@@ -62,27 +69,17 @@ class QueryHead(NamedTuple):
     delta: Any
 
 
-class KeysVariant(NamedTuple):
-    """Constants that turn code on. even_q, even_k: every block of queries, of keys, is full. one_pass: the kernel also
-    adds to dq."""
-
-    causal: bool
-    packed: bool
-    even_q: bool
-    even_k: bool
-    one_pass: bool
-
-
 class QuerySide(NamedTuple):
-    """What the queries of a sequence have in common: strides of q, strides of a token in dout and dq and of a head in
-    shift and delta, the number of queries, and the position of query 0 among the keys."""
+    """What the queries of a sequence have in common: strides of q, of a token in dout and in dq and of a head in shift
+    and delta, and the numbers of queries and of keys."""
 
     q_head: Any
     q_token: Any
-    token: Any
+    dout_token: Any
+    dq_token: Any
     row_head: Any
     length: Any
-    offset: Any
+    len_k: Any
 
 
 @triton.jit
@@ -91,6 +88,7 @@ def _add_queries(
     block,
     head,
     side,
+    batch,
     first,
     scales,
     SHAPE: tl.constexpr,
@@ -100,26 +98,28 @@ def _add_queries(
 ):
     """Adds the part of a block of queries to dk and dv. All products are transposed, so that p stays in registers."""
     m = first + tl.arange(0, TILE.block_m)
-    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE, not VARIANT.even_q)
+    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE.keys, not VARIANT.even_q)
     shift = tl.load(head.shift + m, mask=m < side.length, other=float("inf"))
     scores = tl.dot(block.k, tl.trans(q), input_precision=SHAPE.precision)
-    p = tl.exp2(scores * scales.log2 - shift[None, :])
+    logits = logits_of(scores, scales, VARIANT)
+    p = tl.exp2(logits - shift[None, :])
     if MASK:
-        seen = block.n[:, None] < block.length
-        if VARIANT.causal:
-            seen = seen & (block.n[:, None] <= m[None, :] + side.offset)
+        rows = row_places(batch, m, side.length, side.len_k, VARIANT)
+        seen = sees(batch, block.n[:, None], block.length, rows.position[None, :], rows.depth[None, :], VARIANT)
         p = tl.where(seen, p, 0.0)
-    dout = load_tile(head.dout, first, side.token, side.length, TILE.block_m, SHAPE, not VARIANT.even_q)
+    dout = load_tile(
+        head.dout, first, side.dout_token, side.length, TILE.block_m, SHAPE.head_values, not VARIANT.even_q
+    )
     dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)
     delta = tl.load(head.delta + m, mask=m < side.length, other=0.0)
     dp = tl.dot(block.v, tl.trans(dout), input_precision=SHAPE.precision)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    ds = through_cap(p * (dp - delta[None, :]), logits, scales, VARIANT).to(q.dtype)
     dk = tl.dot(ds, q, state.dk, input_precision=SHAPE.precision)
     if VARIANT.one_pass:
-        rows, d = tl.arange(0, TILE.block_m)[:, None], tl.arange(0, SHAPE.padded_dim)[None, :]
+        rows_q, d = tl.arange(0, TILE.block_m)[:, None], tl.arange(0, SHAPE.keys.padded)[None, :]
         dq = tl.dot(tl.trans(ds), block.k, input_precision=SHAPE.precision) * scales.sm_scale
-        pointers = head.dq + tl.cast(first, tl.int64) * side.token + rows * side.token + d
-        tl.atomic_add(pointers, dq, mask=(m < side.length)[:, None] & (d < SHAPE.head_dim), sem="relaxed")
+        pointers = head.dq + tl.cast(first, tl.int64) * side.dq_token + rows_q * side.dq_token + d
+        tl.atomic_add(pointers, dq, mask=(m < side.length)[:, None] & (d < SHAPE.keys.dim), sem="relaxed")
     return KeyGradients(dk, dv)
 
 
@@ -129,6 +129,7 @@ def _add_group(
     block,
     head,
     side,
+    batch,
     begin,
     end,
     scales,
@@ -143,13 +144,52 @@ def _add_group(
         member, first = step // steps, begin + step % steps * TILE.block_m
         own = QueryHead(
             head.q + tl.cast(member, tl.int64) * side.q_head,
-            head.dout + member * SHAPE.head_dim,
-            head.dq + member * SHAPE.head_dim,
+            head.dout + member * SHAPE.head_values.dim,
+            head.dq + member * SHAPE.keys.dim,
             head.shift + member * side.row_head,
             head.delta + member * side.row_head,
         )
-        state = _add_queries(state, block, own, side, first, scales, SHAPE, TILE, VARIANT, MASK)
+        if VARIANT.tree and VARIANT.window:  # in pre-order, queries beyond the window lie between others
+            m = first + tl.arange(0, TILE.block_m)
+            depths = tl.load(batch.depths + m, mask=m < side.length, other=2147483647)
+            if tl.min(depths) < block.depth_end:
+                state = _add_queries(state, block, own, side, batch, first, scales, SHAPE, TILE, VARIANT, MASK)
+        else:
+            state = _add_queries(state, block, own, side, batch, first, scales, SHAPE, TILE, VARIANT, MASK)
     return state
+
+
+@triton.jit
+def _seen_by(batch, block, side, first, TILE: tl.constexpr, VARIANT: tl.constexpr):
+    """`Ranges` of the queries that see a block of keys from `first` on."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    offset = side.len_k - side.length
+    last = first + TILE.block_n - 1
+    end = tl.where(first < side.len_k, side.length, 0)
+    begin, full_begin, full_end = 0, 0, end
+    if VARIANT.causal or VARIANT.window:
+        ahead = 0
+        if not VARIANT.causal:
+            ahead = batch.window - 1
+        begin = tl.minimum(tl.maximum(first - ahead - offset, 0), end) // BLOCK_M * BLOCK_M
+        full_begin = tl.maximum(tl.cdiv(tl.maximum(last - ahead - offset, 0), BLOCK_M) * BLOCK_M, begin)
+    if VARIANT.tree:  # the queries that see a key are its subtree
+        inside = block.n < block.length
+        ends = tl.load(batch.subtree_end + block.n, mask=inside, other=0)
+        end = tl.max(ends)
+        full_end = tl.min(tl.where(inside, ends, block.length))
+        full_end = tl.where(full_end >= side.length, end, full_end // BLOCK_M * BLOCK_M)
+        if VARIANT.window:
+            full_end = begin
+    elif VARIANT.window:
+        full_end = tl.minimum(end, tl.maximum(first + batch.window - offset, 0) // BLOCK_M * BLOCK_M)
+        end = tl.minimum(end, tl.maximum(last + batch.window - offset, 0))
+    if VARIANT.tree or VARIANT.window:
+        no_full = (full_begin >= full_end) | (last >= side.len_k)
+        full_begin, full_end = tl.where(no_full, end, full_begin), tl.where(no_full, end, full_end)
+    elif not VARIANT.even_k:
+        full_begin = tl.where(last >= side.len_k, end, full_begin)
+    return Ranges(begin, tl.minimum(full_begin, end), full_end, end)
 
 
 @triton.jit
@@ -164,9 +204,7 @@ def keys_kernel(
 ):
     """dk and dv of CTA (batch, KV head, block of keys), block fastest. The first blocks, which most causal queries see,
     go first. It sums over the heads of a group in registers. In one pass dq holds zeros in float32 before."""
-    BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
-    D: tl.constexpr = SHAPE.padded_dim
     seqlen_q, num_qo_heads = batch.seqlen_q, batch.num_qo_heads
     number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
     num_kv_heads = num_qo_heads // SHAPE.group_size
@@ -176,37 +214,48 @@ def keys_kernel(
         sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
         begin_q, len_q = span(batch.cu_seqlens_q, sequence, seqlen_q)
         begin_k, len_k = span(batch.cu_seqlens_k, sequence, batch.seqlen_k)
-    first, offset = number * BLOCK_N, len_k - len_q
+    first = number * BLOCK_N
     k_head = tensors.k + row * strides.k_batch + begin_k * strides.k_token + tl.cast(kv_head, tl.int64) * strides.k_head
     v_head = tensors.v + row * strides.v_batch + begin_k * strides.v_token + tl.cast(kv_head, tl.int64) * strides.v_head
-    keys = load_tile(k_head, first, strides.k_token, len_k, BLOCK_N, SHAPE, not VARIANT.even_k)
-    values = load_tile(v_head, first, strides.v_token, len_k, BLOCK_N, SHAPE, not VARIANT.even_k)
-    block = KeyBlock(keys, values, first + tl.arange(0, BLOCK_N), len_k)
-    end = tl.where(first < len_k, len_q, 0)
-    begin, full = 0, 0  # the first query that sees a key, and the first from which all see all keys
-    if VARIANT.causal:
-        begin = tl.minimum(tl.maximum(first - offset, 0), end) // BLOCK_M * BLOCK_M
-        full = tl.maximum(tl.cdiv(tl.maximum(first + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M, begin)
-    if not VARIANT.even_k:
-        full = tl.where(first + BLOCK_N > len_k, tl.cdiv(end, BLOCK_M) * BLOCK_M, full)
-    token_stride = num_qo_heads * SHAPE.head_dim
-    state = KeyGradients(tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D], tl.float32))
-    head = kv_head * SHAPE.group_size
-    q_head = tensors.q + row * strides.q_batch + begin_q * strides.q_token + tl.cast(head, tl.int64) * strides.q_head
-    at_head = (row * seqlen_q + begin_q) * token_stride + head * SHAPE.head_dim
+    keys = load_tile(k_head, first, strides.k_token, len_k, BLOCK_N, SHAPE.keys, not VARIANT.even_k)
+    values = load_tile(v_head, first, strides.v_token, len_k, BLOCK_N, SHAPE.head_values, not VARIANT.even_k)
+    n = first + tl.arange(0, BLOCK_N)
+    depth_end = 0
+    if VARIANT.tree and VARIANT.window:
+        depth_end = tl.max(tl.load(batch.depths + n, mask=n < len_k, other=0)) + batch.window
+    block = KeyBlock(keys, values, n, len_k, depth_end)
+    head, begin = kv_head * SHAPE.group_size, row * seqlen_q + begin_q
+    q_stride, out_stride = num_qo_heads * SHAPE.keys.dim, num_qo_heads * SHAPE.head_values.dim
     at_row = (row * num_qo_heads + head) * seqlen_q + begin_q
     queries = QueryHead(
-        q_head, tensors.dout + at_head, tensors.dq + at_head, tensors.shift + at_row, tensors.delta + at_row
+        tensors.q + row * strides.q_batch + begin_q * strides.q_token + tl.cast(head, tl.int64) * strides.q_head,
+        tensors.dout + begin * out_stride + head * SHAPE.head_values.dim,
+        tensors.dq + begin * q_stride + head * SHAPE.keys.dim,
+        tensors.shift + at_row,
+        tensors.delta + at_row,
     )
-    side = QuerySide(strides.q_head, strides.q_token, token_stride, seqlen_q, len_q, offset)
-    if VARIANT.causal or not VARIANT.even_k:
-        masked_end = tl.minimum(full, end)
-        state = _add_group(state, block, queries, side, begin, masked_end, scales, SHAPE, TILE, VARIANT, True)
-    state = _add_group(state, block, queries, side, full, end, scales, SHAPE, TILE, VARIANT, False)
-    token_stride = num_kv_heads * SHAPE.head_dim
-    at_head = (row * batch.seqlen_k + begin_k) * token_stride + kv_head * SHAPE.head_dim
-    store_tile(tensors.dk + at_head, first, token_stride, len_k, state.dk * scales.sm_scale, SHAPE)
-    store_tile(tensors.dv + at_head, first, token_stride, len_k, state.dv, SHAPE)
+    side = QuerySide(strides.q_head, strides.q_token, out_stride, q_stride, seqlen_q, len_q, len_k)
+    ranges = _seen_by(batch, block, side, first, TILE, VARIANT)
+    state = KeyGradients(
+        tl.zeros([BLOCK_N, SHAPE.keys.padded], tl.float32), tl.zeros([BLOCK_N, SHAPE.head_values.padded], tl.float32)
+    )
+    if VARIANT.causal or VARIANT.window or not VARIANT.even_k:
+        state = _add_group(
+            state, block, queries, side, batch, ranges.begin, ranges.full_begin, scales, SHAPE, TILE, VARIANT, True
+        )
+    state = _add_group(
+        state, block, queries, side, batch, ranges.full_begin, ranges.full_end, scales, SHAPE, TILE, VARIANT, False
+    )
+    if VARIANT.window or VARIANT.tree:
+        state = _add_group(
+            state, block, queries, side, batch, ranges.full_end, ranges.end, scales, SHAPE, TILE, VARIANT, True
+        )
+    k_stride, v_stride = num_kv_heads * SHAPE.keys.dim, num_kv_heads * SHAPE.head_values.dim
+    begin = row * batch.seqlen_k + begin_k
+    dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim
+    dv_head = tensors.dv + begin * v_stride + kv_head * SHAPE.head_values.dim
+    store_tile(dk_head, first, k_stride, len_k, state.dk * scales.sm_scale, SHAPE.keys)
+    store_tile(dv_head, first, v_stride, len_k, state.dv, SHAPE.head_values)
 
 
 def write_key_gradients(tensors: KeysTensors, sequences: Sequences, tile: FlashTile, one_pass: bool) -> None:
@@ -218,17 +267,11 @@ def write_key_gradients(tensors: KeysTensors, sequences: Sequences, tile: FlashT
         keys_kernel[(num_blocks * num_kv_heads * batch,)](
             tensors,
             given.batch,
-            Scales(given.scale, sequences.sm_scale),
+            given.scales,
             given.strides,
             SHAPE=given.shape,
             TILE=tile,
-            VARIANT=KeysVariant(
-                causal=sequences.causal,
-                packed=sequences.packed,
-                even_q=not sequences.packed and tensors.q.shape[1] % tile.block_m == 0,
-                even_k=given.variant.even_k,
-                one_pass=one_pass,
-            ),
+            VARIANT=given.variant._replace(sinks=False, one_pass=one_pass),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

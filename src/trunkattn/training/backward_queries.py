@@ -11,15 +11,22 @@ import triton.language as tl
 from trunkattn.training.common import (
     Batch,
     Scales,
-    Sequences,
     Strides,
     arguments,
     find_queries,
     load_tile,
+    logits_of,
+    masked_block,
+    masked_blocks,
+    own_segment,
+    path_keys,
+    row_places,
+    sees,
     store_tile,
-    visible,
+    through_cap,
     visible_keys,
 )
+from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
 
 
@@ -36,7 +43,7 @@ class QueriesTensors(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A block of queries: q and dout [M, D], shift and delta [M]."""
+    """A block of queries: q [M, D] and dout [M, head_dim of values], shift and delta [M]."""
 
     q: Any
     dout: Any
@@ -49,9 +56,10 @@ def _add_keys(
     dq,
     block,
     keys,
+    batch,
     first,
-    position,
-    scale,
+    rows,
+    scales,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
@@ -59,15 +67,43 @@ def _add_keys(
 ):
     """Adds the part of a block of keys to dq [M, D]."""
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
-    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
+    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE.keys, MASK_ROWS)
     scores = tl.dot(block.q, tl.trans(k_tile), input_precision=SHAPE.precision)
-    p = tl.exp2(scores * scale - block.shift[:, None])
+    logits = logits_of(scores, scales, VARIANT)
+    p = tl.exp2(logits - block.shift[:, None])
     if MASK:
-        p = tl.where(visible(keys, first, position, TILE, VARIANT.causal), p, 0.0)
-    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
+        n = first + tl.arange(0, TILE.block_n)[None, :]
+        p = tl.where(sees(batch, n, keys.length, rows.position[:, None], rows.depth[:, None], VARIANT), p, 0.0)
+    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE.head_values, MASK_ROWS)
     dp = tl.dot(block.dout, tl.trans(v_tile), input_precision=SHAPE.precision)
-    ds = p * (dp - block.delta[:, None])
+    ds = through_cap(p * (dp - block.delta[:, None]), logits, scales, VARIANT)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=SHAPE.precision)
+
+
+@triton.jit
+def _add_ranges(
+    dq,
+    block,
+    keys,
+    batch,
+    ranges,
+    rows,
+    scales,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Adds the parts of ranges of keys to dq."""
+    for at in tl.range(ranges.full_begin, ranges.full_end, TILE.block_n):
+        dq = _add_keys(dq, block, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, False)
+    if VARIANT.tree or VARIANT.window:
+        for number in tl.range(0, masked_blocks(ranges, TILE)):
+            at = masked_block(ranges, number, TILE)
+            dq = _add_keys(dq, block, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
+    elif VARIANT.causal or not VARIANT.even_k:
+        for at in tl.range(ranges.full_end, ranges.end, TILE.block_n):
+            dq = _add_keys(dq, block, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
+    return dq
 
 
 @triton.jit
@@ -82,27 +118,32 @@ def queries_kernel(
 ):
     """dq of one block of queries; see `find_queries`."""
     BLOCK_M: tl.constexpr = TILE.block_m
-    D: tl.constexpr = SHAPE.padded_dim
     queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
     first, length = queries.first, queries.length
-    token_stride = batch.num_qo_heads * SHAPE.head_dim
-    at_head = (queries.batch * batch.seqlen_q + queries.begin) * token_stride + queries.head * SHAPE.head_dim
-    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE, True)
-    dout = load_tile(tensors.dout + at_head, first, token_stride, length, BLOCK_M, SHAPE, True)
+    begin = queries.batch * batch.seqlen_q + queries.begin
+    q_stride, out_stride = batch.num_qo_heads * SHAPE.keys.dim, batch.num_qo_heads * SHAPE.head_values.dim
+    dout_head = tensors.dout + begin * out_stride + queries.head * SHAPE.head_values.dim
+    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE.keys, True)
+    dout = load_tile(dout_head, first, out_stride, length, BLOCK_M, SHAPE.head_values, True)
     m = first + tl.arange(0, BLOCK_M)
     at_row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
     shift = tl.load(tensors.shift + at_row + m, mask=m < length, other=float("inf"))
     delta = tl.load(tensors.delta + at_row + m, mask=m < length, other=0.0)
     block = QueryTile(q_tile, dout, shift, delta)
-    dq = tl.zeros([BLOCK_M, D], tl.float32)
-    full, end = visible_keys(first, length, keys.length, TILE, VARIANT.causal)
-    for at in tl.range(0, full, TILE.block_n):
-        dq = _add_keys(dq, block, keys, at, m, scales.log2, SHAPE, TILE, VARIANT, False)
-    if VARIANT.causal or not VARIANT.even_k:
-        position = m + (keys.length - length)
-        for at in tl.range(full, end, TILE.block_n):
-            dq = _add_keys(dq, block, keys, at, position, scales.log2, SHAPE, TILE, VARIANT, True)
-    store_tile(tensors.dq + at_head, first, token_stride, length, dq * scales.sm_scale, SHAPE)
+    rows = row_places(batch, m, length, keys.length, VARIANT)
+    dq = tl.zeros([BLOCK_M, SHAPE.keys.padded], tl.float32)
+    if VARIANT.tree:
+        ranges, segment = own_segment(batch, first, length, TILE)
+        top = ranges.begin
+        for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
+            dq = _add_ranges(dq, block, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
+            ranges, segment = path_keys(batch, segment, top, first, rows, length, TILE, VARIANT)
+            top = tl.minimum(top, ranges.begin)
+    else:
+        ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)
+        dq = _add_ranges(dq, block, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
+    dq_head = tensors.dq + begin * q_stride + queries.head * SHAPE.keys.dim
+    store_tile(dq_head, first, q_stride, length, dq * scales.sm_scale, SHAPE.keys)
 
 
 def write_query_gradients(tensors: QueriesTensors, sequences: Sequences, tile: FlashTile) -> None:
@@ -114,11 +155,11 @@ def write_query_gradients(tensors: QueriesTensors, sequences: Sequences, tile: F
         queries_kernel[(num_blocks * heads * batch,)](
             tensors,
             given.batch,
-            Scales(given.scale, sequences.sm_scale),
+            given.scales,
             given.strides,
             SHAPE=given.shape,
             TILE=tile,
-            VARIANT=given.variant,
+            VARIANT=given.variant._replace(sinks=False, even_q=False),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

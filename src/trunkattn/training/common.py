@@ -1,35 +1,15 @@
-"""What the training kernels share: sequences, arguments by name, tiles in memory, and which queries a CTA computes."""
+"""What the training kernels share: arguments by name, tiles in memory, which keys are seen, the queries of a CTA."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from trunkattn.numerics import LOG2_E, padded_head_dim
+from trunkattn.gpu.portable.online_softmax import LOG2_E, soft_capped
+from trunkattn.numerics import padded_head_dim
+from trunkattn.training.sequences import Sequences, TreeTables
 from trunkattn.training.spec import FlashTile
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """What is attended to. cu_seqlens_q, cu_seqlens_k [num_sequences + 1] int32 of packed tensors, else None."""
-
-    causal: bool
-    sm_scale: float
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether tensors are [tokens, heads, head_dim] instead of [batch, tokens, heads, head_dim]."""
-        return self.cu_seqlens_q is not None
-
-    def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:
-        """The blocks of each sequence of a batch, or of all packed ones (see `find_sequence`), for one head."""
-        if cu_seqlens is None:
-            return -(-tokens // block)
-        return tokens // block + len(cu_seqlens) - 1 if len(cu_seqlens) > 1 else 0
 
 
 class Strides(NamedTuple):
@@ -47,11 +27,17 @@ class Strides(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The sequences. cu_seqlens_q and cu_seqlens_k are None if they are not packed. seqlen_q, seqlen_k: tokens of the
-    tensors. num_blocks: of each head; a CTA computes one."""
+    """The sequences. cu_seqlens_q and cu_seqlens_k are None if they are not packed; the tables of a tree (see
+    `TreeTables`) are None without one. window: of `sliding_window`. seqlen_q, seqlen_k: tokens of the tensors.
+    num_blocks: of each head; a CTA computes one."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    subtree_end: Any
+    depths: Any
+    segment_of: Any
+    segments: Any
+    window: Any
     num_sequences: Any
     seqlen_q: Any
     seqlen_k: Any
@@ -59,28 +45,43 @@ class Batch(NamedTuple):
     num_blocks: Any
 
 
+class Width(NamedTuple):
+    """Elements of a key or a value of one head, and of the tile that holds them."""
+
+    dim: int
+    padded: int
+
+
 class Shape(NamedTuple):
-    """Constants of an attention. precision: of matrix products of float32."""
+    """Constants of an attention. keys: of queries and keys. precision: of matrix products of float32."""
 
     group_size: int
-    head_dim: int
-    padded_dim: int
+    keys: Width
+    head_values: Width
     precision: str
 
 
 class Variant(NamedTuple):
-    """Constants that turn code on. even_k: every block of keys is full."""
+    """Constants that turn code on. even_q, even_k: every block of queries, of keys, is full. one_pass: the kernel of
+    keys also adds to dq."""
 
     causal: bool
     packed: bool
+    tree: bool
+    window: bool
+    soft_cap: bool
+    sinks: bool
+    even_q: bool
     even_k: bool
+    one_pass: bool = False
 
 
 class Scales(NamedTuple):
-    """Scales of the logits in the backward pass: log2 is sm_scale · log2(e)."""
+    """Scales of the logits: log2 is sm_scale · log2(e), soft_cap the largest logit, or 0."""
 
     log2: Any
     sm_scale: Any
+    soft_cap: Any
 
 
 class Keys(NamedTuple):
@@ -105,6 +106,23 @@ class QueryBlock(NamedTuple):
     length: Any
 
 
+class Rows(NamedTuple):
+    """What decides which keys each query of a block sees, [M]. position: its place among the keys. depth: the number
+    of keys before it, which differs from its place in a tree; known with a window only."""
+
+    position: Any
+    depth: Any
+
+
+class Ranges(NamedTuple):
+    """A range of keys, or of queries, in whole blocks. Blocks before full_begin and from full_end on need a mask."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
 @triton.jit
 def find_sequence(block, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
     """The packed sequence of a block, and the block's number in it. Sequence i has the blocks from
@@ -127,46 +145,142 @@ def span(cu_seqlens, sequence, tokens):
 
 
 @triton.jit
-def load_tile(base, first, stride, end, BLOCK: tl.constexpr, SHAPE: tl.constexpr, MASK_ROWS: tl.constexpr):
+def load_tile(base, first, stride, end, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK_ROWS: tl.constexpr):
     """Rows [first, first + BLOCK) of a head, 0 from row `end` on. It masks only what needs a mask."""
-    rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, SHAPE.padded_dim)[None, :]
+    rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH.padded)[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
     if MASK_ROWS:
-        return tl.load(pointers, mask=(first + rows < end) & (columns < SHAPE.head_dim), other=0.0)
-    elif SHAPE.head_dim != SHAPE.padded_dim:
-        return tl.load(pointers, mask=(rows >= 0) & (columns < SHAPE.head_dim), other=0.0)
+        return tl.load(pointers, mask=(first + rows < end) & (columns < WIDTH.dim), other=0.0)
+    elif WIDTH.dim != WIDTH.padded:
+        return tl.load(pointers, mask=(rows >= 0) & (columns < WIDTH.dim), other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
-def store_tile(base, first, stride, end, tile, SHAPE: tl.constexpr):
+def store_tile(base, first, stride, end, tile, WIDTH: tl.constexpr):
     """Rows [first, end) of a tile that begins at row `first`."""
-    rows, columns = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, SHAPE.padded_dim)[None, :]
+    rows, columns = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, WIDTH.padded)[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + rows < end) & (columns < SHAPE.head_dim))
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + rows < end) & (columns < WIDTH.dim))
 
 
 @triton.jit
-def visible_keys(first, len_q, len_k, TILE: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns two ends of keys, for a block of queries from `first` on. All of its queries see all keys before the
-    first end, in whole blocks; none sees a key behind the second. The last query sees the last key."""
-    full, end = len_k, len_k
-    if CAUSAL:
-        full = tl.minimum(tl.maximum(first + len_k - len_q + 1, 0), len_k)
-        end = tl.minimum(tl.maximum(first + len_k - len_q + TILE.block_m, 0), len_k)
-    some = first < len_q
-    return tl.where(some, full // TILE.block_n * TILE.block_n, 0), tl.where(some, end, 0)
-
-
-@triton.jit
-def visible(keys, first, position, TILE: tl.constexpr, CAUSAL: tl.constexpr):
-    """The mask [M, N] of a block of keys from `first` on. position [M]: of the last key that each query sees."""
-    n = first + tl.arange(0, TILE.block_n)[None, :]
-    seen = n < keys.length
-    if CAUSAL:
-        seen = seen & (n <= position[:, None])
+def sees(batch, n, length, position, depth, VARIANT: tl.constexpr):
+    """Whether queries see keys, of numbers n in a sequence of `length`; n beside position and depth of `Rows`."""
+    seen = n < length
+    if VARIANT.causal:
+        seen = seen & (n <= position)
+    key_depth = n
+    if VARIANT.tree:
+        seen = seen & (position < tl.load(batch.subtree_end + n, mask=n < length, other=0))
+        if VARIANT.window:
+            key_depth = tl.load(batch.depths + n, mask=n < length, other=0)
+    if VARIANT.window:
+        seen = seen & (depth - key_depth < batch.window)
+        if not VARIANT.causal:
+            seen = seen & (key_depth - depth < batch.window)
     return seen
+
+
+@triton.jit
+def logits_of(scores, scales, VARIANT: tl.constexpr):
+    """The logits of products of queries and keys, in base 2."""
+    if VARIANT.soft_cap:
+        return soft_capped(scores * scales.sm_scale, scales.soft_cap)
+    else:
+        return scores * scales.log2
+
+
+@triton.jit
+def through_cap(ds, logits, scales, VARIANT: tl.constexpr):
+    """Gradients of uncapped logits from those of capped ones: tanh' = 1 - tanh²."""
+    if VARIANT.soft_cap:
+        tanh = logits / (scales.soft_cap * LOG2_E)
+        return ds * (1.0 - tanh * tanh)
+    else:
+        return ds
+
+
+@triton.jit
+def row_places(batch, m, length, len_k, VARIANT: tl.constexpr):
+    """`Rows` of queries m of a sequence of `length` queries and `len_k` keys. The last query sees the last key."""
+    position = m + (len_k - length)
+    depth = position
+    if VARIANT.tree and VARIANT.window:
+        depth = tl.load(batch.depths + m, mask=m < length, other=0)
+    return Rows(position, depth)
+
+
+@triton.jit
+def visible_keys(batch, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.constexpr):
+    """`Ranges` of the keys that a block of queries from `first` on sees, without a tree."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    begin, full_begin, full_end, end = 0, 0, len_k, len_k
+    last_seen = first + len_k - len_q  # by the first query
+    if VARIANT.window:
+        begin = tl.minimum(tl.maximum(last_seen + 1 - batch.window, 0), len_k) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last_seen + TILE.block_m - batch.window, 0), BLOCK_N) * BLOCK_N
+        if not VARIANT.causal:
+            last_seen = last_seen + batch.window - 1
+    if VARIANT.causal or VARIANT.window:
+        full_end = tl.minimum(tl.maximum(last_seen + 1, 0), len_k)
+        end = tl.minimum(tl.maximum(last_seen + TILE.block_m, 0), len_k)
+    full_end = full_end // BLOCK_N * BLOCK_N
+    if VARIANT.window:
+        no_full = full_begin >= full_end
+        full_begin, full_end = tl.where(no_full, begin, full_begin), tl.where(no_full, begin, full_end)
+    some = first < len_q
+    return Ranges(begin, full_begin, tl.where(some, full_end, begin), tl.where(some, end, begin))
+
+
+@triton.jit
+def masked_blocks(ranges, TILE: tl.constexpr):
+    """The number of blocks of keys that need a mask."""
+    before, behind = ranges.full_begin - ranges.begin, tl.maximum(ranges.end - ranges.full_end, 0)
+    return tl.cdiv(before, TILE.block_n) + tl.cdiv(behind, TILE.block_n)
+
+
+@triton.jit
+def masked_block(ranges, number, TILE: tl.constexpr):
+    """The first key of such a block."""
+    at = ranges.begin + number * TILE.block_n
+    return tl.where(at < ranges.full_begin, at, at - ranges.full_begin + ranges.full_end)
+
+
+@triton.jit
+def own_segment(batch, first, length, TILE: tl.constexpr):
+    """The keys of a tree's query block itself, as `Ranges`, and its segment."""
+    begin = first // TILE.block_n * TILE.block_n
+    end = tl.minimum(first + TILE.block_m, length)
+    return Ranges(begin, begin, begin, end), tl.load(batch.segment_of + first)
+
+
+@triton.jit
+def path_keys(batch, segment, top, first, rows, length, TILE: tl.constexpr, VARIANT: tl.constexpr):
+    """`Ranges` of the keys of one segment above a block of queries, and the segment above it; of none again the last.
+
+    Keys from `top` on are done. All that the block sees besides itself are ancestors of its first query, since they
+    come before it in pre-order and their subtrees end behind it.
+    """
+    BLOCK_N: tl.constexpr = TILE.block_n
+    segment = tl.maximum(segment, 0)
+    start = tl.load(batch.segments + 4 * segment)
+    end = tl.minimum(tl.load(batch.segments + 4 * segment + 1), top)
+    parent = tl.load(batch.segments + 4 * segment + 2)
+    low, full_low = start, start
+    if VARIANT.window:
+        m = first + tl.arange(0, TILE.block_m)
+        at_depth_0 = start - tl.load(batch.depths + start)  # the number of a key of depth 0, were it in this segment
+        lowest = tl.min(tl.where(m < length, rows.depth, 2147483647))
+        low = tl.maximum(start, at_depth_0 + lowest + 1 - batch.window)
+        full_low = tl.maximum(start, at_depth_0 + tl.max(rows.depth) + 1 - batch.window)
+    begin = low // BLOCK_N * BLOCK_N
+    end = tl.where(end > low, end, begin)
+    full_begin, full_end = tl.cdiv(full_low, BLOCK_N) * BLOCK_N, end // BLOCK_N * BLOCK_N
+    all_see = tl.load(batch.subtree_end + start) >= tl.minimum(first + TILE.block_m, length)
+    some = all_see & (full_begin < full_end)
+    return Ranges(begin, tl.where(some, full_begin, begin), tl.where(some, full_end, begin), end), parent
 
 
 @triton.jit
@@ -193,10 +307,10 @@ def find_queries(
 
 
 class Arguments(NamedTuple):
-    """What the launches of all passes have in common; scale: sm_scale · log2(e)."""
+    """What the launches of all passes have in common."""
 
     batch: Batch
-    scale: float
+    scales: Scales
     strides: Strides
     shape: Shape
     variant: Variant
@@ -208,23 +322,35 @@ def arguments(
     """Returns the arguments of the kernels for q, k and v with a batch dimension."""
     seqlen_q, seqlen_k, packed = q.shape[1], k.shape[1], sequences.packed
     num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
+    tables = (None,) * len(TreeTables._fields) if sequences.tree is None else sequences.tree
+    sums = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+    window = sequences.sliding_window or 0
+    fields: tuple[Any, ...] = (*sums, *tables, window, num_sequences, seqlen_q, seqlen_k, q.shape[2], num_blocks)
     return Arguments(
-        Batch(
-            sequences.cu_seqlens_q, sequences.cu_seqlens_k, num_sequences, seqlen_q, seqlen_k, q.shape[2], num_blocks
-        ),
-        sequences.sm_scale * LOG2_E,
+        Batch(*fields),
+        Scales(sequences.sm_scale * LOG2_E.value, sequences.sm_scale, sequences.soft_cap or 0.0),
         Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        attention_shape(q.shape[2] // k.shape[2], q.shape[3], q.dtype),
-        Variant(sequences.causal, packed, even_k=not packed and seqlen_k % tile.block_n == 0),
+        attention_shape(q.shape[2] // k.shape[2], (q.shape[3], v.shape[3]), q.dtype),
+        Variant(
+            causal=sequences.causal,
+            packed=packed,
+            tree=sequences.tree is not None,
+            window=sequences.sliding_window is not None,
+            soft_cap=sequences.soft_cap is not None,
+            sinks=sequences.sinks is not None,
+            even_q=not packed and seqlen_q % tile.block_m == 0,
+            even_k=not packed and seqlen_k % tile.block_n == 0,
+        ),
     )
 
 
-def attention_shape(group_size: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    """The constants of an attention."""
-    return Shape(group_size, head_dim, padded_head_dim(head_dim), "ieee" if dtype == torch.float32 else "tf32")
+def attention_shape(group_size: int, head_dims: tuple[int, int], dtype: torch.dtype) -> Shape:
+    """The constants of an attention. head_dims: of keys and of values."""
+    keys, values = (Width(head_dim, padded_head_dim(head_dim)) for head_dim in head_dims)
+    return Shape(group_size, keys, values, "ieee" if dtype == torch.float32 else "tf32")
 
 
 def with_batch(tensor: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] with a contiguous last dimension; packed tensors are a batch of one."""
+    """[batch, tokens, heads, head_dim] with a contiguous last dimension; packed tensors and trees are a batch of 1."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-    return tensor.unsqueeze(0) if sequences.packed else tensor
+    return tensor if sequences.has_batch else tensor.unsqueeze(0)

@@ -7,6 +7,8 @@ from typing import Final, TypeAlias
 
 import torch
 
+from trunkattn.training.sequences import Sequences
+
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Triple: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,20 +22,15 @@ def sums_dtype(q: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CpuSequence:
-    """One sequence, KV head first: q [num_kv_heads, rows, head_dim], where a row is a query token of one head of the
-    group, tokens in order; k, v [num_kv_heads, tokens, head_dim].
-
-    subtree_end: [tokens] of a prefix tree: key s is seen by the queries before subtree_end[s] only, and tiles of which
-    nothing is seen are left out.
-    """
+    """One sequence, or one tree, KV head first: q [num_kv_heads, rows, head_dim], where a row is a query token of one
+    head of the group, tokens in order; k, v [num_kv_heads, tokens, head_dim]. Tiles of which nothing is seen are left
+    out."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     group: int
-    causal: bool
-    sm_scale: float
-    subtree_end: torch.Tensor | None = None
+    given: Sequences
 
     def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, n] as [num_kv_heads, rows, n], in the dtype of sums."""
@@ -53,35 +50,71 @@ class CpuSequence:
 
     def tiles(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Rows and keys of every tile of which something is seen, and its logits, -inf where nothing is."""
-        num_rows, len_k = self.q.shape[1], self.k.shape[1]
-        offset = len_k - num_rows // self.group
+        num_rows, tree = self.q.shape[1], self.given.tree
+        offset = self.k.shape[1] - num_rows // self.group
         for first in range(0, num_rows, _CPU_BLOCK * self.group):
             rows = slice(first, min(first + _CPU_BLOCK * self.group, num_rows))
-            queries = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.q.device)
-            position = queries[:, None] // self.group + offset
-            end = min(len_k, max(0, int(position[-1]) + 1)) if self.causal else len_k
-            for at in range(0, end, _CPU_BLOCK):
-                keys = slice(at, min(at + _CPU_BLOCK, end))
-                ends = None if self.subtree_end is None else self.subtree_end[keys]
-                if ends is not None and int(ends.max()) <= int(position[0]):
+            position = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.q.device) // self.group
+            depth = position + offset if tree is None else tree.depths[position]
+            for keys in self._key_blocks(position + offset, depth):
+                logits = self.q[:, rows] @ self.k[:, keys].mT * self.given.sm_scale
+                if self.given.soft_cap is not None:
+                    logits = self.given.soft_cap * torch.tanh(logits / self.given.soft_cap)
+                for hidden in self._hidden(keys, position + offset, depth):
+                    logits.masked_fill_(hidden, -math.inf)
+                yield rows, keys, logits
+
+    def _key_blocks(self, position: torch.Tensor, depth: torch.Tensor) -> Iterator[slice]:
+        """Blocks of keys that a block of rows may see."""
+        given, window, size = self.given, self.given.sliding_window, _CPU_BLOCK
+        begin, end, first, last = 0, self.k.shape[1], int(position[0]), int(position[-1])
+        if given.causal:
+            end = min(end, max(0, last + 1))
+        if window is not None and given.tree is None:
+            begin, end = max(0, first + 1 - window) // size * size, min(end, max(0, last + window))
+        for at in range(begin, end, size):
+            keys = slice(at, min(at + size, end))
+            if given.tree is not None:
+                unseen = int(given.tree.subtree_end[keys].max()) <= first
+                if unseen or (window is not None and int(depth.min() - given.tree.depths[keys].max()) >= window):
                     continue
-                scores = self.q[:, rows] @ self.k[:, keys].mT * self.sm_scale
-                if self.causal and keys.stop - 1 > int(position[0]):
-                    seen = torch.arange(keys.start, keys.stop, dtype=torch.int64, device=self.q.device)
-                    scores.masked_fill_(seen > position, -math.inf)
-                if ends is not None and int(ends.min()) <= int(position[-1]):
-                    scores.masked_fill_(ends <= position, -math.inf)
-                yield rows, keys, scores
+            yield keys
+
+    def _hidden(self, keys: slice, position: torch.Tensor, depth: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Masks of the keys that rows do not see [rows, keys], of each reason that holds anywhere."""
+        given, window = self.given, self.given.sliding_window
+        number = torch.arange(keys.start, keys.stop, dtype=torch.int64, device=self.q.device)
+        key_depth = number
+        if given.causal and keys.stop - 1 > int(position[0]):
+            yield number > position[:, None]
+        if given.tree is not None:
+            ends, key_depth = given.tree.subtree_end[keys], given.tree.depths[keys]
+            if int(ends.min()) <= int(position[-1]):
+                yield ends <= position[:, None]
+        if window is not None:
+            if int(depth.max() - key_depth.min()) >= window:
+                yield depth[:, None] - key_depth >= window
+            if not given.causal and int(key_depth.max() - depth.min()) >= window:
+                yield key_depth - depth[:, None] >= window
+
+    def _empty_sums(self) -> Pair:
+        """The maximum and the sum of rows that have seen no key, [num_kv_heads, rows, 1]; a sink counts as one."""
+        row_sum = torch.zeros_like(self.q[..., :1])
+        if self.given.sinks is None:
+            return torch.full_like(row_sum, -math.inf), row_sum
+        sinks = self.given.sinks.to(self.q.dtype).view(self.q.shape[0], 1, self.group)
+        row_max = sinks.repeat(1, self.q.shape[1] // self.group, 1).view(row_sum.shape)
+        return row_max, (row_max > -math.inf).to(self.q.dtype)
 
     @torch.autocast("cpu", enabled=False)  # it would make these products in 16 bits
     def forward(self) -> Pair:
         """out and lse [num_kv_heads, rows, head_dim or 1], by online softmax."""
-        acc, row_sum = torch.zeros_like(self.q), torch.zeros_like(self.q[..., :1])
-        row_max = torch.full_like(row_sum, -math.inf)
-        for rows, keys, scores in self.tiles():
-            new_max = torch.maximum(row_max[:, rows], scores.amax(-1, keepdim=True))
+        acc = self.q.new_zeros(*self.q.shape[:2], self.v.shape[-1])
+        row_max, row_sum = self._empty_sums()
+        for rows, keys, logits in self.tiles():
+            new_max = torch.maximum(row_max[:, rows], logits.amax(-1, keepdim=True))
             shift = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen nothing yet
-            p, rescale = torch.exp(scores - shift), torch.exp(row_max[:, rows] - shift)
+            p, rescale = torch.exp(logits - shift), torch.exp(row_max[:, rows] - shift)
             row_sum[:, rows] = row_sum[:, rows] * rescale + p.sum(-1, keepdim=True)
             acc[:, rows] = acc[:, rows] * rescale + p @ self.v[:, keys]
             row_max[:, rows] = new_max
@@ -91,10 +124,12 @@ class CpuSequence:
     def backward(self, delta: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Triple:
         """dq, dk and dv. delta [num_kv_heads, rows, 1]: row sums of dout · out, less dlse. lse: from `forward`."""
         dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
-        shift = lse.masked_fill(lse == -math.inf, math.inf)  # p of a row that sees nothing is 0
-        for rows, keys, scores in self.tiles():
-            p = torch.exp(scores - shift[:, rows])
-            ds = p * (dout[:, rows] @ self.v[:, keys].mT - delta[:, rows]) * self.sm_scale
+        shift, cap = lse.masked_fill(lse == -math.inf, math.inf), self.given.soft_cap  # p is 0 where nothing is seen
+        for rows, keys, logits in self.tiles():
+            p = torch.exp(logits - shift[:, rows])
+            ds = p * (dout[:, rows] @ self.v[:, keys].mT - delta[:, rows]) * self.given.sm_scale
+            if cap is not None:
+                ds = ds * (1 - (logits.clamp(-cap, cap) / cap).square())  # where nothing is seen, p is 0
             dv[:, keys] += p.mT @ dout[:, rows]
             dk[:, keys] += ds.mT @ self.q[:, rows]
             dq[:, rows] += ds @ self.k[:, keys]

@@ -1,8 +1,9 @@
 """The forward pass of FlashAttention for training on a GPU (FlashAttention-2, §3.1; https://arxiv.org/abs/2307.08691).
 
 A CTA computes BLOCK_M queries of one head. It streams their keys and values with an online softmax and stores outputs
-and log-sum-exps, never the scores. Keys that all its queries see come first and need no mask. Sequences are those of a
-batch, equally long, or packed one after the other; then a CTA looks up the sequence of its block.
+and log-sum-exps, never the scores. Blocks of keys that all its queries see need no mask. Sequences are those of a
+batch, equally long, or packed one after the other; then a CTA looks up the sequence of its block. In a prefix tree it
+goes up the segments from its block to the root, so it reads no key that none of its queries sees.
 """
 
 from typing import Any, NamedTuple
@@ -11,31 +12,48 @@ import torch
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.portable.online_softmax import add_values, empty_state, lse_of, output_of, softmax_step
+from trunkattn.gpu.portable.online_softmax import (
+    LOG2_E,
+    NEG_INF,
+    Softmax,
+    add_values,
+    empty_state,
+    lse_of,
+    output_of,
+    soft_capped,
+    softmax_step,
+)
 from trunkattn.training.common import (
     Batch,
-    Sequences,
+    Scales,
     Strides,
     arguments,
     find_queries,
     load_tile,
+    masked_block,
+    masked_blocks,
+    own_segment,
+    path_keys,
+    row_places,
+    sees,
     store_tile,
-    visible,
     visible_keys,
     with_batch,
 )
+from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
 
 
 class ForwardTensors(NamedTuple):
     """q, out [batch, seqlen_q, num_qo_heads, head_dim]; k, v [batch, seqlen_k, num_kv_heads, head_dim]; lse [batch,
-    num_qo_heads, seqlen_q]."""
+    num_qo_heads, seqlen_q]; sinks [num_qo_heads] or None. out and v have the values' head_dim."""
 
     q: Any
     k: Any
     v: Any
     out: Any
     lse: Any
+    sinks: Any
 
 
 @triton.jit
@@ -43,71 +61,112 @@ def _attend(
     state,
     q_tile,
     keys,
+    batch,
     first,
-    position,
-    scale,
+    rows,
+    scales,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Adds a block of keys to the state. scale: sm_scale · log2(e)."""
+    """Adds a block of keys to the state."""
     PRECISION: tl.constexpr = SHAPE.precision
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
-    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
+    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE.keys, MASK_ROWS)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    scale = scales.log2
+    if VARIANT.soft_cap:
+        scores = soft_capped(scores * scales.sm_scale, scales.soft_cap)
+        scale = 1.0
     if MASK:
-        scores = tl.where(visible(keys, first, position, TILE, VARIANT.causal), scores, -float("inf"))
+        n = first + tl.arange(0, TILE.block_n)[None, :]
+        seen = sees(batch, n, keys.length, rows.position[:, None], rows.depth[:, None], VARIANT)
+        scores = tl.where(seen, scores, -float("inf"))
     p, state, rescale = softmax_step(state, scores, scale, tl.max(scores, 1) * scale)
-    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE, MASK_ROWS)
+    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE.head_values, MASK_ROWS)
     return add_values(state, rescale, p, v_tile, PRECISION)
+
+
+@triton.jit
+def _attend_ranges(
+    state,
+    q_tile,
+    keys,
+    batch,
+    ranges,
+    rows,
+    scales,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Adds ranges of keys to the state."""
+    for at in tl.range(ranges.full_begin, ranges.full_end, TILE.block_n):
+        state = _attend(state, q_tile, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, False)
+    if VARIANT.tree or VARIANT.window:
+        for number in tl.range(0, masked_blocks(ranges, TILE)):
+            at = masked_block(ranges, number, TILE)
+            state = _attend(state, q_tile, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
+    elif VARIANT.causal or not VARIANT.even_k:
+        for at in tl.range(ranges.full_end, ranges.end, TILE.block_n):
+            state = _attend(state, q_tile, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
+    return state
 
 
 @triton.jit
 def forward_kernel(
     tensors: ForwardTensors,
     batch: Batch,
-    scale,
+    scales: Scales,
     strides: Strides,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One block of queries; see `find_queries`. scale: sm_scale · log2(e)."""
+    """One block of queries; see `find_queries`."""
     BLOCK_M: tl.constexpr = TILE.block_m
     queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
     first, length = queries.first, queries.length
-    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE, True)
+    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE.keys, True)
     m = first + tl.arange(0, BLOCK_M)
-    state = empty_state(BLOCK_M, SHAPE.padded_dim)
-    full, end = visible_keys(first, length, keys.length, TILE, VARIANT.causal)
-    for at in tl.range(0, full, TILE.block_n):
-        state = _attend(state, q_tile, keys, at, m, scale, SHAPE, TILE, VARIANT, False)
-    if VARIANT.causal or not VARIANT.even_k:
-        position = m + (keys.length - length)
-        for at in tl.range(full, end, TILE.block_n):
-            state = _attend(state, q_tile, keys, at, position, scale, SHAPE, TILE, VARIANT, True)
-    result = output_of(state)
-    token_stride = batch.num_qo_heads * SHAPE.head_dim
-    out = tensors.out + (queries.batch * batch.seqlen_q + queries.begin) * token_stride + queries.head * SHAPE.head_dim
-    store_tile(out, first, token_stride, length, result, SHAPE)
-    lse = lse_of(state, -float("inf"))
+    rows = row_places(batch, m, length, keys.length, VARIANT)
+    state = empty_state(BLOCK_M, SHAPE.head_values.padded)
+    if VARIANT.sinks:
+        sink = tl.load(tensors.sinks + queries.head) * LOG2_E
+        row_max = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(sink, NEG_INF)
+        row_sum = tl.zeros([BLOCK_M], tl.float32) + tl.where(sink > -float("inf"), 1.0, 0.0)
+        state = Softmax(state.acc, row_max, row_sum)
+    if VARIANT.tree:
+        ranges, segment = own_segment(batch, first, length, TILE)
+        top = ranges.begin
+        for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
+            state = _attend_ranges(state, q_tile, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
+            ranges, segment = path_keys(batch, segment, top, first, rows, length, TILE, VARIANT)
+            top = tl.minimum(top, ranges.begin)
+    else:
+        ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)
+        state = _attend_ranges(state, q_tile, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
+    token_stride = batch.num_qo_heads * SHAPE.head_values.dim
+    begin = queries.batch * batch.seqlen_q + queries.begin
+    out = tensors.out + begin * token_stride + queries.head * SHAPE.head_values.dim
+    store_tile(out, first, token_stride, length, output_of(state), SHAPE.head_values)
     row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
-    tl.store(tensors.lse + row + m, lse, mask=m < length)
+    tl.store(tensors.lse + row + m, lse_of(state, -float("inf")), mask=m < length)
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q, contiguous, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q], float32, of
-    checked arguments on the current stream and device. Packed tokens of no sequence: 0 and -inf.
+    """out like q with v's head_dim, contiguous, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads,
+    total_q], float32, of checked arguments on the current stream and device. Packed tokens of no sequence: 0 and -inf.
 
     tile: None for the table's.
     """
-    tile = card_tile("forward", q) if tile is None else tile
+    tile = card_tile("forward", q, v) if tile is None else tile
     q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
     batch, seqlen_q, heads, _ = q4.shape
-    out = torch.empty(q4.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
     if sequences.packed:  # tokens of no sequence are nobody's
         out.zero_()
@@ -116,9 +175,9 @@ def forward(
     if out.numel() and num_blocks:
         given = arguments(q4, k4, v4, sequences, tile, num_blocks)
         forward_kernel[(num_blocks * heads * batch,)](
-            ForwardTensors(q4, k4, v4, out, lse),
+            ForwardTensors(q4, k4, v4, out, lse, sequences.sinks),
             given.batch,
-            given.scale,
+            given.scales,
             given.strides,
             SHAPE=given.shape,
             TILE=tile,
@@ -126,4 +185,4 @@ def forward(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return (out[0], lse[0]) if sequences.packed else (out, lse)
+    return (out, lse) if sequences.has_batch else (out[0], lse[0])

@@ -4,15 +4,18 @@ Tokens lie in depth-first pre-order, so that the subtree of token t is the range
 the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from trunkattn.training.sequences import TreeTables
 from trunkattn.training.token_trie import Segments, Tokens, build_trie, token_array, token_arrays
 from trunkattn.validate import check_int
+
+_Made = TypeVar("_Made")
 
 
 class PackedTree(NamedTuple):
@@ -34,8 +37,7 @@ class PrefixTree:
     """A forest of sequences that share prefixes; one of the class methods makes it.
 
     starts, lengths, parents: of each segment, in depth-first pre-order; the parent of a root is -1. leaves: the last
-    segment of each sequence. tokens: int64, or None. subtree_end: [num_tokens] int32, on a CPU, the end of the range of
-    tokens that see a token.
+    segment of each sequence. tokens: int64, or None.
 
     Example:
         >>> tree = PrefixTree.from_prompt([1, 2, 3], [[4, 5], [6]])
@@ -49,8 +51,9 @@ class PrefixTree:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     leaves: tuple[int, ...]
-    subtree_end: torch.Tensor
+    _host: TreeTables = field(repr=False)
     tokens: torch.Tensor | None = None
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Tokens]) -> "PrefixTree":
@@ -161,14 +164,24 @@ class PrefixTree:
             lengths=tuple(segments.lengths),
             parents=tuple(segments.parents),
             leaves=tuple(segments.leaves),
-            subtree_end=torch.from_numpy(np.repeat(np.array(ends, np.int32), segments.lengths)),
+            _host=_tables(segments, sums, ends),
             tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
         )
+
+    @property
+    def subtree_end(self) -> torch.Tensor:
+        """The end of the range of tokens that see a token, [num_tokens] int32, on a CPU."""
+        return self._host.subtree_end
 
     @property
     def num_tokens(self) -> int:
         """The number of packed tokens."""
         return len(self.subtree_end)
+
+    @property
+    def num_levels(self) -> int:
+        """The number of segments on the longest path from a root to a leaf."""
+        return int(self._host.segments[:, 3].max()) + 1
 
     @property
     def num_sequences(self) -> int:
@@ -187,11 +200,20 @@ class PrefixTree:
         return path[::-1]
 
     def _position_ids(self) -> torch.Tensor:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
-        first = np.array(depths, np.int64) - np.array(self.starts, np.int64)
-        return torch.from_numpy(np.repeat(first, self.lengths) + np.arange(self.num_tokens, dtype=np.int64))
+        return self._host.depths.long()
+
+    def tables(self, device: torch.device) -> TreeTables:
+        """The tree as kernels on a device read it; it is copied there once."""
+        if device.type == "cpu":
+            return self._host
+        return self.cached(device, lambda: TreeTables(*(table.to(device) for table in self._host)))
+
+    def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
+        """What `make` returns; it is called once for each key, and kept with the tree."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        made: _Made = self._cache[key]
+        return made
 
     def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
         """Tokens, positions, and how the loss of a packed batch equals that of all sequences.
@@ -235,6 +257,24 @@ class PrefixTree:
         if values.dim() < 1 or values.shape[0] != self.num_tokens:
             raise ValueError(f"values has shape {tuple(values.shape)}: expected ({self.num_tokens}, ...)")
         return [values[own.to(values.device)] for own in self.sequence_indices()]
+
+
+def _tables(segments: Segments, sums: list[int], ends: list[int]) -> TreeTables:
+    """The tables of a tree. sums: where each segment begins, and the end. ends: of each segment's subtree."""
+    depths: list[int] = []  # of the first token of each segment
+    levels: list[int] = []
+    for parent in segments.parents:
+        depths.append(0 if parent < 0 else depths[parent] + segments.lengths[parent])
+        levels.append(0 if parent < 0 else levels[parent] + 1)
+    columns = np.array([sums[:-1], sums[1:], segments.parents, levels], np.int32)
+    first = np.array(depths, np.int32) - columns[0]
+    owner = np.repeat(np.arange(len(depths), dtype=np.int32), segments.lengths)
+    return TreeTables(
+        torch.from_numpy(np.array(ends, np.int32)[owner]),
+        torch.from_numpy(first[owner] + np.arange(sums[-1], dtype=np.int32)),
+        torch.from_numpy(owner),
+        torch.from_numpy(np.ascontiguousarray(columns.T)),
+    )
 
 
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:

@@ -1,11 +1,13 @@
 """The training kernels, in Triton: what they refuse, and their tiles. Triton is not imported here."""
 
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
 
 from trunkattn.gpu.cards import Card
+from trunkattn.names import install_command
 from trunkattn.numerics import padded_head_dim
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
@@ -13,10 +15,18 @@ MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
 
 
 class TrainingConfig(NamedTuple):
-    """What decides whether a kernel computes an attention in training. dtype: of queries, keys and values."""
+    """What decides whether a kernel computes an attention in training. dtype: of queries, keys and values. head_dim_v:
+    of values. options: the arguments of `flash_attention` that are given besides."""
 
     head_dim: int
     dtype: torch.dtype
+    head_dim_v: int
+    options: tuple[str, ...] = ()
+
+    @property
+    def widest(self) -> int:
+        """The larger head_dim, which decides the tiles."""
+        return max(self.head_dim, self.head_dim_v)
 
 
 def refuses(config: TrainingConfig, card: Card) -> list[str]:
@@ -24,9 +34,39 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
     reasons = []
     if config.dtype not in DTYPES:
         reasons.append(f"dtype {config.dtype}: expected one of {', '.join(map(str, DTYPES))}")
-    if not 1 <= config.head_dim <= MAX_HEAD_DIM:
-        reasons.append(f"head_dim {config.head_dim}: expected 1 to {MAX_HEAD_DIM} on a GPU, from 1 on a CPU")
+    for name, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
+        if not 1 <= width <= MAX_HEAD_DIM:
+            reasons.append(f"{name} {width}: expected 1 to {MAX_HEAD_DIM} on a GPU, from 1 on a CPU")
     return reasons
+
+
+CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
+_CUDNN_CAPABILITIES: Final = (90, 100, 103)
+
+
+def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
+    """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
+    reasons = [f"{name} is given: cuDNN's flex_attention has none" for name in config.options]
+    if config.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"dtype {config.dtype}: expected torch.float16 or torch.bfloat16")
+    dims = config.head_dim, config.head_dim_v
+    if not (all(dim % 8 == 0 and 8 <= dim <= 128 for dim in dims) or dims in ((192, 128), (256, 256))):
+        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to 128, 192 and 128, or 256")
+    if card.capability not in _CUDNN_CAPABILITIES:
+        reasons.append("compute capability {}.{}: expected 9.0, 10.0 or 10.3".format(*divmod(card.capability, 10)))
+    installed = cudnn_version()
+    if installed < CUDNN_NEEDS:
+        found = f"version {'.'.join(map(str, installed))}" if installed else "not installed"
+        reasons.append(f"nvidia-cudnn-frontend is {found}: expected 1.32 or later; {install_command('cudnn')}")
+    return reasons
+
+
+def cudnn_version() -> tuple[int, ...]:
+    """The version of cuDNN's front end, major and minor, or nothing where it is not installed."""
+    try:
+        return tuple(int(part) for part in version("nvidia-cudnn-frontend").split(".")[:2])
+    except PackageNotFoundError:
+        return ()
 
 
 class FlashTile(NamedTuple):
@@ -83,13 +123,18 @@ def candidates(name: str, head_dim: int, itemsize: int) -> tuple[FlashTile, ...]
 
 def forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
     """The tiles of the forward pass, the preferred one first."""
-    return candidates("forward", config.head_dim, config.dtype.itemsize)
+    return candidates("forward", config.widest, config.dtype.itemsize)
 
 
 def backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
     """The tiles of the backward pass, those of one kernel for all gradients first, then those of two."""
     passes = ("one_pass", "keys", "queries")
-    return tuple(tile for name in passes for tile in candidates(name, config.head_dim, config.dtype.itemsize))
+    return tuple(tile for name in passes for tile in candidates(name, config.widest, config.dtype.itemsize))
+
+
+def no_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
+    """Returns nothing: cuDNN chooses its own."""
+    return ()
 
 
 def shared_bytes(name: str, tile: FlashTile, head_dim: int, itemsize: int) -> int:
@@ -114,10 +159,11 @@ def fitting_tile(name: str, head_dim: int, itemsize: int, limit: int, tensor_mem
     return next((tile for tile in tiles if shared_bytes(name, tile, head_dim, itemsize) <= limit), tiles[-1])
 
 
-def card_tile(name: str, tensor: torch.Tensor) -> FlashTile:
-    """The tile of a pass for a tensor's card; the preferred one under the interpreter, which has no limit."""
-    if not tensor.is_cuda:
-        return candidates(name, tensor.shape[-1], tensor.itemsize)[0]
-    card = torch.cuda.get_device_properties(tensor.device)
+def card_tile(name: str, q: torch.Tensor, v: torch.Tensor) -> FlashTile:
+    """The tile of a pass for the card of q and v; the preferred one under the interpreter, which has no limit."""
+    widest = max(q.shape[-1], v.shape[-1])
+    if not q.is_cuda:
+        return candidates(name, widest, q.itemsize)[0]
+    card = torch.cuda.get_device_properties(q.device)
     limit = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)  # the former only on NVIDIA
-    return fitting_tile(name, tensor.shape[-1], tensor.itemsize, limit, card.major >= 10)
+    return fitting_tile(name, widest, q.itemsize, limit, card.major >= 10)

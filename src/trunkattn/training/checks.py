@@ -1,0 +1,129 @@
+"""The arguments of `flash_attention`, checked before anything is computed."""
+
+import math
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from trunkattn.training import spec
+from trunkattn.training.prefix_tree import PrefixTree
+from trunkattn.validate import check_int, check_positive
+
+DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
+
+
+class Options(NamedTuple):
+    """The arguments of `flash_attention` besides the tensors, under the same names."""
+
+    causal: Any
+    sm_scale: Any
+    sliding_window: Any
+    logits_soft_cap: Any
+    sinks: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    tree: Any
+    deterministic: Any
+    return_lse: Any
+
+
+def check(q: Any, k: Any, v: Any, options: Options) -> None:
+    """Raises unless `flash_attention` takes the arguments.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected.
+    """
+    for name in ("causal", "deterministic", "return_lse"):
+        if not isinstance(getattr(options, name), bool):
+            raise TypeError(f"{name}={getattr(options, name)!r}: expected a bool")
+    _check_tensors(q, k, v, _packed_by(options.cu_seqlens_q, options.cu_seqlens_k, options.tree))
+    if options.tree is not None:
+        _check_tree(options.tree, q, k)
+    _check_sums(q, options.cu_seqlens_q, options.cu_seqlens_k)
+    _check_sinks(options.sinks, q)
+    for name in ("sm_scale", "logits_soft_cap"):
+        check_positive(name, getattr(options, name))
+    if options.sliding_window is not None:
+        check_int("sliding_window", options.sliding_window, 1, torch.iinfo(torch.int32).max)
+
+
+def _packed_by(cu_seqlens_q: Any, cu_seqlens_k: Any, tree: Any) -> str:
+    """The argument that makes the tensors packed, or nothing."""
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
+    if cu_seqlens_q is None:
+        return "" if tree is None else "tree"
+    if tree is not None:
+        raise ValueError("tree and cu_seqlens_q are both given: expected one of them, as a tree holds its sequences")
+    return "cu_seqlens_q"
+
+
+def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
+    """Raises unless shapes, dtypes and devices fit. packed: the argument that makes the tensors packed, or nothing."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        dtypes = DTYPES.get(tensor.device.type)
+        if dtypes is None or tensor.device != q.device:
+            expected = "cpu or cuda" if dtypes is None else f"{q.device}, like q"
+            raise ValueError(f"{name} is on {tensor.device}: expected {expected}")
+        if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
+            expected = f"one of {', '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else f"{q.dtype}, like q"
+            raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
+        if tensor.dim() != (3 if packed else 4):
+            expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
+    heads, head_dim = q.shape[-2:]
+    for name, width in (("q", head_dim), ("v", v.shape[-1])):
+        if not 1 <= width <= (spec.MAX_HEAD_DIM if q.is_cuda else math.inf):
+            expected = f"1 to {spec.MAX_HEAD_DIM} on a GPU, from 1 on a CPU"
+            raise ValueError(f"{name} has head_dim {width}: expected {expected}")
+    if k.shape[-1] != head_dim or (not packed and k.shape[0] != q.shape[0]):
+        expected = f"q's head_dim, {head_dim}" + ("" if packed else f", and batch, {q.shape[0]}")
+        raise ValueError(f"k has shape {tuple(k.shape)}: expected {expected}")
+    if v.shape[:-1] != k.shape[:-1]:
+        expected = f"({', '.join(map(str, k.shape[:-1]))}, head_dim), as k has"
+        raise ValueError(f"v has shape {tuple(v.shape)}: expected {expected}")
+    if heads < 1 or k.shape[-2] < 1 or heads % k.shape[-2]:
+        raise ValueError(f"k has {k.shape[-2]} heads: expected a divisor of q's {heads}")
+
+
+def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises unless the packed tokens are those of a tree."""
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[0] != tree.num_tokens:
+            raise ValueError(f"{name} has {tensor.shape[0]} tokens: expected the tree's {tree.num_tokens}")
+
+
+def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """Raises unless dtype, device and shape of both fit; their values are on the device."""
+    for name, sums in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if sums is None:
+            continue
+        if not isinstance(sums, torch.Tensor):
+            raise TypeError(f"{name} is a {type(sums).__name__}: expected a torch.Tensor")
+        if sums.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {sums.dtype}: expected torch.int32")
+        if sums.device != q.device:
+            raise ValueError(f"{name} is on {sums.device}: expected {q.device}, like q")
+        if sums.dim() != 1 or sums.shape[0] == 0 or sums.shape != cu_seqlens_q.shape:
+            expected = "(num_sequences + 1), the same for both"
+            raise ValueError(f"{name} has shape {tuple(sums.shape)}: expected {expected}")
+
+
+def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
+    """Raises unless there are none, or one number for each head of q."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}: expected a torch.Tensor")
+    if not sinks.dtype.is_floating_point:
+        raise TypeError(f"sinks has dtype {sinks.dtype}: expected a floating one")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device}: expected {q.device}, like q")
+    if tuple(sinks.shape) != (q.shape[-2],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected ({q.shape[-2]},), one for each head of q")

@@ -1,0 +1,178 @@
+"""Attention in training and its gradients as two custom ops of torch, so that autograd and `torch.compile` take them.
+
+On a GPU the kernels of the table compute, on a CPU blocks of PyTorch do. Ops take tensors and numbers only:
+
+    tables: none of a batch; cu_seqlens of queries and of keys of packed sequences; the `TreeTables` of a tree.
+    switches: causal, sliding_window (0 for none) and deterministic, which is for the backward pass.
+    soft_cap: 0 for none.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.library import custom_op
+
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import spec
+from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
+from trunkattn.training.sequences import Sequences, TreeTables
+
+
+def _sequences(
+    sinks: torch.Tensor | None, tables: list[torch.Tensor], switches: list[int], sm_scale: float, soft_cap: float
+) -> Sequences:
+    """The arguments of an op by their names."""
+    causal, window, _ = switches
+    sums = (None, None) if len(tables) != 2 else (tables[0].contiguous(), tables[1].contiguous())
+    return Sequences(
+        causal=bool(causal),
+        sm_scale=sm_scale,
+        cu_seqlens_q=sums[0],
+        cu_seqlens_k=sums[1],
+        tree=TreeTables(*tables) if len(tables) == len(TreeTables._fields) else None,
+        sliding_window=window or None,
+        soft_cap=soft_cap or None,
+        sinks=sinks,
+    )
+
+
+def _kernel(work: Work, q: torch.Tensor, v: torch.Tensor) -> ModuleType:
+    """The source of the kernel for some work on the card of q."""
+    choice = choose(work, spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1]), card_at(q.device))
+    if choice.kernel is None:
+        raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(choice.reasons)}")
+    return choice.kernel.source()
+
+
+@custom_op("trunkattn::flash_attention", mutates_args=())
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, tables: list[torch.Tensor],
+    switches: list[int], sm_scale: float, soft_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out like q, as wide as v, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]."""
+    given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
+    if q.is_cuda:
+        forward = _kernel(Work.FORWARD, q, v).forward
+        with torch.cuda.device(q.device):  # launches go to the current device
+            return forward(q, k, v, given)
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=sums_dtype(q), device=q.device)
+    lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype, device=q.device)
+    for rows, sequence in _cpu_sequences((q, k, v), given):
+        found, found_lse = sequence.forward()
+        out.view(-1, *out.shape[-2:])[rows[0]] = sequence.by_token(found)
+        lse.view(-1, q.shape[-2])[rows[0]] = sequence.by_token(found_lse).squeeze(-1)
+    return out.to(q.dtype), lse.transpose(-1, -2).contiguous()
+
+
+@attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
+    lse = torch.empty_like(q[..., 0].transpose(-1, -2), dtype=sums_dtype(q), memory_format=torch.contiguous_format)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+@custom_op("trunkattn::flash_attention_backward", mutates_args=())
+def _backward(
+    gradients: list[torch.Tensor], saved: list[torch.Tensor], sinks: torch.Tensor | None, tables: list[torch.Tensor],
+    switches: list[int], sm_scale: float, soft_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv and dsinks, which is empty without sinks. gradients: of out and lse. saved: q, k, v, out and lse."""
+    given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
+    (dout, dlse), (q, k, v, out, lse) = gradients, saved
+    if q.is_cuda:
+        backward = _kernel(Work.BACKWARD, q, v).backward
+        deterministic = bool(switches[2])
+        with torch.cuda.device(q.device):
+            return backward((dout, dlse), tuple(saved), given, deterministic)
+    heads = q.shape[-2]
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
+    delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
+    rows_of = (delta[..., None], lse.transpose(-1, -2)[..., None], dout)
+    flat = tuple(tensor.reshape(-1, heads, tensor.shape[-1]) for tensor in rows_of)
+    results = tuple(torch.zeros(tensor.shape, dtype=lse.dtype, device=q.device) for tensor in (q, k, v))
+    for rows, sequence in _cpu_sequences((q, k, v), given):
+        found = sequence.backward(*(sequence.by_head(tensor[rows[0]]) for tensor in flat))
+        for result, part, own in zip(results, found, (rows[0], rows[1], rows[1]), strict=True):
+            result.view(-1, *result.shape[-2:])[own] = sequence.by_token(part, result.shape[-2])
+    dsinks = given.sink_gradients(delta.transpose(-1, -2), lse)
+    return results[0].to(q.dtype), results[1].to(q.dtype), results[2].to(q.dtype), dsinks
+
+
+@_backward.register_fake
+def _(
+    gradients: list[torch.Tensor], saved: list[torch.Tensor], sinks: torch.Tensor | None, *options: Any
+) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved[:3])
+    return dq, dk, dv, saved[4].new_empty(0 if sinks is None else sinks.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    q, k, v, sinks, tables, *ctx.options = inputs
+    ctx.has_sinks, ctx.num_tables = sinks is not None, len(tables)
+    ctx.save_for_backward(q, k, v, *output, *(() if sinks is None else (sinks,)), *tables)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    saved, rest = list(ctx.saved_tensors[:5]), list(ctx.saved_tensors[5:])
+    sinks = rest.pop(0) if ctx.has_sinks else None
+    dq, dk, dv, dsinks = _backward([dout, dlse], saved, sinks, rest, *ctx.options)
+    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), [None] * ctx.num_tables, None, None, None
+
+
+attention.register_autograd(_gradients, setup_context=_save)
+
+
+def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an op under vmap: it computes each element by itself and stacks the results."""
+
+    def element(argument: Any, dim: Any, index: int) -> Any:
+        if isinstance(argument, list) and isinstance(dim, list | tuple):
+            return [element(*pair, index) for pair in zip(argument, dim, strict=True)]
+        return argument if dim is None else argument.select(dim, index)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        pairs = list(zip(arguments, in_dims, strict=True))
+        results = [op(*(element(*pair, index) for pair in pairs)) for index in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+attention.register_vmap(_one_by_one(attention))
+_backward.register_vmap(_one_by_one(_backward))
+
+
+def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:
+    """Each sequence, with its tokens among all query tokens and among all key tokens. A tree is one."""
+    q, k, v = (tensor.to(sums_dtype(tensor)).reshape(-1, *tensor.shape[-2:]) for tensor in tensors)
+    bounds = []
+    for name, own, flat in zip(("cu_seqlens_q", "cu_seqlens_k"), tensors, (q, k), strict=False):
+        sums: torch.Tensor | None = getattr(given, name)
+        if sums is not None:
+            bounds.append(_checked(name, sums, len(flat)))
+        elif given.tree is not None:
+            bounds.append([0, len(flat)])
+        else:
+            bounds.append(list(range(0, len(flat) + 1, own.shape[1])) if own.shape[1] else [0] * (len(own) + 1))
+    group = q.shape[1] // k.shape[1]
+    for index in range(len(bounds[0]) - 1):
+        rows, keys = (slice(*ends[index : index + 2]) for ends in bounds)
+        own_q = q[rows].unflatten(1, (k.shape[1], group)).transpose(0, 1).flatten(1, 2)
+        own_k, own_v = k[keys].transpose(0, 1), v[keys].transpose(0, 1)
+        yield (rows, keys), CpuSequence(own_q, own_k, own_v, group, given)
+
+
+def _checked(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """The values, from 0 and never falling, up to `total`."""
+    values: list[int] = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}[0]={values[0]}: expected 0")
+    for index in range(1, len(values)):
+        if not values[index - 1] <= values[index] <= total:
+            expected = f"{values[index - 1]} to {total}, from the one before to the number of tokens"
+            raise ValueError(f"{name}[{index}]={values[index]}: expected {expected}")
+    return values

@@ -1,0 +1,112 @@
+"""Trees through cuDNN's flex_attention: its intervals on a CPU, and its call with a stand-in that computes them."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from benchmarks.page.support_matrix import card
+from trunkattn import PrefixTree
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import spec
+from trunkattn.training.cudnn_trees import attend, intervals
+from trunkattn.training.spec import TrainingConfig
+
+from .test_prefix_tree import inputs, textbook, trees, with_gradients
+
+BF16 = torch.bfloat16
+
+
+def union(ends: torch.Tensor) -> torch.Tensor:
+    """The mask [tokens, tokens] of [0, F0), [F1, F2) and so on"""
+    key = torch.arange(ends.shape[1])
+    begins = torch.cat([torch.zeros_like(ends[:1]), ends[1::2]])
+    return ((key >= begins[..., None]) & (key < ends[0::2][..., None])).any(0)
+
+
+@given(tree=trees(6))
+@pytest.mark.property
+def test_intervals_are_the_mask_of_the_tree(tree: PrefixTree) -> None:
+    (ends,) = intervals(tree.tables(torch.device("cpu")), tree.num_levels)
+    assert ends.dtype == torch.int32 and ends.is_contiguous() and len(ends) % 2 == 1
+    assert (ends.diff(dim=0) >= 0).all() and ends.min() >= 0 and ends.max() <= tree.num_tokens
+    t = torch.arange(tree.num_tokens)
+    assert torch.equal(union(ends), (t <= t[:, None]) & (t[:, None] < tree.subtree_end))
+
+
+def stand_in(calls: list[str]) -> ModuleType:
+    """cuDNN's module: two functions, of its names and arguments."""
+
+    def create_mask_plan(mask: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> Any:
+        assert mask.shape[::2] == (1, q.shape[1]) and build_backward and not q.requires_grad
+        calls.append("plan")
+        return union(mask[0])
+
+    def flex_attn_func(q: Any, k: Any, v: Any, *, mask_plan: Any, softmax_scale: float, return_lse: bool) -> Any:
+        calls.append("attend")
+        group = q.shape[2] // k.shape[2]
+        k, v = (tensor.repeat_interleave(group, 2).transpose(1, 2) for tensor in (k, v))
+        logits = (q.transpose(1, 2) @ k.mT * softmax_scale).masked_fill(~mask_plan, -torch.inf)
+        assert return_lse
+        return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1)
+
+    module: Any = ModuleType("cudnn.flex_attention")
+    module.create_mask_plan, module.flex_attn_func = create_mask_plan, flex_attn_func
+    return module
+
+
+def test_a_call_plans_once_and_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, "cudnn.flex_attention", stand_in(calls))
+    tree = PrefixTree.from_segments((-1, 0, 1, 1, 0, -1), (7, 3, 4, 2, 5, 3))
+    given = inputs(tree, (4, 2), torch.float64)
+
+    def ours(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attend(*leaves, tree, 8**-0.5)
+        return out, lse.T
+
+    for _ in range(2):
+        for found, expected in zip(with_gradients(ours, given), textbook(tree, torch.float64, given), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert calls == ["plan", "attend", "attend"]
+
+
+def test_who_computes_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "version", lambda _: "1.32.0")
+
+    def why(capability: tuple[int, int] = (9, 0), **changes: Any) -> str:
+        with card(capability):
+            config = TrainingConfig(128, BF16, 128)._replace(**changes)
+            choice = choose(Work.TREE, config, card_at(torch.device("cuda", 0)))
+        assert (choice.kernel is None) == bool(choice.reasons)
+        return "; ".join(choice.reasons)
+
+    for capability in ((9, 0), (10, 0), (10, 3)):
+        assert why(capability) == ""
+    assert why(head_dim=192) == why(head_dim=256, head_dim_v=256) == why(head_dim=64, head_dim_v=72) == ""
+    assert why((8, 0)) == "compute capability 8.0: expected 9.0, 10.0 or 10.3"
+    assert why(dtype=torch.float32).startswith("dtype torch.float32: expected torch.float16")
+    assert why(head_dim=192, head_dim_v=192).startswith("head_dim 192, of values 192: expected multiples of 8")
+    assert why(options=("sinks",)) == "sinks is given: cuDNN's flex_attention has none"
+    monkeypatch.setattr(spec, "version", lambda _: "1.9.1")
+    assert why().startswith("nvidia-cudnn-frontend is version 1.9: expected 1.32 or later; pip install")
+
+
+def test_an_unaligned_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    flex = SimpleNamespace(
+        create_mask_plan=lambda *_, **__: None,
+        flex_attn_func=lambda q, k, v, **_: seen.extend((q, k, v)) or (q, q[..., 0].transpose(1, 2)),
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, "cudnn.flex_attention", flex)
+    tree = PrefixTree.from_segments([-1], [4])
+    wide = torch.zeros(4, 2, 9, dtype=BF16)
+    strided = torch.zeros(4, 2, 16, dtype=BF16)[..., :8]
+    attend(wide[..., 1:], strided, strided, tree, 1.0)
+    assert seen[0].is_contiguous() and seen[1].data_ptr() == strided.data_ptr()
