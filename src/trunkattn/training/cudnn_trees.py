@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import Pair
 from trunkattn.training.prefix_tree import PrefixTree
 from trunkattn.training.sequences import TreeTables
@@ -33,7 +34,7 @@ def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PrefixTree, sm_scale: float) -> Pair:
     """out [tokens, num_qo_heads, head_dim of v] and lse [num_qo_heads, tokens] of checked tensors, with gradients."""
-    flex_attention = import_module("cudnn.flex_attention")
+    flex_attention = import_module(spec.CUDNN_MODULE)
     q, k, v = (_readable(tensor).unsqueeze(0) for tensor in (q, k, v))
 
     def plan() -> Any:

@@ -40,6 +40,7 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
     return reasons
 
 
+CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
 
