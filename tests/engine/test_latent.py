@@ -1,7 +1,11 @@
 """Models with latent attention (MLA): absorbed heads and one latent cache, against transformers' own answers."""
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -91,6 +95,20 @@ def test_the_cache_holds_one_row_a_token_and_a_budget_counts_its_bytes(tiny_mode
     assert LLM(path, page_size=4, kv_cache_bytes=budget + 3).kv_cache.num_pages == 55
 
 
+def test_a_folder_of_kimi_k2_is_a_deepseek_v3_and_runs_no_code_of_its_own(
+    tiny_model: MakeModel, assert_greedy: AssertGreedy, tmp_path: Path
+) -> None:
+    model = tiny_model("deepseek_v3")
+    copytree(model.path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for trusted in (False, True):
+        llm = LLM(tmp_path, num_pages=40, trust_remote_code=trusted)
+        assert llm.info.config.model_type == "deepseek_v3"
+        assert_greedy(model, llm.generate(prompts(), GREEDY), NUM_TOKENS)
+
+
 def test_shared_prefixes_are_read_once(tiny_model: MakeModel) -> None:
     trunk = list(range(1, 129))
     reads = {}
@@ -123,8 +141,13 @@ DEEPSEEK_V3: dict[str, Any] = {
     "hidden_size": 2048, "moe_intermediate_size": 1408, "n_routed_experts": 8, "num_experts_per_tok": 6, "n_group": 1,
     "topk_group": 1,
 }  # fmt: skip
+YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}
+YARN |= {"original_max_position_embeddings": 4096}
 RELEASED: dict[str, tuple[str, dict[str, Any]]] = {
-    "DeepSeek-V2-Lite": ("deepseek_v2", {"num_attention_heads": 16, "q_lora_rank": None, "topk_method": "greedy"}),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        {"num_attention_heads": 16, "q_lora_rank": None, "topk_method": "greedy", "rope_scaling": YARN},
+    ),
     "DeepSeek-V3": ("deepseek_v3", {"num_attention_heads": 128}),
     "Kimi-K2": ("deepseek_v3", {"num_attention_heads": 64}),
     "GLM-4.7-Flash": ("glm4_moe_lite", {"num_attention_heads": 20, "qk_nope_head_dim": 192, "v_head_dim": 256}),
@@ -140,7 +163,8 @@ def test_the_probe_finds_the_cache_of_released_models(released: str) -> None:
     layer = geometry.layer
     assert (layer.num_qo_heads, layer.num_kv_heads) == (sizes["num_attention_heads"], 1)
     assert (layer.head_dim, layer.latent_dim) == (576, 512)
-    assert layer.sm_scale == (options["qk_nope_head_dim"] + 64) ** -0.5
+    mscale = 1 + 0.0707 * math.log(40) if "rope_scaling" in options else 1.0
+    assert layer.sm_scale == pytest.approx((options["qk_nope_head_dim"] + 64) ** -0.5 * mscale**2)
 
 
 def attention_of(name: str = "deepseek_v3") -> Any:

@@ -1,7 +1,7 @@
 """What a model is before its weights are loaded; then its weights and tokenizer. transformers reads all of them."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +44,8 @@ KV_DTYPES = MappingProxyType(
         "fp8_e5m2": torch.float8_e5m2,
     }
 )
+# Types that have Python of their own beside their weights, and what transformers calls models that compute the same
+KNOWN_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 DUMMY_SEED = 0
 MOST_NAMES = 4  # in a message
 
@@ -145,14 +147,19 @@ def _read_config(files: ModelFiles) -> PretrainedConfig:
         except Exception as error:  # a foreign file can make transformers raise nearly anything
             reason = str(error) if isinstance(error, ValueError) else one_line(error)
             raise ValueError(f"model={str(files.path)!r}: {reason}") from error
-    _check_code(files)
-    with files.readable("read its configuration", "correct its config.json") as folder:
-        return AutoConfig.from_pretrained(folder, **files.load_options)
-
-
-def _check_code(files: ModelFiles) -> None:
-    """Raises ValueError if only the folder's own Python knows the model, and may not run."""
     config = json.loads((files.folder / "config.json").read_bytes())
+    known_as = KNOWN_AS.get(config.get("model_type"))
+    if known_as is None:
+        _check_code(files, config)
+    with files.readable("read its configuration", "correct its config.json") as folder:
+        if known_as is None:
+            return AutoConfig.from_pretrained(folder, **files.load_options)
+        own = {key: value for key, value in config.items() if key != "auto_map"}
+        return CONFIG_MAPPING[known_as].from_dict({**own, "model_type": known_as})
+
+
+def _check_code(files: ModelFiles, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if only the folder's own Python knows the model, and may not run."""
     if "auto_map" in config and config["model_type"] not in CONFIG_MAPPING and not files.trust_remote_code:
         raise ValueError(
             f"model={str(files.path)!r}: transformers has no model of type {config['model_type']!r}, and the folder's "
