@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import trunkattn.analysis.figures as figures
 from trunkattn.analysis.records import Analysis, Moment, Snapshot, TrieNode
@@ -237,28 +237,40 @@ def icicle(snapshot: Snapshot, token_bytes: int, end: int, prompt_of: Callable[[
     for node, top, height in zip(nodes, tops, heights, strict=True):
         if node.tokens <= 0 or node.sequences <= 0:
             continue
-        colour, edged = shade(node.sequences, total), height * ICICLE_PIXELS / 100 >= _EDGE_PIXELS
+        pixels, colour = height * ICICLE_PIXELS / 100, shade(node.sequences, total)
         counts.setdefault(colour, []).append(node.sequences)
         x, width = 100 * node.start / end, 100 * node.tokens / end
-        if node.sequences == 1:
+        edged, words = pixels >= _EDGE_PIXELS, _words(node, token_bytes)
+        box = Box(round(x, 3), round(top, 3), round(width, 3), round(height, 3), colour, edged, words.title)
+        if node.sequences > 1:
+            boxes.append(box)
+        else:
             leaves[edged] += f"M{x:.4g} {top:.5g}h{width:.4g}v{height:.4g}h{-width:.4g}z"
-            continue
-        once = node.tokens * token_bytes
-        words = (
-            f"{node.tokens:,} tokens from {node.start:,} on, read by {node.sequences:,} requests: "
-            f"{figures.size(once * node.sequences)} one by one, {figures.size(once)} shared"
-        )
-        box = Box(round(x, 3), round(top, 3), round(width, 3), round(height, 3), colour, edged, words)
-        boxes.append(box)
-        if height * ICICLE_PIXELS / 100 >= _LABEL_PIXELS:
-            lines = [f"{node.tokens:,} tokens × {node.sequences:,}"]
-            if height * ICICLE_PIXELS / 100 >= 2 * _LABEL_PIXELS:
-                lines.append(f"{figures.size(once)}, not {figures.size(once * node.sequences)}")
-            labels.append(Label(box, lines, prompt_of(node)))
+        if pixels >= _LABEL_PIXELS * len(words.lines):
+            labels.append(Label(box, words.lines, prompt_of(node)))
+        elif pixels >= _LABEL_PIXELS and node.sequences > 1:
+            labels.append(Label(box, words.lines[:1], ""))
     ticks = [Tick(100 * token / end, f"{token:,.0f}") for token, _ in _ticks(end, 4, str)]
     legend = [(colour, _legend(colour, found)) for colour, found in sorted(counts.items(), reverse=True)]
     time = figures.seconds(snapshot.time)
     return Icicle(time, total, boxes, leaves[True], leaves[False], labels, ticks, legend)
+
+
+class _Words(NamedTuple):
+    """What is said of a node: all, and the lines of its label."""
+
+    title: str
+    lines: list[str]
+
+
+def _words(node: TrieNode, token_bytes: int) -> _Words:
+    once = node.tokens * token_bytes
+    read, shared = figures.size(once * node.sequences), figures.size(once)
+    tokens = figures.plural(node.tokens, "token")
+    if node.sequences == 1:
+        return _Words(f"{tokens} from {node.start:,} on, one request's own: {read}", [f"{tokens}, its own", read])
+    title = f"{tokens} from {node.start:,} on, read by {node.sequences:,} requests: {read} one by one, {shared} shared"
+    return _Words(title, [f"{tokens} × {node.sequences:,}", f"{shared}, not {read}"])
 
 
 def _legend(colour: int, found: Sequence[int]) -> str:

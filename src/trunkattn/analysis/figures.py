@@ -79,7 +79,7 @@ def milliseconds(time_ms: float) -> str:
 
 def seconds(time: float) -> str:
     """A time: "12 s", "59 min", "3 h 20 min"."""
-    if time < 9.95 and time != round(time):
+    if 0.05 <= time < 9.95 and time != round(time):
         return f"{time:.1f} s"
     if time < 119.5:
         return f"{time:.0f} s"
