@@ -39,6 +39,7 @@ from benchmarks.engines.embedded_cpu import model_file
 from benchmarks.lib.options import integer, positive
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.page.plots.embedded_serving import draw, print_table
+from benchmarks.workloads.traces import read_trace
 from trunkattn import LLM, SamplingParams
 from trunkattn.config import EXECUTIONS
 from trunkattn.engine import Engine
@@ -46,7 +47,7 @@ from trunkattn.engine.assembly import make_runner
 from trunkattn.engine.engine import Runner
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
-from trunkattn.workloads import conversation_lengths, poisson_arrivals, read_trace
+from trunkattn.workloads import conversation_lengths, poisson_arrivals
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 PAGE_SIZE, PREFILL_BUDGET = 16, 2048
@@ -244,7 +245,7 @@ def scaled_lengths(trace: Path | None, num_requests: int, seed: int, scale: Scal
     """[num_requests, 2] prompt and output tokens: requests drawn from the trace, shortened to fit this benchmark."""
     lengths = conversation_lengths(num_requests, seed)
     if trace is not None:
-        recorded = np.array([(request.input_length, request.output_length) for request in read_trace(trace)])
+        recorded = np.array([(request.num_prompt_tokens, request.num_output_tokens) for request in read_trace(trace)])
         lengths = np.random.default_rng(seed).choice(recorded, num_requests)
     return np.clip(lengths // np.array(scale.divisor), scale.shortest, scale.longest)
 

@@ -30,8 +30,10 @@ import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from benchmarks.kernels.decode_cases import FLUSH_BYTES
 from benchmarks.lib.report import short_name, write_result
+from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
+from trunkattn.analysis.records import LoggedRequest
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.workloads import PagedBatch, TraceRequest, agent_batch, conversation_batch, decode_batches, read_trace
+from trunkattn.workloads import PagedBatch, agent_batch, conversation_batch
 
 LAYERS = 32
 LONGEST_PRIVATE = 4096
@@ -60,9 +62,9 @@ def sample(batch: PagedBatch, num_requests: int) -> PagedBatch:
     )
 
 
-def mooncake_batch(trace: Sequence[TraceRequest], num_requests: int) -> PagedBatch:
+def mooncake_batch(trace: Sequence[LoggedRequest], num_requests: int) -> PagedBatch:
     """Requests in decode in the middle of the trace, on an engine just slow enough to have so many at once."""
-    now = trace[len(trace) // 2].timestamp
+    now = arrival_ms(trace[len(trace) // 2])
     for speed in MS_PER_TOKEN:
         moment = {"start_ms": now, "stop_ms": now + 1, "step_ms": 1}
         (batch,) = decode_batches(trace, **moment, page_size=PAGE_SIZE, ms_per_token=speed)
@@ -71,17 +73,17 @@ def mooncake_batch(trace: Sequence[TraceRequest], num_requests: int) -> PagedBat
     raise ValueError(f"--trace has fewer than {num_requests} requests in decode at once in its middle")
 
 
-def private_lengths(trace: Sequence[TraceRequest], num_requests: int) -> list[int]:
+def private_lengths(trace: Sequence[LoggedRequest], num_requests: int) -> list[int]:
     """Private tokens of conversations: see the head of this file."""
     rng = np.random.default_rng(SEED)
     if trace:
-        inputs = rng.choice([request.input_length for request in trace], num_requests)
+        inputs = rng.choice([request.num_prompt_tokens for request in trace], num_requests)
     else:
         inputs = rng.lognormal(math.log(6900), 1.4, num_requests)
     return np.clip(inputs, 1, LONGEST_PRIVATE).astype(int).tolist()
 
 
-def make_batches(trace: Sequence[TraceRequest], num_requests: int) -> dict[str, PagedBatch]:
+def make_batches(trace: Sequence[LoggedRequest], num_requests: int) -> dict[str, PagedBatch]:
     """The workloads; mooncake only with a trace."""
     mooncake = {"mooncake": mooncake_batch(trace, num_requests)} if trace else {}
     conversation = conversation_batch(private_lengths(trace, num_requests), PAGE_SIZE, SEED)

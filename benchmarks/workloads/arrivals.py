@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.workloads.traces import arrival_ms, read_trace
+from trunkattn.analysis.formats.mooncake import BLOCK_SIZE
+from trunkattn.analysis.records import LoggedRequest
 from trunkattn.workloads import (
-    HASH_BLOCK_TOKENS,
-    TraceRequest,
     agent_requests,
     conversation_lengths,
     poisson_arrivals,
-    read_trace,
 )
 from trunkattn.workloads.serving import CONVERSATION_LEVELS
 
@@ -70,7 +70,7 @@ def poisson(rate: float, seconds: float) -> NDArray[np.float64]:
     return times[times < seconds]
 
 
-def conversation(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> list[Arrival]:
+def conversation(rate: float, seconds: float, trace: Sequence[LoggedRequest]) -> list[Arrival]:
     """See above."""
     rng = np.random.default_rng(SEED)
     root, language_tokens, country_tokens = CONVERSATION_LEVELS
@@ -80,7 +80,7 @@ def conversation(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> 
         language, country = int(rng.integers(LANGUAGES)), int(rng.integers(COUNTRIES))
         if trace:
             drawn = trace[int(rng.integers(len(trace)))]
-            private, output = drawn.input_length, drawn.output_length
+            private, output = drawn.num_prompt_tokens, drawn.num_output_tokens or 0
         else:
             private, output = map(int, generated[number])
         parts = (
@@ -116,20 +116,20 @@ def documents(rate: float, seconds: float, sizes: Sizes = SIZES) -> list[Arrival
     return sorted(found, key=lambda arrival: arrival.at)
 
 
-def stretch(rate: float, seconds: float, trace: Sequence[TraceRequest]) -> list[Arrival]:
+def stretch(rate: float, seconds: float, trace: Sequence[LoggedRequest]) -> list[Arrival]:
     """See above."""
     wanted = round(rate * seconds)
     chosen = trace[len(trace) // 2 :][:wanted]
-    start, end = chosen[0].timestamp, chosen[-1].timestamp
+    start, end = arrival_ms(chosen[0]), arrival_ms(chosen[-1])
     factor = (end - start) / (seconds * 1e3)
     found = []
     for request in chosen:
-        blocks = request.hash_ids[:LONGEST_BLOCKS]
-        size = min(request.input_length, len(blocks) * HASH_BLOCK_TOKENS)
-        sizes = [min(HASH_BLOCK_TOKENS, size - at * HASH_BLOCK_TOKENS) for at in range(len(blocks))]
+        blocks = request.blocks[:LONGEST_BLOCKS].tolist()
+        size = min(request.num_prompt_tokens, len(blocks) * BLOCK_SIZE)
+        sizes = [min(BLOCK_SIZE, size - at * BLOCK_SIZE) for at in range(len(blocks))]
         parts = tuple((("block", block), tokens) for block, tokens in zip(blocks, sizes, strict=True))
-        at = (request.timestamp - start) / 1e3 / factor
-        found.append(Arrival(at, parts, max(2, min(request.output_length, LONGEST_OUTPUT))))
+        at = (arrival_ms(request) - start) / 1e3 / factor
+        found.append(Arrival(at, parts, max(2, min(request.num_output_tokens or 0, LONGEST_OUTPUT))))
     return found
 
 

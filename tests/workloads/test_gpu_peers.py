@@ -19,7 +19,9 @@ from benchmarks.kernels.ragged_batches import (
     sample,
 )
 from benchmarks.peers.gpu_kernels import TreeNode, fasttree_nodes
-from trunkattn.workloads import HASH_BLOCK_TOKENS, PagedBatch, TraceRequest, parse_tree, random_forest, tree_batch
+from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.tokens import chained
+from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
 from .scripts import refusal
 
@@ -85,12 +87,10 @@ def test_a_regular_tree_comes_level_by_level() -> None:
     assert slots[:128].tolist() == list(range(128))  # the pages of a regular tree are numbered level by level too
 
 
-def trace_of(count: int) -> tuple[TraceRequest, ...]:
+def trace_of(count: int) -> list[LoggedRequest]:
     """Requests that arrive every 100 ms and share their first 512 tokens; 300 output tokens each."""
-    return tuple(
-        TraceRequest(100 * i, HASH_BLOCK_TOKENS + 8 * i + 1, 300, (0, *range(100 * i + 1, 100 * i + 2 + i // 64)))
-        for i in range(count)
-    )
+    ids = [np.array([0, *range(100 * i + 1, 100 * i + 2 + i // 64)]) for i in range(count)]
+    return [LoggedRequest(i + 1, 0.1 * i, 513 + 8 * i, 300, chained(some), 512) for i, some in enumerate(ids)]
 
 
 @pytest.mark.parametrize("num_requests", [1, 30, 150])

@@ -1,54 +1,31 @@
-"""The trace reader and the decode batches made from a trace."""
+"""Decode batches that are made from a trace."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trunkattn.workloads import TraceRequest, decode_batches, read_trace
-
-GOOD = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}
-
-
-def write(path: Path, *lines: object) -> Path:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("\n".join(text) + "\n")
-    return path
+from benchmarks.workloads.traces import decode_batches, read_trace
+from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.tokens import chained
 
 
-def test_a_trace_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", GOOD, GOOD | {"timestamp": 27, "input_length": 512, "hash_ids": [7]})
-    assert read_trace(path) == (TraceRequest(0, 600, 10, (0, 1)), TraceRequest(27, 512, 10, (7,)))
+def request(
+    arrival_ms: int, num_prompt_tokens: int, num_output_tokens: int, hash_ids: tuple[int, ...]
+) -> LoggedRequest:
+    blocks = chained(np.array(hash_ids, dtype=np.int64))
+    return LoggedRequest(1, arrival_ms / 1e3, num_prompt_tokens, num_output_tokens, blocks, 512)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not JSON"),
-        ("", "not JSON"),
-        ("[1]", "expected a JSON object"),
-        ({"timestamp": 0, "input_length": 5}, "output_length, hash_ids missing: expected timestamp"),
-        (GOOD | {"timestamp": -1}, "timestamp=-1: expected an integer of at least 0"),
-        (GOOD | {"timestamp": 0.5}, "timestamp=0.5: expected an integer of at least 0"),
-        (GOOD | {"input_length": 0, "hash_ids": []}, "input_length=0: expected an integer of at least 1"),
-        (GOOD | {"output_length": "9"}, "output_length='9': expected an integer of at least 0"),
-        (GOOD | {"output_length": True}, "output_length=True: expected an integer of at least 0"),
-        (GOOD | {"hash_ids": 3}, "hash_ids=3: expected a list of integers"),
-        (GOOD | {"hash_ids": [0, None]}, "hash_ids=None: expected an integer of at least 0"),
-        (GOOD | {"hash_ids": [0, -2]}, "hash_ids=-2: expected an integer of at least 0"),
-        (GOOD | {"hash_ids": [0]}, "hash_ids has 1 entries: expected 2, one per 512 tokens of input_length=600"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
-    path = write(tmp_path / "trace.jsonl", GOOD, GOOD, line)
-    with pytest.raises(ValueError, match=r"trace\.jsonl, line 3: ") as caught:
+def test_a_bad_line_ends_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}\n{}\n')
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2: .* missing: expected timestamp"):
         read_trace(path)
-    assert message in str(caught.value)
 
 
 def test_requests_decode_from_their_second_token_to_their_last() -> None:
-    requests = [TraceRequest(100, 40, 4, (0,)), TraceRequest(110, 512, 2, (1,))]
+    requests = [request(100, 40, 4, (0,)), request(110, 512, 2, (1,))]
     batches = list(decode_batches(requests, start_ms=100, stop_ms=150, step_ms=10, page_size=16, ms_per_token=10))
     assert [batch.seq_lens.tolist() for batch in batches] == [[], [41], [42, 513], [43], []]
     assert batches[0].block_table.shape == (0, 1)
@@ -57,10 +34,10 @@ def test_requests_decode_from_their_second_token_to_their_last() -> None:
 
 def test_equal_blocks_share_the_pages_that_are_full_of_prompt() -> None:
     requests = [
-        TraceRequest(0, 1000, 9, (5, 6)),
-        TraceRequest(0, 1000, 9, (5, 6)),
-        TraceRequest(0, 1100, 9, (5, 6, 7)),
-        TraceRequest(0, 1024, 9, (8, 6)),
+        request(0, 1000, 9, (5, 6)),
+        request(0, 1000, 9, (5, 6)),
+        request(0, 1100, 9, (5, 6, 7)),
+        request(0, 1024, 9, (8, 6)),
     ]
     (batch,) = decode_batches(requests, start_ms=50, stop_ms=51, step_ms=1, page_size=128)
     # 1000 tokens fill 7 pages of 128; the 8th belongs to the request that writes to it. Block 6 after block 8 is

@@ -1,4 +1,4 @@
-"""Batches to plan and to measure: prefix trees, random forests, conversations, recorded traffic. Needs only NumPy."""
+"""Batches to plan and to measure: prefix trees, random forests, conversations. Needs only NumPy."""
 
 from trunkattn.workloads.batch import PagedBatch
 from trunkattn.workloads.forests import random_forest
@@ -11,25 +11,20 @@ from trunkattn.workloads.serving import (
     conversation_lengths,
     poisson_arrivals,
 )
-from trunkattn.workloads.traces import HASH_BLOCK_TOKENS, TraceRequest, decode_batches, read_trace
 from trunkattn.workloads.trees import PAT_TREES, PrefixTree, parse_tree, tree_batch
 
 __all__ = [
-    "HASH_BLOCK_TOKENS",
     "PAT_TREES",
     "AgentRequest",
     "PagedBatch",
     "PrefixTree",
-    "TraceRequest",
     "agent_batch",
     "agent_requests",
     "batch_of_prefixes",
     "conversation_batch",
     "conversation_lengths",
-    "decode_batches",
     "parse_tree",
     "poisson_arrivals",
     "random_forest",
-    "read_trace",
     "tree_batch",
 ]
