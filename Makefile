@@ -128,7 +128,9 @@ docs: .venv/.stamp-docs  ## Build the documentation into build/site, and fail on
 pictures: .venv/.stamp-model  ## Write the performance pages, and draw the pictures of docs/pictures again
 	$(BIN)/python -m benchmarks.page.pictures
 	$(BIN)/python -m benchmarks.page.performance_page
+	$(BIN)/python -m benchmarks.page.printed
 	$(BIN)/python -m benchmarks.page.plots
+	$(BIN)/python -m benchmarks.page.report_example
 
 clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	rm -rf .venv .venv-clients .venv-vllm-* .venv-sglang-* build dist out .numba_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -34,11 +34,12 @@ PLOTS = MappingProxyType(
         **{f"vllm-serving-{card}": Plot(vllm.draw, f"vllm-serving-{card}") for card in ("h100", "h200")},
     }
 )
-# A result does not keep the time of every token, so the run itself draws these.
+# A result does not keep what these show, so the run itself draws them.
 DRAWN_BY_RUNS = MappingProxyType(
     {
         "serving-cpu": "python -m benchmarks.engines.embedded_serving",
         "serving-h200": "python -m benchmarks.engines.embedded_serving --device cuda",
+        "analyze-report": "python -m benchmarks.page.report_example",
     }
 )
 

@@ -52,7 +52,7 @@ def percent(share: float) -> str:
 
 def count(number: float) -> str:
     """A count: "12,031", and "3.4" where it is a small mean."""
-    return f"{number:,.1f}" if number < 99.5 and number != round(number) else f"{number:,.0f}"
+    return f"{number:,.1f}" if number < 99.5 and abs(number - round(number)) >= 0.05 else f"{number:,.0f}"
 
 
 def plural(number: int, word: str) -> str:
