@@ -29,7 +29,8 @@ from trunkattn.planner.tiles.step import TiledStep
 
 _SHARPNESS: Final = 4  # of the turn from steps bound by weights' bytes to steps bound by their arithmetic
 _LOGITS: Final = 128_256  # of a sequence, for which `EngineTimes.sequence_us` holds
-_LINK_BYTES_PER_US: Final = 300_000  # of an all-reduce among cards of one host
+# All-reduces among cards of one host: their bytes. With two cards the rest of them does not show in measured times.
+_LINK_BYTES_PER_US: Final = 300_000
 _PROMPT_SHARE: Final = 0.7  # of the rate of matrix products that the attention of prompts reaches
 _CACHE_DTYPES: Final = MappingProxyType(
     {"auto": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -183,15 +184,19 @@ class Prices:
         read_us = unique_tokens * numbers * self._number_bytes / self.times.flash_bytes_per_us
         return self.times.flash_us + read_us + tokens * numbers * 2 / self.times.flash_keys_per_us
 
-    def other_us(self, num_sequences: int, num_tokens: int) -> float:
-        """A step without attention. num_sequences: that are sampled; num_tokens: that it computes."""
+    def other_us(self, num_sequences: int, num_decodes: int, num_prompt_tokens: int = 0) -> float:
+        """A step without attention. num_sequences: that are sampled, of which so many decode; num_prompt_tokens: of the
+        prompt chunks that it computes."""
         shape, times, cards = self.shape, self.times, self.tensor_parallel
+        num_tokens = num_decodes + num_prompt_tokens
         bytes_us = shape.bytes_read(num_tokens) / cards / self.card.model.times.bytes_per_us
         head = shape.vocab_size * shape.hidden_size
         flops = 2 * ((shape.numbers_used() - head) * num_tokens + head * num_sequences) / cards
-        weights_us = (bytes_us**_SHARPNESS + (flops / times.flops_per_us) ** _SHARPNESS) ** (1 / _SHARPNESS)
+        rate = times.prompt_flops_per_us if num_prompt_tokens else times.flops_per_us
+        weights_us = (bytes_us**_SHARPNESS + (flops / rate) ** _SHARPNESS) ** (1 / _SHARPNESS)
         sampling_us = num_sequences * times.sequence_us * shape.vocab_size / _LOGITS
-        return float(weights_us + sampling_us + shape.num_layers * (times.layer_us + self._reduce_us(num_tokens)))
+        layers_us = shape.num_layers * (times.layer_us + self._reduce_us(num_tokens))
+        return float(weights_us + sampling_us + layers_us + (times.prompt_us if num_prompt_tokens else 0.0))
 
     def prompt_attention_us(self, pairs: float) -> float:
         """Attention of prompt chunks, of all layers. pairs: of a prompt token and a token that it sees, without
@@ -204,7 +209,7 @@ class Prices:
     def _reduce_us(self, num_tokens: int) -> float:
         if self.tensor_parallel == 1:
             return 0.0
-        return 2 * (self.times.reduce_us + num_tokens * self.shape.hidden_size * 2 / _LINK_BYTES_PER_US)
+        return 2 * num_tokens * self.shape.hidden_size * 2 / _LINK_BYTES_PER_US
 
     @property
     def _number_bytes(self) -> int:

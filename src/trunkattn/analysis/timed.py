@@ -1,5 +1,6 @@
 """A simulated engine with clocks: what each step takes, one by one and shared, and when answers begin and end."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -46,6 +47,7 @@ class Answers:
         to_first: [clocks] seconds from arrival to the first token.
         after_first: [clocks] seconds from a sequence's first token to its last.
         tokens_after_first: tokens of these times.
+        paces: [clocks] seconds per token of each sequence with several, one after the other.
     """
 
     num_requests: int = 0
@@ -54,6 +56,7 @@ class Answers:
     tokens_after_first: int = 0
     to_first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
     after_first: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    paces: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 class TimedEngine:
@@ -127,8 +130,11 @@ class TimedEngine:
                 answers.first += 1
                 answers.to_first += self.now - arrived
         for request in ends.ended:
-            answers.after_first += self.now - self._first.pop(request.request_id)
-            answers.tokens_after_first += request.num_output_tokens - 1
+            seconds, num_tokens = self.now - self._first.pop(request.request_id), request.num_output_tokens - 1
+            answers.after_first += seconds
+            answers.tokens_after_first += num_tokens
+            if num_tokens:
+                answers.paces.extend((seconds / num_tokens).tolist())
             answers.num_tokens += request.num_output_tokens
         answers.num_requests += len(ends.finished)
         return ends.finished
@@ -136,9 +142,9 @@ class TimedEngine:
     def _times(self, steps: Steps) -> NDArray[np.float64]:
         """[4, steps] µs: attention one by one and shared, and the whole step in both ways."""
         chunks = steps.chunks
-        num_tokens = steps.decoding + sum(chunk.num_tokens for chunk in chunks)
         num_sampled = steps.decoding + sum(chunk.is_sampled for chunk in chunks)
-        other_us = self._prices.other_us(num_sampled, num_tokens)
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
+        other_us = self._prices.other_us(num_sampled, steps.decoding, num_prompt_tokens)
         if chunks:
             pairs = sum(chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2) for chunk in chunks)
             other_us += self._prices.prompt_attention_us(pairs)

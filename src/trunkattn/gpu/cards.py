@@ -63,23 +63,25 @@ class EngineTimes:
     """A step of a serving engine on a card, besides our attention: fitted to measured times per token.
 
     Attributes:
-        flops_per_us: of matrix products with weights, at their best.
+        flops_per_us: of matrix products with weights, as it adds to the time of decodes.
+        prompt_flops_per_us: of those of steps with prompt chunks.
+        prompt_us: what such a step takes besides, because no CUDA graph holds it whole.
         layer_us: norms, rotations and what else of a layer is neither weights nor attention.
         sequence_us: sampling of one sequence from 128,256 logits.
         flash_us: begin and end of FlashAttention's decode kernel.
         flash_bytes_per_us: keys and values that it reads for the first time, as far as they add to the next.
         flash_keys_per_us: all keys and values that it computes with, in bytes of 16-bit numbers, whoever reads them.
-        reduce_us: one all-reduce of a small step among cards that share a layer.
         memory_bytes: of the card.
     """
 
     flops_per_us: float
+    prompt_flops_per_us: float
+    prompt_us: float
     layer_us: float
     sequence_us: float
     flash_us: float
     flash_bytes_per_us: float
     flash_keys_per_us: float
-    reduce_us: float
     memory_bytes: int
 
 
@@ -168,13 +170,14 @@ H100: Final = CardModel(
         reads_percent=100,
     ),
     engine=EngineTimes(
-        flops_per_us=790e6,
-        layer_us=38.4,
-        sequence_us=6.0,
-        flash_us=12.4,
-        flash_bytes_per_us=4.88e6,
-        flash_keys_per_us=6.94e6,
-        reduce_us=1.0,
+        flops_per_us=895e6,
+        prompt_flops_per_us=600e6,
+        prompt_us=2500.0,
+        layer_us=38.2,
+        sequence_us=7.2,
+        flash_us=10.5,
+        flash_bytes_per_us=4.98e6,
+        flash_keys_per_us=6.83e6,
         memory_bytes=80 * 10**9,
     ),
 )
@@ -202,13 +205,14 @@ H200: Final = CardModel(
         reads_percent=0,
     ),
     engine=EngineTimes(
-        flops_per_us=1036e6,
-        layer_us=36.7,
-        sequence_us=10.0,
-        flash_us=11.0,
-        flash_bytes_per_us=10.0e6,
-        flash_keys_per_us=6.67e6,
-        reduce_us=1.0,
+        flops_per_us=1027e6,
+        prompt_flops_per_us=600e6,
+        prompt_us=2500.0,
+        layer_us=37.2,
+        sequence_us=9.85,
+        flash_us=9.87,
+        flash_bytes_per_us=9.65e6,
+        flash_keys_per_us=6.59e6,
         memory_bytes=141 * 10**9,
     ),
 )
