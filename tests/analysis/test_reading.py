@@ -76,6 +76,16 @@ def test_an_array_that_breaks_off_keeps_what_came_before(tmp_path: Path) -> None
     assert "it is not JSON" in log.skipped[0].reason
 
 
+def test_an_array_without_a_request_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"none of its 2 entries could be taken; entry 1: it is a number; expected"):
+        read_log(path)
+    spans = [{"type": "SPAN", "trace_id": "a", "start_time": "2026-01-01"}] * 2
+    with pytest.raises(ValueError, match="none of its 2 lines holds a request"):
+        read_log(write(tmp_path / "spans.jsonl", *spans))
+
+
 def test_only_the_first_skipped_lines_are_kept(tmp_path: Path) -> None:
     log = read_log(write(tmp_path / "trace.jsonl", GOOD, *["{"] * 500))
     assert (log.num_lines, log.num_skipped, len(log.skipped)) == (501, 500, 20)

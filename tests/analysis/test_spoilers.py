@@ -217,6 +217,28 @@ def test_a_user_s_field_stays_in_its_message() -> None:
     assert sorted(before + "\n") == sorted(moved_before)
 
 
+@pytest.mark.parametrize(
+    ("head", "where"),
+    [
+        ("<|im_start|>system\n", "system message"),
+        ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n", "system message"),
+        ("<|start|>developer<|message|>", "developer message"),
+        ("<|system|>\nrules\n<|user|>\n", "user message"),
+        ("<start_of_turn>user\n", "user message"),
+        ("<\uff5cUser\uff5c>", "user message"),
+        ("<s>[INST] ", "user message"),
+        ("<|tools|>\n", "tools"),
+        ("", "prompt"),
+    ],
+)
+def test_the_message_with_the_field_is_named(head: str, where: str) -> None:
+    words = words_of(random.Random(5))
+    rules = words(100)
+    (finding,) = find_spoilers(log_of([f"{head}Request 10{number}.\n{rules}\n{words(9)}" for number in range(20)]))
+    assert finding.spoiler.kind == "request id"
+    assert finding.spoiler.where.startswith(f"{where}, token ")
+
+
 @pytest.mark.property
 @settings(max_examples=fraction(6))
 @given(seed=SEEDS)

@@ -143,10 +143,11 @@ class _Tally:
         """Why there is no log, in a sentence."""
         if not self.num_lines:
             return f"{self.source}: it is empty; expected a log with a request on each line"
+        units = {"entry": "entries"}.get(self.unit, f"{self.unit}s")
         if not self.skipped:
-            return f"{self.source}: none of its {self.num_lines:,} {self.unit}s holds a request"
+            return f"{self.source}: none of its {self.num_lines:,} {units} holds a request"
         worst = self.skipped[0]
-        count = f"none of its {self.num_lines:,} {self.unit}s could be taken" if self.num_lines > 1 else "nothing taken"
+        count = f"none of its {self.num_lines:,} {units} could be taken" if self.num_lines > 1 else "nothing taken"
         return f"{self.source}: {count}; {self.unit} {worst.line}: {worst.reason}"
 
 

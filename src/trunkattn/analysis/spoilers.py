@@ -1,7 +1,7 @@
 """What spoils sharing: prompts that part early because of one field, although they are equal again behind it."""
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -25,8 +25,11 @@ _LARGEST: Final = 16
 _EXAMPLES: Final = 3
 _EXAMPLE_LENGTH: Final = 200
 _BATCH: Final = 256  # prompts that are encoded at once
+# How chat templates, and our own rendering, mark whose message begins.
 _ROLE: Final = re.compile(
-    r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|)(system|developer|user|assistant|model|tool|tools)\b"
+    r"(?:<\|(?:im_start\|>|start_header_id\|>|start\|>)?|<start_of_turn>|<\uff5c)"
+    r"(?P<role>system|developer|user|assistant|model|tool)|(?P<asks>\[INST\])|(?P<answers>\[/INST\])",
+    re.IGNORECASE,
 )
 _SPOKEN: Final = frozenset({"user", "assistant", "model"})
 
@@ -223,7 +226,8 @@ def _movable(fields: list[Field], model: str) -> list[Field]:
 
 def _role(text: str) -> str | None:
     """Whose message the end of a text is in, for people; None: no template's mark tells."""
-    roles = _ROLE.findall(text)
-    if not roles:
+    last = deque(_ROLE.finditer(text), maxlen=1)
+    if not last:
         return None
-    return "tools" if roles[-1].startswith("tool") else f"{roles[-1]} message"
+    role = last[0]["role"] or ("user" if last[0]["asks"] else "assistant")
+    return "tools" if role.lower() == "tool" else f"{role.lower()} message"
