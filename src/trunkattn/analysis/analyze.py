@@ -1,24 +1,29 @@
 """A whole analysis: replays at several settings, what spoils sharing, a fleet, and a verdict in one sentence."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.load import Load, Workload
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.parallel import num_cores, run_all
 from trunkattn.analysis.prices import Prices
-from trunkattn.analysis.records import Analysis, Log, Replay
+from trunkattn.analysis.records import Analysis, FleetReplay, Log, Replay, Spoiler
 from trunkattn.analysis.replay import clocks_of, replay_of, run
 from trunkattn.analysis.settings import ROUTES, Progress, Settings
 from trunkattn.analysis.simulated import EngineSize
+from trunkattn.analysis.spoilers import find_spoilers, rewritten
+from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.analysis.words import assumptions, overload, verdict
 from trunkattn.engine.config import check_budget, check_scheduler_policy
 from trunkattn.gpu.cards import card_named
 from trunkattn.validate import check_int
 
 _SMALL: Final = 2000  # requests; fewer are replayed in this process
-_WORTH: Final = 0.02  # gains below this are nothing
+_SPOILED: Final = 4000  # requests that are replayed without a spoiler, and spoilers whose gains are found so
+_REPLAYED: Final = 8
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,18 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
         )
     workloads = [whole] + [first] * (len(loads) - 1)
     replays = _replays(setup, loads, workloads, partial(progress, "replaying"))
+    spoilers = _spoilers(setup, log, loads[0], progress) if settings.find_spoilers else []
+    fleet = _fleet(setup, first, loads[0], partial(progress, "replaying a fleet")) if settings.replicas > 1 else []
     return Analysis(
         log=log,
         card=setup.prices.card.model.name,
         model=setup.prices.shape.name,
         token_bytes=setup.prices.token_bytes,
         replays=replays,
-        spoilers=[],
-        assumptions=assumptions(log, setup.prices, setup.size, whole, len(first.jobs)),
+        spoilers=spoilers,
+        assumptions=assumptions(log, setup.prices, setup.size, whole, len(first.jobs)) + overload(replays[0]),
         verdict=verdict(replays),
+        fleet=fleet,
     )
 
 
@@ -108,6 +116,10 @@ def _loads(log: Log, settings: Settings) -> list[Load]:
     times = {request.arrival for request in log.requests}
     if settings.as_logged and None not in times and len(times) > 1:
         return [Load(), *by_time, *closed]
+    if settings.replicas > 1 and not by_time:
+        raise ValueError(
+            f"replicas={settings.replicas}: {log.source} has no times of arrival: expected a rate, with it"
+        )
     if not by_time and not closed:
         raise ValueError(f"{log.source} has no times of arrival: expected requests at a time, or a rate, to replay it")
     middle = closed[len(closed) // 2 :][:1] if not by_time else []
@@ -121,8 +133,7 @@ def _replays(
     parts = [(place, clock) for place, load in enumerate(loads) for clock in clocks_of(load)]
     tasks = [partial(run, workloads[place], setup.size, setup.prices, loads[place], clock) for place, clock in parts]
     weights = [len(workloads[place].jobs) for place, _ in parts]
-    workers = num_cores() if max(weights) >= _SMALL else 1
-    outcomes = run_all(tasks, weights, progress, workers)
+    outcomes = run_all(tasks, weights, progress, _workers(weights))
     done = list(zip(parts, outcomes, strict=True))
     return [
         replay_of(load, setup.size, [outcome for part, outcome in done if part[0] == place])
@@ -130,58 +141,48 @@ def _replays(
     ]
 
 
-def verdict(replays: Sequence[Replay]) -> str:
-    """What sharing is worth in the first replay, and in the one where it is worth most, in one sentence."""
-    first = replays[0]
-    gain = gain_of(first)
-    text = f"At {_at_a_time(first)} at a time ({first.name}) reading shared prefixes once "
-    if gain < _WORTH:
-        text += f"gains {max(0.0, gain):.0%}, which is nothing"
-    else:
-        text += f"takes {gain:.0%} off the time per token, {first.shared_tpot_ms:.3g} ms instead of {first.tpot_ms:.3g}"
-    best = max(replays, key=gain_of)
-    if gain_of(best) > gain + _WORTH:
-        text += f"; at {_at_a_time(best)} at a time it would take {gain_of(best):.0%} off"
-    return f"{text}."
-
-
-def gain_of(replay: Replay) -> float:
-    """Share of the time per token that sharing saves."""
-    return 1.0 - replay.shared_tpot_ms / replay.tpot_ms if replay.tpot_ms else 0.0
-
-
-def _at_a_time(replay: Replay) -> str:
-    """Mean number of sequences that decode, for people."""
-    steps = sum(moment.num_steps for moment in replay.moments)
-    mean = sum(moment.decoding * moment.num_steps for moment in replay.moments) / max(1, steps)
-    return f"{mean:.3g} request" + ("" if f"{mean:.3g}" == "1" else "s")
-
-
-def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num_first: int) -> list[str]:
-    """What an analysis assumes, one sentence each."""
-    cards = f"{prices.tensor_parallel} x " if prices.tensor_parallel > 1 else ""
-    said = [
-        *log.assumptions,
-        f"{prices.shape.name} runs on {cards}{prices.card.model.name} with a KV cache of {size.num_pages:,} pages of "
-        f"{size.page_size} tokens, at most {size.max_num_seqs} sequences at once where requests come by time, and "
-        f"{size.max_num_batched_tokens:,} tokens a step ({size.scheduler_policy}).",
-        "One by one is FlashAttention, which reads a shared page once from memory and again from the L2 cache; shared "
-        "is this library's attention; all else of a step is the same in both.",
-        "Requests that come by time are replayed twice, since an engine that is slower has more of them at once; in a "
-        "closed loop both run the same steps.",
-        "A step takes what kernels take: times of HTTP, tokenizers and other programs are not in it.",
+def _spoilers(setup: _Setup, log: Log, load: Load, progress: Progress) -> list[Spoiler]:
+    """What spoils sharing, with the gains of the most expensive ones: the log is replayed without each of them."""
+    findings = find_spoilers(log, progress)
+    if not findings:
+        return []
+    limit = min(_SPOILED, len(log.requests), setup.settings.max_requests or _SPOILED)
+    logs = [log, *(rewritten(log, finding, limit) for finding in findings[:_REPLAYED])]
+    tasks = [partial(run, setup.workload(each, limit), setup.size, setup.prices, load, SHARED) for each in logs]
+    weights = [1.0] * len(tasks)
+    say = partial(progress, "replaying without spoilers")
+    before, *after = run_all(tasks, weights, say, _workers([limit * len(tasks)]))
+    gains = [
+        replace(
+            finding.spoiler,
+            gain_tpot=1.0 - each.tpot_ms(SHARED) / max(1e-9, before.tpot_ms(SHARED)),
+            gain_prompt_tokens=(each.stats.prefix_cache_hits - before.stats.prefix_cache_hits)
+            * len(log.requests)
+            // limit,
+        )
+        for finding, each in zip(findings, after, strict=False)
     ]
-    if whole.num_guessed:
-        said.append(f"{whole.num_guessed:,} requests for which the log names no answer length generate a set number.")
-    if whole.num_left_out:
-        said.append(f"{whole.num_left_out:,} requests do not fit in the KV cache and are left out.")
-    if num_first < len(whole.jobs):
-        said.append(f"Replays after the first one, and those of spoilers, take the first {num_first:,} requests.")
-    if whole.source.knows_answers:
-        said.append("A turn of a session begins with the prompt and the answer before it, and comes after that answer.")
-    if prices.shape.latent_dim is not None:
-        said.append("No engine with a latent cache was measured: one by one is this library's kernel without sharing.")
-    return said
+    return [*gains, *(finding.spoiler for finding in findings[_REPLAYED:])]
+
+
+def _fleet(setup: _Setup, workload: Workload, load: Load, progress: Callable[[float], None]) -> list[FleetReplay]:
+    """A replay on several engines for each way to route."""
+    settings = setup.settings
+    routes = ROUTES if settings.route is None else (settings.route,)
+    fleets = [Fleet(settings.replicas, route, settings.seed) for route in routes]
+    parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
+    tasks = [partial(run_fleet, workload, setup.size, setup.prices, load, fleet, clock) for fleet, clock in parts]
+    weights = [float(len(workload.jobs))] * len(tasks)
+    outcomes = run_all(tasks, weights, progress, _workers(weights))
+    return [
+        fleet_replay(fleet, shared, alone)
+        for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True)
+    ]
+
+
+def _workers(weights: Sequence[float]) -> int:
+    """Processes for so many requests."""
+    return num_cores() if max(weights) >= _SMALL else 1
 
 
 def _silent(what: str, share: float) -> None:

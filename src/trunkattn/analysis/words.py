@@ -1,0 +1,76 @@
+"""What an analysis says in sentences: its verdict, and what it assumes."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from trunkattn.analysis.load import Workload
+from trunkattn.analysis.prices import Prices
+from trunkattn.analysis.records import Log, Replay
+from trunkattn.analysis.simulated import EngineSize
+
+_WORTH: Final = 0.02  # gains below this are nothing
+_OVERLOADED_S: Final = 30.0  # mean time to the first token from which an engine does not keep up
+
+
+def verdict(replays: Sequence[Replay]) -> str:
+    """What sharing is worth in the first replay, and in the one where it is worth most, in one sentence."""
+    first = replays[0]
+    gain = gain_of(first)
+    text = f"At {_at_a_time(first)} at a time ({first.name}) reading shared prefixes once "
+    if gain < -_WORTH:
+        text += f"costs {-gain:.0%} of the time per token"
+    elif gain < _WORTH:
+        text += f"gains {abs(gain):.0%}, which is nothing"
+    else:
+        text += f"takes {gain:.0%} off the time per token, {first.shared_tpot_ms:.3g} ms instead of {first.tpot_ms:.3g}"
+    best = max(replays, key=gain_of)
+    if gain_of(best) > gain + _WORTH:
+        text += f"; at {_at_a_time(best)} at a time it would take {gain_of(best):.0%} off"
+    return f"{text}."
+
+
+def overload(replay: Replay) -> list[str]:
+    """That the engine does not keep up with the requests, if so."""
+    if replay.shared_ttft_ms < 1e3 * _OVERLOADED_S:
+        return []
+    wait = replay.shared_ttft_ms / 1e3
+    return [f"One engine does not keep up with these requests ({replay.name}): they wait {wait:.0f} s on average."]
+
+
+def gain_of(replay: Replay) -> float:
+    """Share of the time per token that sharing saves."""
+    return 1.0 - replay.shared_tpot_ms / replay.tpot_ms if replay.tpot_ms else 0.0
+
+
+def _at_a_time(replay: Replay) -> str:
+    """Mean number of sequences that decode, for people."""
+    steps = sum(moment.num_steps for moment in replay.moments)
+    mean = sum(moment.decoding * moment.num_steps for moment in replay.moments) / max(1, steps)
+    return f"{mean:.3g} request" + ("" if f"{mean:.3g}" == "1" else "s")
+
+
+def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num_first: int) -> list[str]:
+    """What an analysis assumes, one sentence each. num_first: requests of the replays besides the first."""
+    cards = f"{prices.tensor_parallel} x " if prices.tensor_parallel > 1 else ""
+    said = [
+        *log.assumptions,
+        f"{prices.shape.name} runs on {cards}{prices.card.model.name} with a KV cache of {size.num_pages:,} pages of "
+        f"{size.page_size} tokens, at most {size.max_num_seqs} sequences at once where requests come by time, and "
+        f"{size.max_num_batched_tokens:,} tokens a step ({size.scheduler_policy}).",
+        "One by one is FlashAttention, which reads a shared page once from memory and again from the L2 cache; shared "
+        "is this library's attention; all else of a step is the same in both.",
+        "Requests that come by time are replayed twice, since an engine that is slower has more of them at once; in a "
+        "closed loop both run the same steps.",
+        "A step takes what kernels take: times of HTTP, tokenizers and other programs are not in it.",
+    ]
+    if whole.num_guessed:
+        said.append(f"{whole.num_guessed:,} requests for which the log names no answer length generate a set number.")
+    if whole.num_left_out:
+        said.append(f"{whole.num_left_out:,} requests do not fit in the KV cache and are left out.")
+    if num_first < len(whole.jobs):
+        said.append(f"Replays after the first one take the first {num_first:,} requests.")
+    if whole.source.knows_answers:
+        said.append("A turn of a session begins with the prompt and the answer before it, and comes after that answer.")
+    if prices.shape.latent_dim is not None:
+        said.append("No engine with a latent cache was measured: one by one is this library's kernel without sharing.")
+    return said
