@@ -12,7 +12,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import chunks, cpu, decode, engine, host, latent, server, sglang, shapes, training, vllm
+from benchmarks.page import (
+    chunks,
+    cpu,
+    decode,
+    engine,
+    host,
+    latent,
+    predictions,
+    server,
+    sglang,
+    shapes,
+    training,
+    vllm,
+)
 from benchmarks.page.common import ROOT, Loss, Section, folded, load, percent, span, table, versions_of
 from benchmarks.page.names import use_of
 from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
@@ -83,6 +96,10 @@ def topics() -> tuple[Topic, ...]:
         Topic(
             "planner", "The planner", "what a plan costs on a CPU and on a GPU",
             (cpu.planner, decode.device_planner, host.host),
+        ),
+        Topic(
+            "predictions", "Predictions", "what `trunkattn analyze` predicts of engines, beside what was measured",
+            (predictions.predictions,),
         ),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from benchmarks.page.latent import most_gain, speed_up
 from benchmarks.page.names import use_of
 from benchmarks.page.pictures.chart import Axis, Bar, Curve, bars, curves
 from benchmarks.page.pictures.drawing import Drawing
+from benchmarks.page.pictures.predictions import predictions
 
 _BATCHES: Final = (
     "64 x (4 groups x 12000 + 64)", "64 x (8192 + 512)", "64 x (1024 + 8 groups x 3072 + 256)", "256 x (1024 + 128)",
@@ -88,4 +89,6 @@ def latent() -> Drawing:
 CHARTS: Final[Mapping[str, Callable[[], Drawing]]] = MappingProxyType(
     {"performance-vllm": vllm, "performance-kernels": kernels, "performance-shared-prompt": shared_prompt}
 )
-OTHER_CHARTS: Final[Mapping[str, Callable[[], Drawing]]] = MappingProxyType({"performance-latent": latent})
+OTHER_CHARTS: Final[Mapping[str, Callable[[], Drawing]]] = MappingProxyType(
+    {"performance-latent": latent, "performance-predictions": predictions}
+)
