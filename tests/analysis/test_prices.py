@@ -1,0 +1,151 @@
+"""What a step costs: models' sizes, cards, and predictions held to what was measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.host.analysis_predictions import cases, summary
+from benchmarks.page.common import load
+from tests.analysis.test_replay import PRICES
+from trunkattn.analysis.model_configs import CONFIGS
+from trunkattn.analysis.model_shape import model_shape, shape_of
+from trunkattn.analysis.prices import DecodeBatch, Prices, seen_tokens
+from trunkattn.gpu.cards import card_named
+
+LLAMA = dict(CONFIGS["llama-3-8b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "layers"),
+    [
+        ("llama-3-8b", 8.03, 32),
+        ("llama-3-70b", 70.6, 80),
+        ("qwen2.5-7b", 7.6, 28),
+        ("qwen3-30b-a3b", 30.5, 48),
+        ("gemma-3-12b", 11.8, 48),
+        ("gpt-oss-20b", 20.9, 24),
+        ("gpt-oss-120b", 116.8, 36),
+        ("deepseek-v2-lite", 15.7, 27),
+        ("deepseek-v3", 671, 61),
+    ],
+)
+def test_models_have_as_many_weights_as_they_are_said_to_have(name: str, billions: float, layers: int) -> None:
+    shape = model_shape(name)
+    experts = sum(each.count * each.numbers for each in shape.experts)
+    assert (shape.dense_numbers + shape.table_numbers + experts) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.num_layers == layers
+
+
+def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
+    shape = model_shape("qwen3-30b-a3b")
+    assert shape.numbers_used() / 1e9 == pytest.approx(3.0, rel=0.05)
+    assert shape.bytes_read(1) == pytest.approx(2 * shape.numbers_used())
+    assert shape.bytes_read(10_000) == pytest.approx(shape.total_bytes() - 2 * shape.table_numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, {None: 32}),
+        ({"sliding_window": 4096}, {4096: 32}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {None: 32}),
+        ({"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}, {512: 16, None: 16}),
+        ({"sliding_window": 512, "sliding_window_pattern": 4}, {512: 24, None: 8}),
+        ({"sliding_window": 512, "model_type": "gemma2"}, {512: 16, None: 16}),
+    ],
+)
+def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[int | None, int]) -> None:
+    assert shape_of("a", {**LLAMA, **change}).layers_by_window == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "its config gives none as hidden_size: expected an integer above 0"),
+        ({"vocab_size": "many"}, "its config gives 'many' as vocab_size"),
+        ({"layer_types": ["linear_attention"] * 32}, "layers of type linear_attention, which are no attention"),
+        ({"quantization_config": {"quant_method": "odd"}}, "quantized by 'odd', whose size is not known"),
+        ({"torch_dtype": "int3"}, "its dtype is none of bfloat16"),
+        ({"index_topk": 2048}, "its layers attend to chosen tokens alone"),
+    ],
+)
+def test_a_model_that_cannot_be_priced_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_of("a", {**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share"), [({"quant_method": "fp8"}, 0.5), ({"quant_method": "awq", "bits": 4}, 0.25)]
+)
+def test_quantized_weights_are_smaller(quantization: dict[str, Any], share: float) -> None:
+    small = shape_of("a", {**LLAMA, "quantization_config": quantization})
+    assert small.bytes_read(1) == share * model_shape("llama-3-8b").bytes_read(1)
+
+
+def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        shape = model_shape(str(path))
+        assert (shape.name, shape.total_bytes()) == (tmp_path.name, model_shape("llama-3-8b").total_bytes())
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ValueError, match="is not JSON"):
+        model_shape(str(tmp_path))
+    with pytest.raises(ValueError, match=r"model='lama': expected one of llama-3-8b, .*, or a config.json"):
+        model_shape("lama")
+
+
+def test_cards_are_found_by_their_names() -> None:
+    assert card_named("h100").model is card_named("NVIDIA H100 80GB HBM3").model
+    with pytest.raises(ValueError, match="gpu='A100': expected a card whose engines were measured: NVIDIA H100, "):
+        card_named("A100")
+
+
+def test_pages_fill_what_the_weights_leave_of_the_card() -> None:
+    assert 20_000 < PRICES.num_pages < 30_000
+    assert Prices(PRICES.shape, PRICES.card, tensor_parallel=2).num_pages > 2 * PRICES.num_pages
+    with pytest.raises(ValueError, match=r"llama-3-70b has 141 GB of weights, .* expected more cards, with --tp"):
+        assert Prices(model_shape("llama-3-70b"), PRICES.card).num_pages
+
+
+@pytest.mark.parametrize("cards", [0, 3, 64])
+def test_cards_divide_the_heads(cards: int) -> None:
+    with pytest.raises(ValueError, match=f"tp={cards}: expected a number of cards that divides"):
+        Prices(PRICES.shape, PRICES.card, tensor_parallel=cards)
+
+
+def test_an_unknown_cache_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='int4': expected one of auto, float8_e4m3fn, float8_e5m2"):
+        Prices(PRICES.shape, PRICES.card, kv_cache_dtype="int4")
+
+
+def test_tokens_that_some_sequence_sees_are_counted_once() -> None:
+    table = np.array([[0, 1, 2, 9], [0, 1, 3, 0], [5, 0, 0, 0]], np.int32)
+    batch = DecodeBatch.of(table, np.array([50, 40, 10], np.int32), 16)
+    assert seen_tokens(batch) == 32 + 18 + 8 + 10
+    assert seen_tokens(batch, 20) == (32 - 20) + 18 + 8 + 10
+    assert seen_tokens(DecodeBatch.of(table[:0], np.zeros(0, np.int32), 16)) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "gemma-3-12b", "gpt-oss-20b"])
+def test_every_kind_of_attention_is_priced(name: str) -> None:
+    table = np.stack([np.arange(200), np.arange(200)]).astype(np.int32)
+    table[1, -4:] += 100
+    batch = DecodeBatch.of(np.repeat(table, 8, axis=0), np.full(16, 3200, np.int32), 16)
+    found = Prices(model_shape(name), PRICES.card).attention(batch)
+    assert 0 < found.shared_us < found.alone_us
+
+
+def test_predictions_are_those_of_the_result_and_close_to_what_was_measured() -> None:
+    result = load("analysis-predictions")
+    told = {(row["result"], row["workload"]): row["predicted_ms"] for row in result["batches"]}
+    found = list(cases())
+    assert len(found) == len(told) > 70
+    for case in found[::5]:
+        assert case.predicted(case.prices) == pytest.approx(told[case.result, str(case.workload)], abs=1e-3)
+    assert summary(result["batches"]) == result["summary"]
+    assert result["summary"]["mean"] < 0.15 and result["summary"]["worst"] < 0.30
+    assert result["summary"]["ratio_mean"] < 0.10
+    assert result["serving_summary"]["mean"] < 0.15 and result["serving_summary"]["ratio_mean"] < 0.10
