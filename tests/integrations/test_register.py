@@ -13,6 +13,7 @@ import pytest
 
 from trunkattn.integrations.vllm import OUR_PATH, ROUTE, register
 
+FULL, WINDOWED, LATENT = "full_attention", "sliding_window", "mla_attention"
 STOCK = "fractions.Fraction"  # any class will do
 OTHER = "other.plugin.Backend"
 
@@ -27,6 +28,8 @@ class FakeVllm:
     backend_per_kind: dict[str, str] = field(default_factory=dict)
     sliding_window: int | None = None
     overrides: dict[str, str] = field(default_factory=dict)
+    use_mla: bool = False
+    takes_names: bool = True  # from 0.32 on
     warnings: list[str] = field(default_factory=list)
     infos: list[str] = field(default_factory=list)
 
@@ -45,7 +48,18 @@ class FakeVllm:
             def is_overridden(self) -> bool:
                 return self.name in fake.overrides
 
+        def register(cls: Any, name: str, path: str) -> Any:
+            member = object.__new__(cls)
+            member._name_, member._value_ = name, path
+            cls._member_map_[name] = member
+            return member
+
+        if fake.takes_names:
+            AttentionBackendEnum.register = classmethod(register)  # type: ignore[attr-defined]
+
         def register_backend(backend: Any, path: str) -> None:
+            if isinstance(backend, str):
+                backend = register(AttentionBackendEnum, backend, path)
             fake.overrides[backend.name] = path
 
         def get_current_vllm_config() -> SimpleNamespace:
@@ -54,7 +68,7 @@ class FakeVllm:
             backend = members[fake.backend] if fake.backend else None
             return SimpleNamespace(
                 attention_config=SimpleNamespace(backend=backend, backend_per_kind=per_kind),
-                model_config=SimpleNamespace(get_sliding_window=lambda: fake.sliding_window),
+                model_config=SimpleNamespace(get_sliding_window=lambda: fake.sliding_window, use_mla=fake.use_mla),
             )
 
         def log(lines: list[str]) -> Any:
@@ -96,7 +110,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, ROUTE, raising=False)
-    for module, name in (("backend", "TrunkAttentionBackend"), ("cuda", "TrunkAttentionCudaBackend")):
+    names = {"backend": "TrunkAttentionBackend", "cuda": "TrunkAttentionCudaBackend", "mla": "TrunkMlaBackend"}
+    for module, name in names.items():
         backend = ModuleType(f"trunkattn.integrations.vllm.{module}")
         setattr(backend, name, type(name, (), {}))
         monkeypatch.setitem(sys.modules, backend.__name__, backend)
@@ -120,7 +135,7 @@ def one_line(error: pytest.ExceptionInfo[ValueError], *words: str) -> None:
 
 def test_on_a_cpu_custom_and_the_stock_back_ends_are_routed(fake: FakeVllm) -> None:
     register()
-    assert set(fake.overrides) == {"CUSTOM", "CPU_ATTN", "CPU_MLA"}
+    assert set(fake.overrides) == {"CUSTOM", "TRUNK_MLA", "CPU_ATTN", "CPU_MLA"}
     assert fake.overrides["CUSTOM"] == OUR_PATH
     assert fake.warnings == []
 
@@ -154,15 +169,56 @@ def test_custom_is_ours(fake: FakeVllm) -> None:
     assert fake.warnings == []
 
 
-@pytest.mark.parametrize("fake", [{"backend": "CUSTOM"}], indirect=True)
-def test_latent_attention_is_refused(fake: FakeVllm) -> None:
+@pytest.mark.parametrize("fake", [{"backend": "CUSTOM"}, {"backend_per_kind": {LATENT: "CUSTOM"}}], indirect=True)
+def test_latent_attention_on_a_cpu_is_refused(fake: FakeVllm) -> None:
     register()
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_MLA")
-    one_line(error, "MLA", "leave attention_backend out")
+    one_line(error, "MLA", "NVIDIA GPUs alone", "leave attention_backend out")
 
 
-FULL, WINDOWED, LATENT = "full_attention", "sliding_window", "mla_attention"
+def choose(fake: FakeVllm, name: str) -> None:
+    """Selects a back end that the plug-in registers."""
+    fake.backend = name
+
+
+def test_the_name_of_latent_attention_is_not_for_other_layers(fake: FakeVllm) -> None:
+    register()
+    choose(fake, "TRUNK_MLA")
+    with pytest.raises(ValueError) as error:
+        select(fake, "CPU_ATTN")
+    one_line(error, "attention_backend=TRUNK_MLA", "choose CUSTOM", "backend_per_kind")
+    with pytest.raises(ValueError) as error:
+        select(fake, "CPU_MLA")
+    one_line(error, "NVIDIA GPUs alone")
+
+
+@pytest.mark.parametrize("fake", [{"platform": "cuda", "backend": "CUSTOM"}], indirect=True)
+def test_custom_is_what_fits_the_model(fake: FakeVllm) -> None:
+    register()
+    assert select(fake, "TRUNK_MLA").__name__ == "TrunkMlaBackend"
+    assert select(fake, "CUSTOM").__name__ == "TrunkAttentionCudaBackend"
+    fake.use_mla = True
+    assert select(fake, "CUSTOM").__name__ == "TrunkMlaBackend"
+    fake.backend_per_kind = {LATENT: "TRUNK_MLA"}
+    assert select(fake, "CUSTOM").__name__ == "TrunkAttentionCudaBackend", "of the layers of the other kind"
+
+
+@pytest.mark.parametrize("fake", [{"platform": "cuda", "version": "0.31.0", "takes_names": False}], indirect=True)
+def test_before_further_names_there_is_custom_alone(fake: FakeVllm) -> None:
+    register()
+    assert set(fake.overrides) == {"CUSTOM"}
+    fake.backend, fake.use_mla = "CUSTOM", True
+    assert select(fake, "CUSTOM").__name__ == "TrunkMlaBackend"
+
+
+@pytest.mark.parametrize("fake", [{"platform": "cuda"}], indirect=True)
+def test_a_version_whose_latent_attention_differs_is_named(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["trunkattn.integrations.vllm.mla"], "TrunkMlaBackend")
+    register()
+    with pytest.raises(ValueError) as error:
+        select(fake, "TRUNK_MLA")
+    one_line(error, "vLLM 0.32.0", "lacks something", "newer vLLM")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +258,7 @@ def test_latent_layers_may_have_another_back_end(fake: FakeVllm) -> None:
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "platform": "cuda", "version": "0.26.0"}], indirect=True)
 def test_on_an_nvidia_gpu_nothing_is_routed_and_custom_is_the_back_end_for_it(fake: FakeVllm) -> None:
     register()
-    assert set(fake.overrides) == {"CUSTOM"}
+    assert set(fake.overrides) == {"CUSTOM", "TRUNK_MLA"}
     assert select(fake, "CUSTOM").__name__ == "TrunkAttentionCudaBackend"
     assert fake.warnings == []
 

@@ -45,14 +45,19 @@ class CapturedRun:
         self._graphs = GraphCache(attention.device, _MOST_GRAPHS)
 
     def __call__(
-        self, plan: Plan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor,
+        self,
+        plan: Plan,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
+        out: torch.Tensor,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes out [T, num_qo_heads, head_dim_v]; rows that are no query token's are undefined.
 
         Args:
             plan: one that later batches are planned into (`BatchAttention.plan(..., into=plan)`).
-            q: [T, num_qo_heads, head_dim].
+            q: [T, num_qo_heads, head_dim], or the pair that latent attention takes.
             k_cache, v_cache: as of `BatchAttention.run`; a layer's stay where they are.
             options: scales and sinks, likewise.
 
@@ -63,17 +68,25 @@ class CapturedRun:
         if self._attention.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             run(q=q, out=out)
             return
-        rows = len(q) if isinstance(q, torch.Tensor) and q.dim() else 0
-        own_q, own_out = self._q[:rows], self._out[:rows]
-        if rows < plan.num_query_tokens or not (_alike(q, own_q) and _alike(out, own_out)):
+        rows = len(out) if isinstance(out, torch.Tensor) and out.dim() else 0
+        own_out = self._out[:rows]
+        pairs = self._pairs(q, rows)
+        if rows < plan.num_query_tokens or not all(_alike(given, own) for given, own in (*pairs, (out, own_out))):
             run(q=q, out=out)  # has more tokens, or says what is wrong
             return
         layer = {"k_cache": k_cache, "v_cache": v_cache, **options}
         key = (plan, *((name, _place(value)) for name, value in sorted(layer.items())))
-        with torch.cuda.device(q.device):
-            own_q.copy_(q)
+        with torch.cuda.device(out.device):
+            for given, own in pairs:
+                own.copy_(given)
             self._graphs.run(key, partial(run, q=self._q, out=self._out))
             out.copy_(own_out)
+
+    def _pairs(self, q: Any, rows: int) -> list[tuple[Any, torch.Tensor]]:
+        """Returns each tensor of q with its place."""
+        own, width = self._q[:rows], self._attention.config.value_dim
+        is_pair = isinstance(q, tuple) and len(q) == 2
+        return [(q[0], own[..., :width]), (q[1], own[..., width:])] if is_pair else [(q, own)]
 
 
 def _alike(given: Any, own: torch.Tensor) -> bool:

@@ -58,16 +58,21 @@ class DeviceAttention(BatchAttention):
         plan.kv_tokens = torch.tensor([stats.kv_tokens_read, stats.kv_tokens_per_query])
         return plan
 
-    def run(self, plan: Any, q: torch.Tensor, *caches: torch.Tensor, out: Any = None, **options: Any) -> Any:
-        rows = plan.num_query_tokens
+    def run(self, plan: Any, q: Any, *caches: torch.Tensor, out: Any = None, **options: Any) -> Any:
+        """Rows after the plan's are left as they are in `out`, and are NaN otherwise."""
+        rows, pair = plan.num_query_tokens, isinstance(q, tuple)
+        parts = q if pair else (q,)
+        total = len(parts[0])
         if self.limits is not None:
-            assert len(q) <= self.limits.max_query_tokens + (self.limits.max_chunk_tokens if self.chunks else 0)
-        if out is not None:
-            return super().run(plan, q[:rows], *caches, out=out[:rows], **options)
-        result, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+            assert total <= self.limits.max_query_tokens + (self.limits.max_chunk_tokens if self.chunks else 0)
+        live = tuple(part[:rows] for part in parts)
+        shape = (total, self.config.num_qo_heads, self.config.value_dim)
+        result = torch.full(shape, torch.nan, dtype=self.config.dtype) if out is None else out
+        found = super().run(plan, live if pair else live[0], *caches, out=result[:rows], **options)
         if not options.get("return_lse"):
-            return super().run(plan, q[:rows], *caches, out=result[:rows], **options)
-        _, lse[:rows] = super().run(plan, q[:rows], *caches, out=result[:rows], **options)
+            return result
+        lse = torch.full(shape[:2], torch.nan)
+        lse[:rows] = found[1]
         return result, lse
 
 

@@ -1,6 +1,7 @@
 """Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
 GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256), Cohere 2 (window), and with the same
-weights cohere2_pools, to whose windows SGLang gives a KV pool of their own."""
+weights cohere2_pools, to whose windows SGLang gives a KV pool of their own; DeepSeek-V3 (latent attention; rows of
+512 + 64, the only ones that vLLM's own back end for CPUs takes)."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -70,14 +72,22 @@ def _config(name: str) -> PretrainedConfig:
         types = ["linear_attention", "full_attention"] * 2
         options = {**dense, **sizes, **experts, "layer_types": types, "mlp_only_layers": [0, 1, 2]}
         return Qwen3NextConfig(**options, tie_word_embeddings=False)
-    raise ValueError(f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss, qwen3_next, cohere2 or cohere2_pools")
+    if name == "deepseek_v3":
+        sizes = {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64}
+        sizes |= {"v_head_dim": 32, "num_key_value_heads": 8, "first_k_dense_replace": 4, "n_routed_experts": 4}
+        experts = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
+        given = {key: value for key, value in dense.items() if key != "head_dim"}
+        return DeepseekV3Config(**given, **sizes, **experts, tie_word_embeddings=False)
+    raise ValueError(
+        f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss, qwen3_next, cohere2, cohere2_pools or deepseek_v3"
+    )
 
 
 def _sharpen(name: str, parameter: torch.Tensor) -> None:
     """Sharper attention and logits: with plain random weights greedy output hardly depends on the context."""
     if "sinks" in name:
         parameter.normal_(1.0, 1.0)
-    elif "q_proj.weight" in name or "k_proj.weight" in name:
+    elif any(part in name for part in ("q_proj.weight", "k_proj.weight", "q_b_proj.weight")):
         parameter.mul_(2.0)
     elif "lm_head" in name:
         parameter.mul_(3.0)

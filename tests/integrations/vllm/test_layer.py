@@ -179,14 +179,14 @@ def test_options_that_are_off_pass() -> None:
 @pytest.mark.parametrize("kind", ["MLAAttentionSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec"])
 def test_groups_of_other_caches_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=kind):
-        metadata._check_group(type(kind, (), {})(), {})
+        metadata.LayerGroup._check_group(type(kind, (), {})(), {})
 
 
 def test_values_of_another_width_are_refused() -> None:
     spec = type("FullAttentionSpec", (), {})()
     layers = {"attn": SimpleNamespace(head_size_v=64, impl=SimpleNamespace(head_size=DIM))}
     with pytest.raises(ValueError, match="64 and 32 in attn"):
-        metadata._check_group(spec, layers)
+        metadata.LayerGroup._check_group(spec, layers)
 
 
 def test_what_the_back_end_says_of_itself() -> None:

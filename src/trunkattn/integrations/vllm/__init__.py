@@ -3,16 +3,23 @@
 vLLM finds `register` through the entry point group `vllm.general_plugins`. The plug-in runs on CPUs and on NVIDIA GPUs.
 When CUSTOM is selected, anything unsupported is refused with one line; an engine that does not select CUSTOM is not
 affected. On a GPU decoding runs on our kernels, also in full CUDA graphs, and prompts run on vLLM's FlashAttention.
+
+A back end of vLLM is one for latent attention (MLA) or one for the rest. So there is a second name, TRUNK_MLA, where
+vLLM has room for further names. CUSTOM means the one that fits the model.
 """
+
+from typing import Any
 
 from trunkattn.integrations.vllm import versions
 
+NAME = "CUSTOM"
+LATENT_NAME = "TRUNK_MLA"
 ROUTE = "trunkattn.integrations.vllm.route"
-OUR_PATH = f"{ROUTE}.CUSTOM"
+OUR_PATH = f"{ROUTE}.{NAME}"
 
 
 def register() -> None:
-    """Registers TrunkAttention as CUSTOM. vLLM calls it in every process, perhaps more than once.
+    """Registers TrunkAttention as CUSTOM and TRUNK_MLA. vLLM calls it in every process, perhaps more than once.
 
     It never raises, because that would stop engines that do not select this back end: `route` raises when CUSTOM is
     selected. If CUSTOM cannot be ours, one warning says why.
@@ -27,7 +34,9 @@ def register() -> None:
         version = versions.installed()
         logger.warning("TrunkAttention is not available: %s", versions.refusal(version) or versions.caution(version))
         return
-    names = ["CUSTOM"]
+    if hasattr(AttentionBackendEnum, "register"):
+        latent_member()
+    names = [NAME]
     if current_platform.is_cpu():  # there vLLM never asks for CUSTOM, only for its own back ends
         names += [name for name in versions.CPU_BACKENDS if name in AttentionBackendEnum.__members__]
     for name in names:
@@ -36,6 +45,20 @@ def register() -> None:
             logger.warning("TrunkAttention is not available: %s", taken(name, backend.get_path()))
         else:
             register_backend(backend, path)
+
+
+def latent_member() -> Any:
+    """The member TRUNK_MLA of vLLM's enum, which it registers when first asked.
+
+    A process that vLLM starts unpickles its configuration before it loads plug-ins. So the member is pickled as a call
+    of this function.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if LATENT_NAME not in AttentionBackendEnum.__members__:
+        register_backend(LATENT_NAME, f"{ROUTE}.{LATENT_NAME}")
+        AttentionBackendEnum[LATENT_NAME].__reduce_ex__ = lambda protocol: (latent_member, ())
+    return AttentionBackendEnum[LATENT_NAME]
 
 
 def taken(name: str, path: str) -> str:

@@ -15,11 +15,11 @@ With VLLM_BATCH_INVARIANT=1 our kernels run all rows: decodes are planned on the
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
@@ -30,6 +30,7 @@ from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
+from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 from trunkattn.integrations.vllm.own_prompts import OwnPrompts
 from trunkattn.integrations.warm_up import run_zeros, warm_up
@@ -71,14 +72,6 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
         return [*reasons, "turn this off or leave attention_backend out"] if reasons else []
 
 
-class DecodeRows(NamedTuple):
-    """The rows that decode; see `BatchAttention.plan`."""
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-
-
 @dataclass
 class CudaStep(AttentionMetadata):
     """A step for the layers of a group.
@@ -116,10 +109,8 @@ class CudaStep(AttentionMetadata):
         return "mixed" if self.decodes else "prefill"
 
 
-class TrunkAttentionCudaBuilder(GroupBuilder):
+class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
     """Plans the steps of one attention group on a GPU. Each layer spec has one plan, which every step refills."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -150,21 +141,6 @@ class TrunkAttentionCudaBuilder(GroupBuilder):
                 "request); prompts run in %s.",
                 *(count, spec, kv_cache_spec.block_size, self._decode_query_len, prefill),
             )
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Rows that verify drafts are in full graphs too, unless ranks share each request: then they are prompts."""
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return cls._cudagraph_support
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
-        """Returns the most query tokens of a request in a full graph. Rows may have any number up to it, since plans
-        tell kernels how many there are. vLLM from 0.33 on asks."""
-        if cls.get_cudagraph_support(vllm_config, kv_cache_spec) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
-            return 1
-        return versions.decode_query_len(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CudaStep:
         """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows

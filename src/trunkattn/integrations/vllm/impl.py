@@ -1,6 +1,7 @@
 """One attention layer: it refuses unsupported options when it is made, writes new keys and values, and runs the step's
 plan."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from trunkattn import write_kv
 from trunkattn.integrations.common import LayerSpec
-from trunkattn.integrations.vllm import versions
+from trunkattn.integrations.vllm import NAME, versions
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class LayerArguments:
     kv_sharing_target_layer_name: str | None = None
 
 
-def check_supported(unsupported: list[str]) -> None:
-    """Raises ValueError, with one line, if there is anything."""
+def check_supported(unsupported: list[str], name: str = NAME) -> None:
+    """Raises ValueError, with one line, if there is anything. name: of the back end."""
     if unsupported:
         raise ValueError(
-            f"attention_backend=CUSTOM: TrunkAttention does not support {'; nor '.join(unsupported)}; "
+            f"attention_backend={name}: TrunkAttention does not support {'; nor '.join(unsupported)}; "
             "turn it off or leave attention_backend out"
         )
 
@@ -58,8 +59,14 @@ class StepTensors(NamedTuple):
     output: torch.Tensor
 
 
-def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> list[str]:
-    """Options of a layer or the engine that no device supports; empty if all are supported."""
+def refusals(
+    layer: LayerArguments,
+    extra: dict[str, Any],
+    vllm_config: Any,
+    kv_dtypes: Mapping[str, torch.dtype | None] = versions.KV_DTYPES,
+) -> list[str]:
+    """Options of a layer or the engine that no device supports; empty if all are supported. kv_dtypes: of caches that
+    are."""
     found = versions.refused_options(vllm_config)
     if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
         found.append(f"{layer.attn_type} attention, only decoder self-attention")
@@ -67,8 +74,8 @@ def refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: Any) -> 
         found.append("ALiBi")
     if layer.kv_sharing_target_layer_name is not None:
         found.append("layers that read the KV cache of another layer")
-    if layer.kv_cache_dtype not in versions.KV_DTYPES:
-        found.append(f"kv_cache_dtype={layer.kv_cache_dtype}, only {', '.join(versions.KV_DTYPES)}")
+    if layer.kv_cache_dtype not in kv_dtypes:
+        found.append(f"kv_cache_dtype={layer.kv_cache_dtype}, only {', '.join(kv_dtypes)}")
     if envs.VLLM_BATCH_INVARIANT and not versions.has_triton():
         found.append("VLLM_BATCH_INVARIANT=1 without Triton, in which vLLM's own operators of that mode are written")
     found += [f"the layer option {name}={value}" for name, value in extra.items() if not versions.is_off(name, value)]

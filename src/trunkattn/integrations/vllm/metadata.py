@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -11,7 +11,8 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 
 from trunkattn import BatchAttention, Plan
 from trunkattn.integrations.common import LayerSpec, Traffic, step_path
-from trunkattn.integrations.vllm import versions
+from trunkattn.integrations.vllm import NAME, versions
+from trunkattn.integrations.vllm.impl import check_supported
 from trunkattn.integrations.vllm.metrics import kv_read_stats
 
 logger = init_logger("vllm.trunkattn")
@@ -24,20 +25,35 @@ class StepPlans(AttentionMetadata):
     plans: dict[LayerSpec, tuple[BatchAttention, Plan]]
 
 
-class GroupBuilder(AttentionMetadataBuilder[Any]):
-    """Base of the builders: an attention group, that is, the layers of one back end in one KV-cache group.
+class LayerGroup:
+    """What all builders have: an attention group, that is, the layers of one back end in one KV-cache group."""
 
-    Raises:
-        ValueError: with one line, if the group's KV cache holds anything but keys and values of the same width.
-    """
+    backend_name: ClassVar[str] = NAME
+    supported_specs: ClassVar[frozenset[str]] = versions.SUPPORTED_SPECS
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def init_group(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> None:
+        """Finds the layers, what their attention is, and their counters.
+
+        Raises:
+            ValueError: with one line, if the group's KV cache holds anything else than the back end reads.
+        """
         self.modules = get_layers_from_vllm_config(vllm_config, torch.nn.Module, layer_names)
-        _check_group(kv_cache_spec, self.modules)
+        self._check_group(kv_cache_spec, self.modules)
         self.layers: Counter[LayerSpec] = Counter(layer.impl.layer_spec for layer in self.modules.values())
         self.configs = {spec: spec.config(kv_cache_spec.block_size) for spec in self.layers}
         self.stats = kv_read_stats(vllm_config, {spec.sliding_window for spec in self.layers}, self.layers.total())
+
+    @classmethod
+    def _check_group(cls, kv_cache_spec: Any, layers: dict[str, Any]) -> None:
+        kind = type(kv_cache_spec).__name__
+        problems = []
+        if kind not in cls.supported_specs:
+            problems = [f"a KV cache of kind {kind}, only {', '.join(sorted(cls.supported_specs))}"]
+        for name, layer in layers.items():
+            width = getattr(layer, "head_size_v", layer.impl.head_size)
+            if width != layer.impl.head_size:
+                problems = [f"values of another width than keys ({width} and {layer.impl.head_size} in {name})"]
+        check_supported(problems, cls.backend_name)
 
     @property
     def traffic(self) -> Traffic:
@@ -47,6 +63,18 @@ class GroupBuilder(AttentionMetadataBuilder[Any]):
     def kv_token_bytes(self) -> list[int]:
         """Returns, by layer spec, the bytes of one KV token in all layers of that spec."""
         return [spec.kv_token_bytes * count for spec, count in self.layers.items()]
+
+
+class GroupBuilder(LayerGroup, AttentionMetadataBuilder[Any]):
+    """Base of the builders of keys and values.
+
+    Raises:
+        ValueError: with one line, if the group's KV cache holds anything but keys and values of the same width.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.init_group(kv_cache_spec, layer_names, vllm_config)
 
 
 class TrunkAttentionBuilder(GroupBuilder):
@@ -96,25 +124,10 @@ class TrunkAttentionBuilder(GroupBuilder):
         self.stats.log()
 
 
-def check_causal(step: Any) -> None:
-    """Raises ValueError if a row of the batch is not causal."""
+def check_causal(step: Any, name: str = NAME) -> None:
+    """Raises ValueError if a row of the batch is not causal. name: of the back end."""
     if step.causal is not True:
         raise ValueError(
-            "attention_backend=CUSTOM: TrunkAttention is causal, and this batch has rows that are not; leave "
+            f"attention_backend={name}: TrunkAttention is causal, and this batch has rows that are not; leave "
             "attention_backend out"
-        )
-
-
-def _check_group(kv_cache_spec: Any, layers: dict[str, Any]) -> None:
-    kind = type(kv_cache_spec).__name__
-    problem = None
-    if kind not in versions.SUPPORTED_SPECS:
-        problem = f"a KV cache of kind {kind}, only {', '.join(sorted(versions.SUPPORTED_SPECS))}"
-    for name, layer in layers.items():
-        width = getattr(layer, "head_size_v", layer.impl.head_size)
-        if width != layer.impl.head_size:
-            problem = f"values of another width than keys ({width} and {layer.impl.head_size} in {name})"
-    if problem:
-        raise ValueError(
-            f"attention_backend=CUSTOM: TrunkAttention does not support {problem}; leave attention_backend out"
         )

@@ -2,12 +2,13 @@
 
 Differences that need no code here: the default of a layer's `supports_dcp` was True before 0.30, so ours sets False;
 `get_supported_kernel_block_sizes` gets an argument from 0.31 on, and ours has it with a default; `seq_lens_cpu`
-disappeared in 0.30, and ours does not read it; from 0.32 on a back end may have its own name, but a process that vLLM
-starts reads its configuration before it knows that name, so ours is CUSTOM.
+disappeared in 0.30, and ours does not read it; from 0.32 on a back end may have its own name, so TRUNK_MLA is one, and
+before that latent attention has CUSTOM alone; `_build_decode` of latent attention has further arguments after 0.26, and
+ours takes any.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -27,9 +28,13 @@ NEWEST: Final = (0, 33)
 # in 0.32.
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
+# The kinds of layers that `attention_config.backend_per_kind` names, of keys and values and of latent attention.
+LATENT_KIND: Final = "mla_attention"
+
 # Kinds of KV cache of an attention group, by the exact class name, because subclasses change what is stored. The
 # unsupported ones vary: RSWASpec and ChunkedLocalAttentionSpec are in 0.27, CircularBufferSpec is from 0.32 on.
 SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+LATENT_SPECS: Final = frozenset({"MLAAttentionSpec"})
 
 # kv_cache_dtype -> dtype; "auto" is the model's. vLLM allocates fp8 caches as bytes.
 KV_DTYPES: Final = MappingProxyType(
@@ -42,6 +47,18 @@ KV_DTYPES: Final = MappingProxyType(
         "fp8_e5m2": torch.float8_e5m2,
     }
 )
+
+# The same of latent attention, whose layer reads every 8-bit cache as e4m3; and caches whose rows hold scales, too.
+LATENT_KV_DTYPES: Final = MappingProxyType({name: KV_DTYPES[name] for name in KV_DTYPES if name != "fp8_e5m2"})
+PACKED_LATENT_DTYPES: Final = ("fp8_ds_mla", "nvfp4_ds_mla")
+
+NO_LATENT_ON_CPU: Final = (
+    "attention_backend=TRUNK_MLA or CUSTOM: TrunkAttention decodes the latent attention (MLA) that this model has on "
+    "NVIDIA GPUs alone; leave attention_backend out"
+)
+
+# vLLM's back end that selects keys for each query.
+SPARSE_LATENT: Final = "FLASHMLA_SPARSE"
 
 # Options of the engine that change the attention: their path, the value that means off, their name. On GPUs vLLM asks
 # the back end about them, with more arguments in each version up to 0.33; on a CPU it does not ask.
@@ -116,10 +133,32 @@ def served(on_cpu: bool) -> str:
     has_all = on_cpu or card_at("cuda").has_e4m3
     caches = ", ".join(name for name, dtype in KV_DTYPES.items() if has_all or dtype != torch.float8_e4m3fn)
     options = (*REFUSED_OPTIONS, *(REFUSED_CPU_OPTIONS if on_cpu else REFUSED_GPU_OPTIONS))
-    refused = ", ".join(("multi-head latent attention (MLA)", *(name for *_, name in options)))
+    latent = "" if on_cpu else " and latent attention (MLA)"
+    first = "multi-head latent attention (MLA)" if on_cpu else "sparse attention"
+    refused = ", ".join((first, *(name for *_, name in options)))
     return (
-        f"It serves full and sliding-window attention with kv_cache_dtype {caches}, "
+        f"It serves full and sliding-window attention{latent} with kv_cache_dtype {caches}, "
         f"and refuses, among others, {refused}"
+    )
+
+
+def instead_of_latent(options: Mapping[str, Any]) -> str:
+    """What to choose instead of our latent attention, by the options that vLLM's `validate_configuration` has."""
+    if not options.get("use_mla", True):
+        per_kind = '{"mla_attention": "TRUNK_MLA", "full_attention": "CUSTOM"}'
+        return f"these layers have keys and values: choose CUSTOM for them, with backend_per_kind={per_kind}"
+    if options.get("use_sparse"):
+        return f"leave attention_backend out, or choose {SPARSE_LATENT}, which selects keys for each query"
+    if options.get("kv_cache_dtype") in PACKED_LATENT_DTYPES:
+        return f"choose kv_cache_dtype={' or '.join(LATENT_KV_DTYPES)}, or leave attention_backend out"
+    return "turn this off or leave attention_backend out"
+
+
+def no_latent(version: str, error: Exception) -> str:
+    """The message for a version whose latent attention has not what ours is made of."""
+    return (
+        f"attention_backend=TRUNK_MLA: the latent attention (MLA) of vLLM {version} on this platform lacks something "
+        f"that TrunkAttention needs ({' '.join(str(error).split())}): leave attention_backend out, or use a newer vLLM"
     )
 
 
