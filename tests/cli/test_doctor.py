@@ -189,7 +189,7 @@ def test_what_sglang_would_do(
     assert way.runs is runs and detail in way.detail
     assert (way.get is None) is runs
     assert ("It serves full and sliding-window attention with caches of float32, float16" in way.detail) is runs
-    assert ("refuses, among others, multi-head latent attention (MLA), speculative decoding" in way.detail) is runs
+    assert ("refuses, among others, sparse attention, speculative decoding" in way.detail) is runs
 
 
 @pytest.mark.parametrize(

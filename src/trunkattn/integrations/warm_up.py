@@ -55,7 +55,7 @@ def warm_prompts(
 def run_zeros(
     attention: BatchAttention,
     plan: Plan,
-    caches: tuple[torch.Tensor, torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor | None],
     rows: int,
     return_lse: bool = False,
 ) -> None:

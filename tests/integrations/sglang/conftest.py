@@ -15,6 +15,7 @@ os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp())
 import pytest
 from sglang.srt.plugins import load_plugins
 
+from ..vllm.device_attention import HostPlanners
 from ..vllm.models import write_model
 from .engine import Run, generate
 
@@ -51,3 +52,19 @@ def stock(model: Callable[[str], Path]) -> Callable[..., Run]:
         return found
 
     return run
+
+
+@pytest.fixture
+def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
+    """No process compiles a planner."""
+    planners = HostPlanners()
+    monkeypatch.setattr("trunkattn.integrations.sglang.cuda.host_planner", planners)
+    return planners
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> None:
+    """A GPU, as far as the back end can tell."""
+    from .card import set_card  # it imports SGLang, which is set up first
+
+    set_card(monkeypatch)

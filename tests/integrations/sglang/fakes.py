@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from trunkattn.reference import paged_attention
+from trunkattn.reference import latent_attention, paged_attention
 
 HEADS, KV_HEADS, DIM, PAGE, SLOTS, CONTEXT = 4, 2, 32, 16, 1600, 160
 SCALE = 0.2
 ROWS = 8
 PLAIN = {"num_heads": HEADS, "head_dim": DIM, "scaling": SCALE, "num_kv_heads": KV_HEADS}
+LATENT_DIM, ROPE_DIM = 48, 16
+ROW = LATENT_DIM + ROPE_DIM
+LATENT = {"num_heads": HEADS, "head_dim": ROW, "v_head_dim": LATENT_DIM, "scaling": SCALE, "num_kv_heads": 1}
 
 
 def make_pool(layers: Sequence[RadixAttention], page: int, dtype: torch.dtype, hybrid: bool) -> Any:
@@ -42,9 +45,8 @@ def make_runner(
     layers = [RadixAttention(**{**PLAIN, "layer_id": i, **change}) for i, change in enumerate(changes or ({},))]
     torch.manual_seed(0)
     table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
-    server_args = SimpleNamespace(
-        get_attention_backends=lambda: ("trunk", "trunk"), served_model_name="tiny", **(options or {})
-    )
+    given = {"get_attention_backends": lambda: ("trunk", "trunk"), "served_model_name": "tiny"}
+    server_args = SimpleNamespace(**given | (options or {}))
     runner = {
         "model": torch.nn.ModuleList(layers), "model_config": SimpleNamespace(is_encoder_decoder=False),
         "server_args": server_args, "device": "cpu", "dtype": torch.float32, "kv_cache_dtype": kv_dtype,
@@ -53,6 +55,26 @@ def make_runner(
         "spec_algorithm": SimpleNamespace(is_none=lambda: True), "use_mla_backend": False, "tp_rank": 0,
     }  # fmt: skip
     return SimpleNamespace(**{**runner, **attributes})
+
+
+def make_latent_runner(
+    layers: int = 1, page: int = PAGE, kv_dtype: torch.dtype = torch.float32, options: dict[str, Any] | None = None,
+    **attributes: Any,
+) -> Any:  # fmt: skip
+    """A runner of a model with latent attention, whose prompts run elsewhere. Each of its layers has another one, of
+    its prompts."""
+    given = {"get_attention_backends": lambda: ("torch_native", "trunk"), **(options or {})}
+    runner = make_runner(page=page, kv_dtype=kv_dtype, options=given, use_mla_backend=True)
+    modules = [RadixAttention(**LATENT, layer_id=i) for i in range(layers)]
+    modules += [RadixAttention(HEADS, 40, SCALE, HEADS, i, v_head_dim=24) for i in range(layers)]
+    runner.model = torch.nn.ModuleList(modules)
+    runner.model_config = SimpleNamespace(is_encoder_decoder=False, kv_lora_rank=LATENT_DIM, qk_rope_head_dim=ROPE_DIM)
+    runner.token_to_kv_pool = MLATokenToKVPool(
+        SLOTS, page, kv_dtype, LATENT_DIM, ROPE_DIM, layers, "cpu", enable_memory_saver=False
+    )
+    for name, value in attributes.items():
+        setattr(runner, name, value)
+    return runner
 
 
 @dataclass
@@ -129,3 +151,24 @@ def error(backend: Any, runner: Any, layer: RadixAttention, batch: Any, sinks: t
     )  # fmt: skip
     assert out.isfinite().all(), "padded rows are harmless"
     return float((out[: starts[-1]].double() - expected).abs().max())
+
+
+def latent_error(backend: Any, runner: Any, layer: RadixAttention, batch: Any) -> float:
+    """Runs a layer of latent attention in a step of decodes. Largest error against the float64 reference."""
+    pool, page, total = runner.token_to_kv_pool, runner.page_size, len(batch.out_cache_loc)
+    buffer = pool.get_key_buffer(layer.layer_id)
+    buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+    q, k = torch.randn(total, HEADS * ROW), torch.randn(total, 1, ROW)
+    out = backend.forward_decode(q, k.clone(), k[..., :LATENT_DIM].clone(), layer, batch)
+    assert out.shape == (total, HEADS * LATENT_DIM)
+    assert out.isfinite().all(), "padded rows are harmless"
+    written = batch.out_cache_loc > 0
+    assert torch.equal(buffer[batch.out_cache_loc[written]], k[written].to(buffer.dtype)), "rows are stored as they are"
+    real = len(batch.seq_lens) - batch.num_padding
+    slots = runner.req_to_token_pool.req_to_token[batch.req_pool_indices[:real]].to(torch.int32)
+    rows = buffer.double()[: buffer.shape[0] // page * page]
+    expected, _ = latent_attention(
+        q[:real].view(real, HEADS, ROW), rows, slots, batch.seq_lens[:real].to(torch.int32),
+        torch.arange(real + 1, dtype=torch.int32), latent_dim=LATENT_DIM, sm_scale=SCALE,
+    )  # fmt: skip
+    return float((out[:real].view(real, HEADS, LATENT_DIM).double() - expected).abs().max())

@@ -1,7 +1,6 @@
 """The back end for GPUs without one: plans and kernels are the CPU's, and steps come as SGLang's decode graphs send
 them. The launch that fills the tables is tested under Triton's interpreter, in tests/integrations."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,69 +10,15 @@ from prometheus_client import REGISTRY
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from trunkattn.integrations import common, prompt_plans, warm_up
+from trunkattn.integrations import common, prompt_plans
 from trunkattn.integrations.sglang import cuda
 
-from ..vllm.device_attention import DeviceAttention, HostPlanners
+from ..vllm.device_attention import HostPlanners
+from .card import make_backend, replay
 from .fakes import DIM, HEADS, KV_HEADS, PAGE, ROWS, Step, error, make_runner
 
-CPU = torch.device("cpu")
 LAYERS = ({}, {"sliding_window_size": 19}, {}, {"logit_cap": 5.0})
 FIVE = Step([1] * 5, [130, 131, 132, 133, 134], shared=8, padding=3)
-
-
-class HostTables(cuda.DeviceTables):
-    """Fills the same buffers from the host."""
-
-    def fill(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_slots: torch.Tensor | None,
-        query_lens: torch.Tensor | None = None,
-    ) -> None:
-        self.seq_lens[: len(rows)] = seq_lens
-        if query_lens is not None:
-            self.query_start_loc[1 : len(rows) + 1] = query_lens.cumsum(0)
-        for pool, table in self.tables.items():
-            found = self._requests.block_table(rows, int(seq_lens.max()), pool)
-            table[: len(rows), : found.shape[1]] = found
-        if self.window_slots is not None and self._requests.to_window is not None and out_slots is not None:
-            self.window_slots.zero_()
-            self.window_slots[: len(out_slots)] = self._requests.to_window[out_slots]
-
-
-@pytest.fixture
-def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
-    """No process compiles a planner."""
-    planners = HostPlanners()
-    monkeypatch.setattr(cuda, "host_planner", planners)
-    return planners
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> Any:
-    monkeypatch.setattr(cuda, "BatchAttention", DeviceAttention)
-    monkeypatch.setattr(prompt_plans, "BatchAttention", DeviceAttention)
-    monkeypatch.setattr("trunkattn.integrations.sglang.backend.BatchAttention", DeviceAttention)
-    monkeypatch.setattr(cuda, "DeviceTables", HostTables)
-    monkeypatch.setattr(warm_up, "compiled_together", nullcontext)  # a CPU compiles nothing
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
-def make_backend(runner: Any, graphs_of: int = ROWS) -> Any:
-    backend = cuda.TrunkCudaBackend(runner)
-    backend.device = CPU
-    backend.init_cuda_graph_state(graphs_of, graphs_of)
-    return backend
-
-
-def replay(backend: Any, batch: Any) -> None:
-    """What a decode graph does, and what SGLang calls before."""
-    backend.init_forward_metadata_out_graph(batch)
-    backend.init_forward_metadata_in_graph(batch)
 
 
 def capture(backend: Any, runner: Any, rows: int) -> None:

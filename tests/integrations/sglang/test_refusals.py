@@ -79,7 +79,8 @@ def test_layers(change: dict[str, Any], words: str) -> None:
 
 
 def test_models_and_devices() -> None:
-    assert "(MLA)" in refused(use_mla_backend=True)
+    widths = SimpleNamespace(is_encoder_decoder=False, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert "prompts of latent attention (MLA)" in refused(use_mla_backend=True, model_config=widths)
     assert "encoder-decoder" in refused(model_config=SimpleNamespace(is_encoder_decoder=True))
     assert "the device xpu, only NVIDIA GPUs and CPUs" in refused(device="xpu")
     assert "speculative decoding" in refused(spec_algorithm=SimpleNamespace(is_none=lambda: False))
@@ -142,6 +143,6 @@ if __name__ == "__main__":
 """
     script = model("llama") / "refused.py"
     script.write_text(code)
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert result.returncode != 0
     assert "TrunkAttention does not support torch.compile on a CPU (enable_torch_compile=True)" in result.stderr

@@ -62,13 +62,14 @@ class TrunkBackend(AttentionBackend):
         super().__init__()
         # SGLang reads these two.
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
-        layers = attention_layers(runner.model)
+        layers = attention_layers(runner)
         prefill, _ = versions.backends(runner)
         check_supported(refusals(runner, layers.values(), prefill == NAME))
         self.device = torch.device(runner.device)
         self.page_size = runner.page_size
         self._dtype, self._kv_dtype = runner.dtype, runner.kv_cache_dtype
-        self._scaled = self._kv_dtype.itemsize == 1
+        self._latent = bool(runner.use_mla_backend)
+        self._scaled = self._kv_dtype.itemsize == 1 and not self._latent  # latent rows are stored as they are
         self._requests = requests_of(runner)
         self._kinds: dict[int, LayerKind] = {}  # by layer_id; a layer tells its sinks when it is called
         self._host_attentions: dict[tuple[AttentionConfig, bool], BatchAttention] = {}
@@ -156,14 +157,16 @@ class TrunkBackend(AttentionBackend):
 
         Args:
             q: [tokens, heads * head_dim].
-            k, v: [tokens, kv_heads, head_dim]; None: the layer reads what another layer has stored.
+            k, v: [tokens, kv_heads, head_dim]; None: the layer reads what another layer has stored. Of latent attention
+                k is whole rows, the first columns of which are v.
             layer: SGLang's layer.
             forward_batch: SGLang's step, the one that `init_forward_metadata` began.
             save_kv_cache: whether to store k and v.
             options: sinks [heads], for a model that has them.
 
         Returns:
-            [tokens, heads * head_dim]; rows after the step's tokens are zeros.
+            [tokens, heads * head_dim], of latent attention heads * latent columns; rows after the step's tokens are
+            zeros.
         """
         return self._attend(q, (k, v), layer, forward_batch, save_kv_cache, options)
 
@@ -186,7 +189,8 @@ class TrunkBackend(AttentionBackend):
             self._store(layer, batch, new)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).to(self._dtype)
         given = getattr(batch, "_attn_output", None)
-        out = torch.empty_like(q) if given is None else given.view(q.shape)
+        shape = (*q.shape[:2], layer.v_head_dim)
+        out = q.new_empty(shape) if given is None else given.view(shape)
         attention, plan = self._planned(kind)
         rows = plan.num_query_tokens
         if sinks is not None:
@@ -211,7 +215,10 @@ class TrunkBackend(AttentionBackend):
         scales = (layer.k_scale, layer.v_scale) if self._scaled else ()
         self.token_to_kv_pool.set_kv_buffer(layer, place, *new, *scales)
 
-    def _caches(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _caches(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The caches of a layer, as `BatchAttention.run` takes them: latent rows have no values apart."""
+        if self._latent:
+            return pages(self.token_to_kv_pool.get_key_buffer(layer_id), self.page_size)[:, :, 0], None
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer_id)
         return pages(keys, self.page_size), pages(values, self.page_size)
 

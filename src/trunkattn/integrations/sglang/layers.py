@@ -22,14 +22,19 @@ class LayerKind(NamedTuple):
     in_window_pool: bool
 
 
-def attention_layers(model: Any) -> dict[int, Any]:
-    """The layers that SGLang asks a back end for, by layer_id."""
-    layers = (module for module in model.modules() if type(module).__name__ == "RadixAttention")
+def attention_layers(runner: Any) -> dict[int, Any]:
+    """The layers that SGLang asks a back end for, by layer_id. A model with latent attention has further ones, of its
+    prompts, which have another width."""
+    layers = [module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"]
+    if runner.use_mla_backend:
+        row = runner.model_config.kv_lora_rank + runner.model_config.qk_rope_head_dim
+        layers = [layer for layer in layers if (layer.tp_k_head_num, layer.qk_head_dim) == (1, row)]
     return {layer.layer_id: layer for layer in layers}
 
 
 def layer_spec(layer: Any, sinks: bool, dtype: torch.dtype, kv_dtype: torch.dtype) -> LayerSpec:
-    """The attention of a layer. SGLang counts the tokens of a window without the query's own.
+    """The attention of a layer. SGLang counts the tokens of a window without the query's own. Values that are narrower
+    than keys are their first columns: other layers of that kind are refused.
 
     Args:
         layer: SGLang's layer.
@@ -48,6 +53,7 @@ def layer_spec(layer: Any, sinks: bool, dtype: torch.dtype, kv_dtype: torch.dtyp
         logits_soft_cap=float(layer.logit_cap) if layer.logit_cap else None,
         sinks=sinks,
         sliding_window=None if before is None or before < 0 else before + 1,
+        latent_dim=layer.v_head_dim if layer.v_head_dim < layer.qk_head_dim else None,
     )
 
 
@@ -56,15 +62,15 @@ def in_window_pool(pool: Any, layer_id: int) -> bool:
     return type(pool).__name__ == versions.WINDOW_POOL and bool(pool.layers_mapping[layer_id][1])
 
 
-def layer_refusals(layer: Any) -> list[str]:
-    """Unsupported attention of a layer; empty if it is supported."""
+def layer_refusals(layer: Any, latent: bool = False) -> list[str]:
+    """Unsupported attention of a layer; empty if it is supported. latent: whether its values are a part of its keys."""
     found = []
     kind = str(getattr(layer.attn_type, "value", layer.attn_type))
     if kind != "decoder":
         found.append(f"{kind} attention, only decoder self-attention")
     if layer.is_cross_attention:
         found.append("cross attention")
-    if layer.v_head_dim != layer.qk_head_dim:
+    if layer.v_head_dim != layer.qk_head_dim and not latent:
         found.append(f"values of another width than keys ({layer.v_head_dim} and {layer.qk_head_dim})")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         found.append(f"a soft cap by {layer.logit_capping_method}, only by tanh")
@@ -75,6 +81,16 @@ def layer_refusals(layer: Any) -> list[str]:
     if getattr(layer, "use_irope", False) and layer.sliding_window_size in (None, -1):
         found.append("attention within chunks")
     return found
+
+
+def latent_pool_refusals(pool: Any, page_size: int) -> list[str]:
+    """Unsupported storage of latent rows; empty if it is supported."""
+    name = type(pool).__name__
+    if getattr(pool, "use_dsa", False):
+        return ["sparse attention, which selects keys for each query (dsa and others do)"]
+    if name != versions.LATENT_POOL:
+        return [f"a pool of latent rows of type {name}, only {versions.LATENT_POOL}"]
+    return [f"pages of {pool.page_size} tokens in the pool, beside {page_size}"] if pool.page_size != page_size else []
 
 
 def pool_refusals(pool: Any, page_size: int) -> list[str]:
@@ -109,8 +125,8 @@ def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[s
     found = versions.refused_options(runner.server_args)
     if not runner.spec_algorithm.is_none() and not found:
         found.append("speculative decoding")
-    if runner.use_mla_backend:
-        found.append("multi-head latent attention (MLA)")
+    if runner.use_mla_backend and serves_prompts:
+        found.append(f"prompts of latent attention (MLA), only its decoding: add {versions.OTHER_PROMPTS}")
     if getattr(runner.model_config, "is_encoder_decoder", False):
         found.append("encoder-decoder models")
     if runner.device == "cpu" and getattr(runner.server_args, "enable_torch_compile", False):
@@ -121,9 +137,10 @@ def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[s
         return found
     if runner.kv_cache_dtype not in versions.KV_DTYPES:
         found.append(f"a KV cache of {runner.kv_cache_dtype}")
-    found += pool_refusals(runner.token_to_kv_pool, runner.page_size)
+    latent = bool(runner.use_mla_backend)
+    found += (latent_pool_refusals if latent else pool_refusals)(runner.token_to_kv_pool, runner.page_size)
     for layer in layers:
-        found += [each for each in layer_refusals(layer) if each not in found]
+        found += [each for each in layer_refusals(layer, latent) if each not in found]
     if found:
         return found
     for spec in {layer_spec(layer, False, runner.dtype, runner.kv_cache_dtype) for layer in layers}:

@@ -40,7 +40,11 @@ KV_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e
 
 # Pools of keys and values, by the exact class name, because subclasses change what is stored.
 PLAIN_POOL: Final = "MHATokenToKVPool"
+LATENT_POOL: Final = "MLATokenToKVPool"
 WINDOW_POOL: Final = "SWAKVPool"  # one pool for the layers with a window, one for the others
+
+# What leaves the prompts of latent attention to a back end of SGLang's own.
+OTHER_PROMPTS: Final = "prefill_attention_backend=fa3 (or another of SGLang's)"
 
 # Options that change the attention: their name, and the values that mean off. None always does. An option that the
 # version does not have is off.
@@ -54,6 +58,7 @@ REFUSED_OPTIONS: Final = MappingProxyType(
         "dcp_size": ((1,), "decode context parallelism"),
         "attn_cp_size": ((1,), "context parallelism"),
         "enable_unified_memory": ((False,), "the unified memory pool"),
+        "enable_page_major_kv_layout": ((False,), "the page-major KV layout"),
         "prefill_only_disable_kv_cache": ((False,), "prompts without a KV cache"),
     }
 )
@@ -91,8 +96,11 @@ def served(on_cpu: bool) -> str:
     """What the plug-in serves and refuses here, in words."""
     dtypes = [dtype for dtype in KV_DTYPES if on_cpu or dtype != torch.float8_e4m3fn or card_at("cuda").has_e4m3]
     caches = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    refused = ", ".join(("multi-head latent attention (MLA)", *(name for _, name in REFUSED_OPTIONS.values())))
-    return f"It serves full and sliding-window attention with caches of {caches}, and refuses, among others, {refused}"
+    refused = ", ".join(("sparse attention", *(name for _, name in REFUSED_OPTIONS.values())))
+    return (
+        f"It serves full and sliding-window attention and decoding of latent attention (MLA) with caches of {caches}, "
+        f"and refuses, among others, {refused}"
+    )
 
 
 def missing(base: type, runner: Any) -> list[str]:
