@@ -72,6 +72,7 @@ def make_latent_runner(
     runner.token_to_kv_pool = MLATokenToKVPool(
         SLOTS, page, kv_dtype, LATENT_DIM, ROPE_DIM, layers, "cpu", enable_memory_saver=False
     )
+    runner.token_to_kv_pool.dcp_replicated = True  # otherwise it asks for what an engine publishes of its ranks
     for name, value in attributes.items():
         setattr(runner, name, value)
     return runner
