@@ -5,6 +5,7 @@
     python -m benchmarks.engines.tpot --engine vllm --model FOLDER --invariant  # vllm-tpot-CARD-invariant.json
     python -m benchmarks.engines.tpot --engine vllm --model FOLDER --cold  # vllm-tpot-CARD-cold.json
     python -m benchmarks.engines.tpot --engine vllm --shape gpt-oss --kv-cache-dtype fp8  # ...-CARD-gpt-oss-fp8.json
+    python -m benchmarks.engines.tpot --engine vllm --shape deepseek-v3-16  # latent attention: FLASHMLA, TRUNK_MLA ...
     python -m benchmarks.engines.tpot --engine sglang --model FOLDER  # results/sglang-tpot-CARD.json
     python -m benchmarks.engines.tpot --engine sglang --model FOLDER --backends flashinfer trunk@16 fa3+trunk@16
 
@@ -202,7 +203,8 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("argument --dcp: it has a batch and heads of its own: leave out --shape and --workloads")
     if arguments.busy and arguments.device == "cpu":
         parser.error("argument --busy: it tells of a card: leave out --device cpu")
-    arguments.backends = arguments.backends or engine.BACKENDS
+    shape = SHAPES[arguments.shape] if arguments.shape else None
+    arguments.backends = arguments.backends or (shape.backends if shape else ()) or engine.BACKENDS
     runs = len(arguments.backends) + (arguments.invariant and "CUSTOM" in arguments.backends)
     turn_lock.check_options(parser, arguments, runs)
     return arguments

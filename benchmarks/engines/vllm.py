@@ -1,4 +1,8 @@
-"""vLLM, as the scripts ask for it. A back end is named as vLLM names it; ours is CUSTOM."""
+"""vLLM, as the scripts ask for it.
+
+A back end is NAME[@BLOCK_SIZE], with vLLM's name; without a block size it is vLLM's choice. Ours are CUSTOM and, for
+latent attention, TRUNK_MLA.
+"""
 
 import argparse
 import asyncio
@@ -53,6 +57,12 @@ def fixed_cache(kv_gib: float | None) -> dict[str, Any]:
     if kv_gib is None:
         return {}
     return {"kv_cache_memory_bytes": int(kv_gib * 2**30), "gpu_memory_utilization": LEAST_FREE}
+
+
+def chosen(backend: str) -> dict[str, Any]:
+    """vLLM's options for a back end."""
+    name, _, block = backend.partition("@")
+    return {"attention_backend": name} | ({"block_size": int(block)} if block else {})
 
 
 def profiler(folder: Path | None) -> dict[str, Any]:
@@ -228,10 +238,7 @@ def tpot_starts(arguments: argparse.Namespace, model: Path) -> list[Start]:
     runs = [(name, name, arguments.invariant) for name in named]
     if arguments.invariant and "CUSTOM" in named:
         runs.append((f"CUSTOM{NOT_INVARIANT}", "CUSTOM", False))
-    return [
-        Start(name, model, options | {"attention_backend": backend}, environment(invariant))
-        for name, backend, invariant in runs
-    ]
+    return [Start(name, model, options | chosen(backend), environment(invariant)) for name, backend, invariant in runs]
 
 
 def tpot_facts(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -246,19 +253,18 @@ def serving_starts(arguments: argparse.Namespace) -> list[Start]:
     """Of each back end."""
     options = COMMON | {"max_num_batched_tokens": BUDGET} | fixed_cache(arguments.kv_gib)
     return [
-        Start(name, arguments.model, options | {"attention_backend": name}, environment())
-        for name in arguments.backends or SERVED
+        Start(name, arguments.model, options | chosen(name), environment()) for name in arguments.backends or SERVED
     ]
 
 
 def serving_options(starts: Sequence[Start]) -> dict[str, Any]:
     """What all back ends have in common."""
-    return {key: value for key, value in starts[0].options.items() if key != "attention_backend"}
+    return {key: value for key, value in starts[0].options.items() if key not in ("attention_backend", "block_size")}
 
 
 def steady_start(arguments: argparse.Namespace) -> Start:
     """Of one back end."""
-    options = COMMON | {"attention_backend": arguments.backend}
+    options = COMMON | chosen(arguments.backend)
     return Start(arguments.backend, arguments.model, options, environment())
 
 

@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """config: of transformers. differs: what the real model has, where it is not this. options: of vLLM."""
+    """A model.
+
+    Attributes:
+        config: of transformers.
+        differs: what the real model has, where it is not this.
+        options: of vLLM.
+        backends: that are compared; none: those of every model.
+    """
 
     config: dict[str, Any]
     differs: str = ""
     options: Mapping[str, Any] = MappingProxyType({})
+    backends: tuple[str, ...] = ()
 
 
 GPT_OSS = {
@@ -53,6 +61,17 @@ QWEN_3_NEXT = {
     "max_position_embeddings": 262144, "rope_theta": 10000000.0,
 }  # fmt: skip
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 4096,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 4096, "moe_intermediate_size": 512, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 27, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768,
+    "rope_theta": 10000, "torch_dtype": "bfloat16", "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
 # The real layers in number, since time per token is that of all; experts, which do not attend, are fewer.
 SHAPES = {
     "gpt-oss": Shape(GPT_OSS, "GPT-OSS-20B has 32 experts of 4 bits, about as many bytes as these 8 of 16"),
@@ -60,6 +79,12 @@ SHAPES = {
     "qwen2.5-7b": Shape(QWEN_2_5),
     # FlashInfer, which vLLM chooses for the prompts of linear layers on Hopper, compiles when it is first called.
     "qwen3-next": Shape(QWEN_3_NEXT, "Qwen3-Next-80B has 512 experts", {"gdn_prefill_backend": "triton"}),
+    # FlashMLA takes blocks of 64 tokens alone.
+    "deepseek-v3-16": Shape(
+        DEEPSEEK_V3,
+        "DeepSeek-V3 has 128 heads, of which these are a rank of 8, 61 layers, 58 of them with experts, and is wider",
+        backends=("FLASH_ATTN_MLA", "FLASHMLA@64", "TRUNK_MLA@64"),
+    ),
 }
 
 

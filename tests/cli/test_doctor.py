@@ -188,7 +188,8 @@ def test_what_sglang_would_do(
     way = doctor.sglang_plugin()
     assert way.runs is runs and detail in way.detail
     assert (way.get is None) is runs
-    assert ("It serves full and sliding-window attention with caches of float32, float16" in way.detail) is runs
+    served = "It serves full and sliding-window attention and decoding of latent attention (MLA) with caches of float32"
+    assert (served in way.detail) is runs
     assert ("refuses, among others, sparse attention, speculative decoding" in way.detail) is runs
 
 

@@ -111,6 +111,17 @@ def test_with_batch_invariance_ours_runs_once_more_without_it(model: str) -> Non
     assert runs("--invariant", "--backends", "FLASH_ATTN") == [first]
 
 
+def test_a_shape_with_latent_attention_has_back_ends_of_its_own() -> None:
+    arguments = tpot.read_arguments(["--engine", "vllm", "--shape", "deepseek-v3-16"])
+    starts = vllm.tpot_starts(arguments, Path("folder"))
+    assert [start.name for start in starts] == ["FLASH_ATTN_MLA", "FLASHMLA@64", "TRUNK_MLA@64"]
+    chosen = [(start.options["attention_backend"], start.options.get("block_size")) for start in starts]
+    assert chosen == [("FLASH_ATTN_MLA", None), ("FLASHMLA", 64), ("TRUNK_MLA", 64)]
+    named = tpot.read_arguments(["--engine", "vllm", "--shape", "deepseek-v3-16", "--backends", "TRITON_MLA"])
+    assert named.backends == ["TRITON_MLA"]
+    assert tpot.read_arguments(["--engine", "vllm", "--shape", "gemma-3"]).backends == vllm.BACKENDS
+
+
 def test_a_sampler_that_is_asked_for_outside_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     assert vllm.environment()["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
@@ -222,13 +233,14 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
     written = json.loads((folder / "config.json").read_text())
     assert config.model_type == written["model_type"]
     assert config.num_attention_heads % config.num_key_value_heads == 0
-    kinds = config.layer_types
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     assert len(kinds) == config.num_hidden_layers
     expected = {
         "gpt-oss": {"sliding_attention": 12, "full_attention": 12},
         "gemma-3": {"sliding_attention": 40, "full_attention": 8},
         "qwen2.5-7b": {"full_attention": 28},
         "qwen3-next": {"linear_attention": 36, "full_attention": 12},
+        "deepseek-v3-16": {"full_attention": 27},
     }
     assert {kind: kinds.count(kind) for kind in kinds} == expected[name]
 
