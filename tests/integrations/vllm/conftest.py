@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from llvmlite.binding import ffi
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.plugins import load_general_plugins
@@ -26,10 +25,7 @@ from .models import write_eagle, write_model
 
 
 def pytest_configure() -> None:
-    # A worker of vLLM 0.32 looks into the `__dict__` of everything in every module and takes it for a dictionary; the
-    # library object of Numba's compiler answers that name, as any, with a function. In a process that starts one
-    # engine Numba is imported later than that.
-    ffi.lib._fntab["__dict__"] = {}
+    versions.hide_numba_from_look_ups()  # here Numba is imported before the first engine starts
     load_general_plugins()
 
 

@@ -18,7 +18,7 @@ def run_example(*arguments: str) -> tuple[list[str], str]:
         capture_output=True,
         text=True,
         env=os.environ | settings,
-        timeout=300,
+        timeout=600,
     )
     said = result.stdout + result.stderr
     assert result.returncode == 0, said
@@ -71,5 +71,29 @@ def test_threads_that_vllm_binds_to_cores(model: Callable[[str], Path], tmp_path
     settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | settings
     command = [sys.executable, str(script), str(model("llama"))]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert f"threads ({len(cores)}, {len(cores)}, 1)" in result.stdout, result.stdout + result.stderr
+
+
+ENGINES = """
+import sys
+from vllm import LLM
+from vllm.distributed import cleanup_dist_env_and_memory
+
+for backend in ("CUSTOM", "CPU_ATTN"):
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 24, enforce_eager=True,
+              block_size=32, attention_backend=backend)
+    llm.generate("three words here", use_tqdm=False)
+    print("answered", backend)
+    cleanup_dist_env_and_memory()
+"""
+
+
+def test_engines_one_after_another_in_one_process(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Ours imports Numba, and a stock one starts all the same."""
+    script = tmp_path / "engines.py"
+    script.write_text(ENGINES)
+    command = [sys.executable, str(script), str(model("llama"))]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.stdout.split("\n")[-3:-1] == ["answered CUSTOM", "answered CPU_ATTN"], result.stdout + result.stderr

@@ -78,6 +78,7 @@ def _class_for_this_platform() -> Any:
         # Numba counts the cores that this thread may use. After vLLM has bound its threads that is one, and Numba would
         # also limit torch to one thread, because they share OpenMP.
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
+    versions.hide_numba_from_look_ups()
     from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 
     return TrunkAttentionBackend

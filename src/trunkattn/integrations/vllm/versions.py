@@ -177,6 +177,18 @@ def has_triton() -> bool:
     return bool(HAS_TRITON)
 
 
+def hide_numba_from_look_ups() -> None:
+    """Lets further engines start in this process.
+
+    A worker of vLLM from 0.32 on a CPU looks into the `__dict__` of everything in every module, and takes it for a
+    dictionary. The library object of Numba's compiler answers that name, as any, with a function, and keeps its
+    answers: here it gets one that is a dictionary.
+    """
+    answers = getattr(import_module("llvmlite.binding.ffi").lib, "_fntab", None)
+    if isinstance(answers, dict):
+        answers["__dict__"] = {}
+
+
 def refused_options(vllm_config: Any, options: Iterable[tuple[str, Any, str]] = REFUSED_OPTIONS) -> list[str]:
     """Unsupported options of the engine that are on. An option that the version does not have is off."""
     found = []
