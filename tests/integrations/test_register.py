@@ -18,6 +18,14 @@ STOCK = "fractions.Fraction"  # any class will do
 OTHER = "other.plugin.Backend"
 
 
+def add_member(cls: Any, name: str, path: str) -> Any:
+    """A further member of an enum, as vLLM from 0.32 on makes it."""
+    member = object.__new__(cls)
+    member._name_, member._value_ = name, path
+    cls._member_map_[name] = member
+    return member
+
+
 @dataclass
 class FakeVllm:
     """A vLLM for one test; what the plug-in registered and logged."""
@@ -48,18 +56,12 @@ class FakeVllm:
             def is_overridden(self) -> bool:
                 return self.name in fake.overrides
 
-        def register(cls: Any, name: str, path: str) -> Any:
-            member = object.__new__(cls)
-            member._name_, member._value_ = name, path
-            cls._member_map_[name] = member
-            return member
-
         if fake.takes_names:
-            AttentionBackendEnum.register = classmethod(register)  # type: ignore[attr-defined]
+            AttentionBackendEnum.register = classmethod(add_member)  # type: ignore[attr-defined]
 
         def register_backend(backend: Any, path: str) -> None:
             if isinstance(backend, str):
-                backend = register(AttentionBackendEnum, backend, path)
+                backend = add_member(AttentionBackendEnum, backend, path)
             fake.overrides[backend.name] = path
 
         def get_current_vllm_config() -> SimpleNamespace:
