@@ -18,7 +18,7 @@ from trunkattn.engine.latent import latent_heads
 from trunkattn.kv_cache.tensors import KVCache
 from trunkattn.ops.write_kv import write_kv, write_latent
 
-ATTENTION_NAME = "trunkattn"
+ATTENTION_NAME = "trunkattn_step"  # "trunkattn" is the name for training
 # Keywords that transformers passes to the attention and that do not change it.
 NO_EFFECT = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}

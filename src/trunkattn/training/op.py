@@ -116,9 +116,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
-    saved, rest = list(ctx.saved_tensors[:5]), list(ctx.saved_tensors[5:])
+    q, k, v, out, lse, *rest = ctx.saved_tensors  # checkpointing unpacks them once
     sinks = rest.pop(0) if ctx.has_sinks else None
-    dq, dk, dv, dsinks = _backward([dout, dlse], saved, sinks, rest, *ctx.options)
+    dq, dk, dv, dsinks = _backward([dout, dlse], [q, k, v, out, lse], sinks, rest, *ctx.options)
     return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), [None] * ctx.num_tables, None, None, None
 
 

@@ -190,9 +190,10 @@ class PrefixTree:
 
     def sequence_indices(self) -> list[torch.Tensor]:
         """The packed tokens of each sequence, in order, int64."""
-        return [torch.from_numpy(np.concatenate(self._path(leaf))) for leaf in self.leaves]
+        return [torch.from_numpy(np.concatenate(self.path(leaf))) for leaf in self.leaves]
 
-    def _path(self, segment: int) -> list[np.ndarray]:
+    def path(self, segment: int) -> list[np.ndarray]:
+        """The tokens of each segment from a root to this one, int64."""
         path = []
         while segment >= 0:
             path.append(np.arange(self.starts[segment], self.starts[segment] + self.lengths[segment], dtype=np.int64))

@@ -1,0 +1,173 @@
+"""Prefix trees as other frameworks describe them, to and from `PrefixTree`."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trunkattn.training.prefix_tree import PrefixTree
+from trunkattn.training.token_trie import Tokens, token_array
+from trunkattn.validate import check_int
+
+
+def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> PrefixTree:
+    """The tree of TRL's `tree_kv_index`, `tree_cu_seqlens_q` and `tree_cu_seqlens_k`.
+
+    kv_index: the tokens of the path from a root to each segment, the segment included, end to end. cu_seqlens_q: where
+    each segment begins among the tokens, and the end. cu_seqlens_k: where its path begins in kv_index, and the end.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected.
+    """
+    index = token_array("kv_index", kv_index)
+    starts, ends = token_array("cu_seqlens_q", cu_seqlens_q), token_array("cu_seqlens_k", cu_seqlens_k)
+    if len(starts) != len(ends):
+        raise ValueError(f"cu_seqlens_k has {len(ends)} entries: expected {len(starts)}, as cu_seqlens_q has")
+    if ends[-1] != len(index) or starts[0] != 0 or ends[0] != 0:
+        raise ValueError(f"cu_seqlens_k ends with {ends[-1]}: expected {len(index)}, the length of kv_index, from 0 on")
+    lengths, above = np.diff(starts), np.diff(ends) - np.diff(starts)
+    parents = []
+    for segment, (rest, first) in enumerate(zip(above.tolist(), ends.tolist(), strict=False)):
+        if rest < 0:
+            raise ValueError(f"cu_seqlens_k[{segment + 1}]={ends[segment + 1]}: expected a path that holds its segment")
+        last = int(index[first + rest - 1]) if rest else -1
+        parents.append(int(np.searchsorted(starts, last, "right")) - 1 if rest else -1)
+    tree = PrefixTree.from_segments(parents, lengths.tolist())
+    found = np.concatenate([np.concatenate(tree.path(segment)) for segment in range(len(parents))])
+    if not np.array_equal(found, index):
+        raise ValueError("kv_index holds other tokens than the segments above each one: expected their paths in order")
+    return tree
+
+
+def to_paths(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """TRL's `tree_kv_index` (int64), `tree_cu_seqlens_q` and `tree_cu_seqlens_k` (int32) of a tree."""
+    paths = [np.concatenate(tree.path(segment)) for segment in range(len(tree.starts))]
+    ends = np.cumsum([0, *map(len, paths)]).astype(np.int32)
+    starts = np.array([*tree.starts, tree.num_tokens], np.int32)
+    return torch.from_numpy(np.concatenate(paths)), torch.from_numpy(starts), torch.from_numpy(ends)
+
+
+def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
+    """The forest of verl's `group_info`: for each group the length of its prefix, then those of its suffixes.
+
+    Raises:
+        ValueError, TypeError: a group has no suffix, or a length is no integer of at least 1.
+    """
+    parents: list[int] = []
+    lengths: list[int] = []
+    for number, group in enumerate(group_info):
+        if len(group) < 2:
+            raise ValueError(f"group_info[{number}] has {len(group)} lengths: expected a prefix's and its suffixes'")
+        root = len(parents)
+        for place, length in enumerate(group):
+            lengths.append(check_int(f"group_info[{number}][{place}]", length, 1))
+            parents.append(root if place else -1)
+    return PrefixTree.from_segments(parents, lengths)
+
+
+def to_group_info(tree: PrefixTree) -> list[list[int]]:
+    """verl's `group_info` of a tree of one level: prefixes, each with its suffixes.
+
+    Raises:
+        ValueError: a segment lies deeper, or a root has no suffix.
+    """
+    groups: dict[int, list[int]] = {}
+    for segment, (parent, length) in enumerate(zip(tree.parents, tree.lengths, strict=True)):
+        if parent < 0:
+            groups[segment] = [length]
+        elif parent in groups:
+            groups[parent].append(length)
+        else:
+            raise ValueError(f"segment {segment} of tree lies below a suffix: expected one level, as group_info has")
+    for root, group in groups.items():
+        if len(group) < 2:
+            raise ValueError(f"segment {root} of tree is a root without suffixes: expected at least one in group_info")
+    return list(groups.values())
+
+
+def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
+    """The tree of AReaL's [tokens, 2]: the number of each token in pre-order, and the end of its subtree.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected.
+    """
+    if not isinstance(ranges, torch.Tensor):
+        raise TypeError(f"ranges is a {type(ranges).__name__}: expected a torch.Tensor")
+    if ranges.dim() != 2 or ranges.shape[1] != 2:
+        raise ValueError(f"ranges has shape {tuple(ranges.shape)}: expected (tokens, 2)")
+    order = ranges[:, 0].tolist()
+    for token, number in enumerate(order):
+        if number != token:
+            raise ValueError(f"ranges[{token}, 0]={number}: expected {token}, as tokens are in depth-first pre-order")
+    return PrefixTree.from_subtree_end(ranges[:, 1])
+
+
+def to_subtree_ranges(tree: PrefixTree) -> torch.Tensor:
+    """AReaL's [tokens, 2] int32 of a tree."""
+    order = torch.arange(tree.num_tokens, dtype=torch.int32, device="cpu")
+    return torch.stack([order, tree.subtree_end], 1)
+
+
+def from_group_ids(group_ids: Tokens, parent_ids: Tokens) -> PrefixTree:
+    """The tree of one row of ART's `group_ids` and `parent_ids`: neighbours of one group are a segment, and below it
+    come those whose parent it is. The parent of a root is itself. Padding, -1, may be at the end and is no part.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected.
+    """
+    groups, above = token_array("group_ids", group_ids), token_array("parent_ids", parent_ids)
+    if len(groups) != len(above):
+        raise ValueError(f"parent_ids has {len(above)} entries: expected {len(groups)}, as group_ids has")
+    size = int((groups != -1).sum())
+    if size == 0 or (groups[:size] == -1).any():
+        raise ValueError("group_ids has padding, -1, before tokens: expected tokens, then padding")
+    starts = [0, *(np.flatnonzero((np.diff(groups[:size]) != 0) | (np.diff(above[:size]) != 0)) + 1).tolist()]
+    segment_of: dict[int, int] = {}
+    parents = []
+    for segment, start in enumerate(starts):
+        group, parent = int(groups[start]), int(above[start])
+        if parent != group and parent not in segment_of:
+            raise ValueError(f"parent_ids[{start}]={parent}: expected its own group or one before it")
+        parents.append(-1 if parent == group else segment_of[parent])
+        segment_of[group] = segment
+    return PrefixTree.from_segments(parents, np.diff([*starts, size]).tolist())
+
+
+def to_group_ids(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor]:
+    """ART's `group_ids` and `parent_ids` of a tree, [tokens] int64 each: groups are numbered as segments are."""
+    segments = np.arange(len(tree.starts), dtype=np.int64)
+    parents = np.where(np.array(tree.parents) < 0, segments, np.array(tree.parents, np.int64))
+    return torch.from_numpy(np.repeat(segments, tree.lengths)), torch.from_numpy(np.repeat(parents, tree.lengths))
+
+
+class TreeSegments(NamedTuple):
+    """A tree as Megatron takes it: of each segment, in depth-first pre-order, its first token, its length, its parent
+    (-1: a root) and its level, int32; position_ids of the tokens, int64."""
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    position_ids: torch.Tensor
+
+
+def from_tree_segments(segments: TreeSegments) -> PrefixTree:
+    """The tree of Megatron's segments.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected.
+    """
+    columns: dict[str, Any] = {name: token_array(name, getattr(segments, name)).tolist() for name in segments._fields}
+    depths = columns.pop("depths")
+    tree = PrefixTree.from_segments(columns.pop("parents"), columns.pop("lengths"), **columns)
+    if depths != to_tree_segments(tree).depths.tolist():
+        raise ValueError(f"depths={depths}: expected the number of segments above each one")
+    return tree
+
+
+def to_tree_segments(tree: PrefixTree) -> TreeSegments:
+    """Megatron's segments of a tree."""
+    tables = tree.tables(torch.device("cpu"))
+    start, end, parent, level = tables.segments.unbind(1)
+    return TreeSegments(start.clone(), end - start, parent.clone(), level.clone(), tables.depths.long())

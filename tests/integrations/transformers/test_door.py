@@ -1,0 +1,184 @@
+"""`attn_implementation="trunkattn"` in tiny models of transformers: loss and gradients are those of eager attention."""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trunkattn import PrefixTree
+
+transformers = pytest.importorskip("transformers")
+
+from trunkattn.integrations.transformers import attend, mask, register  # noqa: E402
+
+pytestmark = pytest.mark.slow
+SMALL = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "max_position_embeddings": 128,
+}  # fmt: skip
+GEMMA = SMALL | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": SMALL,
+    "Qwen3": SMALL,
+    "Mistral": SMALL | {"sliding_window": 6},
+    "Gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
+    "Gemma3Text": GEMMA,
+    "GptOss": GEMMA | {"num_local_experts": 2, "num_experts_per_tok": 2},
+}
+TOKENS = torch.randint(1, 50, (2, 17), generator=torch.Generator().manual_seed(0))
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 0, 1]])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """A model with eager attention, and the same with ours, in float32."""
+    register()
+    config = getattr(transformers, f"{request.param}Config")(**MODELS[request.param])
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            nn.init.normal_(parameter)
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("trunkattn")
+    yield model, other
+
+
+def gradients(model: nn.Module, weights: torch.Tensor, **batch: Any) -> list[torch.Tensor]:
+    """The weighted sum of logits [tokens, vocabulary], and its gradients."""
+    logits = model(**batch, use_cache=False).logits
+    loss = (logits.flatten(0, 1) * weights).sum()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [loss.detach(), *(gradient for gradient in found if gradient is not None)]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected) > 5
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def weights(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, 50, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_batch(pair: tuple[nn.Module, nn.Module]) -> None:
+    expected, found = (gradients(model, weights(34), input_ids=TOKENS) for model in pair)
+    assert_same(found, expected)
+
+
+def test_padding(pair: tuple[nn.Module, nn.Module]) -> None:
+    """On the right of a row; logits of padding count for nothing. On the left it is the same row."""
+    kept = torch.ones(2, 17, dtype=torch.long)
+    kept[0, 12:] = 0
+    counted = weights(34) * kept.reshape(-1, 1)
+    batch = {"input_ids": TOKENS, "attention_mask": kept}
+    expected, found = (gradients(model, counted, **batch) for model in pair)
+    assert_same(found, expected)
+    tokens, counted = TOKENS.clone(), counted.view(2, 17, -1).clone()
+    tokens[0], kept[0], counted[0] = tokens[0].roll(5), kept[0].roll(5), counted[0].roll(5, 0)
+    batch = {"input_ids": tokens, "attention_mask": kept, "position_ids": (kept.cumsum(1) - 1).clamp(min=0)}
+    assert_same(gradients(pair[1], counted.flatten(0, 1), **batch), expected)
+
+
+def test_packed_sequences(pair: tuple[nn.Module, nn.Module]) -> None:
+    """By the keywords of a flattening collator, and by position ids that begin again, which GPT-OSS ignores."""
+    batch = {"input_ids": TOKENS[:1], "position_ids": PACKED}
+    parts = zip(TOKENS[:1].split([8, 7, 2], 1), weights(17).split([8, 7, 2]), strict=True)
+    alone = [gradients(pair[0], weight, input_ids=tokens) for tokens, weight in parts]
+    expected = [torch.stack(found).sum(0) for found in zip(*alone, strict=True)]
+    if "GptOss" not in type(pair[0]).__name__:
+        assert_same(gradients(pair[1], weights(17), **batch), expected)
+    sums = torch.tensor([0, 8, 15, 17], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": 8, "max_length_k": 8}
+    assert_same(gradients(pair[1], weights(17), **batch, **lengths), expected)
+
+
+def test_a_tree_equals_repeated_sequences(pair: tuple[nn.Module, nn.Module]) -> None:
+    sequences = [TOKENS[0, :12].tolist(), [*TOKENS[0, :7].tolist(), 3, 9, 4], [*TOKENS[0, :7].tolist(), 3, 2]]
+    tree = PrefixTree.from_sequences(sequences)
+    packed = tree.pack()
+    assert packed.tokens is not None
+    batch = {"input_ids": packed.tokens[None], "position_ids": packed.position_ids[None], "tree": tree}
+    own = [weights(len(sequence)) for sequence in sequences]
+    summed = torch.zeros(tree.num_tokens, 50)
+    for indices, weight in zip(tree.sequence_indices(), own, strict=True):
+        summed.index_add_(0, indices, weight)
+    repeated = [
+        gradients(pair[0], weight, input_ids=torch.tensor([sequence]))
+        for sequence, weight in zip(sequences, own, strict=True)
+    ]
+    if len({len(each) for each in repeated}) == 1:  # an expert that one sequence leaves out has no gradient there
+        expected = [torch.stack(parts).sum(0) for parts in zip(*repeated, strict=True)]
+        assert_same(gradients(pair[1], summed, **batch), expected)
+
+
+def test_generation_continues_a_cache() -> None:
+    register()
+    config = transformers.LlamaConfig(**SMALL)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones(1, 17, dtype=torch.long)}
+    expected = model.generate(TOKENS[:1], **options)
+    model.set_attn_implementation("trunkattn")
+    assert torch.equal(model.generate(TOKENS[:1], **options), expected)
+
+
+def test_checkpointing_and_compilation() -> None:
+    register()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SMALL))
+    model.set_attn_implementation("trunkattn")
+    expected = gradients(model, weights(34), input_ids=TOKENS)
+    model.train()
+    model.gradient_checkpointing_enable()
+    for ours, theirs in zip(gradients(model, weights(34), input_ids=TOKENS), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    model.gradient_checkpointing_disable()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    batch = {"input_ids": TOKENS[:1], "position_ids": PACKED}
+    for ours, theirs in zip(
+        gradients(compiled, weights(17), **batch), gradients(model, weights(17), **batch), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_are_packed_sequences() -> None:
+    from transformers.masking_utils import causal_mask_function
+
+    def chunked(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return causal_mask_function(b, h, q, k) & (q // 4 == k // 4)
+
+    found = mask(2, 6, 6, mask_function=chunked, local_size=4, allow_is_causal_skip=True)
+    assert found is not None and found.tolist() == [0, 4, 6, 10, 12]
+
+
+Q = torch.zeros(2, 4, 5, 16)
+BAD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dropout=0.1: expected 0", {"dropout": 0.1}),
+    ("output_attentions is given: attn_implementation='trunkattn' has none", {"output_attentions": True}),
+    ("position_bias is given", {"position_bias": torch.zeros(1)}),
+    ("tree is given with a batch of 2 rows", {"tree": PrefixTree.from_segments([-1], [5])}),
+    ("attention_mask has shape (2, 1, 5, 5)", {"attention_mask": torch.ones(2, 1, 5, 5)}),
+)
+
+
+@pytest.mark.parametrize(("message", "options"), BAD)
+def test_what_is_not_there_is_refused(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend(nn.Module(), Q, Q, Q, **({"attention_mask": None} | options))
+
+
+def test_masks_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="joins a mask of its own"):
+        mask(1, 4, 4, use_vmap=True)
+    with pytest.raises(ValueError, match="lets a token see a later one"):
+        mask(1, 4, 4, mask_function=lambda b, h, q, k: (q - k) < 2, allow_is_causal_skip=False)
+    with pytest.raises(ValueError, match="has padding, and 1 queries meet 4 keys"):
+        mask(1, 1, 4, attention_mask=torch.tensor([[False, True, True, True]]))

@@ -1,0 +1,82 @@
+"""Trees as other frameworks describe them, there and back, and what is wrong in words."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from trunkattn import PrefixTree
+from trunkattn.training import tree_formats as formats
+
+from .test_prefix_tree import trees
+
+ONE_LEVEL = PrefixTree.from_segments([-1, 0, 0, -1, 3], [3, 2, 1, 4, 2])
+DEEP = PrefixTree.from_segments([-1, 0, 1, 0], [2, 1, 1, 2])
+
+
+def same(found: PrefixTree, expected: PrefixTree) -> None:
+    assert torch.equal(found.subtree_end, expected.subtree_end)
+    assert torch.equal(found.pack().position_ids, expected.pack().position_ids)
+
+
+@given(tree=trees(4))
+@pytest.mark.property
+def test_there_and_back(tree: PrefixTree) -> None:
+    same(formats.from_paths(*formats.to_paths(tree)), tree)
+    same(formats.from_subtree_ranges(formats.to_subtree_ranges(tree)), tree)
+    same(formats.from_group_ids(*formats.to_group_ids(tree)), tree)
+    same(formats.from_tree_segments(formats.to_tree_segments(tree)), tree)
+
+
+def test_paths_of_a_small_tree() -> None:
+    found = [tensor.tolist() for tensor in formats.to_paths(DEEP)]
+    assert found == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5], [0, 2, 3, 4, 6], [0, 2, 5, 9, 13]]
+
+
+def test_group_info_and_padding() -> None:
+    assert formats.to_group_info(ONE_LEVEL) == [[3, 2, 1], [4, 2]]
+    same(formats.from_group_info([[3, 2, 1], [4, 2]]), ONE_LEVEL)
+    groups, parents = formats.to_group_ids(DEEP)
+    assert groups.tolist() == [0, 0, 1, 2, 3, 3] and parents.tolist() == [0, 0, 0, 1, 0, 0]
+    padding = torch.full((3,), -1)
+    same(formats.from_group_ids(torch.cat([groups, padding]), torch.cat([parents, padding])), DEEP)
+
+
+def segments(**changes: Any) -> formats.TreeSegments:
+    return formats.to_tree_segments(DEEP)._replace(**changes)
+
+
+BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("cu_seqlens_k has 2 entries: expected 3", lambda: formats.from_paths([0, 1], [0, 1, 2], [0, 2])),
+    (
+        "cu_seqlens_k ends with 3: expected 2, the length of kv_index",
+        lambda: formats.from_paths([0, 1], [0, 2], [0, 3]),
+    ),
+    ("cu_seqlens_k[1]=1: expected a path that holds its segment", lambda: formats.from_paths([0], [0, 2], [0, 1])),
+    ("kv_index holds other tokens", lambda: formats.from_paths([0, 1, 1, 2], [0, 2, 3], [0, 2, 4])),
+    ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
+    ("group_info[0][1]=0: expected an integer of at least 1", lambda: formats.from_group_info([[1, 0]])),
+    ("segment 2 of tree lies below a suffix", lambda: formats.to_group_info(DEEP)),
+    (
+        "segment 0 of tree is a root without suffixes",
+        lambda: formats.to_group_info(PrefixTree.from_segments([-1], [2])),
+    ),
+    ("ranges is a list: expected a torch.Tensor", lambda: formats.from_subtree_ranges([[0, 1]])),  # type: ignore
+    ("ranges has shape (2,): expected (tokens, 2)", lambda: formats.from_subtree_ranges(torch.zeros(2))),
+    ("ranges[1, 0]=2: expected 1", lambda: formats.from_subtree_ranges(torch.tensor([[0, 3], [2, 3], [1, 3]]))),
+    ("parent_ids has 1 entries: expected 2", lambda: formats.from_group_ids([0, 0], [0])),
+    ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, 0], [-1, 0])),
+    ("parent_ids[1]=5: expected its own group or one before it", lambda: formats.from_group_ids([0, 1], [0, 5])),
+    ("depths=[0, 1, 1, 1]: expected the number of", lambda: formats.from_tree_segments(segments(depths=[0, 1, 1, 1]))),
+    ("starts[2]=4: expected 3", lambda: formats.from_tree_segments(segments(starts=[0, 2, 4, 4]))),
+    ("position_ids[3]=0: expected 3", lambda: formats.from_tree_segments(segments(position_ids=[0, 1, 2, 0, 2, 3]))),
+)
+
+
+@pytest.mark.parametrize(("message", "call"), BAD, ids=[message for message, _ in BAD])
+def test_bad_input(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call()
