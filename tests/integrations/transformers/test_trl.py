@@ -21,15 +21,15 @@ from trunkattn.training.tree_formats import to_paths  # noqa: E402
 from ...training.training_cases import TREE  # noqa: E402
 
 
-def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, causal: bool, **__: Any) -> Any:
+def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, **options: Any) -> Any:
     """What TRL calls FlashAttention-3 for, in plain PyTorch."""
-    assert causal
+    assert options["causal"]
     group = q.shape[1] // k.shape[1]
     outs = []
     for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         own_k, own_v = (tensor[c:d].repeat_interleave(group, 1).transpose(0, 1) for tensor in (k, v))
         seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
-        logits = (q[a:b].transpose(0, 1) @ own_k.mT * softmax_scale).masked_fill(~seen, -torch.inf)
+        logits = (q[a:b].transpose(0, 1) @ own_k.mT * options["softmax_scale"]).masked_fill(~seen, -torch.inf)
         outs.append((logits.softmax(-1) @ own_v).transpose(0, 1))
     return torch.cat(outs)
 
