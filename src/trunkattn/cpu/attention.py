@@ -75,7 +75,7 @@ def _keys_of(task, work, shape):
     if not shape.aligned_blocks:
         blocks = (end - start + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         first, step = start, whole_tiles((end - start + blocks - 1) // blocks)
-    return Keys(pages, start, end, task % shape.num_kv_heads, first, step)
+    return Keys(pages=pages, start=start, end=end, head=task % shape.num_kv_heads, first=first, step=step)
 
 
 @njit(inline="always")
@@ -229,7 +229,14 @@ def attention_kernel(kv_bits: Any) -> Any:
         shape = _shape_of(a)
         options = Options(a.logit_scale, a.v_scale, a.sinks, a.num_sinks)
         outputs = Outputs(a.out, a.lse, a.partial, a.partial_lse)
-        work = Work(a.block_table, a.table_columns, a.items, a.queries, a.partial_slots, a.positions)
+        work = Work(
+            block_table=a.block_table,
+            table_columns=a.table_columns,
+            items=a.items,
+            queries=a.queries,
+            partial_slots=a.partial_slots,
+            positions=a.positions,
+        )
         k_cache = Cache(a.k_cache, a.k_page_stride, a.k_token_stride, a.k_head_stride)
         v_cache = Cache(a.v_cache, a.v_page_stride, a.v_token_stride, a.v_head_stride)
         floats, ints = a.floats + 4 * thread * a.thread_floats, a.ints + 8 * thread * a.thread_ints

@@ -131,7 +131,9 @@ class CpuBackend:
         q = inputs.q if inputs.q_rope is None else torch.cat((inputs.q, inputs.q_rope), dim=-1)
         queries = q[: step.num_query_tokens].to(torch.float32).contiguous()
         bits = KV_KINDS[self.config.cache_dtype][1]
-        layer = parallel.Layer(queries, inputs.k_cache, inputs.v_cache, bits, computed, lse)
+        layer = parallel.Layer(
+            q=queries, k_cache=inputs.k_cache, v_cache=inputs.v_cache, kv_bits=bits, out=computed, lse=lse
+        )
         parallel.execute(step.prepared, layer, self._options(inputs), self._workspace)
         if not in_place:
             out.copy_(computed)

@@ -77,7 +77,15 @@ def _kernel() -> int:
 def _multiply_panels(arguments, thread):
     """A thread's panels, one by one, in chunks of the depth: a chunk stays in L1 while all rows pass over it."""
     numbers = array_at(arguments, np.int64)
-    a = _Arguments(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6])
+    a = _Arguments(
+        x=numbers[0],
+        panels=numbers[1],
+        out=numbers[2],
+        rows=numbers[3],
+        depth=numbers[4],
+        num_panels=numbers[5],
+        num_threads=numbers[6],
+    )
     most = max(1, _CHUNK_BYTES // (4 * PANEL))
     chunks = (a.depth + most - 1) // most
     x_offsets, weight_offsets = np.empty(a.rows, np.int64), np.empty(most, np.int64)

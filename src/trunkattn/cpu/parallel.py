@@ -83,7 +83,9 @@ class Workspace:
             np.empty(states, np.float32),
         )
         at = [address_of(array) for array in self._arrays]
-        self.arguments = WorkspaceArguments(at[0], at[1], at[2], at[3], floats, ints)
+        self.arguments = WorkspaceArguments(
+            floats=at[0], ints=at[1], partial=at[2], partial_lse=at[3], thread_floats=floats, thread_ints=ints
+        )
 
 
 class Strides(NamedTuple):
@@ -110,7 +112,15 @@ def prepare(
     )
     numbers = (block_table.shape[1], len(work.merge_queries), num_threads)
     arguments = PlanArguments._make((*addresses, *numbers, *shape))
-    return CpuPlan(work, block_table, positions, tasks, indptr, padded(most), arguments)
+    return CpuPlan(
+        work=work,
+        block_table=block_table,
+        positions=positions,
+        tasks=tasks,
+        task_indptr=indptr,
+        max_lanes=padded(most),
+        arguments=arguments,
+    )
 
 
 @njit

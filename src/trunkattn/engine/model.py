@@ -119,7 +119,16 @@ def inspect_model(
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
     torch_dtype = _dtype(dtype, config, torch_device)
     kv_dtype = KV_DTYPES[kv_cache_dtype]
-    return ModelInfo(files, config, geometry, longest, torch_dtype, torch_device, load_format, kv_dtype)
+    return ModelInfo(
+        files=files,
+        config=config,
+        geometry=geometry,
+        max_model_len=longest,
+        dtype=torch_dtype,
+        device=torch_device,
+        load_format=load_format,
+        kv_dtype=kv_dtype,
+    )
 
 
 def load_model(info: ModelInfo) -> Any:

@@ -327,7 +327,9 @@ class Arrays:
         host = _chunk_arrays(chunks, columns, geometry.num_kv_heads, num_ctas)
         sizes = {name: aligned(array.size) for name, array in host.items()}
         flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
-        return ChunkArrays(flat, sizes, tile, geometry.num_kv_heads, columns, num_ctas)
+        return ChunkArrays(
+            flat, sizes, tile=tile, num_kv_heads=geometry.num_kv_heads, table_stride=columns, num_ctas=num_ctas
+        )
 
     def _reserve_chunks(self, limits: ChunkLimits, geometry: Geometry) -> ChunkArrays:
         """Room for any prompt chunks within the limits. Its positions: those of their query tokens, on their way to the
@@ -343,7 +345,9 @@ class Arrays:
         tile = self._prefill_tile(geometry.window)
         flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=self._device)
         num_ctas = self._card.num_sms * tile.ctas_per_sm
-        return ChunkArrays(flat, sizes, tile, geometry.num_kv_heads, limits.columns, num_ctas)
+        return ChunkArrays(
+            flat, sizes, tile=tile, num_kv_heads=geometry.num_kv_heads, table_stride=limits.columns, num_ctas=num_ctas
+        )
 
 
 def aligned(size: int) -> int:

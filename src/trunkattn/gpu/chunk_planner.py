@@ -88,7 +88,9 @@ class ChunkPlanner:
         """The work list of chunks that share nothing and are not cut."""
         work = whole_chunks(chunks, self._whole.model.queries_per_tile, self._whole.rule)
         reason = "whole items, listed by the host, which does not know the pages"
-        return Planned(work, chunks, len(chunks.seq_lens), "per_query", reason, self._whole)
+        return Planned(
+            work=work, batch=chunks, num_packs=len(chunks.seq_lens), policy="per_query", reason=reason, spec=self._whole
+        )
 
     def _keep_whole(self, chunks: StepTables) -> Planned:
         reason = "whole items, as decodes fill what their last round leaves of the device"

@@ -238,7 +238,14 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
         (prefill_tile,) = prefill.kernel.tiles(config, card)
     assert decode.kernel and merge.kernel
     (merge_tile,) = merge.kernel.tiles(config, card)
-    return Kernels(decode, prefill, both, decode.kernel.tiles(config, card), prefill_tile, merge_tile)
+    return Kernels(
+        decode=decode,
+        prefill=prefill,
+        both=both,
+        tiles=decode.kernel.tiles(config, card),
+        prefill_tile=prefill_tile,
+        merge_tile=merge_tile,
+    )
 
 
 def decode_work(config: AttentionConfig) -> Work:

@@ -160,7 +160,7 @@ def make_step_planner(
     forests = make_planner(packing, gpu_device(card.num_sms, kernels.tiles[-1].block_m))
     in_order = capacity is None or (is_tiled and config.execution != "streams")
     rule = make_rule(config, kernels.tiles, card, forests.spec.model, may_fuse=in_order)
-    parts = _Parts(config, card, device, capacity, forests, rule)
+    parts = _Parts(config=config, card=card, device=device, capacity=capacity, forests=forests, rule=rule)
     if is_tiled:
         return TilePlanner(parts, make_overlap(config, kernels, card, rule))
     return InvariantPlanner(parts) if has_spans else PackPlanner(parts)

@@ -146,7 +146,9 @@ class CacheManager:
         self.index.mark_referenced(pages)
         tail = self.index.block(pages[-1]) if pages else self.index.root
         num_cached = len(pages) * self.page_size
-        self._requests[request_id] = _Request(pages, num_cached, num_cached, len(pages), tail, salt)
+        self._requests[request_id] = _Request(
+            pages=pages, num_tokens=num_cached, room=num_cached, num_indexed=len(pages), tail=tail, salt=salt
+        )
         return num_cached
 
     def can_extend(self, request_id: Hashable, num_tokens: int) -> bool:

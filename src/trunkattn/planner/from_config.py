@@ -27,4 +27,13 @@ def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
         fixed_chunk = share_columns * config.page_size
     head_dims = config.head_dim + config.value_dim
     rule = split_rule(machine, model, config.num_kv_heads, head_dims, fixed_chunk)
-    return Planner(PlannerSpec(config.page_size, config.policy, model, rule, share_columns, machine.name))
+    return Planner(
+        PlannerSpec(
+            page_size=config.page_size,
+            policy=config.policy,
+            model=model,
+            rule=rule,
+            share_columns=share_columns,
+            tile_name=machine.name,
+        )
+    )

@@ -223,7 +223,14 @@ def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSp
         packs, batch.seq_lens, batch.query_start_loc, batch.window, spec.model.queries_per_tile, spec.rule
     )
     kept = StepTables(last.tables.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
-    return Planned(WorkList(*arrays), kept, len(packs.kv_row), packing.policy, packing.reason, spec)
+    return Planned(
+        work=WorkList(*arrays),
+        batch=kept,
+        num_packs=len(packs.kv_row),
+        policy=packing.policy,
+        reason=packing.reason,
+        spec=spec,
+    )
 
 
 @njit

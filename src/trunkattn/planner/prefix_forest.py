@@ -242,4 +242,14 @@ def _number(nodes, count, seq_lens, page_size):
             node = nodes[node].parent
         if node == _TOP:
             break
-    return Forest(order, parent, depth, row_start, row_end, token_start, token_end, is_leaf, leaf_of)
+    return Forest(
+        order=order,
+        parent=parent,
+        depth=depth,
+        row_start=row_start,
+        row_end=row_end,
+        token_start=token_start,
+        token_end=token_end,
+        is_leaf=is_leaf,
+        leaf_of=leaf_of,
+    )

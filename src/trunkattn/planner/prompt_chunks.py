@@ -81,7 +81,14 @@ def _split_rows(seq_lens, query_start_loc, above):
             for i in range(taken):
                 rest_tokens[begin + i] = first + i
         rest_starts[row + 1] = begin + taken
-    return _Split(rows, longest, rest_starts, chunk_starts, rest_tokens, chunk_tokens)
+    return _Split(
+        rows=rows,
+        longest=longest,
+        rest_starts=rest_starts,
+        chunk_starts=chunk_starts,
+        rest_tokens=rest_tokens,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 def whole_chunks(chunks: StepTables, queries_per_tile: int, rule: SplitRule) -> WorkList:

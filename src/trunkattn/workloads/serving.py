@@ -126,7 +126,9 @@ def agent_requests(num_requests: int, seed: int) -> tuple[AgentRequest, ...]:
             tool, session, turn = int(rng.choice(_NUM_TOOLS, p=popularity)), len(found), 0
             prefix = (("root", _ROOT_TOKENS), (("tool", tool), max(1, round(lengths[tool]))))
         new, output = (max(1, round(mean * rng.gamma(2) / 2)) for mean in (_NEW_TOKENS, _OUTPUT_TOKENS))
-        request = AgentRequest(tool, session, turn, prefix, new, output)
+        request = AgentRequest(
+            tool=tool, session=session, turn=turn, prefix=prefix, new_tokens=new, output_tokens=output
+        )
         found.append(request)
         if rng.random() < _MORE_TURNS:
             open_sessions.append(request)

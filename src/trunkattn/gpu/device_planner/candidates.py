@@ -55,7 +55,15 @@ def candidates_of(rule: TilingRule) -> Candidates:
     priced = rule.priced
     passes = np.array([[_pass_of(rule, *use) for use in uses.tolist()] for uses in priced.uses], np.int64)
     lowest = np.array([tiling.tall is None and tiling.low == 0 for tiling in priced.tilings], np.int32)
-    return Candidates(priced.stages, passes, lowest, priced.costs, rule.page_size, rule.segment_size, rule.fuse_up_to)
+    return Candidates(
+        stages=priced.stages,
+        passes=passes,
+        lowest=lowest,
+        costs=priced.costs,
+        page_size=rule.page_size,
+        segment_size=rule.segment_size,
+        fuse_up_to=rule.fuse_up_to,
+    )
 
 
 def _pass_of(rule: TilingRule, stage: int, kind: int, num_parts: int) -> Pass:

@@ -184,7 +184,14 @@ class DevicePlanner:
             Links(b["links"], b["subtree_queries"]),
             EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields)),
             layout.Layout(b["nodes"], b["tiles"], b["totals"]),
-            cost.ChoiceArrays(self._passes, self._every, b["times"], b["num_items"], b["share"], b["item_starts"]),
+            cost.ChoiceArrays(
+                passes=self._passes,
+                allowed=self._every,
+                times=b["times"],
+                num_items=b["num_items"],
+                share=b["share"],
+                item_starts=b["item_starts"],
+            ),
         )
 
     def _order(self, plan: GpuPlan, tables: Tables, window: int) -> None:

@@ -82,12 +82,12 @@ TILES: Final = MappingProxyType(
             TileTimes((3520, 1160), (1240, 1090)),
         ),
         (Source.LOADED, 128): HopperTile(
-            64,
-            2,
-            TileTimes((2130, 3470), (2150, 2160)),
-            TileTimes((1340, 1850), (870, 720)),
-            TileTimes((1460, 1820), (1000, 800)),
-            98,
+            block_n=64,
+            ctas_per_sm=2,
+            low=TileTimes((2130, 3470), (2150, 2160)),
+            middle=TileTimes((1340, 1850), (870, 720)),
+            tall=TileTimes((1460, 1820), (1000, 800)),
+            low_read_percent=98,
         ),
         (Source.LOADED, 256): HopperTile(
             32,

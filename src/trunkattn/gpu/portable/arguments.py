@@ -80,7 +80,9 @@ class Features(NamedTuple):
 
 def operands(t: Tensors) -> Operands:
     """Returns the kernels' operands, the tensors of a layer."""
-    return Operands(t.q, t.k_cache, t.v_cache, t.out, t.lse, t.partial, t.partial_lse)
+    return Operands(
+        q=t.q, k_cache=t.k_cache, v_cache=t.v_cache, out=t.out, lse=t.lse, partial=t.partial, partial_lse=t.partial_lse
+    )
 
 
 def modifiers(t: Tensors, geometry: Geometry) -> Modifiers:

@@ -19,40 +19,86 @@ _MAX_GROUP_SIZE: Final = 64  # rows of the tallest tile, for head_dim up to WIDE
 _MAX_GROUP_SIZE_OF_LARGE_TILES: Final = 32
 
 # Two tiles are nearly as good as any number of them. `benchmarks/calibrate.py` fits the times of all tiles.
-_LOW: Final = GpuTile(16, 64, 2, 2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
-_TALL: Final = GpuTile(64, 64, 4, 3, ctas_per_sm=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4)
+_LOW: Final = GpuTile(16, 64, warps=2, stages=2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
+_TALL: Final = GpuTile(
+    64, 64, warps=4, stages=3, ctas_per_sm=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4
+)
 DECODE_TILES: Final = (_LOW, _TALL)
 # Every warp converts 8-bit keys, so a low tile has one warp. The tall tile puts converted keys back into shared memory
 # and still reads a trunk faster. With twice the private keys it would spill.
 DECODE_TILES_FP8: Final = (
-    GpuTile(16, 32, 1, 3, ctas_per_sm=8, block_ns=(2290, 2300), chain_ns=(900, 1500), queued_per_sm=30),
+    GpuTile(16, 32, warps=1, stages=3, ctas_per_sm=8, block_ns=(2290, 2300), chain_ns=(900, 1500), queued_per_sm=30),
     replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
 # With a head_dim over 128 the accumulators of 64 rows would fill the registers. Low tiles in 2 warps spill where they
 # merge.
 DECODE_TILES_WIDE: Final = (
     replace(_LOW, warps=4, ctas_per_sm=2),
-    GpuTile(32, 64, 4, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
+    GpuTile(
+        32,
+        64,
+        warps=4,
+        stages=2,
+        ctas_per_sm=2,
+        block_ns=(2480, 3550),
+        chain_ns=(1000, 2430),
+        subtiles=2,
+        private_n=16,
+        flat_n=32,
+    ),
 )
 # Tensor cores do not multiply float32, and its tiles need more warps not to spill. The times are those of other types.
 DECODE_TILES_FP32: Final = (
     replace(_LOW, warps=4, ctas_per_sm=2),
-    GpuTile(32, 64, 8, 2, 2, (2480, 3550), (1000, 2430), subtiles=2, private_n=16, flat_n=32),
+    GpuTile(
+        32,
+        64,
+        warps=8,
+        stages=2,
+        ctas_per_sm=2,
+        block_ns=(2480, 3550),
+        chain_ns=(1000, 2430),
+        subtiles=2,
+        private_n=16,
+        flat_n=32,
+    ),
 )
 DECODE_TILES_FP32_WIDE: Final = (
     replace(_LOW, warps=8, ctas_per_sm=1),
-    GpuTile(32, 32, 8, 2, 1, (1240, 3550), (500, 2430), subtiles=2, private_n=16, flat_n=32),
+    GpuTile(
+        32,
+        32,
+        warps=8,
+        stages=2,
+        ctas_per_sm=1,
+        block_ns=(1240, 3550),
+        chain_ns=(500, 2430),
+        subtiles=2,
+        private_n=16,
+        flat_n=32,
+    ),
 )
 # For cards that were not timed: these spill neither on an sm_80 nor on an sm_100.
 _FP32_UNTIMED: Final = (
-    GpuTile(16, 32, 8, 2, ctas_per_sm=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
-    GpuTile(32, 16, 8, 2, 1, (310, 1775), (250, 2430), subtiles=2, private_n=16, flat_n=16),
+    GpuTile(16, 32, warps=8, stages=2, ctas_per_sm=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
+    GpuTile(
+        32,
+        16,
+        warps=8,
+        stages=2,
+        ctas_per_sm=1,
+        block_ns=(310, 1775),
+        chain_ns=(250, 2430),
+        subtiles=2,
+        private_n=16,
+        flat_n=16,
+    ),
 )
 
 
 # For all rows of a batch-invariant plan: low enough for requests that share nothing, and tall enough for those that
 # share. Its times choose nothing.
-INVARIANT_TILE: Final = GpuTile(32, 64, 2, 2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
+INVARIANT_TILE: Final = GpuTile(32, 64, warps=2, stages=2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 
 
 # The largest tile that compiles for an sm_90 without spilling at a head_dim of 128.

@@ -171,13 +171,29 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         if chunks is not None:
             planned = self._decode_rows(batch, decodes + prefills)
             plans = self._plan(planned, chunks)
-            return CudaStep(plans, planned, decodes, requests, decode_tokens + prefill_tokens, None, chunks=True)
+            return CudaStep(
+                plans=plans,
+                planned=planned,
+                decodes=decodes,
+                requests=requests,
+                decode_tokens=decode_tokens + prefill_tokens,
+                prefill=None,
+                chunks=True,
+            )
         planned = self._decode_rows(batch, decodes)
         plans = self._plan(planned) if decodes else {}
         prefill = None
         if prefills:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
-        return CudaStep(plans, planned, decodes, requests, decode_tokens, prefill, self._nothing_local)
+        return CudaStep(
+            plans=plans,
+            planned=planned,
+            decodes=decodes,
+            requests=requests,
+            decode_tokens=decode_tokens,
+            prefill=prefill,
+            nothing_local=self._nothing_local,
+        )
 
     def _chunks(self, batch: Any, decodes: int, first_token: int) -> PromptChunks | None:
         """What the host knows of the prompts, if the decodes are to be computed together with them."""

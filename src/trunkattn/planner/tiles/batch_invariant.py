@@ -79,7 +79,14 @@ def invariant_limits(max_query_tokens: int, max_tokens: int, segment_size: int) 
     """What every batch keeps within. max_tokens: of a sequence."""
     pieces = max_query_tokens * -(-max_tokens // SPAN_TOKENS)
     segments = pieces * (SPAN_TOKENS // segment_size)
-    return TileLimits(pieces, segments, pieces, max_query_tokens, pieces, max_query_tokens)
+    return TileLimits(
+        items=pieces,
+        segments=segments,
+        queries=pieces,
+        merged=max_query_tokens,
+        slots=pieces,
+        query_tokens=max_query_tokens,
+    )
 
 
 @njit
@@ -209,4 +216,12 @@ def _emit(entries, seq_lens, table, sizes):
             listed, row = segments[begin : begin + used], entries.row[first]
             _list_segments(listed, row, span * SPAN_TOKENS, first_seen, entry + 1 - first, seq_lens, table, sizes)
     merge_queries = entries.query[split]
-    return _Arrays(items, segments, queries, slots, merge_queries, merge_ranges, int((pieces * split).sum()))
+    return _Arrays(
+        items=items,
+        segments=segments,
+        queries=queries,
+        partial_slots=slots,
+        merge_queries=merge_queries,
+        merge_ranges=merge_ranges,
+        num_slots=int((pieces * split).sum()),
+    )

@@ -159,7 +159,15 @@ def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
 def stage_of_row(row):
     """The stage of a row of `launches_of`."""
     _, height, least, below, block_segments, num_parts, subtiles, private_segments = row
-    return tiles.Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
+    return tiles.Stage(
+        height=height,
+        least=least,
+        below=below,
+        block_segments=block_segments,
+        num_parts=num_parts,
+        subtiles=subtiles,
+        private_segments=private_segments,
+    )
 
 
 class PricedTilings(NamedTuple):
@@ -219,7 +227,14 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
     if pieces:
         cut = tokens * pieces
-        return TileLimits(cut, cut * 2 + tokens * segments_of_request, cut, tokens, cut, tokens)
+        return TileLimits(
+            items=cut,
+            segments=cut * 2 + tokens * segments_of_request,
+            queries=cut,
+            merged=tokens,
+            slots=cut,
+            query_tokens=tokens,
+        )
     entries = 2 * (tokens + parts * max(heights))
     return TileLimits(
         items=2 * (tokens + parts),

@@ -228,7 +228,15 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
     memory = np.zeros(len(stages), np.int64)
     for i in range(len(stages)):
         height, least, below, block_segments, parts, subtiles, private = stages[i]
-        stage = Stage(height, least, below, block_segments, parts, subtiles, private)
+        stage = Stage(
+            height=height,
+            least=least,
+            below=below,
+            block_segments=block_segments,
+            num_parts=parts,
+            subtiles=subtiles,
+            private_segments=private,
+        )
         found = stage_blocks(forest, entries, stage, window, segment_size)
         indptr[i + 1] = indptr[i] + len(found)
         blocks[indptr[i] : indptr[i + 1]] = found
@@ -242,7 +250,15 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
 def tile_times(costs, kind):
     """The row of a tile kind."""
     full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[kind]
-    return TileTimes(full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent)
+    return TileTimes(
+        full_ns=full,
+        masked_ns=masked,
+        full_chain_ns=full_chain,
+        masked_chain_ns=masked_chain,
+        num_slots=num_slots,
+        ctas_per_sm=ctas_per_sm,
+        read_percent=read_percent,
+    )
 
 
 @njit
@@ -267,7 +283,15 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
         partials += parts * entries if parts > 1 else 0
     if not last:
         partials = np.int64(num_queries)
-    load = StageLoad(items, work, max_item, max_chain, partials, total * costs.segment_size, np.int64(memory))
+    load = StageLoad(
+        num_items=items,
+        work_ns=work,
+        max_item_ns=max_item,
+        max_chain_ns=max_chain,
+        num_partials=partials,
+        tokens=total * costs.segment_size,
+        memory_tokens=np.int64(memory),
+    )
     return load_ns(load, tile, costs, stage.subtiles == 1, last)
 
 
@@ -282,7 +306,15 @@ def tilings_ns(loads, stages, uses, costs):
             if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
                 continue
             height, least, below, block_segments, _, subtiles, private = stages[which]
-            stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
+            stage = Stage(
+                height=height,
+                least=least,
+                below=below,
+                block_segments=block_segments,
+                num_parts=num_parts,
+                subtiles=subtiles,
+                private_segments=private,
+            )
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             last = nth == 1 or uses[candidate, 1, 0] < 0
             times[candidate] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
@@ -300,7 +332,15 @@ def tilings_fit(loads, stages, uses, limits):
         for nth in range(1 + pair):
             which, _, num_parts = uses[candidate, nth]
             height, least, below, block_segments, _, subtiles, private = stages[which]
-            stage = Stage(height, least, below, block_segments, num_parts, subtiles, private)
+            stage = Stage(
+                height=height,
+                least=least,
+                below=below,
+                block_segments=block_segments,
+                num_parts=num_parts,
+                subtiles=subtiles,
+                private_segments=private,
+            )
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             total = blocks[:, 2].sum()
             share = share_of(total, tiles_of(loads.num_queries, stage), num_parts, block_segments)

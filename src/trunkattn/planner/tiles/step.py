@@ -118,7 +118,15 @@ def _overlap(source, candidates, chunks, overlap, leftover, costs):
         which, _, num_parts = uses[number, 0]
         height, least, below, block_segments, _, subtiles, private_segments = stages[which]
         assert subtiles == 1 and uses[number, 1, 0] < 0
-        stage = Stage(height, least, below, block_segments, num_parts, subtiles, private_segments)
+        stage = Stage(
+            height=height,
+            least=least,
+            below=below,
+            block_segments=block_segments,
+            num_parts=num_parts,
+            subtiles=subtiles,
+            private_segments=private_segments,
+        )
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = heaviest_first(outline, len(entries.query))
         found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.kind, costs)

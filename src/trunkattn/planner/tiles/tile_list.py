@@ -161,7 +161,15 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     order = np.argsort(weight, kind="mergesort")
     num_slots = int(pieces[pieces > 1].sum())
     return TileArrays(
-        items[order], segments, queries, slots, merge_slots, counts, merge_queries, merge_ranges, num_slots
+        items=items[order],
+        segments=segments,
+        queries=queries,
+        partial_slots=slots,
+        merge_slots=merge_slots,
+        counts=counts,
+        merge_queries=merge_queries,
+        merge_ranges=merge_ranges,
+        num_slots=num_slots,
     )
 
 
