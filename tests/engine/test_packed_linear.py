@@ -84,3 +84,40 @@ def test_a_layer_with_two_parents_stays_one_layer() -> None:
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared), shared)
     pack_linears(model)
     assert model[0][0] is model[1][0] is model[2] and isinstance(model[2], PackedLinear)
+
+
+class Attention(nn.Module):
+    """Layers of one input, as transformers' models keep them."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(40, 70, bias=bias), nn.Linear(40, 24, bias=bias)
+        self.v_proj, self.o_proj = nn.Linear(40, 24, bias=bias), nn.Linear(70, 40, bias=bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 40])
+def test_layers_of_one_input_give_the_bits_that_each_gives_alone(rows: int, bias: bool) -> None:
+    model = Attention(bias)
+    alone = {name: PackedLinear(layer) for name, layer in model.named_children()}
+    pack_linears(model)
+    for _ in range(2):
+        x = torch.randn(rows, 40)
+        for name, layer in (("k_proj", model.k_proj), ("q_proj", model.q_proj), ("v_proj", model.v_proj)):
+            y = layer(x)
+            assert torch.equal(y, alone[name](x)) and y.is_contiguous()
+            assert torch.equal(layer.weight, alone[name].weight)
+            y.zero_()  # what a caller does to its output stays there
+            assert torch.equal(layer(x), alone[name](x))
+        x += 1  # the same tensor with other values is another input
+        assert torch.equal(model.v_proj(x), alone["v_proj"](x))
+
+
+def test_layers_of_other_sizes_or_parents_are_packed_alone() -> None:
+    model = Attention(bias=False)
+    model.k_proj = nn.Linear(50, 24)
+    shared = model.v_proj
+    whole = nn.Sequential(nn.Sequential(shared), model)
+    pack_linears(whole)
+    assert model.k_proj(torch.ones(2, 50)).shape == (2, 24)
+    assert whole[0][0] is model.v_proj and isinstance(model.q_proj, PackedLinear)

@@ -24,6 +24,7 @@ from trunkattn.cli.demo_workload import DemoWorkload, load_demo
 from trunkattn.cli.measure import BatchRun, Step, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DemoOptions
+from trunkattn.cli.other_work import OtherWork
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.planner.prefix_forest import Forest, build_forest
 
@@ -72,9 +73,11 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
     demo = Demo(options, workload, engines, tokenize(engines["auto"], workload), console)
     warm_up(demo)
     widest = stream(demo)
+    others = OtherWork()
     runs = measure(demo)
+    busy = others.cores()
     picture = draw(demo, widest)
-    result = summarise(engines["auto"], workload, runs, widest, picture)
+    result = summarise(engines["auto"], workload, runs, widest, picture, busy)
     if not options.as_json:
         print_result(result, console)
         console.print(f"\nServe this model: {serve_command(model)}", markup=False, highlight=False, soft_wrap=True)

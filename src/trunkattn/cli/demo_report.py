@@ -1,11 +1,12 @@
 """The demo's figures: the result of its runs, and the two tables."""
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.console import Console
@@ -24,6 +25,8 @@ from trunkattn.cli.measure import (
 from trunkattn.engine import LLM, RequestOutput
 from trunkattn.kv_cache.manager import SlotUsage
 from trunkattn.names import install_command
+
+_BUSY_CORES: Final = 0.2  # other programs take less on a machine that is called idle
 
 
 class Widest:
@@ -75,7 +78,10 @@ class CacheFigures:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo shows. `--json` prints these fields."""
+    """Everything that the demo shows. `--json` prints these fields.
+
+    other_cores: cores that other programs kept busy while the policies were measured; None where nobody knows.
+    """
 
     settings: dict[str, Any]
     policies: dict[str, Measurement]
@@ -83,10 +89,16 @@ class DemoResult:
     cache: dict[str, CacheFigures]
     answers: list[dict[str, Any]]
     picture: str | None
+    other_cores: float | None
 
 
 def summarise(
-    llm: LLM, workload: DemoWorkload, runs: Mapping[str, BatchRun], widest: Widest, picture: Path | None
+    llm: LLM,
+    workload: DemoWorkload,
+    runs: Mapping[str, BatchRun],
+    widest: Widest,
+    picture: Path | None,
+    other_cores: float | None,
 ) -> DemoResult:
     """Figures of the measured runs; `llm` is the engine of policy auto."""
     per_query, auto = (_answers(runs[policy]) for policy in ("per_query", "auto"))
@@ -117,6 +129,7 @@ def summarise(
             )
         ],
         picture=None if picture is None else str(picture),
+        other_cores=None if other_cores is None else round(other_cores, 2),
     )
 
 
@@ -124,6 +137,8 @@ def print_result(result: DemoResult, console: Console) -> None:
     """Prints both tables and the path of the picture."""
     console.print()
     console.print(policy_table(result))
+    if words := busy_words(result.other_cores, os.cpu_count() or 1):
+        console.print(words, style="yellow", markup=False, highlight=False)
     console.print()
     console.print(cache_table(result))
     console.print()
@@ -132,6 +147,16 @@ def print_result(result: DemoResult, console: Console) -> None:
         console.print(words, markup=False, highlight=False)
     else:
         console.print(f"Picture of the forest, with the bytes read and saved: [bold]{result.picture}[/]")
+
+
+def busy_words(other_cores: float | None, num_cores: int) -> str:
+    """What a machine that was not idle means for the figures; empty: it was idle, or nobody knows."""
+    if other_cores is None or other_cores < _BUSY_CORES:
+        return ""
+    return (
+        f"Other programs kept {other_cores:.1f} of {num_cores} cores busy meanwhile. On an idle machine both columns "
+        "are faster, and what they differ by is surer."
+    )
 
 
 def policy_table(result: DemoResult) -> Table:

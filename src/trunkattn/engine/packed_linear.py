@@ -2,7 +2,13 @@
 
 With few rows the attention executor's register tile is faster than torch's BLAS and than oneDNN's packed weights,
 because it fetches weights from memory while it computes. With many rows it is as fast as oneDNN.
+
+A decode step of one request calls two hundred such layers, and each call costs as much as a small layer's arithmetic.
+So layers that read the same input, as the projections of queries, keys and values do, are computed by one call.
 """
+
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,29 +19,61 @@ from trunkattn.cpu.linear import PANEL, multiply, pack_weight, unpack_weight
 from trunkattn.engine.latent import HeadLinear
 
 
+# Names under which transformers' models keep layers of one input, side by side in one module.
+_OF_ONE_INPUT: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FEW_ROWS: Final = 8  # up to here a call costs more than copying its output
+
+
+class _Panels:
+    """The weights of linear layers of one input, one after another, and the last product with few rows."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        packed = [pack_weight(linear.weight.detach().numpy()) for linear in linears]
+        self.array = packed[0] if len(packed) == 1 else np.concatenate(packed)
+        ends = np.cumsum([len(panels) for panels in packed])
+        self.parts = [slice(int(end) - len(panels), int(end)) for end, panels in zip(ends, packed, strict=True)]
+        self._last = (torch.empty(0, device="cpu"),) * 2  # few rows, and their product with all weights
+
+    def multiply(self, rows: torch.Tensor, part: slice) -> torch.Tensor:
+        """[T, columns of a part's panels] the product of rows [T, in_features] with a part's weights."""
+        if len(self.parts) == 1 or len(rows) > _FEW_ROWS:
+            return _product(rows, self.array[part])
+        known, product = self._last
+        if not torch.equal(known, rows):
+            product = _product(rows, self.array)
+            self._last = rows.clone(), product
+        return product[:, part.start * PANEL : part.stop * PANEL].clone()
+
+
 class PackedLinear(nn.Module):
     """y = x Wᵀ + b with a packed W. x [..., in_features] float32 -> [..., out_features].
 
     It has the attributes of `nn.Linear`, because models read them. `weight` is a copy.
+
+    Args:
+        linear: the layer.
+        panels: the packed weights of this layer and of others that read the same input; None: of this layer alone.
+        index: the layer's place among them.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, panels: _Panels | None = None, index: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self._panels = pack_weight(linear.weight.detach().numpy())
+        self._panels = _Panels([linear]) if panels is None else panels
+        self._part = self._panels.parts[index]
 
     @property
     def weight(self) -> torch.Tensor:
         """W [out_features, in_features] float32, on the CPU."""
-        return torch.from_numpy(unpack_weight(self._panels, self.out_features))
+        return torch.from_numpy(unpack_weight(self._panels.array[self._part], self.out_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [..., out_features] of x [..., in_features]."""
         if x.dtype != torch.float32:
             return nn.functional.linear(x, self.weight, self.bias)  # raises as nn.Linear does
-        rows = x.detach().reshape(-1, self.in_features)
-        out = _product(rows, self._panels)[:, : self.out_features].contiguous()  # copies if the last panel is not full
+        out = self._panels.multiply(x.detach().reshape(-1, self.in_features), self._part)
+        out = out[:, : self.out_features].contiguous()  # copies only if the last panel is not full
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
@@ -77,11 +115,19 @@ def pack_linears(model: nn.Module) -> None:
     """
     packed: dict[nn.Linear, PackedLinear] = {}
     for parent in list(model.modules()):
+        plain = {
+            name: child for name, child in parent._modules.items() if isinstance(child, nn.Linear) and _is_plain(child)
+        }
+        for names in _OF_ONE_INPUT:
+            group = [plain[name] for name in names if name in plain]
+            if len(group) == len(names) and _may_share(group) and not any(child in packed for child in group):
+                panels = _Panels(group)
+                packed |= {child: PackedLinear(child, panels, index) for index, child in enumerate(group)}
         for name, child in list(parent._modules.items()):
-            if isinstance(child, nn.Linear) and _is_plain(child):
-                if child not in packed:
-                    packed[child] = PackedLinear(child)
-                setattr(parent, name, packed[child])
+            if name in plain:
+                if plain[name] not in packed:
+                    packed[plain[name]] = PackedLinear(plain[name])
+                setattr(parent, name, packed[plain[name]])
             elif isinstance(child, HeadLinear):
                 setattr(parent, name, PackedHeadLinear(child))
 
@@ -99,3 +145,8 @@ def unpacked_weights(model: nn.Module) -> list[str]:
 def _is_plain(linear: nn.Linear) -> bool:
     has_hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
     return type(linear) is nn.Linear and not has_hooks and can_pack(linear.weight.dtype, linear.weight.device)
+
+
+def _may_share(linears: Sequence[nn.Linear]) -> bool:
+    """Whether the layers are different ones of the same input size."""
+    return len(set(linears)) == len(linears) and len({linear.in_features for linear in linears}) == 1
