@@ -78,7 +78,9 @@ def test_a_bad_field(server: Server, path: str, body: dict[str, Any], param: str
 def test_an_image_is_refused_and_not_fetched(server: Server) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
     response = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
-    assert response.status_code == 400 and response.json()["error"]["param"].startswith("messages[0].content")
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "messages[0].content[0].type"
+    assert "'image_url'" in error["message"] and "expected 'text'" in error["message"]
 
 
 @pytest.mark.parametrize(

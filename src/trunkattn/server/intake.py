@@ -52,7 +52,7 @@ def _no_constant(name: str) -> NoReturn:
 def _first(error: ValidationError) -> BadRequest:
     """The first thing that is wrong, as an error of the API."""
     try:
-        first = error.errors(include_url=False)[0]
+        first = _first_of(error.errors(include_url=False))
     except UnicodeEncodeError:  # a name that pydantic cannot quote
         return BadRequest("the body names a field with half of a surrogate pair: expected Unicode text")
     location, kind, reason = first["loc"], first["type"], first["msg"]
@@ -62,11 +62,20 @@ def _first(error: ValidationError) -> BadRequest:
         return BadRequest(f"{name}.{reason}" if name else reason, f"{name}.{inner}" if name else inner)
     if kind == "missing":
         return BadRequest(f"{name} is missing: expected a value", name or None)
+    if kind in ("model_type", "dict_type"):
+        reason = "expected a JSON object"
     if kind == "too_long" and isinstance(first["input"], list | dict):
         context: Any = first.get("ctx", {})
         message = f"{name} has {len(first['input'])} items: expected at most {context.get('max_length')}"
         return BadRequest(message, name)
     return BadRequest(f"{name or 'the body'}={shown(first['input'])}: {reason[:1].lower()}{reason[1:]}", name or None)
+
+
+def _first_of(errors: Sequence[Any]) -> Any:
+    """The first error; of alternatives that a value could be, that of the one in which most of it is right."""
+    place = errors[0]["loc"][:-1]
+    alike = [each for each in errors if each["loc"][: len(place)] == place] if place else errors[:1]
+    return max(alike, key=lambda each: len(each["loc"])) if str(errors[0]["type"]).endswith("_type") else errors[0]
 
 
 def _name(location: Sequence[int | str]) -> str:

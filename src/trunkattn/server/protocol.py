@@ -13,7 +13,16 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from trunkattn.engine.config import shown
@@ -243,11 +252,17 @@ class CompletionRequest(Sampling):
         )
 
 
+def _text_type(given: Any) -> Any:
+    if isinstance(given, str) and given not in ("text", "refusal"):
+        raise _refuse("part", "expected 'text'; this server reads no images, sounds or files")
+    return given
+
+
 class TextPart(Body):
     """A part of a message. Images and sounds are refused: nothing in a request makes the server fetch anything."""
 
     without_effect = frozenset({"cache_control", "annotations"})
-    type: Literal["text", "refusal"]
+    type: Annotated[Literal["text", "refusal"], BeforeValidator(_text_type)]
     text: str = ""
     refusal: str = ""
 
