@@ -241,7 +241,15 @@ def icicle(snapshot: Snapshot, token_bytes: int, end: int, prompt_of: Callable[[
         counts.setdefault(colour, []).append(node.sequences)
         x, width = 100 * node.start / end, 100 * node.tokens / end
         edged, words = pixels >= _EDGE_PIXELS, _words(node, token_bytes)
-        box = Box(round(x, 3), round(top, 3), round(width, 3), round(height, 3), colour, edged, words.title)
+        box = Box(
+            x=round(x, 3),
+            y=round(top, 3),
+            width=round(width, 3),
+            height=round(height, 3),
+            shade=colour,
+            edged=edged,
+            text=words.title,
+        )
         if node.sequences > 1:
             boxes.append(box)
         else:
@@ -253,7 +261,16 @@ def icicle(snapshot: Snapshot, token_bytes: int, end: int, prompt_of: Callable[[
     ticks = [Tick(100 * token / end, f"{token:,.0f}") for token, _ in _ticks(end, 4, str)]
     legend = [(colour, _legend(colour, found)) for colour, found in sorted(counts.items(), reverse=True)]
     time = figures.seconds(snapshot.time)
-    return Icicle(time, total, boxes, leaves[True], leaves[False], labels, ticks, legend)
+    return Icicle(
+        time=time,
+        sequences=total,
+        boxes=boxes,
+        leaves=leaves[True],
+        thin_leaves=leaves[False],
+        labels=labels,
+        ticks=ticks,
+        legend=legend,
+    )
 
 
 class _Words(NamedTuple):
