@@ -18,7 +18,6 @@ from torch import nn
 from trunkattn.cpu.linear import PANEL, multiply, pack_weight, unpack_weight
 from trunkattn.engine.latent import HeadLinear
 
-
 # Names under which transformers' models keep layers of one input, side by side in one module.
 _OF_ONE_INPUT: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _FEW_ROWS: Final = 8  # up to here a call costs more than copying its output
