@@ -161,6 +161,22 @@ def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, siz
 
 
 @njit
+def _count_items(entries, num_spans, height, window, segment_size):
+    """Numbers of the items that end with their span, and of the others. height: query tokens of an item."""
+    count, per_item = len(entries.query), SPAN_TOKENS // segment_size
+    num_ending, num_others = 0, 0
+    for span in range(num_spans):
+        starts = _starts(entries, span, height, window)
+        first = 0
+        for entry in range(count):
+            first = entry if starts[entry] == 2 else first
+            if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
+                ends = _num_segments(entries, first, entry, span, segment_size) == per_item
+                num_ending, num_others = num_ending + ends, num_others + (not ends)
+    return num_ending, num_others
+
+
+@njit
 def _emit(entries, seq_lens, table, sizes):
     """Returns the arrays of a tile list. sizes: query tokens of an item, window, tokens of a segment and of a page,
     segments of a block."""
@@ -178,15 +194,7 @@ def _emit(entries, seq_lens, table, sizes):
     merge_ranges = np.empty((split.sum(), 2), np.int32)
     merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + pieces)[split]
 
-    num_ending, num_others = 0, 0
-    for span in range(num_spans):
-        starts = _starts(entries, span, height, window)
-        first = 0
-        for entry in range(count):
-            first = entry if starts[entry] == 2 else first
-            if starts[entry] > 0 and (entry + 1 == count or starts[entry + 1] != 1):
-                ends = _num_segments(entries, first, entry, span, segment_size) == per_item  # with the span
-                num_ending, num_others = num_ending + ends, num_others + (not ends)
+    num_ending, num_others = _count_items(entries, num_spans, height, window, segment_size)
     items = np.zeros((num_ending + num_others, ITEM_COLUMNS), np.int32)
     segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
     queries, slots = np.empty(pieces.sum(), np.int32), np.full(pieces.sum(), DIRECT, np.int32)
