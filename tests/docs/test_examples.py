@@ -33,7 +33,7 @@ def number(pattern: str, text: str) -> float:
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"library_cpu.py", "mixed_step.py", "training.py", "plan_stats.py", "nano.py", *ELSEWHERE}
+    tested = {"library_cpu.py", "mixed_step.py", "training.py", "train_tree.py", "plan_stats.py", "nano.py", *ELSEWHERE}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -72,6 +72,14 @@ def test_mixed_step(run: Callable[..., str]) -> None:
 def test_training(run: Callable[..., str]) -> None:
     text = run("training.py", "--steps", "40")
     assert number(r"step 40: loss (\S+)", text) < 0.1 * number(r"step 1: loss (\S+)", text)
+
+
+@pytest.mark.slow
+def test_train_tree(run: Callable[..., str]) -> None:
+    text = run("train_tree.py", "--steps", "1")
+    as_tree, as_sequences = (number(rf"(\S+) as {what}", text) for what in ("a tree,", "sequences\n"))
+    assert abs(as_tree - as_sequences) < 1e-4
+    assert number(r"a gradient: (\S+)", text) < 1e-3
 
 
 def test_plan_stats(run: Callable[..., str]) -> None:
