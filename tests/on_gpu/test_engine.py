@@ -36,7 +36,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": lambda: Gemma2Config(
         **SHAPE, head_dim=64, sliding_window=50, query_pre_attn_scalar=8, attn_logit_softcapping=10.0
     ),
-    # rows of 512 + 64 numbers, as the Hopper kernel reads them; no experts, which a graph cannot capture
+    # rows of 512 + 64 numbers, as the Hopper kernel reads them, and no experts
     "latent": lambda: DeepseekV3Config(
         **{**SHAPE, "num_key_value_heads": 8}, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32,
         v_head_dim=48, q_lora_rank=64, first_k_dense_replace=2,
