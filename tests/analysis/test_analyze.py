@@ -1,0 +1,180 @@
+"""A whole analysis: which replays it makes, what it says, its spoilers and its fleet; tasks in processes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.analysis.test_replay import PRICES, SIZE, log_of
+from trunkattn.analysis import analyze as module
+from trunkattn.analysis.analyze import analyze
+from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
+from trunkattn.analysis.load import Load, Workload
+from trunkattn.analysis.parallel import run_all
+from trunkattn.analysis.records import FleetReplay, Log, LoggedRequest, Replay
+from trunkattn.analysis.settings import ROUTES, Settings
+from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.analysis.words import overload, verdict
+
+SETTINGS = Settings(num_pages=4000, concurrencies=(2, 8), max_num_seqs=64)
+
+
+def log(requests: list[LoggedRequest]) -> Log:
+    return Log("some.jsonl", "test", requests, len(requests))
+
+
+def without_times(requests: list[LoggedRequest]) -> list[LoggedRequest]:
+    return [replace(each, arrival=None) for each in requests]
+
+
+def test_an_analysis_says_what_sharing_is_worth() -> None:
+    told: list[tuple[str, float]] = []
+    found = analyze(log(log_of(30, 120, 4)), SETTINGS, lambda what, share: told.append((what, share)))
+    assert [each.name for each in found.replays] == ["as logged", "2 at a time", "8 at a time"]
+    assert (found.card, found.model, found.token_bytes) == ("NVIDIA H100", "llama-3-8b", 32 * 4096)
+    assert found.verdict.startswith("At ") and "off the time per token" in found.verdict
+    assert told[-1][1] == 1.0
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert all(text.endswith(".") for text in found.assumptions)
+    assert (found.spoilers, found.fleet) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({}, ["8 at a time", "2 at a time"]),
+        ({"rates": (5.0,)}, ["5 requests/s", "2 at a time", "8 at a time"]),
+        ({"concurrencies": (4, 1, 2, 2)}, ["2 at a time", "1 at a time", "4 at a time"]),
+    ],
+)
+def test_a_log_without_times_is_replayed_at_loads(change: dict[str, Any], names: list[str]) -> None:
+    found = analyze(log(without_times(log_of(6, 10, 2))), replace(SETTINGS, **change))
+    assert [each.name for each in found.replays] == names
+
+
+def test_replays_after_the_first_take_the_first_requests() -> None:
+    found = analyze(log(log_of(12, 10, 2)), replace(SETTINGS, max_requests=5))
+    assert [each.num_requests for each in found.replays] == [12, 5, 5]
+    assert "Replays after the first one take the first 5 requests." in found.assumptions
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"card": "A100"}, "gpu='A100': expected a card"),
+        ({"model": "lama"}, "model='lama': expected one of"),
+        ({"concurrencies": (0,)}, "concurrencies=0: expected an integer of at least 1"),
+        ({"concurrencies": (10_000,)}, "max_num_batched_tokens"),
+        ({"rates": (0.0,)}, "rates=0.0: expected requests per second above 0"),
+        ({"route": "nearest"}, "route='nearest': expected one of random, round-robin, prefix, sharers"),
+        ({"scheduler_policy": "first"}, "scheduler_policy='first'"),
+        ({"num_pages": 1}, "none of its 6 requests fits in 1 pages"),
+        ({"concurrencies": ()}, "has no times of arrival: expected requests at a time, or a rate"),
+        ({"replicas": 2}, "replicas=2: some.jsonl has no times of arrival: expected a rate"),
+    ],
+)
+def test_bad_settings_are_refused_before_a_replay(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", None)
+    with pytest.raises(ValueError, match=message):
+        analyze(log(without_times(log_of(6, 10, 2))), replace(SETTINGS, **change))
+
+
+def test_an_empty_log_is_refused() -> None:
+    with pytest.raises(ValueError, match="it has no request that could be read"):
+        analyze(log([]), SETTINGS)
+
+
+def test_a_spoiler_is_told_with_the_gain_that_a_replay_finds() -> None:
+    """Blocks by contents: a first block that differs keeps 60 blocks behind it from being shared."""
+    requests = without_times(log_of(24, 0, 64))
+    contents = [np.array([1000 + i, *range(60), *range(5000 + 3 * i, 5003 + 3 * i)], np.int64) for i in range(24)]
+    spoiled = replace(log(requests), contents=contents)
+    found = analyze(spoiled, replace(SETTINGS, concurrencies=(8,)))
+    (spoiler,) = found.spoilers
+    assert spoiler.num_requests == 24
+    assert spoiler.gain_tpot is not None and spoiler.gain_tpot > 0.02
+    assert spoiler.gain_prompt_tokens is not None and spoiler.gain_prompt_tokens > 20 * 59 * 16
+    assert analyze(spoiled, replace(SETTINGS, concurrencies=(8,), find_spoilers=False)).spoilers == []
+
+
+def verdict_of(tpot_ms: float, shared_tpot_ms: float, **change: Any) -> str:
+    found = analyze(log(log_of(4, 1, 1)), replace(SETTINGS, concurrencies=())).replays[0]
+    return verdict([replace(found, tpot_ms=tpot_ms, shared_tpot_ms=shared_tpot_ms, **change)])
+
+
+def test_a_verdict_is_honest() -> None:
+    assert "takes 25% off the time per token, 7.5 ms instead of 10" in verdict_of(10.0, 7.5)
+    assert "gains 1%, which is nothing." in verdict_of(10.0, 9.9)
+    assert "costs 5% of the time per token." in verdict_of(10.0, 10.5)
+
+
+def test_an_engine_that_does_not_keep_up_is_told() -> None:
+    found = analyze(log(log_of(4, 1, 1)), replace(SETTINGS, concurrencies=())).replays[0]
+    assert overload(found) == []
+    (sentence,) = overload(replace(found, shared_ttft_ms=61_000.0))
+    assert "they wait 61 s on average" in sentence
+
+
+def fleet_of(requests: list[LoggedRequest], route: str) -> FleetReplay:
+    workload, fleet = Workload.of(requests, SIZE, 10), Fleet(4, route)
+    shared, alone = (run_fleet(workload, SIZE, PRICES, Load(), fleet, clock) for clock in (SHARED, ALONE))
+    return fleet_replay(fleet, shared, alone)
+
+
+def test_a_fleet_that_looks_at_prefixes_shares_more() -> None:
+    """Four families of prompts in turn, which round-robin spreads over all engines, because it has one turn too few."""
+    families = [log_of(20, 120, 2) for _ in range(5)]
+    requests = []
+    for number in range(100):
+        family, request = number % 5, families[number % 5][number // 5]
+        blocks = request.blocks + 1_000_000 * family
+        requests.append(replace(request, line=number + 1, arrival=number * 0.05, blocks=blocks))
+    found = {route: fleet_of(requests, route) for route in ROUTES}
+    assert {each.replicas for each in found.values()} == {4}
+    for route in ("prefix", "sharers"):
+        assert found[route].hit_rate > found["round-robin"].hit_rate + 0.1
+        assert found[route].shared_tpot_ms < found["round-robin"].shared_tpot_ms
+        assert found[route].kv_bytes / found[route].unique_kv_bytes > 1.2 * (
+            found["round-robin"].kv_bytes / found["round-robin"].unique_kv_bytes
+        )
+    assert 1.0 <= found["round-robin"].balance < 1.1
+    assert found["prefix"].balance >= found["round-robin"].balance
+
+
+def test_an_analysis_replays_a_fleet_for_each_route() -> None:
+    requests = log_of(12, 10, 2)
+    every = analyze(log(requests), replace(SETTINGS, replicas=2)).fleet
+    one = analyze(log(requests), replace(SETTINGS, replicas=2, route="sharers")).fleet
+    assert [each.route for each in every] == list(ROUTES)
+    assert one == [every[-1]]
+
+
+def share_of(number: int) -> Callable[[Callable[[float], None]], int]:
+    def task(say: Callable[[float], None]) -> int:
+        say(0.5)
+        if number == 3:
+            raise ValueError("three is bad")
+        return number * number
+
+    return task
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tasks_give_their_results_in_order(num_workers: int) -> None:
+    told: list[float] = []
+    assert run_all([share_of(number) for number in (2, 0, 1)], [1, 1, 2], told.append, num_workers) == [4, 0, 1]
+    assert told == sorted(told)
+    assert 0 < told[0] < told[-1] <= 1.0
+    with pytest.raises(ValueError, match="three is bad"):
+        run_all([share_of(number) for number in (2, 3)], [1, 1], told.append, num_workers)
+
+
+def test_processes_and_this_one_replay_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[Replay] = analyze(log(log_of(12, 10, 2)), SETTINGS).replays
+    monkeypatch.setattr(module, "_SMALL", 1)
+    monkeypatch.setattr(module, "num_cores", lambda: 2)
+    assert analyze(log(log_of(12, 10, 2)), SETTINGS).replays == here
