@@ -176,7 +176,7 @@ def fleet_table(analysis: Analysis) -> Table:
 
 def _print_spoilers(analysis: Analysis, console: Console, show_text: bool) -> None:
     if not analysis.spoilers:
-        console.print("Nothing was found that keeps prompts from sharing more.\n", highlight=False)
+        console.print(f"{no_spoilers(analysis.log)}\n", highlight=False)
         return
     console.print("[bold]What keeps prompts from sharing more[/]")
     for spoiler in analysis.spoilers[:_SHOWN_SPOILERS]:
@@ -187,6 +187,13 @@ def _print_spoilers(analysis: Analysis, console: Console, show_text: bool) -> No
     if len(analysis.spoilers) > _SHOWN_SPOILERS:
         console.print(f"  … and {len(analysis.spoilers) - _SHOWN_SPOILERS:,} smaller ones")
     console.line()
+
+
+def no_spoilers(log: Log) -> str:
+    """What is said where nothing was found that keeps prompts from sharing more."""
+    if log.texts is None and log.contents is None:
+        return "The log has no text, so nothing is known of what keeps prompts from sharing more."
+    return "Nothing was found that keeps prompts from sharing more."
 
 
 def spoiler_sentence(spoiler: Spoiler) -> str:
