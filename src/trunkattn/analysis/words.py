@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+import trunkattn.analysis.figures as figures
 from trunkattn.analysis.load import Workload
 from trunkattn.analysis.prices import Prices
 from trunkattn.analysis.records import Log, Replay
@@ -15,17 +16,18 @@ _OVERLOADED_S: Final = 30.0  # mean time to the first token from which an engine
 def verdict(replays: Sequence[Replay]) -> str:
     """What sharing is worth in the first replay, and in the one where it is worth most, in one sentence."""
     first = replays[0]
-    gain = gain_of(first)
+    gain = figures.time_saved(first)
     text = f"At {_at_a_time(first)} at a time ({first.name}) reading shared prefixes once "
     if gain < -_WORTH:
-        text += f"costs {-gain:.0%} of the time per token"
+        text += f"costs {figures.percent(-gain)} of the time per token"
     elif gain < _WORTH:
-        text += f"gains {abs(gain):.0%}, which is nothing"
+        text += f"gains {figures.percent(abs(gain))}, which is nothing"
     else:
-        text += f"takes {gain:.0%} off the time per token, {first.shared_tpot_ms:.3g} ms instead of {first.tpot_ms:.3g}"
-    best = max(replays, key=gain_of)
-    if gain_of(best) > gain + _WORTH:
-        text += f"; at {_at_a_time(best)} at a time it would take {gain_of(best):.0%} off"
+        before, after = figures.milliseconds(first.tpot_ms), figures.milliseconds(first.shared_tpot_ms)
+        text += f"takes {figures.percent(gain)} off the time per token, {after} instead of {before}"
+    best = max(replays, key=figures.time_saved)
+    if figures.time_saved(best) > gain + _WORTH:
+        text += f"; at {_at_a_time(best)} at a time it would take {figures.percent(figures.time_saved(best))} off"
     return f"{text}."
 
 
@@ -33,20 +35,14 @@ def overload(replay: Replay) -> list[str]:
     """That the engine does not keep up with the requests, if so."""
     if replay.shared_ttft_ms < 1e3 * _OVERLOADED_S:
         return []
-    wait = replay.shared_ttft_ms / 1e3
-    return [f"One engine does not keep up with these requests ({replay.name}): they wait {wait:.0f} s on average."]
-
-
-def gain_of(replay: Replay) -> float:
-    """Share of the time per token that sharing saves."""
-    return 1.0 - replay.shared_tpot_ms / replay.tpot_ms if replay.tpot_ms else 0.0
+    wait = figures.seconds(replay.shared_ttft_ms / 1e3)
+    return [f"One engine does not keep up with these requests ({replay.name}): they wait {wait} on average."]
 
 
 def _at_a_time(replay: Replay) -> str:
     """Mean number of sequences that decode, for people."""
-    steps = sum(moment.num_steps for moment in replay.moments)
-    mean = sum(moment.decoding * moment.num_steps for moment in replay.moments) / max(1, steps)
-    return f"{mean:.3g} request" + ("" if f"{mean:.3g}" == "1" else "s")
+    mean = figures.count(figures.mean_decoding(replay.moments))
+    return f"{mean} request" + ("" if mean == "1" else "s")
 
 
 def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num_first: int) -> list[str]:
