@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import zstandard
 
+from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.formats.table import FORMATS
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import Log
+from trunkattn.analysis.settings import Settings
 
 LOGS = Path(__file__).parent / "logs"
 SYSTEM = "You answer questions about the harbour of a small town."
@@ -95,6 +97,14 @@ def test_a_sample_is_recognised_and_read(name: str) -> None:
     log = read_log(LOGS / name)
     check(log, SAMPLES[name])
     assert log.source == name
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_can_be_analyzed(name: str) -> None:
+    analysis = analyze(read_log(LOGS / name), Settings(concurrencies=(2,)))
+    has_times = SAMPLES[name].arrivals[0] is not None
+    assert [replay.name for replay in analysis.replays] == ["as logged", "2 at a time"][0 if has_times else 1 :]
+    assert all(replay.num_requests == len(analysis.log.requests) for replay in analysis.replays)
 
 
 def test_every_format_has_a_sample() -> None:

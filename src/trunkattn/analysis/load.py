@@ -90,7 +90,7 @@ class Feed:
     def __init__(self, jobs: Sequence[tuple[LoggedRequest, int]], times: Sequence[float]) -> None:
         self._jobs, self._times = jobs, times
         self._next: dict[int, int] = {}  # number of a turn -> number of the turn after it
-        self.numbers = {request.line: number for number, (request, _) in enumerate(jobs)}
+        self.numbers = {request.key: number for number, (request, _) in enumerate(jobs)}
         last: dict[str, int] = {}
         for number in sorted(range(len(jobs)), key=lambda number: jobs[number][0].turn):
             session = jobs[number][0].session
@@ -124,6 +124,6 @@ class Feed:
 
     def ended(self, job: Job, time: float) -> None:
         """Lets the turn after a request begin, at its own time or now."""
-        follower = self._next.get(self.numbers[job.logged.line])
+        follower = self._next.get(self.numbers[job.logged.key])
         if follower is not None:
             heappush(self._ready, (max(time, self._times[follower]), follower))

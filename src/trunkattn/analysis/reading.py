@@ -162,6 +162,7 @@ class _Collected:
     turns: list[int | None] = field(default_factory=list)
     texts: Texts = field(default_factory=Texts)
     contents: list[NDArray[np.int64]] = field(default_factory=list)
+    parts: dict[int, int] = field(default_factory=dict)  # requests of a line so far, less one
     tokens_told: int = 0
     tokens_found: int = 0
 
@@ -210,6 +211,7 @@ class _Collected:
         if encoded.text is not None:
             self.texts.fill(len(self.requests))
             self.texts.append(encoded.text)
+        part = self.parts[entry.line] = self.parts.get(entry.line, -1) + 1
         self.requests.append(
             LoggedRequest(
                 line=entry.line,
@@ -221,6 +223,7 @@ class _Collected:
                 num_answers=entry.num_answers,
                 session=entry.session,
                 model=entry.model,
+                part=part,
             )
         )
 

@@ -25,6 +25,7 @@ class LoggedRequest:
         session: name of the conversation; None: the log does not say.
         turn: number of the request in its session, from 0.
         model: the model that the log names; None: it names none.
+        part: which request of its line, from 0; a line may hold a conversation of several.
     """
 
     line: int
@@ -37,6 +38,12 @@ class LoggedRequest:
     session: str | None = None
     turn: int = 0
     model: str | None = None
+    part: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Line and part: no other request of the log has both."""
+        return self.line, self.part
 
 
 class Encoded(NamedTuple):

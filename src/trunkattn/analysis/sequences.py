@@ -55,7 +55,7 @@ class TokenSource:
     def __init__(self, requests: Sequence[LoggedRequest]) -> None:
         """Reads the sessions of a log. Nothing is copied."""
         self._numbers = _dense_numbers(requests)
-        self._next: dict[int, LoggedRequest] = {}  # line -> the turn that follows
+        self._next: dict[tuple[int, int], LoggedRequest] = {}  # key -> the turn that follows
         self._heads: dict[int, tuple[int, int]] = {}  # block -> the block that begins it, and how many tokens of it
         sessions: dict[str, list[LoggedRequest]] = {}
         for request in requests:
@@ -74,7 +74,7 @@ class TokenSource:
         """A prompt and its answer. See `LoggedTokens`."""
         prompt = self._prompt(request)
         answer = np.full(max_tokens, -1 - number % _MAX_INT32, np.int32)
-        later = self._next.get(request.line)
+        later = self._next.get(request.key)
         if later is not None:
             known = self._prompt(later)[len(prompt) : len(prompt) + max_tokens]
             answer[: len(known)] = known
@@ -99,7 +99,7 @@ class TokenSource:
         longer = later.num_prompt_tokens > earlier.num_prompt_tokens and later.block_size == earlier.block_size
         if not longer or not np.array_equal(earlier.blocks[:full], later.blocks[:full]):
             return
-        self._next[earlier.line] = later
+        self._next[earlier.key] = later
         if rest:
             before, after = self._blocks(np.array([earlier.blocks[full], later.blocks[full]])).tolist()
             if before != after:

@@ -77,7 +77,7 @@ class TimedEngine:
         self._prices, self._clock = prices, clock
         self._table = BlockTable(self.engine.cache)
         self._priced: _Priced | None = None
-        self._arrived: dict[int, NDArray[np.float64]] = {}  # by line, until the first token
+        self._arrived: dict[tuple[int, int], NDArray[np.float64]] = {}  # by key, until the first token
         self._first: dict[str, NDArray[np.float64]] = {}  # by sequence, when its first token came
         self._looked_up = self._found = 0
 
@@ -95,7 +95,7 @@ class TimedEngine:
         """Queues a request. arrived: its time, up to which an idle engine waits; None: now, on both clocks."""
         if arrived is not None and not self.has_work:
             self.now = np.maximum(self.now, arrived)
-        self._arrived[job.logged.line] = self.now.copy() if arrived is None else np.full(2, arrived)
+        self._arrived[job.logged.key] = self.now.copy() if arrived is None else np.full(2, arrived)
         self.engine.add(job)
 
     def advance(self, until: float) -> list[Job]:
@@ -125,7 +125,7 @@ class TimedEngine:
         answers = self.answers
         for request, job in ends.started:
             self._first[request.request_id] = self.now.copy()
-            arrived = self._arrived.pop(job.logged.line, None)
+            arrived = self._arrived.pop(job.logged.key, None)
             if arrived is not None:
                 answers.first += 1
                 answers.to_first += self.now - arrived
