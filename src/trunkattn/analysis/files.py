@@ -66,19 +66,17 @@ def contents_of(path: Path, read: Read = lambda count: None) -> Contents:
 
 
 def _chained(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
+    """Lines of all files, counted on from file to file."""
     before = 0
     for file in files:
         number = 0
         for line in _of_file(file, read).lines:
-            number = line[0] if isinstance(line, tuple) else line.line
-            yield _moved(line, before)
+            number = line.number if isinstance(line, Line) else line.line
+            if isinstance(line, Line):
+                yield Line(before + number, line.fields)
+            else:
+                yield SkippedLine(before + number, line.reason)
         before += number
-
-
-def _moved(line: Line | SkippedLine, before: int) -> Line | SkippedLine:
-    if isinstance(line, Line):
-        return Line(line.number + before, line.fields)
-    return SkippedLine(line.line + before, line.reason)
 
 
 def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
