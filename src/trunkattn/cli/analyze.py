@@ -103,7 +103,7 @@ def shown_progress(console: Console, num_requests: int | None = None) -> Iterato
     )
     total = 1.0 if num_requests is None else float(num_requests)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("reading" if num_requests is None else "replaying", total=total)
 
         def progress(what: str, share: float) -> None:
             bar.update(task, description=what, completed=share * total)
