@@ -323,6 +323,19 @@ def test_prompts_that_lack_the_field_are_of_the_group() -> None:
     assert (finding.spoiler.kind, finding.spoiler.num_requests) == ("timestamp", 40)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_with_real_documents_have_none(seed: int) -> None:
+    rng = random.Random(seed)
+    pages = [page.read_text() for page in sorted((Path(__file__).parents[2] / "docs" / "guide").glob("*.md"))]
+    pieces = [page[start : start + 1500] for page in pages for start in range(0, len(page) - 1500, 1500)]
+    system, words = pages[0][:2000], words_of(rng)
+    retrieved = ["\n---\n".join([system, *rng.sample(pieces, 3), words(9)]) for _ in range(150)]
+    whole = ["\n".join([system, rng.choice(pages), words(9)]) for _ in range(150)]
+    code = [page[: rng.randint(300, len(page))] for page in rng.choices(pages, k=150)]
+    for texts in (retrieved, whole, code):
+        assert find_spoilers(log_of(texts)) == []
+
+
 def test_few_requests_are_not_worth_a_word() -> None:
     words = words_of(random.Random(0))
     before, behind = words(40), words(200)
