@@ -17,9 +17,7 @@ from trunkattn.analysis.simulated import EngineSize
 from trunkattn.analysis.spoilers import find_spoilers, rewritten
 from trunkattn.analysis.timed import ALONE, SHARED
 from trunkattn.analysis.words import assumptions, overload, verdict
-from trunkattn.engine.config import check_budget, check_scheduler_policy
 from trunkattn.gpu.cards import card_named
-from trunkattn.validate import check_int
 
 _SMALL: Final = 2000  # requests; fewer are replayed in this process
 _SPOILED: Final = 4000  # requests that are replayed without a spoiler, and spoilers whose gains are found so
@@ -27,7 +25,7 @@ _REPLAYED: Final = 8
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     """What all replays of an analysis have in common."""
 
     settings: Settings
@@ -51,7 +49,9 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
         ValueError: the log has no request that fits, or a setting is out of range. No replay has begun then.
     """
     progress = progress or _silent
-    setup = _checked(log, settings)
+    if not log.requests:
+        raise ValueError(f"{log.source}: it has no request that could be read: expected at least one")
+    setup = setup_of(settings)
     loads = _loads(log, settings)
     whole = setup.workload(log)
     first = whole if settings.max_requests is None else setup.workload(log, settings.max_requests)
@@ -77,30 +77,38 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
     )
 
 
-def _checked(log: Log, settings: Settings) -> _Setup:
-    """The setup of an analysis. Errors as of `analyze`."""
-    if not log.requests:
-        raise ValueError(f"{log.source}: it has no request that could be read: expected at least one")
-    for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "output_tokens", "replicas", "tensor_parallel"):
-        check_int(name, getattr(settings, name), 1)
-    for concurrency in settings.concurrencies:
-        check_int("concurrencies", concurrency, 1)
-        check_budget(concurrency, settings.max_num_batched_tokens)
-    check_budget(settings.max_num_seqs, settings.max_num_batched_tokens)
-    check_scheduler_policy("scheduler_policy", settings.scheduler_policy)
-    if settings.route is not None and settings.route not in ROUTES:
-        raise ValueError(f"route={settings.route!r}: expected one of {', '.join(ROUTES)}")
+def setup_of(settings: Settings) -> Setup:
+    """What all replays have in common.
+
+    Raises:
+        ValueError: card or model are not known, or do not go together.
+    """
     card, shape = card_named(settings.card), model_shape(settings.model)
     prices = Prices(shape, card, settings.page_size, settings.tensor_parallel, settings.kv_cache_dtype)
     size = EngineSize(
-        num_pages=prices.num_pages if settings.num_pages is None else check_int("num_pages", settings.num_pages, 1),
+        num_pages=_num_pages(settings, prices),
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         scheduler_policy=settings.scheduler_policy,
         enable_prefix_caching=settings.enable_prefix_caching,
     )
-    return _Setup(settings, prices, size)
+    return Setup(settings, prices, size)
+
+
+def _num_pages(settings: Settings, prices: Prices) -> int:
+    """Pages of the KV cache: as many as were asked for, or as fit into the memory."""
+    if settings.num_pages is not None:
+        return settings.num_pages
+    if settings.kv_cache_bytes is None:
+        return prices.num_pages
+    page_bytes = prices.token_bytes * settings.page_size
+    if settings.kv_cache_bytes < page_bytes:
+        raise ValueError(
+            f"kv_cache_bytes={settings.kv_cache_bytes}: expected at least the {page_bytes} bytes of a page of "
+            f"{settings.page_size} tokens"
+        )
+    return settings.kv_cache_bytes // page_bytes
 
 
 def _loads(log: Log, settings: Settings) -> list[Load]:
@@ -127,7 +135,7 @@ def _loads(log: Log, settings: Settings) -> list[Load]:
 
 
 def _replays(
-    setup: _Setup, loads: Sequence[Load], workloads: Sequence[Workload], progress: Callable[[float], None]
+    setup: Setup, loads: Sequence[Load], workloads: Sequence[Workload], progress: Callable[[float], None]
 ) -> list[Replay]:
     """A replay for each load, of the workload in its place."""
     parts = [(place, clock) for place, load in enumerate(loads) for clock in clocks_of(load)]
@@ -141,7 +149,7 @@ def _replays(
     ]
 
 
-def _spoilers(setup: _Setup, log: Log, load: Load, progress: Progress) -> list[Spoiler]:
+def _spoilers(setup: Setup, log: Log, load: Load, progress: Progress) -> list[Spoiler]:
     """What spoils sharing, with the gains of the most expensive ones: the log is replayed without each of them."""
     findings = find_spoilers(log, progress)
     if not findings:
@@ -165,7 +173,7 @@ def _spoilers(setup: _Setup, log: Log, load: Load, progress: Progress) -> list[S
     return [*gains, *(finding.spoiler for finding in findings[_REPLAYED:])]
 
 
-def _fleet(setup: _Setup, workload: Workload, load: Load, progress: Callable[[float], None]) -> list[FleetReplay]:
+def _fleet(setup: Setup, workload: Workload, load: Load, progress: Callable[[float], None]) -> list[FleetReplay]:
     """A replay on several engines for each way to route."""
     settings = setup.settings
     routes = ROUTES if settings.route is None else (settings.route,)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from trunkattn.engine.config import check_real, check_scheduler_policy
+from trunkattn.engine.config import check_budget, check_real, check_scheduler_policy
 from trunkattn.validate import check_int
 
 Progress = Callable[[str, float], None]
@@ -28,7 +28,8 @@ class Settings:
         as_logged: replay the log's own times, where it has them. Then this replay comes first.
         max_num_seqs: sequences that run at once where requests arrive by time.
         page_size: tokens per page.
-        num_pages: pages of the cache; None: what fits in the card's memory beside the weights.
+        num_pages: pages of the cache; None: those of `kv_cache_bytes`.
+        kv_cache_bytes: of the cache, on all cards; None: what their memory holds beside the weights.
         max_num_batched_tokens: token budget of a step.
         scheduler_policy: "chunked_prefill" or "prefill_first".
         enable_prefix_caching: requests reuse pages of others.
@@ -54,6 +55,7 @@ class Settings:
     max_num_seqs: int = 256
     page_size: int = 16
     num_pages: int | None = None
+    kv_cache_bytes: int | None = None
     max_num_batched_tokens: int = 8192
     scheduler_policy: str = "chunked_prefill"
     enable_prefix_caching: bool = True
@@ -69,11 +71,15 @@ class Settings:
             check_int(name, getattr(self, name), at_least=1)
         check_int("replicas", self.replicas, at_least=1)
         check_int("seed", self.seed, at_least=0)
-        for name in ("num_pages", "max_requests"):
+        for name in ("num_pages", "kv_cache_bytes", "max_requests"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
         for concurrency in self.concurrencies:
             check_int("concurrencies", concurrency, at_least=1)
+            check_budget(concurrency, self.max_num_batched_tokens)
+        check_budget(self.max_num_seqs, self.max_num_batched_tokens)
+        if self.num_pages is not None and self.kv_cache_bytes is not None:
+            raise ValueError(f"num_pages={self.num_pages}: expected it without kv_cache_bytes, which says it too")
         for rate in self.rates:
             expected = "requests per second above 0"
             if check_real("rates", rate, expected) <= 0:

@@ -9,7 +9,7 @@ import typer
 
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.cli.command import fields_of
-from trunkattn.cli.options import OUTPUT, integer, number
+from trunkattn.cli.options import OUTPUT, integer, number, size
 
 LOG, MODEL, ENGINE, FLEET = "Log", "Card and model", "Engine", "Fleet"
 _DEFAULT: Final = Settings()
@@ -124,6 +124,17 @@ class AnalyzeOptions:
     num_pages: Annotated[
         int | None, _integer(ENGINE, "Pages of the KV cache. Default: what the card holds beside the weights.")
     ] = _DEFAULT.num_pages
+    kv_cache_bytes: Annotated[
+        int | None,
+        _parsed(
+            size,
+            "SIZE",
+            ENGINE,
+            "The same in bytes of all cards together, such as 40GiB.",
+            "--kv-cache-bytes",
+            "--kv-memory",
+        ),
+    ] = _DEFAULT.kv_cache_bytes
     max_num_batched_tokens: Annotated[int, _integer(ENGINE, "Most tokens of a step.")] = _DEFAULT.max_num_batched_tokens
     scheduler_policy: Annotated[
         str, _text(ENGINE, "NAME", "How the tokens of a step are shared out: chunked_prefill, prefill_first.")

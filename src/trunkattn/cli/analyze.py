@@ -24,20 +24,17 @@ def run_analyze(options: AnalyzeOptions) -> None:
     with reported_by_option(AnalyzeOptions):
         if not options.log.expanduser().exists():
             raise ValueError(f"log={str(options.log)!r}: expected a file or a folder that exists")
-        shape = model_shape(options.model)
+        model_shape(options.model)
         for name, path in (("json_file", options.json_file), ("html_file", options.html_file)):
             check_writable(name, path)
-    from trunkattn.analysis.analyze import analyze
+    from trunkattn.analysis.analyze import analyze, setup_of
     from trunkattn.analysis.html import to_html
-    from trunkattn.analysis.prices import Prices
     from trunkattn.analysis.reading import read_log
     from trunkattn.analysis.report import print_analysis, to_dict
-    from trunkattn.gpu.cards import card_named
 
     errors = Console(file=sys.stderr)
     with reported_by_option(AnalyzeOptions):
-        card = card_named(options.card)  # before the log is read, which may last minutes
-        Prices(shape, card, options.page_size, options.tensor_parallel, options.kv_cache_dtype)
+        setup_of(options.settings())  # before the log is read, which may last minutes
         with shown_progress(errors) as progress:
             log = read_log(
                 options.log,
