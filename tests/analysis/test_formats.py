@@ -205,10 +205,19 @@ def test_a_folder_of_texts_is_a_prompt_each(tmp_path: Path) -> None:
 
 def test_files_of_a_folder_are_one_log(tmp_path: Path) -> None:
     lines = (LOGS / "sglang.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "host_0.log").write_text("".join(lines[:3]))
-    (tmp_path / "host_0.log.2026-01-01_13").write_text("".join(lines[3:]))
+    (tmp_path / "host_0.log.2026-01-01_12").write_text("".join(lines[:3]))
+    (tmp_path / "host_0.log").write_text("".join(lines[3:]))
     (tmp_path / "README.txt").write_text("about these logs")
     check(read_log(tmp_path), SAMPLES["sglang.jsonl"])
+
+
+def test_an_answer_before_its_request_is_one_request(tmp_path: Path) -> None:
+    lines = (LOGS / "sglang.jsonl").read_text().splitlines(keepends=True)
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(lines[3:] + lines[:3]))
+    log = read_log(path)
+    assert [request.num_output_tokens for request in log.requests] == [None, 7, 6]
+    assert [request.arrival for request in log.requests] == pytest.approx([0, 0.25, 1])
 
 
 def test_an_array_on_one_line_and_a_mark_in_front_are_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trunkattn.analysis.records import SkippedLine
 LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", ".parquet"})
 COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
 _GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
+_AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _CHUNK: Final = 1 << 20
 _OBJECT: Final = "expected a JSON object"
 
@@ -32,6 +33,8 @@ class Contents(NamedTuple):
 def files_of(path: Path) -> list[Path]:
     """The file, or the files of a folder and of the folders in it, in order of their names; hidden ones are left out.
 
+    A name that goes on, such as app.log.1, is that of an older file, which comes before app.log.
+
     Raises:
         ValueError: there is no such file, or the folder is empty.
     """
@@ -40,7 +43,8 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such file or folder; expected a log")
     inner = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    found = [path / file for file in sorted(inner) if not any(part.startswith(".") for part in file.parts)]
+    in_order = sorted(inner, key=lambda file: f"{file}{_AFTER_ALL}")
+    found = [path / file for file in in_order if not any(part.startswith(".") for part in file.parts)]
     if not found:
         raise ValueError(f"{path}: the folder is empty; expected logs, or texts that are one prompt each")
     return found

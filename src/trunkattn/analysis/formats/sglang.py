@@ -43,9 +43,10 @@ def recognises(fields: Fields) -> bool:
 def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
     """Requests, each from the events of one `rid`; those that never finish come last, without an answer."""
     pending: dict[str, _Request] = {}
+    done: set[str] = set()  # that finished before they were received, as the order of files may have it
     for line in lines:
         try:
-            finished = _take(line, pending)
+            finished = _take(line, pending, done)
             if finished is not None:
                 yield from _entries(finished)
         except ValueError as error:
@@ -57,7 +58,7 @@ def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
             yield SkippedLine(request.line, str(error))
 
 
-def _take(line: Line, pending: dict[str, _Request]) -> _Request | None:
+def _take(line: Line, pending: dict[str, _Request], done: set[str]) -> _Request | None:
     """Notes an event. Returns the request that it finishes."""
     fields = line.fields
     require(fields, "timestamp", "event", "rid")
@@ -69,14 +70,15 @@ def _take(line: Line, pending: dict[str, _Request]) -> _Request | None:
     told = fields.get("obj")
     told = {key: value for key, value in told.items() if value is not None} if isinstance(told, Mapping) else {}
     if event.startswith(RECEIVED):
-        request = pending.setdefault(name, _Request(line.number, moment))
-        request.fields.update(told)
+        if name not in done:
+            pending.setdefault(name, _Request(line.number, moment)).fields.update(told)
         return None
     if event != FINISHED:
         return None
     out = fields.get("out")
     known = pending.pop(name, None)
     if known is None:
+        done.add(name)
         latency = first(_meta(out), "e2e_latency")
         since = float(latency) if isinstance(latency, int | float) else 0.0
         known = _Request(line.number, None if moment is None else moment - since)
