@@ -110,6 +110,8 @@ def test_a_verdict_is_honest() -> None:
     assert "takes 25 % off the time per token, 7.50 ms instead of 10.0 ms" in verdict_of(10.0, 7.5)
     assert "gains 1 %, which is nothing." in verdict_of(10.0, 9.9)
     assert "costs 5 % of the time per token." in verdict_of(10.0, 10.5)
+    assert "at a time (as logged) reading" in verdict_of(10.0, 9.9)
+    assert "at a time reading" in verdict_of(10.0, 9.9, name="1 at a time")
 
 
 def test_an_engine_that_does_not_keep_up_is_told() -> None:

@@ -37,10 +37,14 @@ def mean_bytes(moments: Sequence[Moment]) -> tuple[float, float]:
     return one_by_one, sum(moment.unique_kv_bytes * moment.num_steps for moment in moments) / steps
 
 
+def is_closed(replay: Replay) -> bool:
+    """Whether a replay keeps a number of requests running."""
+    return replay.rate is None and replay.name != AS_LOGGED
+
+
 def closed_loops(analysis: Analysis) -> list[Replay]:
     """Replays that keep a number of requests running, the fewest first."""
-    loops = [replay for replay in analysis.replays if replay.rate is None and replay.name != AS_LOGGED]
-    return sorted(loops, key=lambda replay: replay.concurrency)
+    return sorted(filter(is_closed, analysis.replays), key=lambda replay: replay.concurrency)
 
 
 def percent(share: float) -> str:

@@ -17,7 +17,8 @@ def verdict(replays: Sequence[Replay]) -> str:
     """What sharing is worth in the first replay, and in the one where it is worth most, in one sentence."""
     first = replays[0]
     gain = figures.time_saved(first)
-    text = f"At {_at_a_time(first)} at a time ({first.name}) reading shared prefixes once "
+    name = "" if figures.is_closed(first) else f" ({first.name})"
+    text = f"At {_at_a_time(first)} at a time{name} reading shared prefixes once "
     if gain < -_WORTH:
         text += f"costs {figures.percent(-gain)} of the time per token"
     elif gain < _WORTH:
