@@ -1,6 +1,6 @@
 """Prompts laid beside each other: what varies between them, and what is equal again behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -18,7 +18,6 @@ MAX_SHARED: Final = 1 << 18  # characters of a shared part that are compared
 MAX_FIELDS: Final = 8  # that follow each other in one group of prompts
 _WINDOW: Final = 4096  # characters behind the parting by which groups are told apart
 _SPARSE: Final = 8  # one of so many substrings is looked at
-_GROUPS: Final = 8  # groups that are tried at one place
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def common_length(texts: Sequence[str]) -> int:
     return low
 
 
-def groups_of(texts: Sequence[str], children: Sequence[int]) -> list[list[int]]:
+def groups_of(texts: Sequence[str], children: Sequence[int]) -> Iterator[list[int]]:
     """Positions of texts that have something in common behind the place where they part, largest groups first.
 
     Prompts of different applications may part at the same place. Those of one have substrings in common, so the texts
@@ -69,18 +68,14 @@ def groups_of(texts: Sequence[str], children: Sequence[int]) -> list[list[int]]:
     start = common_length(texts)
     grams = [_grams(text[start : start + _WINDOW]) for text in texts]
     owners = np.concatenate([np.full(len(some), place) for place, some in enumerate(grams)])
-    values, inverse, counts = np.unique(np.concatenate(grams), return_inverse=True, return_counts=True)
-    by_gram = np.split(owners[np.argsort(inverse, kind="stable")], np.cumsum(counts)[:-1])
-    found: list[list[int]] = []
+    _, inverse, counts = np.unique(np.concatenate(grams), return_inverse=True, return_counts=True)
+    owners, ends = owners[np.argsort(inverse, kind="stable")], np.cumsum(counts)
     seen: set[tuple[int, ...]] = set()
-    for gram in np.argsort(-counts, kind="stable") if len(values) else ():
-        members = tuple(by_gram[gram].tolist())
-        if len(members) < 2 or len(found) == _GROUPS:
-            break
+    for gram in np.argsort(-counts, kind="stable")[: int(np.count_nonzero(counts > 1))]:
+        members = tuple(owners[ends[gram] - counts[gram] : ends[gram]].tolist())
         if members not in seen and len({children[place] for place in members}) > 1:
             seen.add(members)
-            found.append(list(members))
-    return found
+            yield list(members)
 
 
 def _grams(text: str) -> NDArray[np.uint64]:

@@ -42,7 +42,7 @@ def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
         while stack and stack[-1][0] > shared:
             depth, start, splits = stack.pop()
             parting = _parting(depth, order[start:place], [split - start for split in splits], blocks)
-            if _num_leaving(parting) >= least:
+            if num_leaving(parting) >= least:
                 found.append(parting)
         if stack and stack[-1][0] == shared:
             stack[-1][2].append(place)
@@ -65,7 +65,8 @@ def _parting(depth: int, order: list[int], splits: list[int], blocks: Sequence[N
     return Parting(depth, np.array(order)[goes_on], np.cumsum(children)[goes_on])
 
 
-def _num_leaving(parting: Parting) -> int:
+def num_leaving(parting: Parting) -> int:
+    """Prompts that leave the largest group that goes on together."""
     if not len(parting.children):
         return 0
     return len(parting.children) - int(np.bincount(parting.children).max())

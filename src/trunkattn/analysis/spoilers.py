@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.alignment import MIN_SHARED, Field, Span, fields_of, groups_of, moved, spans_in
 from trunkattn.analysis.block_spoilers import BlockFinding, find_in_blocks, without_blocks
-from trunkattn.analysis.partings import Parting, partings
+from trunkattn.analysis.partings import Parting, num_leaving, partings
 from trunkattn.analysis.records import Log, Spoiler
 from trunkattn.analysis.settings import Progress
 from trunkattn.analysis.tokens import Texts
@@ -22,6 +22,8 @@ LEAST_REQUESTS: Final = 4  # that must leave the largest group, and this share o
 LEAST_SHARE: Final = 1 / 1000
 _SAMPLE: Final = 48  # requests of a parting that are laid beside each other, and those of the largest children besides
 _LARGEST: Final = 16
+_TRIED: Final = 8  # groups of a parting without a field, behind which no other group is tried
+_ROUNDS: Final = 32  # samples of one parting
 _EXAMPLES: Final = 3
 _EXAMPLE_LENGTH: Final = 200
 _BATCH: Final = 256  # prompts that are encoded at once
@@ -123,12 +125,27 @@ class _Search:
     claimed: NDArray[np.int64]
 
     def at(self, parting: Parting) -> list[TextFinding]:
-        """The findings at one place."""
+        """The findings at one place. Where many applications part, those with few requests come in later samples, when
+        the others' requests are out of the way."""
+        found: list[TextFinding] = []
+        for _ in range(_ROUNDS):
+            more = self._in_sample(parting)
+            found += more
+            explained = np.concatenate([np.zeros(0, np.int64), *(finding.members for finding in more)])
+            rest = ~np.isin(parting.members, explained)
+            parting = Parting(parting.depth, parting.members[rest], parting.children[rest])
+            if not more or num_leaving(parting) < self.least:
+                break
+        return found
+
+    def _in_sample(self, parting: Parting) -> list[TextFinding]:
+        """The findings of which a sample of a parting's requests tells."""
         places = _sampled(parting)
         sample = [self.texts[parting.members[place]] for place in places]
         children = [int(parting.children[place]) for place in places]
         found: list[TextFinding] = []
         taken: set[int] = set()
+        failed = 0
         for group in groups_of(sample, children):
             rest = [place for place in group if place not in taken]
             if len({children[place] for place in rest}) < 2:
@@ -139,6 +156,8 @@ class _Search:
             if group_found:
                 taken.update(rest)
                 found += group_found
+            elif (failed := failed + 1) == _TRIED:
+                break
         return found
 
     def _findings(self, parting: Parting, fields: list[Field], model: str) -> list[TextFinding]:
