@@ -73,12 +73,12 @@ GPU_FLOORS = MappingProxyType(
     }
 )
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
-WORKLOADS = "workloads"  # stands beside the floors: imports nothing of ours, and only the top floors import it
 
 NEVER_IMPORTS = (
     ("reference", "triton"),
     ("planner", "triton"),
-    ("workloads", "torch"),
+    ("analysis/batch", "torch"),
+    ("analysis/trees", "torch"),
     ("config", "numba"),
     ("gpu/cards", "numba"),
     ("gpu/cards", "triton"),
@@ -132,8 +132,6 @@ def absolute_name(name: str, package: str) -> str:
 def unit_of(dotted_name: str) -> str:
     """The floor table's name for a module of ours; ROOT for a name that the package's __init__ gives."""
     parts = dotted_name.split(".")[1:]
-    if parts[:1] == [WORKLOADS]:
-        return WORKLOADS
     return entry_of(parts, FLOORS) or ROOT
 
 
@@ -147,9 +145,7 @@ def may_import(importer: str, target: str) -> bool:
     """Whether one unit of ours may import another."""
     if importer == target:
         return True
-    if importer == WORKLOADS:
-        return False
-    if target in (WORKLOADS, ROOT):
+    if target == ROOT:
         return FLOORS.get(importer, 0) >= TOP_FLOOR
     if importer == ROOT:
         return FLOORS[target] < TOP_FLOOR
@@ -161,7 +157,7 @@ def floor_violations(path: PurePosixPath, source: str) -> list[str]:
     module = path.with_suffix("")
     first = module.parts[0]
     unit = ROOT if module.parts == ("__init__",) else entry_of(module.parts, FLOORS) or first
-    if unit not in FLOORS and unit not in (ROOT, WORKLOADS):
+    if unit not in FLOORS and unit != ROOT:
         return [f"{path}: {unit} stands on no floor; known: {', '.join(FLOORS)}"]
     package = ".".join([ROOT, *path.parts[:-1]])
     has_extras = FLOORS.get(unit, 0) >= FLOORS["engine"]
@@ -299,7 +295,7 @@ def test_every_file_stands_in_the_house() -> None:
     """A file at the top is named in the table; everything else is in a folder that is."""
     files, folders = SOURCE.glob("*.py"), SOURCE.glob("*/__init__.py")
     units = {path.stem for path in files} | {path.parent.name for path in folders}
-    assert units == {*(name.split("/")[0] for name in FLOORS), WORKLOADS, "__init__"}
+    assert units == {*(name.split("/")[0] for name in FLOORS), "__init__"}
     assert all((path.parent / "__init__.py").exists() for path in SOURCE.rglob("*.py"))
 
 
@@ -328,13 +324,13 @@ def test_every_file_stands_in_the_house() -> None:
         ("attention.py", "from importlib import import_module\nimport_module('.engine', 'trunkattn')"),
         ("engine/engine.py", "from trunkattn import BatchAttention"),
         ("engine/engine.py", "import trunkattn"),
-        ("engine/engine.py", "from trunkattn.workloads import trees"),
+        ("engine/engine.py", "from trunkattn.analysis import trees"),
+        ("analysis/replay.py", "from trunkattn.cli import explain"),
         ("integrations/vllm/impl.py", "from trunkattn.cli import doctor"),
         ("integrations/vllm/route.py", "from ...cli import doctor"),
-        ("workloads/trees.py", "from trunkattn.planner.work_list import WorkList"),
-        ("workloads/trees.py", "import torch"),
+        ("analysis/trees.py", "import torch"),
         ("__init__.py", "from trunkattn.cli import main"),
-        ("__init__.py", "def __getattr__(name):\n    from .workloads import trees"),
+        ("__init__.py", "def __getattr__(name):\n    from .cli import demo"),
         ("__init__.py", "import transformers"),
         ("__init__.py", "from trunkattn.__main__ import main"),
         ("cli/app.py", "from trunkattn.__main__ import main"),
@@ -367,8 +363,9 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("inputs.py", "from .config import AttentionConfig"),
         ("planner/planner.py", "from ..config import Capacity\nfrom .prefix_forest import Forest\nimport numba"),
         ("engine/runner.py", "import torch\nimport transformers\nfrom trunkattn.attention import BatchAttention"),
-        ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.workloads import trees\nfrom . import doctor"),
-        ("workloads/trees.py", "import numpy as np\nfrom trunkattn.workloads.batch import PagedBatch"),
+        ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.analysis import trees\nfrom . import doctor"),
+        ("analysis/trees.py", "import numpy as np\nfrom trunkattn.analysis.batch import PagedBatch"),
+        ("analysis/prices.py", "from trunkattn.gpu.steps import make_rule\nfrom trunkattn.kv_cache import manager"),
         ("__init__.py", "from trunkattn.attention import BatchAttention\nfrom .engine import LLM"),
         ("__main__.py", "from trunkattn.cli import main"),
     ],

@@ -39,6 +39,7 @@ from benchmarks.engines.embedded_cpu import model_file
 from benchmarks.lib.options import integer, positive
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.page.plots.embedded_serving import draw, print_table
+from benchmarks.workloads import conversation_lengths, poisson_arrivals
 from benchmarks.workloads.traces import read_trace
 from trunkattn import LLM, SamplingParams
 from trunkattn.config import EXECUTIONS
@@ -47,7 +48,6 @@ from trunkattn.engine.assembly import make_runner
 from trunkattn.engine.engine import Runner
 from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
-from trunkattn.workloads import conversation_lengths, poisson_arrivals
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 PAGE_SIZE, PREFILL_BUDGET = 16, 2048

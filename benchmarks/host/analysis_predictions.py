@@ -24,6 +24,7 @@ from benchmarks.lib.report import RESULTS, write_result
 from benchmarks.workloads import arrivals
 from benchmarks.workloads.decode_batches import WORKLOADS, Workload
 from benchmarks.workloads.model_shapes import SHAPES
+from benchmarks.workloads.serving import batch_of_prefixes
 from trunkattn.analysis.load import Load
 from trunkattn.analysis.load import Workload as Requests
 from trunkattn.analysis.model_configs import CONFIGS
@@ -35,7 +36,6 @@ from trunkattn.analysis.simulated import EngineSize
 from trunkattn.analysis.timed import ALONE, SHARED
 from trunkattn.analysis.tokens import chained
 from trunkattn.gpu.cards import EngineTimes, card_named
-from trunkattn.workloads.serving import batch_of_prefixes
 
 PAGE = 16
 ANSWERED = 72  # tokens of its answer that a request has in the middle of what is timed

@@ -22,8 +22,8 @@ import trunkattn
 from benchmarks.kernels.decode import microseconds
 from benchmarks.lib.internals import step_of
 from benchmarks.lib.report import short_name, write_result
-from trunkattn.workloads import PagedBatch
-from trunkattn.workloads.trees import parse_tree, tree_batch
+from benchmarks.workloads import PagedBatch
+from trunkattn.analysis.trees import parse_tree, tree_batch
 
 PAGE_SIZE, CALLS, IN_A_ROW = 16, 50, 5
 TREES = (

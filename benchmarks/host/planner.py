@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.report import time_ms, write_result
+from benchmarks.workloads.forests import random_forest
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.config import POLICIES
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.planner.packs import policies as packing
@@ -20,8 +22,6 @@ from trunkattn.planner.packs.optimal import optimal
 from trunkattn.planner.planner import HEURISTICS, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.splitting import split_rule
-from trunkattn.workloads.forests import random_forest
-from trunkattn.workloads.trees import parse_tree, tree_batch
 
 PAGE = 16
 FORESTS = 10_000

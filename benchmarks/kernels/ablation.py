@@ -25,6 +25,7 @@ from benchmarks.kernels.decode_cases import FLUSH_BYTES
 from benchmarks.kernels.tile_lists import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 from benchmarks.lib.internals import step_of
 from benchmarks.lib.report import short_name, write_result
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.portable.spec import without_subtiles
@@ -33,7 +34,6 @@ from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, tile_work
 from trunkattn.planner.work_list import TileList
-from trunkattn.workloads import parse_tree, tree_batch
 
 TREES = ("1,256_256,32", "1,4,16,512_1024,256,128,32", "1,8,512_32,2048,256")
 POLICIES = ("auto", "per_query", "cascade", "fasttree", "pat", "optimal")

@@ -26,6 +26,9 @@ from benchmarks.kernels.ragged_batches import make_batches
 from benchmarks.kernels.ragged_batches import make_case as make_ragged_case
 from benchmarks.kernels.tile_lists import list_tiles, make_run, tile_rule
 from benchmarks.lib.report import short_name, with_earlier, write_result
+from benchmarks.workloads import PagedBatch
+from benchmarks.workloads.pat_trees import PAT_TREES
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.cards import H200
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.portable.spec import DECODE_TILES
@@ -36,8 +39,6 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import candidates as tiling
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
-from trunkattn.workloads import PagedBatch
-from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
 
 RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256")
 

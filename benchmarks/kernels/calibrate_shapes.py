@@ -31,10 +31,10 @@ from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.peers.gpu_kernels import Case
 from benchmarks.workloads.shape_table import BATCHES, SHAPES, batch_name, parse_batch
 from trunkattn import BatchAttention
+from trunkattn.analysis.trees import PrefixTree
 from trunkattn.gpu import steps
 from trunkattn.gpu.cards import facts_of
 from trunkattn.planner.tiles.candidates import Tiling
-from trunkattn.workloads.trees import PrefixTree
 
 TIMED = (
     "llama3-8b 32/8x128", "llama3-70b/TP8 8/1x128", "qwen2.5-7b 28/4x128", "mistral-large 96/8x128",

@@ -15,6 +15,7 @@ from benchmarks.kernels.calibrate import losses, random_steps
 from benchmarks.kernels.decode_cases import Shape
 from benchmarks.workloads.shape_table import parse_batch, shapes_named
 from trunkattn import AttentionConfig
+from trunkattn.analysis.trees import tree_batch
 from trunkattn.gpu.cards import Card, GpuFacts, card_of
 from trunkattn.gpu.hopper.spec import Source, source_of
 from trunkattn.gpu.kernel import kernels_of
@@ -26,7 +27,6 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.cost import StageLoads, stage_loads, tilings_ns
 from trunkattn.planner.tiles.layout import make_entries
-from trunkattn.workloads.trees import tree_batch
 
 Times = NDArray[np.float64]
 

@@ -24,7 +24,8 @@ from benchmarks.kernels import decode_cases
 from benchmarks.kernels.decode_cases import Shape, expected, ours, sol_us
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import PEERS, Case, Run
-from trunkattn.workloads.trees import PAT_TREES, parse_tree
+from benchmarks.workloads.pat_trees import PAT_TREES
+from trunkattn.analysis.trees import parse_tree
 
 HEADS = ("32/32", "16/8", "32/8", "64/8")
 HEAD_DIM, PAGE_SIZE = 128, 16

@@ -8,7 +8,7 @@ import torch
 
 import trunkattn
 from benchmarks.peers.gpu_kernels import Case, Features, Run
-from trunkattn.workloads.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import PrefixTree, tree_batch
 
 FLUSH_BYTES = 400_000_000  # what one replay reads of all copies of the cache, several times an L2 cache
 MOST_COPIES, MOST_BYTES = 400, 32_000_000_000  # of a window, which reads little of a large cache

@@ -48,11 +48,11 @@ from benchmarks.workloads.hybrid_batches import (
     summary,
     sweep_batches,
 )
+from trunkattn.analysis.batch import pages_for
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.tiles import prefill_device
 from trunkattn.planner.from_config import make_planner
-from trunkattn.workloads.batch import pages_for
 
 CUTS = {"uncut": 0, "default": 1, "twice": 2, "fourfold": 4}  # slots that prefill is cut for, in those of the card
 FLUSH_BYTES = 200_000_000

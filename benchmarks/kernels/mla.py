@@ -21,8 +21,8 @@ from benchmarks.kernels.decode import ceilings, microseconds
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import PrefixTree, tree_batch
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import PrefixTree, tree_batch
 
 HEADS = (8, 12, 16, 20, 32, 64, 96, 128)
 BATCHES = (

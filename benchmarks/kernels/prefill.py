@@ -31,10 +31,10 @@ from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import Case, Features, Run
 from benchmarks.peers.gpu_prefill import PREFILL_PEERS
 from benchmarks.workloads.shape_table import SHAPES
+from trunkattn.analysis.trees import PrefixTree, tree_batch
 from trunkattn.gpu.hopper.spec import prefill_tile as hopper_prefill_tile
 from trunkattn.gpu.portable.spec import prefill_tile
 from trunkattn.gpu.tiles import PrefillTile
-from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 LLAMA = Shape("llama3-8b 32/8x128", 32, 8, HEAD_DIM)
 # Those whose prompts the Hopper kernel computes: 16-bit caches, pages of whole 16 tokens, heads of 64, 128 or 256

@@ -30,10 +30,10 @@ import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from benchmarks.kernels.decode_cases import FLUSH_BYTES
 from benchmarks.lib.report import short_name, write_result
+from benchmarks.workloads import PagedBatch, agent_batch, conversation_batch
 from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.workloads import PagedBatch, agent_batch, conversation_batch
 
 LAYERS = 32
 LONGEST_PRIVATE = 4096

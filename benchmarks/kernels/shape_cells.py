@@ -13,7 +13,7 @@ from benchmarks.kernels.decode import ceilings, microseconds
 from benchmarks.kernels.decode_cases import Shape, expected, make_case, ours, relative_error, sol_us
 from benchmarks.peers.gpu_kernels import Case, Run, flash_attention_3, flashinfer_decode
 from benchmarks.workloads.shape_table import FA3, FLASHINFER, OURS_BFLOAT16, batch_name
-from trunkattn.workloads.trees import PrefixTree
+from trunkattn.analysis.trees import PrefixTree
 
 TOLERANCE = 0.05  # root mean squares of an output: 8 bits of mantissa, the largest of many thousand errors
 TOLERANCE_8_BIT_QUERIES = 0.4  # 4 bits of mantissa, of queries and of weights

@@ -45,7 +45,7 @@ from benchmarks.workloads.shape_table import (
     us_of,
     why_not,
 )
-from trunkattn.workloads.trees import PrefixTree
+from trunkattn.analysis.trees import PrefixTree
 
 COMPILE_SHARE = 0.5  # of the time, after which the rest is compiled where it is measured
 PATIENCE_SECONDS = 60  # for one way to run a cell

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.lib.report import short_name, time_ms, write_result
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.reference import paged_attention
-from trunkattn.workloads import parse_tree, tree_batch
 
 BATCH, PRIVATE, HEADS, HEAD_DIM, PAGE = 32, 128, 32, 128, 16
 PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.kernels.decode import PAGE_SIZE, Case, Run
+from benchmarks.workloads import PagedBatch
 from trunkattn.gpu.arrays import Arrays, Lists
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Choice, Kernels, kernel_named
@@ -22,7 +23,6 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, query_positions
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import TileList
-from trunkattn.workloads import PagedBatch
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trunkattn.analysis.batch import PagedBatch
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.workloads.batch import PagedBatch
 
 Run = Callable[[int], torch.Tensor]  # copy of the cache -> output [T, Hq, D]
 

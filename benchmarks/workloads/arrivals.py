@@ -17,15 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads.traces import arrival_ms, read_trace
-from trunkattn.analysis.formats.mooncake import BLOCK_SIZE
-from trunkattn.analysis.records import LoggedRequest
-from trunkattn.workloads import (
+from benchmarks.workloads import (
     agent_requests,
     conversation_lengths,
     poisson_arrivals,
 )
-from trunkattn.workloads.serving import CONVERSATION_LEVELS
+from benchmarks.workloads.serving import CONVERSATION_LEVELS
+from benchmarks.workloads.traces import arrival_ms, read_trace
+from trunkattn.analysis.formats.mooncake import BLOCK_SIZE
+from trunkattn.analysis.records import LoggedRequest
 
 RATES = {"conversation": (3.0, 5.0), "toolagent": (2.5, 4.0), "documents": (6.0, 12.0), "trace": (1.5, 2.5)}  # a second
 LONGEST_PRIVATE, LONGEST_BLOCKS, LONGEST_OUTPUT, LONGEST_PROMPT = 4096, 16, 512, 11_000

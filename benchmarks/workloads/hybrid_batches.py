@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE
-from trunkattn.workloads.batch import PagedBatch, pages_for
+from trunkattn.analysis.batch import PagedBatch, pages_for
 
 MODELS = {"Yi-6B": (32, 4), "Llama-3-8B": (32, 8), "Llama-2-7B": (32, 32)}  # heads, as POD-Attention has them
 EXECUTIONS = {"trunkattn": "auto", "trunkattn_serial": "serial", "trunkattn_overlapped": "overlapped"}

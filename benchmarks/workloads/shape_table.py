@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.kernels.decode_cases import Shape
-from trunkattn.workloads.trees import PrefixTree
+from trunkattn.analysis.trees import PrefixTree
 
 _FP8: Final = torch.float8_e4m3fn
 

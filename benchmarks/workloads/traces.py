@@ -5,11 +5,11 @@ from os import PathLike
 
 import numpy as np
 
+from benchmarks.workloads import PagedBatch
+from trunkattn.analysis.batch import pages_for, require_positive
 from trunkattn.analysis.formats.mooncake import BLOCK_SIZE
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.workloads import PagedBatch
-from trunkattn.workloads.batch import pages_for, require_positive
 
 
 def read_trace(path: str | PathLike[str]) -> list[LoggedRequest]:

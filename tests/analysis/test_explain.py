@@ -9,11 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.workloads.pat_trees import PAT_TREES
+from trunkattn.analysis.batch import PagedBatch
 from trunkattn.analysis.explain import Explanation, explain
 from trunkattn.analysis.explain_report import explanation_dict, forest_svg, print_explanation, verdict
 from trunkattn.analysis.list_price import list_ns
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.prices import Prices
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import card_named
 from trunkattn.gpu.kernel import kernels_of
@@ -21,8 +24,6 @@ from trunkattn.gpu.step_choice import StepChoice
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.names import POLICIES
 from trunkattn.planner.planner import StepTables
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import PAT_TREES, parse_tree, tree_batch
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from hypothesis import settings
 
+from benchmarks.workloads import PagedBatch
 from trunkattn import AttentionConfig, BatchAttention, Plan
 from trunkattn.reference import paged_attention
-from trunkattn.workloads import PagedBatch
 
 LAYOUTS = ("plain", "heads_first", "sliced", "k_and_v_in_one_row", "k_and_v_in_one_page")
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import random_forest
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import POLICIES
-from trunkattn.workloads import random_forest
 
 from .cases import LAYOUTS, fraction, random_step
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import PagedBatch, random_forest
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import POLICIES
-from trunkattn.workloads import PagedBatch, random_forest
 
 from .cases import Result, Step, fraction, random_step
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, BatchAttention
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import PrefixTree, tree_batch
 from trunkattn.ops.merge_states import merge_states
 from trunkattn.reference import latent_attention, paged_attention
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 from .cases import fraction
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.config import POLICIES
-from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
 from .cases import Step, random_step
 

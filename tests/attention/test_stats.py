@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.workloads import PAT_TREES, parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention, PlanStats
 from trunkattn.config import POLICIES
-from trunkattn.workloads import PAT_TREES, parse_tree, tree_batch
 
 
 def stats(tree: str, policy: str, query_len: int = 1, window: int | None = None, **options: object) -> PlanStats:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads.forests import random_forest
 from trunkattn import AttentionConfig, BatchAttention
-from trunkattn.workloads.forests import random_forest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

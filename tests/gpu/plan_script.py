@@ -1,8 +1,10 @@
 """Which functions Numba compiles for plans of many kinds; each is printed. Run as a program with a cache of its own.
 
-python plan_script.py chunks            plans made on a device, beside prompt chunks
-python plan_script.py host ARGUMENTS    plans made on the host for random batches; ARGUMENTS as of `compile_planner`
-python plan_script.py ahead ARGUMENTS   the same, after another process has compiled the planner
+python -m tests.gpu.plan_script chunks           plans made on a device, beside prompt chunks
+python -m tests.gpu.plan_script host ARGUMENTS   plans made on the host for random batches
+python -m tests.gpu.plan_script ahead ARGUMENTS  the same, after another process has compiled the planner
+
+ARGUMENTS are those of `compile_planner`.
 """
 
 import json
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from numba.core import event
 
+from benchmarks.workloads import random_forest
 from trunkattn import AttentionConfig, Capacity, PromptChunks
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
@@ -23,7 +26,6 @@ from trunkattn.gpu.host_planner import compile_ahead
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.workloads import random_forest
 
 CPU = torch.device("cpu")
 PLAIN = AttentionConfig(8, 2, 128, 16, torch.bfloat16)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.reference import paged_attention
-from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import BatchAttention, Capacity
 from trunkattn.attention import Plan
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from .test_backend import CONFIG, caches, card, expected, run
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.chunk_planner import ChunkPlanner
@@ -15,7 +16,6 @@ from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.portable.spec import PREFILL_TILE
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from .test_backend import CONFIG, caches, card, expected, plan, run
 

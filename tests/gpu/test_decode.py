@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.portable import decode
 from trunkattn.gpu.portable.spread import spread_stride
 from trunkattn.planner.tiles.candidates import candidates
-from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import Step, random_step
 from . import gpu_cases

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import BatchAttention, PromptChunks
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.kernel import Work
 from trunkattn.inputs import StepInputs, check_chunks
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from .kernel_cases import CPU, overlap_always
 from .test_backend import CONFIG, caches, card, expected, run

@@ -15,6 +15,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import parse_tree, random_forest, tree_batch
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner import candidates as device_candidates
 from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
@@ -27,7 +28,6 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
 from trunkattn.planner.work_list import TileLimits
-from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..planner.specs import as_batch, forest_of, make_batch
 from ..planner.tile_cases import CARD_TIMES, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule

@@ -18,10 +18,12 @@ H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 
 def compiled_by(folder: Path, *arguments: str) -> list[str]:
     """What `plan_script` compiles in a process whose cache is in this folder."""
-    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("plan_script.py"), *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.plan_script", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["NUMBA_CACHE_DIR"] = str(folder)
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
+    return done.stdout.splitlines()
 
 
 def test_a_plan_on_the_device_compiles_nothing_on_the_host(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import tree_batch
+from trunkattn.analysis.trees import PrefixTree
 from trunkattn.config import Capacity
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.check import _check_spans, check_tiles
@@ -18,8 +20,6 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.work_list import QUERY_START, SEGMENT_SHARED_END, SEGMENT_START, TileList
-from trunkattn.workloads import tree_batch
-from trunkattn.workloads.trees import PrefixTree
 
 from ..planner.specs import forest_of
 from ..planner.tile_cases import SEEDS, make_rule

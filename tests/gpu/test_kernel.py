@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig
 from trunkattn.cli.kernels import attention_of, is_fast, kernels_on
 from trunkattn.gpu.attention import GpuBackend
@@ -19,7 +20,6 @@ from trunkattn.gpu.tiles import GpuTile, PrefillTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.training.spec import TrainingConfig
-from trunkattn.workloads import parse_tree, tree_batch
 
 from .kernel_cases import CPU, make_card
 

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, Capacity
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import PrefixTree, tree_batch
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import H100
 from trunkattn.gpu.kernel import Work, choose, kernels_of, refusals
@@ -22,8 +24,6 @@ from trunkattn.inputs import LayerInputs, of_layer
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.reference import latent_attention
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 from ..attention.cases import fraction
 from .kernel_cases import CPU, make_card

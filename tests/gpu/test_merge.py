@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import Capacity
 from trunkattn.cli.kernels import attention_of
 from trunkattn.gpu.attention import GpuBackend
@@ -21,7 +22,6 @@ from trunkattn.gpu.tiles import MergeTile
 from trunkattn.numerics import NEG_INF
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.workloads import parse_tree, tree_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
 HEADS = ((8, 2), (12, 4), (7, 1))  # query heads, KV heads

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention import Plan
 from trunkattn.config import Capacity
@@ -25,7 +26,6 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling
 from trunkattn.planner.tiles.overlap import ChunkTimes
 from trunkattn.planner.work_list import TileList
-from trunkattn.workloads import PagedBatch, parse_tree, tree_batch
 
 from ..attention.cases import fraction
 from .kernel_cases import CPU, make_card

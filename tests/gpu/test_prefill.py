@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.portable.spec import prefill_tile
 from trunkattn.gpu.tiles import PrefillTile
-from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
 from ..attention.cases import Step, fraction, random_step
 from .gpu_cases import Interpreted

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.integrations import captured_run
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.workloads.trees import parse_tree, tree_batch
 
 from .test_card import GOOD, Layer, expected, make_layer, ragged
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, write_kv, write_latent
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import parse_tree, tree_batch
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import parse_tree, tree_batch
 
 pytestmark = pytest.mark.gpu
 GOOD = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
+from trunkattn.analysis.batch import PagedBatch
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.workloads.batch import PagedBatch
 
 from .test_card import GOOD, Layer
 from .test_hopper_prefill_decode import assert_right, hopper, mixed

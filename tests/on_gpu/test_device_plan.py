@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.workloads import parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.portable.spec import INVARIANT_TILE
@@ -13,7 +14,6 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule, candidates
-from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from ..gpu.device_cases import ROOMY, Planned, capacity_for, prepare
 from ..gpu.kernel_cases import make_card

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import parse_tree, tree_batch
 
 from .test_card import GOOD, Layer, expected, make_layer
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.cards import Card, GpuFacts, OverlapTimes, Shares, card_of
 from trunkattn.gpu.hopper.spec import BOTH_NARROW_ROWS
 from trunkattn.reference import paged_attention
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import parse_tree, tree_batch
 
 from .test_capacity import captured, replay
 from .test_card import GOOD, Layer, assert_repeats

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import PrefixTree, tree_batch
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.mla import spec
 from trunkattn.reference import latent_attention
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import PrefixTree, tree_batch
 
 pytestmark = pytest.mark.gpu
 SCALE = 192**-0.5

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan
+from trunkattn.analysis.batch import PagedBatch
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.cards import card_at
-from trunkattn.workloads.batch import PagedBatch
-from trunkattn.workloads.trees import parse_tree, tree_batch
 
 from .test_capacity import captured, replay
 from .test_card import GOOD, Layer, assert_repeats, expected, make_layer

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import random_forest, tree_batch
+from trunkattn.analysis.trees import parse_tree
 from trunkattn.config import POLICIES
 from trunkattn.planner import planner as planner_module
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.workloads import random_forest, tree_batch
-from trunkattn.workloads.trees import parse_tree
 
 from .specs import make_batch, make_spec, random_spec
 

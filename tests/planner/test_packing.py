@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import random_forest
 from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs import policies as packing
 from trunkattn.planner.packs.cost import CostModel, cost_model, partial_cost, read_cost
 from trunkattn.planner.packs.optimal import count_states, optimal
 from trunkattn.planner.planner import HEURISTICS, Planner, StepTables
 from trunkattn.planner.prefix_forest import ROOT, Forest
-from trunkattn.workloads import random_forest
 
 from .specs import MODEL, as_batch, forest_of, make_batch, make_spec
 

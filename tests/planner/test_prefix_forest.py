@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import random_forest
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import ROOT, Forest
-from trunkattn.workloads import random_forest
 
 from .specs import as_batch, forest_of, make_batch
 

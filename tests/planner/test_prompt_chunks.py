@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import random_forest
 from trunkattn.config import Capacity
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.device import DeviceModel
@@ -15,7 +16,6 @@ from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
 from trunkattn.planner.prompt_chunks import chunk_limits, divide, join, limits_broken, whole_chunks
 from trunkattn.planner.splitting import UNLIMITED, split_rule
 from trunkattn.planner.work_list import DIRECT, TileList
-from trunkattn.workloads import random_forest
 
 from .specs import as_batch, make_batch
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn.config import POLICIES, Capacity
 from trunkattn.gpu.cards import GpuFacts, card_of
 from trunkattn.gpu.portable.spec import DECODE_TILES, without_subtiles
@@ -35,7 +36,6 @@ from trunkattn.planner.work_list import (
     SEGMENT_START,
     TileList,
 )
-from trunkattn.workloads import parse_tree, tree_batch
 
 from .specs import MODEL, UNCUT, as_batch, forest_of, make_spec
 from .tile_cases import cases, make_rule, predicted, tile, tiled, tree_tiles, unnested

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from benchmarks.workloads import parse_tree, random_forest, tree_batch
 from trunkattn.gpu.cards import H200
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
@@ -15,7 +16,6 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import TileLimits, TileList
-from trunkattn.workloads import parse_tree, random_forest, tree_batch
 
 from .specs import as_batch, forest_of
 

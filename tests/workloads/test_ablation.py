@@ -7,8 +7,8 @@ import torch
 from benchmarks.kernels.ablation import METRICS, dram_bytes
 from benchmarks.kernels.decode import Case
 from benchmarks.kernels.tile_lists import PlannedBytes, planned_bytes
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn.planner.work_list import TileList
-from trunkattn.workloads import parse_tree, tree_batch
 
 from .scripts import refusal
 

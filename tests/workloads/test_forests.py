@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.workloads import PagedBatch, random_forest
+from benchmarks.workloads import PagedBatch, random_forest
 
 PAGE_SIZES = (1, 2, 7, 16, 128)
 

@@ -19,9 +19,9 @@ from benchmarks.kernels.ragged_batches import (
     sample,
 )
 from benchmarks.peers.gpu_kernels import TreeNode, fasttree_nodes
+from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.tokens import chained
-from trunkattn.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 
 from .scripts import refusal
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.workloads import (
+from benchmarks.workloads import (
     AgentRequest,
     PagedBatch,
     agent_batch,

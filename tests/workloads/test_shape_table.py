@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import shapes
+from benchmarks.workloads import parse_tree
 from benchmarks.workloads.shape_table import (
     BATCHES,
     FP8_GOALS,
@@ -19,7 +20,6 @@ from benchmarks.workloads.shape_table import (
     shapes_named,
     summary,
 )
-from trunkattn.workloads import parse_tree
 
 FP8 = torch.float8_e4m3fn
 

@@ -26,6 +26,7 @@ from benchmarks.kernels.decode_cases import (
 from benchmarks.lib import report
 from benchmarks.lib.subprocesses import Apart, Lost
 from benchmarks.peers.gpu_kernels import Case, Features, flash_attention_3
+from benchmarks.workloads import PrefixTree, tree_batch
 from benchmarks.workloads.shape_table import (
     BATCHES,
     SHAPES,
@@ -35,7 +36,6 @@ from benchmarks.workloads.shape_table import (
     shapes_named,
 )
 from trunkattn.reference import paged_attention
-from trunkattn.workloads import PrefixTree, tree_batch
 
 from .scripts import refusal
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trunkattn.workloads import PAT_TREES, PrefixTree, parse_tree, tree_batch
+from benchmarks.workloads import PAT_TREES, PrefixTree, parse_tree, tree_batch
 
 
 @pytest.mark.parametrize("text", PAT_TREES)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from trunkattn.analysis.model_shape import model_shape
+from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.cli.analysis_options import ExplainOptions
 from trunkattn.cli.analyze import check_writable, write
 from trunkattn.cli.command import reported_by_option
-from trunkattn.workloads.trees import parse_tree, tree_batch
 
 TREE: Final = re.compile(r"[\d, ]+_[\d, ]+")
 FIELDS: Final = ("block_table", "seq_lens", "page_size")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
+from trunkattn.analysis.batch import PagedBatch, pages_for, require_positive
 
 # Tokens per level of PAT's conversation workload: a system instruction with a random language and country.
 CONVERSATION_LEVELS = (46, 348, 2123)

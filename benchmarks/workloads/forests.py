@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
+from trunkattn.analysis.batch import PagedBatch, pages_for, require_positive
 
 # The kinds of rows, and the probability of each.
 ROW_KINDS = ("padding", "one_token", "new", "fork", "prefix", "equal")

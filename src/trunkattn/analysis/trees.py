@@ -8,31 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.workloads.batch import PagedBatch, pages_for, require_positive
-
-# The trees of PAT's kernel study: 18 with shared prefixes, then two without.
-PAT_TREES = (
-    "1,10_4096,416",
-    "1,256_256,32",
-    "1,1024_2048,32",
-    "1,2,64_1024,256,256",
-    "1,4,256_32,256,32",
-    "1,8,512_32,512,256",
-    "1,8,512_32,2048,256",
-    "1,8,512_512,512,256",
-    "1,4,8,256_32,256,256,32",
-    "1,4,16,512_1024,256,128,32",
-    "1,4,16,64,256,1024_256,32,256,64,32,256",
-    "1,16,32,64,128,1024_256,128,64,32,32,32",
-    "1,16,32,64,256,1024_256,128,64,32,32,32",
-    "1,8,16,32,64,128,1024_256,128,64,32,32,32,32",
-    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32",
-    "2,8,16,256_256,256,32,32",
-    "4,16,256,512_512,32,128,32",
-    "8,16,32,256_512,512,256,32",
-    "256_1024",
-    "256_4096",
-)
+from trunkattn.analysis.batch import PagedBatch, pages_for, require_positive
 
 
 @dataclass(frozen=True)
