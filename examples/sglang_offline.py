@@ -1,49 +1,86 @@
-"""Questions about one document, answered by SGLang: with TrunkAttention the document's KV cache is read once a step.
+"""Many questions about one document, answered by SGLang: with TrunkAttention the document's KV is read once a step.
 
 pip install -e ".[sglang]"                        # in TrunkAttention's folder
-python examples/sglang_offline.py MODEL           # add --stock for the attention that SGLang chooses, to compare
+python examples/sglang_offline.py MODEL           # time per token with TrunkAttention and with SGLang's own attention
+python examples/sglang_offline.py MODEL --prompts fa3  # prompts in fa3: latent attention (MLA) needs it
 """
 
 import argparse
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 try:
     import sglang
 except ImportError:
     sys.exit('SGLang is not installed: pip install -e ".[sglang]" in TrunkAttention\'s folder.')
 
-DOCUMENT = "The library opens at nine and closes at six. Books are lent for three weeks, films for one. " * 8
+import torch
+
+SENTENCES = "The library opens at nine and closes at six. Books are lent for three weeks, films for one. "
 QUESTIONS = (
     "When does the library open?",
     "When does it close?",
     "For how long are books lent?",
     "For how long are films lent?",
 )
+BACKENDS = ("ours", "stock")
+
+
+def answer(arguments: argparse.Namespace, backend: str) -> tuple[list[str], float]:
+    """Starts an engine. Returns the answers, and milliseconds that all requests take for their next token."""
+    chosen = {}
+    if backend == "ours":
+        chosen = {"prefill_attention_backend": arguments.prompts or "trunk", "decode_attention_backend": "trunk"}
+    sizes = {"context_length": arguments.context_length, "page_size": arguments.page_size}
+    sizes |= {} if torch.cuda.is_available() else {"max_total_tokens": 16384}  # otherwise most of the memory
+    engine = sglang.Engine(model_path=arguments.model, dtype=arguments.dtype, log_level="info", **sizes, **chosen)
+    document = SENTENCES * arguments.repeat
+    asked = [f"{i + 1}. {QUESTIONS[i % len(QUESTIONS)]}" for i in range(arguments.questions)]
+    prompts = [f"{document}\nQuestion {question}\nAnswer:" for question in asked]
+
+    def seconds(tokens: int) -> tuple[float, list]:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        start = time.perf_counter()
+        answers = engine.generate(prompts, sampling)
+        return time.perf_counter() - start, answers
+
+    engine.generate(document, {"max_new_tokens": 1})  # the document is in the cache from here on
+    seconds(arguments.max_tokens)  # and the questions, and all is compiled
+    first, _ = seconds(1)
+    whole, answers = seconds(arguments.max_tokens)
+    engine.shutdown()
+    return [answer["text"] for answer in answers], 1000 * (whole - first) / (arguments.max_tokens - 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder or the name of a model on Hugging Face")
-    parser.add_argument("--stock", action="store_true", help="use the attention back end that SGLang chooses itself")
+    parser.add_argument("--only", choices=BACKENDS, help="one of the two alone")
+    parser.add_argument("--questions", type=int, default=64, help="requests (default: 64)")
+    parser.add_argument("--repeat", type=int, default=300, help="20-token parts of the document (default: 300)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer, 2 or more (default: 128)")
+    parser.add_argument("--context-length", type=int, default=8192, help="tokens of a request (default: 8192)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16; SGLang's own is 1)")
-    parser.add_argument("--dtype", default="auto", help="of the model (default: auto)")
-    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
+    parser.add_argument("--prompts", help="back end of SGLang's that computes prompts beside ours (default: ours)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model (default: bfloat16)")
     arguments = parser.parse_args()
-    chosen = {} if arguments.stock else {"attention_backend": "trunk"}
-    sizes = {"context_length": 2048, "max_total_tokens": 16384, "page_size": arguments.page_size}
-    engine = sglang.Engine(model_path=arguments.model, dtype=arguments.dtype, log_level="info", **sizes, **chosen)
-    prompts = [f"{DOCUMENT}\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
-    sampling = {"temperature": 0, "max_new_tokens": arguments.max_tokens}
-    engine.generate(DOCUMENT, {"max_new_tokens": 1})  # the document is in the cache when the questions come
-    start = time.perf_counter()
-    answers = engine.generate(prompts, sampling)
-    seconds = time.perf_counter() - start
-    for question, answer in zip(QUESTIONS, answers, strict=True):
-        print(f"{question} {answer['text']!r}")
-    print(f"{sum(answer['meta_info']['completion_tokens'] for answer in answers)} tokens in {seconds:.1f} s")
-    engine.shutdown()
+    found = {}
+    for backend in [arguments.only] if arguments.only else BACKENDS:
+        # An engine in a process of its own gives its memory back.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            found[backend] = pool.submit(answer, arguments, backend).result()
+    texts, _ = next(iter(found.values()))
+    for question, text in zip(QUESTIONS, texts, strict=False):
+        print(f"{question} {text!r}")
+    for backend, (_, milliseconds) in found.items():
+        print(f"{backend}: {milliseconds:.2f} ms a token, {arguments.questions} requests on one document")
+    if len(found) == len(BACKENDS):
+        (ours, ours_ms), (stock, stock_ms) = found["ours"], found["stock"]
+        equal = sum(a == b for a, b in zip(ours, stock, strict=True))
+        print(f"TrunkAttention is {stock_ms / ours_ms:.2f} times as fast; {equal} of {len(ours)} answers are equal")
 
 
-if __name__ == "__main__":  # SGLang starts processes that import this file
+if __name__ == "__main__":  # the processes that this starts import this file
     main()
