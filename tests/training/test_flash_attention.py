@@ -111,9 +111,9 @@ def test_the_operators_keep_what_torch_asks_of_them(case: TrainingCase) -> None:
     torch.library.opcheck(torch.ops.trunkattn.flash_attention, (q, k, v, *options))
     out, lse = torch.ops.trunkattn.flash_attention(q, k, v, *options)
     saved = [tensor.detach() for tensor in (q, k, v, out, lse)]
-    gradients = [torch.ones_like(saved[3]), torch.ones_like(saved[4])]
-    options = (None if sinks is None else sinks.detach(), *options[1:])
-    torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (gradients, saved, *options))
+    gradients = (torch.ones_like(saved[3]), torch.ones_like(saved[4]))
+    every = (None if sinks is None else sinks.detach(), *tables, *[None] * (4 - len(tables)), *options[2:])
+    torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (*gradients, *saved, *every))
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED])

@@ -48,6 +48,28 @@ def check(q: Any, k: Any, v: Any, options: Options) -> None:
         check_int("sliding_window", options.sliding_window, 1, torch.iinfo(torch.int32).max)
 
 
+def check_nested(q: torch.Tensor, k: Any, v: Any, options: Options) -> None:
+    """Raises unless q, k and v are nested tensors that packed sequences are made of, and nothing else packs them.
+
+    Raises:
+        ValueError: naming the argument, its value and what was expected.
+    """
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "tree"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name} is given and q is nested: expected one of them, as q holds its sequences")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        nested = isinstance(tensor, torch.Tensor) and tensor.is_nested
+        if not nested or tensor.layout != torch.jagged:
+            found = f"has layout {tensor.layout}" if nested else "is not nested, as q is"
+            raise ValueError(f"{name} {found}: expected a nested tensor of layout torch.jagged")
+        if tensor.dim() != 4 or isinstance(tensor.shape[1], int) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: expected (batch, tokens of each, heads, head_dim), contiguous"
+            )
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v has sequences of shape {v.shape[1]}: expected k's offsets, so make both from the same")
+
+
 def _packed_by(cu_seqlens_q: Any, cu_seqlens_k: Any, tree: Any) -> str:
     """The argument that makes the tensors packed, or nothing."""
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):

@@ -8,7 +8,7 @@ import torch
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Kernel, Work, choose
 from trunkattn.training import spec
-from trunkattn.training.checks import DTYPES, Options, check
+from trunkattn.training.checks import DTYPES, Options, check, check_nested
 from trunkattn.training.cpu_blocks import Pair, sums_dtype
 from trunkattn.training.op import attention
 from trunkattn.training.prefix_tree import PrefixTree
@@ -39,7 +39,8 @@ def flash_attention(
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
             float32, on a CPU also float64, and any strides. Under torch.autocast, q, k and v become its dtype first.
         k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_qo_heads is a
-            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256.
+            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256. All three may
+            be nested tensors of layout torch.jagged, [batch, tokens of each, heads, head_dim]; then out is, too.
         causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
         sliding_window: a query sees this many last keys, its own included, without `causal` as many next ones, too; in
@@ -70,6 +71,8 @@ def flash_attention(
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor | Pair:
     """Checks the arguments of `flash_attention` and computes."""
+    if isinstance(q, torch.Tensor) and q.is_nested:
+        return _nested(q, k, v, options)
     q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     check(q, k, v, options)
     tables = [] if options.cu_seqlens_q is None else [options.cu_seqlens_q, options.cu_seqlens_k]
@@ -91,6 +94,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         float(options.logits_soft_cap or 0),
     )
     return (out, lse.transpose(-1, -2)) if options.return_lse else out
+
+
+def _nested(q: Any, k: Any, v: Any, options: Options) -> torch.Tensor | Pair:
+    """Attention of jagged nested tensors, [batch, tokens of each, heads, head_dim]: packed sequences."""
+    check_nested(q, k, v, options)
+    sums = {f"cu_seqlens_{name}": tensor.offsets().int() for name, tensor in (("q", q), ("k", k))}
+    found = _attend(q.values(), k.values(), v.values(), options._replace(**sums))
+    if isinstance(found, torch.Tensor):
+        return torch.nested.nested_tensor_from_jagged(found, q.offsets())
+    out, lse = (torch.nested.nested_tensor_from_jagged(part, q.offsets()) for part in found)
+    return out, lse
 
 
 def _tree_kernel(q: torch.Tensor, v: torch.Tensor, options: Options) -> Kernel | None:

@@ -75,18 +75,32 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
 
 
 @custom_op("trunkattn::flash_attention_backward", mutates_args=())
-def _backward(
-    gradients: list[torch.Tensor], saved: list[torch.Tensor], sinks: torch.Tensor | None, tables: list[torch.Tensor],
-    switches: list[int], sm_scale: float, soft_cap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv and dsinks, which is empty without sinks. gradients: of out and lse. saved: q, k, v, out and lse."""
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    table_0: torch.Tensor | None,
+    table_1: torch.Tensor | None,
+    table_2: torch.Tensor | None,
+    table_3: torch.Tensor | None,
+    switches: list[int],
+    sm_scale: float,
+    soft_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv and dsinks, which is empty without sinks. It has no list of tensors, because torch.autograd.grad takes
+    batches of gradients (`is_grads_batched`) through an op without one only."""
+    tables = [table for table in (table_0, table_1, table_2, table_3) if table is not None]
     given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
-    (dout, dlse), (q, k, v, out, lse) = gradients, saved
     if q.is_cuda:
         backward = _kernel(Work.BACKWARD, q, v).backward
         deterministic = bool(switches[2])
         with torch.cuda.device(q.device):
-            return backward((dout, dlse), tuple(saved), given, deterministic)
+            return backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
     heads = q.shape[-2]
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
     delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
@@ -101,12 +115,11 @@ def _backward(
     return results[0].to(q.dtype), results[1].to(q.dtype), results[2].to(q.dtype), dsinks
 
 
-@_backward.register_fake
-def _(
-    gradients: list[torch.Tensor], saved: list[torch.Tensor], sinks: torch.Tensor | None, *options: Any
-) -> tuple[torch.Tensor, ...]:
-    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved[:3])
-    return dq, dk, dv, saved[4].new_empty(0 if sinks is None else sinks.shape[0])
+@attention_backward.register_fake
+def _(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v, _, lse, sinks, *_ = saved
+    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
+    return dq, dk, dv, lse.new_empty(0 if sinks is None else sinks.shape[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
@@ -118,7 +131,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
 def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, *rest = ctx.saved_tensors  # checkpointing unpacks them once
     sinks = rest.pop(0) if ctx.has_sinks else None
-    dq, dk, dv, dsinks = _backward([dout, dlse], [q, k, v, out, lse], sinks, rest, *ctx.options)
+    tables = [*rest, *[None] * (len(TreeTables._fields) - len(rest))]
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, sinks, *tables, *ctx.options)
     return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), [None] * ctx.num_tables, None, None, None
 
 
@@ -143,7 +157,7 @@ def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 attention.register_vmap(_one_by_one(attention))
-_backward.register_vmap(_one_by_one(_backward))
+attention_backward.register_vmap(_one_by_one(attention_backward))
 
 
 def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:

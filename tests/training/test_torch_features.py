@@ -1,0 +1,153 @@
+"""What torch does with an operator: batches of gradients, vmap, nested tensors, checkpoints, compilation, processes."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from trunkattn import PrefixTree, flash_attention
+
+from .training_cases import BF16, TREE
+
+ATTENTION: Callable[..., Any] = flash_attention
+SMALL = PrefixTree.from_segments([-1, 0, 0, 2], [3, 2, 4, 1])
+SUMS = torch.tensor([0, 4, 10], dtype=torch.int32)
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"causal": True},
+    "packed": {"causal": True, "cu_seqlens_q": SUMS, "cu_seqlens_k": SUMS},
+    "tree": {"tree": SMALL, "sliding_window": 4},
+}
+
+
+def leaves(kind: str, tokens: int = 10) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    lead = (2, tokens) if kind == "dense" else (tokens,)
+    return [torch.randn(*lead, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batched_gradients_and_vmap(kind: str) -> None:
+    given = leaves(kind)
+    sinks = torch.randn(4, requires_grad=True)
+    out, lse = ATTENTION(*given, **KINDS[kind], sinks=sinks, return_lse=True)
+    wanted = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
+    found = torch.autograd.grad((out, lse), (*given, sinks), wanted, is_grads_batched=True, retain_graph=True)
+    for index in range(3):
+        one = torch.autograd.grad((out, lse), (*given, sinks), tuple(each[index] for each in wanted), retain_graph=True)
+        for batched, alone in zip(found, one, strict=True):
+            torch.testing.assert_close(batched[index], alone)
+    many = [torch.stack([tensor.detach(), tensor.detach() * 2]) for tensor in given]
+    mapped = torch.vmap(lambda q, k, v: ATTENTION(q, k, v, **KINDS[kind]), in_dims=(0, 0, None))(
+        many[0], many[1], many[2][0]
+    )
+    for index in range(2):
+        assert torch.equal(mapped[index], ATTENTION(many[0][index], many[1][index], many[2][0], **KINDS[kind]))
+
+
+def test_nested_tensors_are_packed_sequences() -> None:
+    parts = [[torch.randn(tokens, heads, 8) for tokens in (4, 6)] for heads in (4, 2, 2)]
+    nested = [torch.nested.nested_tensor(each, layout=torch.jagged, requires_grad=True) for each in parts[:2]]
+    values = torch.cat(parts[2]).requires_grad_()
+    v = torch.nested.nested_tensor_from_jagged(values, nested[1].offsets())
+    v_same = torch.nested.nested_tensor_from_jagged(values, v.offsets())
+    k = torch.nested.nested_tensor_from_jagged(nested[1].values(), v.offsets())
+    out, lse = ATTENTION(nested[0], k, v_same, True, return_lse=True)
+    flat = [torch.cat(each).requires_grad_() for each in parts]
+    expected = ATTENTION(*flat, **KINDS["packed"])
+    assert torch.equal(out.values(), expected) and lse.values().shape == (10, 4)
+    out.values().square().sum().backward()
+    expected.square().sum().backward()
+    assert nested[0].grad is not None and torch.equal(nested[0].grad.values(), flat[0].grad)
+    assert torch.equal(values.grad, flat[2].grad)
+
+
+JAGGED = torch.nested.nested_tensor([torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)], layout=torch.jagged)
+PLAIN = torch.zeros(2, 3, 2, 8)
+BAD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tree is given and q is nested: expected one of them", {"tree": SMALL}),
+    ("cu_seqlens_q is given and q is nested", {"cu_seqlens_q": SUMS, "cu_seqlens_k": SUMS}),
+    ("k is not nested, as q is: expected a nested tensor", {"k": PLAIN}),
+    ("q has layout torch.strided: expected a nested tensor of layout torch.jagged", {"q": torch.nested.nested_tensor(
+        [torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)])}),
+    ("v has shape", {"v": JAGGED.transpose(1, 2)}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD, ids=[message for message, _ in BAD])
+def test_nested_tensors_that_do_not_fit(message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ATTENTION(**({"q": JAGGED, "k": JAGGED, "v": JAGGED} | changes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_computes_again_what_it_forgot(kind: str) -> None:
+    given = leaves(kind)
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        return ATTENTION(*tensors, **KINDS[kind]).square().sum()
+
+    expected = torch.autograd.grad(loss(*given), given)
+    for again in (True, False):
+        found = torch.autograd.grad(checkpoint(loss, *given, use_reentrant=False), given) if again else expected
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_trees_compile_whole_and_not_again() -> None:
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compilations.append(graph)
+        return graph
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PrefixTree) -> torch.Tensor:
+        return ATTENTION(q.sin(), k, v, tree=tree).square().sum()
+
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    trees = [PrefixTree.from_segments([-1, *[0] * n], [5 + n, *[3] * n]) for n in (2, 3, 4, 5, 6)]
+    for tree in trees:
+        given = leaves("tree", tree.num_tokens)
+        found, expected = compiled(*given, tree), loss(*given, tree)
+        for a, b in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, given), strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(compilations) <= 2  # shapes as they are, then any
+
+
+def test_autocast_applies_to_trees() -> None:
+    given = leaves("tree", TREE.num_tokens)
+    with torch.autocast("cpu", BF16):
+        out = ATTENTION(*given, tree=TREE)
+    assert out.dtype == BF16 and torch.equal(out, ATTENTION(*(tensor.to(BF16) for tensor in given), tree=TREE))
+
+
+class TreeLayer(torch.nn.Module):
+    """A tree as a module, which export needs."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = ATTENTION(q, k, v, tree=SMALL, sliding_window=4)
+        return out
+
+
+def test_export_with_a_tree() -> None:
+    given = tuple(tensor.detach() for tensor in leaves("tree"))
+    exported = torch.export.export(TreeLayer(), given)
+    assert torch.equal(exported.module()(*given), TreeLayer()(*given))
+
+
+@pytest.mark.slow
+def test_data_parallel_and_fully_sharded() -> None:
+    """Two processes on this CPU, a tree each: gradients are the mean of both."""
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root)])
+    script = Path(__file__).with_name("parallel_script.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["ddp", "equal", "fsdp2", "equal"]
