@@ -75,7 +75,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
 
 
 @custom_op("trunkattn::flash_attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor,
     q: torch.Tensor,
@@ -115,7 +115,7 @@ def attention_backward(
     return results[0].to(q.dtype), results[1].to(q.dtype), results[2].to(q.dtype), dsinks
 
 
-@attention_backward.register_fake
+@_backward.register_fake
 def _(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, _, lse, sinks, *_ = saved
     dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
@@ -132,7 +132,7 @@ def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, .
     q, k, v, out, lse, *rest = ctx.saved_tensors  # checkpointing unpacks them once
     sinks = rest.pop(0) if ctx.has_sinks else None
     tables = [*rest, *[None] * (len(TreeTables._fields) - len(rest))]
-    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, sinks, *tables, *ctx.options)
+    dq, dk, dv, dsinks = _backward(dout, dlse, q, k, v, out, lse, sinks, *tables, *ctx.options)
     return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), [None] * ctx.num_tables, None, None, None
 
 
@@ -157,7 +157,7 @@ def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 attention.register_vmap(_one_by_one(attention))
-attention_backward.register_vmap(_one_by_one(attention_backward))
+_backward.register_vmap(_one_by_one(_backward))
 
 
 def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:
