@@ -13,7 +13,6 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src" / "trunkattn"
 TOP_FLOOR = ("integrations", "cli")
-
 MAX_FILE_LINES = 450  # a file has one reason to change; from about 400 lines on look twice
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
