@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from trunkattn import PrefixTree, flash_attention
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training.spec import TrainingConfig
 
 from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, longer, run, tree_case
 
@@ -176,3 +179,17 @@ def test_a_new_tree_compiles_nothing() -> None:
     attend(2, 100)
     known = attend(3, 108)
     assert [attend(*shape) for shape in ((5, 77), (8, 31), (4, 16), (9, 212))] == [known] * 4
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_cudnn_computes_trees_where_it_is_installed(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    pytest.importorskip("cudnn.flex_attention")
+    tree = PrefixTree.from_segments([-1, 0, 0, 2, 2, 0, -1, 6], [700, 90, 300, 130, 257, 64, 100, 40])
+    case = tree_case(tree, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, device="cuda", heads=(8, 2))
+    q, _, v = case.inputs[:3]
+    config = TrainingConfig(q.shape[-1], q.dtype, v.shape[-1])
+    choice = choose(Work.TREE, config, card_at(q.device))
+    if choice.kernel is None:
+        pytest.skip("; ".join(choice.reasons))
+    check(case, False)

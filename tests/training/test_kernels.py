@@ -80,6 +80,12 @@ def test_any_tree(
     case.assert_accurate(run(case, tile, deterministic))
 
 
+@pytest.mark.parametrize("case", [TREES[0], FEATURES[-1]])
+def test_deterministic_gradients_have_the_same_bits(case: TrainingCase) -> None:
+    first, second = (run(case, SQUARE, True) for _ in range(2))
+    assert all(torch.equal(a.nan_to_num(0), b.nan_to_num(0)) for a, b in zip(first, second, strict=True))
+
+
 def test_keys_that_no_query_sees_are_not_read() -> None:
     """Three answers of one tile behind a prompt of one: what another answer reads of a NaN in the first stays out of
     its outputs, and its query gradients, only if the tile is left out."""

@@ -36,7 +36,7 @@ def _sequences(
         tree=TreeTables(*tables) if len(tables) == len(TreeTables._fields) else None,
         sliding_window=window or None,
         soft_cap=soft_cap or None,
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.contiguous(),
     )
 
 

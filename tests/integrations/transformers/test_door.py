@@ -165,14 +165,24 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("output_attentions is given: attn_implementation='trunkattn' has none", {"output_attentions": True}),
     ("position_bias is given", {"position_bias": torch.zeros(1)}),
     ("tree is given with a batch of 2 rows", {"tree": PrefixTree.from_segments([-1], [5])}),
+    (
+        "position_ids[2]=2: expected 1, the number of the token's ancestors",
+        {"tree": PrefixTree.from_segments([-1, 0, 0], [1, 1, 3]), "position_ids": torch.arange(5)[None], "rows": 1},
+    ),
+    (
+        "position_ids has 4 entries: expected 5, the tree's tokens",
+        {"tree": PrefixTree.from_segments([-1], [5]), "position_ids": torch.arange(4)[None], "rows": 1},
+    ),
     ("attention_mask has shape (2, 1, 5, 5)", {"attention_mask": torch.ones(2, 1, 5, 5)}),
 )
 
 
 @pytest.mark.parametrize(("message", "options"), BAD)
 def test_what_is_not_there_is_refused(message: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    q = Q[: options.pop("rows", 2)]
     with pytest.raises(ValueError, match=re.escape(message)):
-        attend(nn.Module(), Q, Q, Q, **({"attention_mask": None} | options))
+        attend(nn.Module(), q, q, q, **({"attention_mask": None} | options))
 
 
 def test_masks_that_are_not_there_are_refused() -> None:

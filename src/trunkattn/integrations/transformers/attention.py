@@ -121,6 +121,7 @@ def attend(
     if tree is not None:
         if len(q) != 1:
             raise ValueError(f"tree is given with a batch of {len(q)} rows: expected one row, its packed tokens")
+        _check_positions(tree, options.get("position_ids"))
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
     if sums[0] is None and attention_mask is not None and attention_mask.dim() == 1:
         sums = attention_mask, attention_mask
@@ -141,6 +142,26 @@ def attend(
     found = _one(flash_attention(q[kept], k[kept], v[kept], causal, **given))
     out = found.new_zeros(*q.shape[:3], v.shape[-1])
     return out.index_put((kept,), found), None
+
+
+def _check_positions(tree: PrefixTree, position_ids: torch.Tensor | None) -> None:
+    """Raises if a model that names its positions has others than the tree; it reads them once for a forward pass."""
+    if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
+        return
+
+    def check() -> bool:
+        found, expected = position_ids.flatten().cpu(), tree.pack().position_ids
+        if len(found) != len(expected):
+            raise ValueError(f"position_ids has {len(found)} entries: expected {len(expected)}, the tree's tokens")
+        wrong = (found != expected).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, the number of the token's "
+                "ancestors; use tree.pack().position_ids"
+            )
+        return True
+
+    tree.cached(("position_ids", id(position_ids), position_ids._version), check)
 
 
 def _one(out: Any) -> torch.Tensor:
