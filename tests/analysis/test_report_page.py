@@ -100,10 +100,12 @@ def test_a_moment_is_chosen_without_a_script(open_report) -> None:  # type: igno
     expect(shown.locator(".label").first).to_contain_text("2,048 tokens × 32")
 
 
-def test_on_paper_it_is_whole(open_report) -> None:  # type: ignore[no-untyped-def]
-    page = open_report(to_html(busy_analysis()), 720)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_paper_it_is_whole(open_report, scheme: str) -> None:  # type: ignore[no-untyped-def]
+    page = open_report(to_html(busy_analysis()), 720, scheme)
     page.emulate_media(media="print")
     for name in ("verdict", "figures", "forest", "plot", "spoilers"):
         expect(page.locator(f".{name}").locator("visible=true").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.evaluate(SMALL) == []
+    assert page.evaluate(CONTRAST) == []
     assert page.pdf().startswith(b"%PDF")

@@ -21,9 +21,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
-PAGES = ("", "performance/", "performance/vllm/", "guide/library/", "api/attention/", "nano/", *(
-    f"how-it-works/{page.stem}/" for page in sorted((ROOT / "docs" / "how-it-works").glob("*.md"))
-))  # fmt: skip
+GUIDES = ("library", "analyze", "routing")
+METHOD = (page.stem for page in sorted((ROOT / "docs" / "how-it-works").glob("*.md")))
+PAGES = (
+    *("", "performance/", "performance/vllm/", "api/attention/", "nano/"),
+    *(f"guide/{name}/" for name in GUIDES),
+    *(f"how-it-works/{name}/" for name in METHOD),
+)
 WIDE_CODE = (
     "[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1).length"
 )
