@@ -211,6 +211,14 @@ def test_files_of_a_folder_are_one_log(tmp_path: Path) -> None:
     check(read_log(tmp_path), SAMPLES["sglang.jsonl"])
 
 
+def test_lines_of_a_program_s_log_in_between_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_text("[2026-01-01 12:00:00] server started\n" + (LOGS / "sglang.jsonl").read_text() + "done\n")
+    log = read_log(path)
+    assert [request.num_output_tokens for request in log.requests] == SAMPLES["sglang.jsonl"].outputs
+    assert [line.line for line in log.skipped] == [1, 7]
+
+
 def test_an_answer_before_its_request_is_one_request(tmp_path: Path) -> None:
     lines = (LOGS / "sglang.jsonl").read_text().splitlines(keepends=True)
     path = tmp_path / "log.jsonl"

@@ -78,8 +78,8 @@ def test_an_array_that_breaks_off_keeps_what_came_before(tmp_path: Path) -> None
 
 def test_an_array_without_a_request_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
-    path.write_text("[1, 2]")
-    with pytest.raises(ValueError, match=r"none of its 2 entries could be taken; entry 1: it is a number; expected"):
+    path.write_text('["a", "b"]')
+    with pytest.raises(ValueError, match=r"none of its 2 entries could be taken; entry 1: it is a text; expected"):
         read_log(path)
     spans = [{"type": "SPAN", "trace_id": "a", "start_time": "2026-01-01"}] * 2
     with pytest.raises(ValueError, match="none of its 2 lines holds a request"):

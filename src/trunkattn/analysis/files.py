@@ -102,11 +102,16 @@ def _of_file(file: Path, read: Read) -> Contents:
         return Contents("row", _rows(file, read))
     with _opened(file, lambda count: None) as stream:
         head = stream.read(_CHUNK).removeprefix(_MARK).lstrip()
-    if head[:1] == b"[" or _begins_document(head):
+    if _begins_array(head) or _begins_document(head):
         return Contents("entry", _entries(file, read))
     if head[:1] not in (b"{", b"") and b"," in head.split(b"\n", 1)[0] and b".csv" in file.name.lower().encode():
         return Contents("row", _table(file, read))
     return Contents("line", _lines(file, read))
+
+
+def _begins_array(head: bytes) -> bool:
+    """Whether a file begins with a JSON array. A line of a program's log may begin with a time in brackets."""
+    return head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"[", b"]", b'"', b"")
 
 
 def _begins_document(head: bytes) -> bool:
