@@ -16,6 +16,7 @@ from trunkattn.analysis.timed import ALONE, SHARED, TimedEngine
 
 _OVERLOAD: Final = 2.0  # an engine with so many times the mean of unfinished requests, and some, is passed over
 _OVERLOAD_FROM: Final = 8
+_LEAST_PART: Final = 4  # a prefix counts if it is this part of the prompt: what all prompts have tells no engine apart
 _REPORT_EVERY: Final = 256
 
 
@@ -55,8 +56,9 @@ class Router:
     """Chooses the engine of each request.
 
     random and round-robin look at nothing. prefix takes the engine that has most of the prompt in its cache, sharers
-    the one whose unfinished requests have most of it, and of those the one that has most of it cached. Both take the
-    engine with the fewest unfinished requests of several, and pass over those with far more than the mean.
+    the one whose unfinished requests have most of it, and of those the one that has most of it cached. A prefix counts
+    from a quarter of the prompt on. Both take the engine with the fewest unfinished requests of several, and pass over
+    those with far more than the mean.
     """
 
     def __init__(self, route: str, workload: Workload, seed: int) -> None:
@@ -74,9 +76,14 @@ class Router:
         free = [each for each in replicas if each.unfinished <= most]
         tokens = self._source.tokens(job.logged, 0, 0)
 
+        def counted(num_tokens: int) -> int:
+            return num_tokens if num_tokens * _LEAST_PART >= job.logged.num_prompt_tokens else 0
+
         def worth(replica: Replica) -> tuple[int, int, int]:
             shared = replica.shared_tokens(job) if self._route == "sharers" else 0
-            return shared, len(replica.engine.engine.cache.index.match(tokens)), -replica.unfinished
+            cache = replica.engine.engine.cache
+            cached = len(cache.index.match(tokens)) * cache.page_size
+            return counted(shared), counted(cached), -replica.unfinished
 
         return max(free, key=worth)
 
