@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trunkattn.analysis.alignment import fields_of, spans_in
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import Log, LoggedRequest
 from trunkattn.analysis.spoilers import find_spoilers, rewritten
@@ -333,6 +334,17 @@ def test_prompts_with_real_documents_have_none(seed: int) -> None:
     code = [page[: rng.randint(300, len(page))] for page in rng.choices(pages, k=150)]
     for texts in (retrieved, whole, code):
         assert find_spoilers(log_of(texts)) == []
+
+
+def test_what_is_equal_by_chance_belongs_to_the_field() -> None:
+    words = words_of(random.Random(0))
+    behind = words(150)
+    for times in (["08:25:15", "11:05:15"], ["08:25:15", "11:25:15", "12:25:15"]):
+        texts = [f"It is {time}.\n{behind}\n{words(9)}" for time in times]
+        (field,) = fields_of(texts)
+        assert texts[0][field.start : field.end] == times[0]
+        assert field.shared.startswith(f".\n{behind}")
+        assert len(spans_in(f"It is 23:59:01.\n{behind}", texts[0], [field])) == 1
 
 
 def test_few_requests_are_not_worth_a_word() -> None:

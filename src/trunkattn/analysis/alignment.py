@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.tokens import mixed, to_bytes
-from trunkattn.analysis.varying import CONTEXT, Example, is_reordered, kind_of, order_kind, word_start
+from trunkattn.analysis.varying import CONTEXT, Example, is_reordered, kind_of, order_kind, word_rest, word_start
 
 ANCHOR: Final = 32  # characters by which a shared part is found again
 MIN_SHARED: Final = 256  # characters of a shared part that are worth a word
@@ -121,6 +121,8 @@ def _moving(texts: Sequence[str], places: list[int]) -> tuple[Field, list[int]] 
             ends.append(place + at)
         if len(ends) < len(texts):
             continue
+        rest = word_rest([text[:end][-1:] for text, end in zip(texts, ends, strict=True)], windows[0][offset:])
+        ends = [end + rest for end in ends]
         shared = _shared(texts, ends)
         mean_length = (sum(ends) - sum(places)) / len(ends)
         if len(shared) >= max(MIN_SHARED, mean_length):

@@ -35,6 +35,8 @@ _BEHIND: Final = 8
 _USUAL: Final = 0.9  # share of the examples that match a kind
 _COVERED: Final = 0.6  # share of what varies that the match covers
 _WORDS: Final = re.compile(r"\w+|[^\w\s]")
+_INNER: Final = re.compile(r"[\w:.+/-]")
+_REST: Final = re.compile(r"\w*(?:[:.+/-]\w+)*")
 _NAMES: Final = re.compile(r"\"name\":\s*\"([^\"]*)\"")
 
 
@@ -67,6 +69,16 @@ def word_start(text: str, place: int) -> int:
     while start > max(0, place - CONTEXT) and (text[start - 1].isalnum() or text[start - 1] in "_-"):
         start -= 1
     return start
+
+
+def word_rest(before: Sequence[str], behind: str) -> int:
+    """Characters of a text that still belong to what varies before it, such as minutes that are equal by chance.
+
+    Args:
+        before: the last character of what varies in each text; empty: the text begins here.
+        behind: what all have behind it.
+    """
+    return _REST.match(behind).end() if any(_INNER.fullmatch(last) for last in before) else 0  # type: ignore[union-attr]
 
 
 def _lead(pattern: re.Pattern[str], example: Example) -> int | None:
