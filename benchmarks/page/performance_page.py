@@ -17,6 +17,7 @@ from benchmarks.page import (
     cpu,
     decode,
     engine,
+    fleets,
     host,
     latent,
     predictions,
@@ -98,8 +99,9 @@ def topics() -> tuple[Topic, ...]:
             (cpu.planner, decode.device_planner, host.host),
         ),
         Topic(
-            "predictions", "Predictions", "what `trunkattn analyze` predicts of engines, beside what was measured",
-            (predictions.predictions,),
+            "predictions", "Predictions and fleets",
+            "what `trunkattn analyze` predicts of engines, beside what was measured; what routing by prefix is worth",
+            (predictions.predictions, fleets.fleets),
         ),
     )  # fmt: skip
 

@@ -1,0 +1,66 @@
+"""What routing by prefix is worth to a fleet whose engines read trunks once, and what it costs in balance.
+
+    python -m benchmarks.host.fleet --trace FILE   # writes benchmarks/results/fleet.json; needs no GPU
+
+Each workload is replayed through the analysis on engines of Llama-3-8B, each with an H100 of its own, under each way to
+route. --trace: Mooncake's conversation trace. Its first requests come as logged; other workloads are those of
+`workloads/arrivals.py`.
+"""
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from benchmarks.host.analysis_predictions import logged
+from benchmarks.lib.report import write_result
+from benchmarks.workloads import arrivals
+from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
+from trunkattn.analysis.load import Load, Workload
+from trunkattn.analysis.model_shape import model_shape
+from trunkattn.analysis.parallel import num_cores, run_all
+from trunkattn.analysis.prices import Prices
+from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.settings import ROUTES
+from trunkattn.analysis.simulated import EngineSize
+from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.gpu.cards import card_named
+
+REPLICAS = 4
+MODEL, CARD = "llama-3-8b", "NVIDIA H100"
+TRACE_REQUESTS = 300
+SECONDS = 15.0
+
+
+def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:
+    """Logs by name."""
+    return {
+        "Mooncake's conversations": read_log(trace).requests[:TRACE_REQUESTS],
+        "conversation 12/s": logged(arrivals.conversation(12.0, SECONDS, ())),
+        "documents 24/s": logged(arrivals.documents(24.0, SECONDS)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="Mooncake's conversation trace")
+    prices = Prices(model_shape(MODEL), card_named(CARD))
+    size = EngineSize(prices.num_pages)
+    rows = []
+    for name, requests in workloads(parser.parse_args().trace).items():
+        workload = Workload.of(requests, size, 256)
+        fleets = [Fleet(REPLICAS, route) for route in ROUTES]
+        parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
+        tasks = [partial(run_fleet, workload, size, prices, Load(), fleet, clock) for fleet, clock in parts]
+        outcomes = run_all(tasks, [1.0] * len(tasks), lambda share: None, num_cores())
+        for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
+            row = {key: round(value, 4) if isinstance(value, float) else value
+                   for key, value in asdict(fleet_replay(fleet, shared, alone)).items()}  # fmt: skip
+            rows.append({"workload": name, "requests": len(workload.jobs), **row})
+            print(rows[-1])
+    print(write_result("fleet", {"card": CARD, "model": MODEL, "replicas": REPLICAS, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
