@@ -1,6 +1,7 @@
 """A batch explained: each policy's plan reads what the planner says, and its time is the planner's own prediction."""
 
 import io
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -74,11 +75,13 @@ def test_nothing_shared_is_said(prices: Prices) -> None:
     assert verdict(explanation) == "These requests share nothing, so reading it once saves nothing."
 
 
-def test_a_latent_cache_has_no_flash_attention_to_compare_with() -> None:
+def test_a_latent_cache_is_compared_with_its_own_kernel() -> None:
     prices = Prices(model_shape("deepseek-v3"), card_named("H200"), tensor_parallel=8)
     _, explanation = explained("1,32_1024,64", prices)
-    assert explanation.flash_us is None
-    assert printed(explanation, prices).count("FlashAttention") == 0
+    text = printed(explanation, prices)
+    assert "one by one" in text and "FlashAttention" not in text
+    found = re.search(r"per query ([\d.]+) µs", text)
+    assert found and float(found[1]) == pytest.approx(explanation.alone_us, rel=0.01)
 
 
 @pytest.mark.parametrize(

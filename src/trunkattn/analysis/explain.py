@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trunkattn.analysis.list_price import list_ns
-from trunkattn.analysis.prices import Prices
+from trunkattn.analysis.prices import DecodeBatch, Prices
 from trunkattn.analysis.records import Snapshot, TrieNode
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.kernel import kernels_of
@@ -49,8 +49,8 @@ class Explanation:
         num_requests: requests that decode.
         kv_bytes: KV bytes that all layers and cards read, if each request reads its own.
         unique_kv_bytes: KV bytes that they read, if each shared page is read once.
-        flash_us: FlashAttention's predicted time of one layer on one card, request by request; None: of latent caches
-            no such time is known.
+        alone: what reads each request's KV for itself: FlashAttention, or of a latent cache our own kernel.
+        alone_us: its predicted time of one layer on one card.
         policies: one by one, in the order of `POLICIES`.
     """
 
@@ -58,7 +58,8 @@ class Explanation:
     num_requests: int
     kv_bytes: int
     unique_kv_bytes: int
-    flash_us: float | None
+    alone: str
+    alone_us: float
     policies: list[Explained]
 
     @property
@@ -92,13 +93,13 @@ def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanatio
         for node in range(len(forest.parent))
     ]
     tokens, unique = int(lens.sum()), sum(node.tokens for node in nodes)
-    is_latent = prices.shape.latent_dim is not None
     return Explanation(
         snapshot=Snapshot(0.0, nodes),
         num_requests=len(lens),
         kv_bytes=tokens * prices.token_bytes,
         unique_kv_bytes=unique * prices.token_bytes,
-        flash_us=None if is_latent else float(prices.flash_us(tokens, unique)),
+        alone="FlashAttention" if prices.shape.latent_dim is None else "one by one",
+        alone_us=prices.layer(DecodeBatch(table, lens, forest)).alone_us,
         policies=[_explained(policy, StepTables(table, lens, starts), prices) for policy in POLICIES],
     )
 

@@ -34,7 +34,8 @@ def explanation_dict(explanation: Explanation, prices: Prices) -> dict[str, Any]
         "num_requests": explanation.num_requests,
         "kv_bytes": explanation.kv_bytes,
         "unique_kv_bytes": explanation.unique_kv_bytes,
-        "flash_attention_us": explanation.flash_us,
+        "alone": explanation.alone,
+        "alone_us": explanation.alone_us,
         "forest": [
             {"parent": node.parent, "start": node.start, "tokens": node.tokens, "requests": node.sequences}
             for node in explanation.snapshot.nodes
@@ -74,15 +75,12 @@ def print_explanation(explanation: Explanation, prices: Prices, console: Console
 def verdict(explanation: Explanation) -> str:
     """What sharing is worth for the batch, in one sentence."""
     reads = figures.saved(explanation.kv_bytes, explanation.unique_kv_bytes)
-    alone = explanation.flash_us
-    if alone is None:
-        alone = next(each.layer_us for each in explanation.policies if each.policy == "per_query")
-    times = alone / explanation.auto.layer_us
+    alone, shared = explanation.alone_us, explanation.auto.layer_us
     if reads < 0.005:
         return "These requests share nothing, so reading it once saves nothing."
     return (
         f"Sharing saves {figures.percent(reads)} of the KV reads, and attention takes "
-        f"{explanation.auto.layer_us:,.1f} µs a layer, not {alone:,.1f}: {times:.1f} times as fast."
+        f"{shared:,.1f} µs a layer, not {alone:,.1f}: {alone / shared:.1f} times as fast."
     )
 
 
@@ -92,9 +90,8 @@ def policy_table(explanation: Explanation, prices: Prices) -> Table:
     table = Table("policy", title=title, title_style="bold", title_justify="left", box=None, header_style="bold")
     for column in ("µs a layer", "KV read\nall layers", "saved", "items", "tiles"):
         table.add_column(column, justify="left" if column == "tiles" else "right")
-    if explanation.flash_us is not None:
-        size = figures.size(explanation.kv_bytes)
-        table.add_row("FlashAttention", f"{explanation.flash_us:,.1f}", size, "0 %", "", "", style="dim")
+    alone = (f"{explanation.alone_us:,.1f}", figures.size(explanation.kv_bytes), "0 %", "", "")
+    table.add_row(explanation.alone, *alone, style="dim")
     for each in explanation.policies:
         tiles = ", ".join(f"{number:,} of {name}" for name, number in each.stats.tiles.items() if number)
         saved = figures.percent(figures.saved(explanation.kv_bytes, each.kv_bytes))

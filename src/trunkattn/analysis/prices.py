@@ -54,7 +54,7 @@ class DecodeBatch(NamedTuple):
 
 
 class AttentionTimes(NamedTuple):
-    """Predicted µs of all layers' attention of one decode step."""
+    """Predicted µs of attention in one decode step, each request by itself, and shared."""
 
     alone_us: float
     shared_us: float
@@ -141,21 +141,25 @@ class Prices:
         return pages
 
     def attention(self, batch: DecodeBatch) -> AttentionTimes:
-        """Attention of a decode step."""
+        """Attention of a decode step, of all layers."""
         alone = shared = 0.0
         for window, layers in self.shape.layers_by_window.items():
-            limit = UNLIMITED if window is None else window
-            starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)
-            tables = StepTables(batch.block_table, batch.seq_lens, starts, limit)
-            predicted = TiledStep(self.rule, batch.forest, tables).predict()
-            shared += float(predicted.min()) / 1e3 * layers
-            if self.shape.latent_dim is None:
-                tokens = np.minimum(batch.seq_lens, limit).sum()
-                alone += float(self.flash_us(tokens, seen_tokens(batch, limit))) * layers
-            else:
-                lone = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.alone]
-                alone += float(predicted[lone].min()) / 1e3 * layers
+            times = self.layer(batch, UNLIMITED if window is None else window)
+            alone, shared = alone + times.alone_us * layers, shared + times.shared_us * layers
         return AttentionTimes(alone, shared)
+
+    def layer(self, batch: DecodeBatch, window: int = UNLIMITED) -> AttentionTimes:
+        """Attention of one layer in a decode step."""
+        starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)
+        tables = StepTables(batch.block_table, batch.seq_lens, starts, window)
+        predicted = TiledStep(self.rule, batch.forest, tables).predict()
+        if self.shape.latent_dim is None:
+            tokens = np.minimum(batch.seq_lens, window).sum()
+            alone = float(self.flash_us(tokens, seen_tokens(batch, window)))
+        else:
+            lone = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.alone]
+            alone = float(predicted[lone].min()) / 1e3
+        return AttentionTimes(alone, float(predicted.min()) / 1e3)
 
     def scaled(
         self,

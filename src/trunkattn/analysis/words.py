@@ -54,8 +54,7 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
         f"{prices.shape.name} runs on {cards}{prices.card.model.name} with a KV cache of {size.num_pages:,} pages of "
         f"{size.page_size} tokens, at most {size.max_num_seqs} sequences at once where requests come by time, and "
         f"{size.max_num_batched_tokens:,} tokens a step ({size.scheduler_policy}).",
-        "One by one is FlashAttention, which reads a shared page once from memory and again from the L2 cache; shared "
-        "is this library's attention; all else of a step is the same in both.",
+        _alone(prices),
         "Requests that come by time are replayed twice, since an engine that is slower has more of them at once; in a "
         "closed loop both run the same steps.",
         "A step takes what kernels take: times of HTTP, tokenizers and other programs are not in it.",
@@ -68,6 +67,17 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
         said.append(f"Replays after the first one take the first {num_first:,} requests.")
     if whole.source.knows_answers:
         said.append("A turn of a session begins with the prompt and the answer before it, and comes after that answer.")
-    if prices.shape.latent_dim is not None:
-        said.append("No engine with a latent cache was measured: one by one is this library's kernel without sharing.")
     return said
+
+
+def _alone(prices: Prices) -> str:
+    """What computes attention one by one."""
+    if prices.shape.latent_dim is not None:
+        return (
+            "No engine with a latent cache was measured: one by one is this library's kernel without sharing, and all "
+            "else of a step is the same in both."
+        )
+    return (
+        "One by one is FlashAttention, which reads a shared page once from memory and again from the L2 cache; shared "
+        "is this library's attention; all else of a step is the same in both."
+    )
