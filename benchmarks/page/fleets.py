@@ -16,7 +16,8 @@ def fleets() -> Section | None:
         read = row["kv_bytes"] / row["unique_kv_bytes"]
         rows.append(
             [
-                f"{row['workload']}, {row['requests']} requests", f"`{row['route']}`", f"{100 * row['hit_rate']:.0f} %", f"{read:.2f}×",
+                f"{row['workload']}, {row['requests']} requests", f"`{row['route']}`",
+                f"{100 * row['hit_rate']:.0f} %", f"{read:.2f}×",
                 f"{row['tpot_ms']:.1f}", f"{row['shared_tpot_ms']:.1f}", f"{100 * saved:.0f} %",
                 f"{row['shared_ttft_ms']:,.0f}", f"{row['shared_tokens_per_s']:,.0f}", f"{row['balance']:.2f}",
             ]
