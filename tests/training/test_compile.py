@@ -20,15 +20,15 @@ PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 # hold two accumulators of 128 × 128 in registers, and one pass also a part of dq.
 SPILLED_AT_MOST = {
     (80, 128): {
-        "forward": 48, "keys": 24, "queries": 80, "one_pass": 64, "forward tree": 248, "keys tree": 64,
+        "forward": 48, "keys": 24, "queries": 80, "one_pass": 64, "forward tree": 16, "keys tree": 64,
         "queries tree": 104, "one_pass tree": 160,
     },
     (90, 64): {"one_pass": 8},
     (90, 128): {
-        "keys": 104, "one_pass": 288, "keys packed": 240, "forward tree": 336, "keys tree": 128, "queries tree": 40,
-        "one_pass tree": 368, "forward all": 360, "keys all": 104, "one_pass all": 240,
+        "keys": 104, "one_pass": 288, "keys packed": 240, "keys tree": 128, "queries tree": 40,
+        "one_pass tree": 368, "keys all": 104, "one_pass all": 240,
     },
-    (100, 128): {"forward": 72, "keys": 400, "forward tree": 400, "queries tree": 240},
+    (100, 128): {"forward": 72, "keys": 400, "forward tree": 128},
 }  # fmt: skip
 
 

@@ -239,7 +239,7 @@ def test_the_preferred_tiles_of_the_table() -> None:
 def test_every_card_has_a_tile_for_every_head_dim(
     head_dim: int, itemsize: int, limit: int, tensor_memory: bool
 ) -> None:
-    for name in ("forward", "keys", "queries", "one_pass"):
+    for name in ("forward", "forward_tree", "keys", "queries", "one_pass"):
         tile = fitting_tile(name, head_dim, itemsize, limit, tensor_memory)
         assert shared_bytes(name, tile, head_dim, itemsize) <= limit, name
         assert all(size >= 16 and size & (size - 1) == 0 for size in tile[:2])

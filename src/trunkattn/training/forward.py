@@ -163,7 +163,8 @@ def forward(
 
     tile: None for the table's.
     """
-    tile = card_tile("forward", q, v) if tile is None else tile
+    name = "forward" if sequences.tree is None else "forward_tree"
+    tile = card_tile(name, q, v) if tile is None else tile
     q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
     batch, seqlen_q, heads, _ = q4.shape
     out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)

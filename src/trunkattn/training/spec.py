@@ -80,12 +80,14 @@ class FlashTile(NamedTuple):
 
 
 # (pass, bytes of an element, head_dim up to) -> tiles, the preferred one first; a card takes the first that fits its
-# shared memory. Passes: `forward`; `keys`, gradients of keys and values; `queries`, of queries; `one_pass`, of all.
-# 16-bit tiles spill few registers on an sm_90. Products of float32 do not use tensor cores.
+# shared memory. Passes: `forward`, and `forward_tree` where a tree takes more registers; `keys`, gradients of keys and
+# values; `queries`, of queries; `one_pass`, of all. 16-bit tiles spill few registers on an sm_90. Products of float32
+# do not use tensor cores.
 TILES: Final = MappingProxyType(
     {
         ("forward", 2, 64): (FlashTile(128, 128, 8, 3), FlashTile(128, 64, 4, 3), FlashTile(64, 64, 4, 2)),
         ("forward", 2, 128): (FlashTile(128, 128, 8, 2), FlashTile(128, 64, 8, 3), FlashTile(64, 64, 4, 2)),
+        ("forward_tree", 2, 128): (FlashTile(128, 64, 8, 3), FlashTile(64, 64, 4, 2)),
         ("forward", 2, 256): (FlashTile(128, 64, 8, 2), FlashTile(64, 32, 4, 2)),
         ("forward", 4, 64): (FlashTile(64, 32, 8, 2),),
         ("forward", 4, 128): (FlashTile(32, 32, 8, 2), FlashTile(64, 32, 8, 2)),
@@ -119,7 +121,8 @@ _OVER_TENSOR_MEMORY: Final = ("one_pass", 128, FlashTile(64, 128, 8, 2))
 
 def candidates(name: str, head_dim: int, itemsize: int) -> tuple[FlashTile, ...]:
     """The tiles of a pass for heads of up to 256 elements of 2 or 4 bytes, the preferred one first."""
-    return TILES[name, itemsize, max(64, padded_head_dim(head_dim))]
+    width = max(64, padded_head_dim(head_dim))
+    return TILES.get((name, itemsize, width)) or TILES[name.removesuffix("_tree"), itemsize, width]
 
 
 def forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
@@ -142,7 +145,7 @@ def shared_bytes(name: str, tile: FlashTile, head_dim: int, itemsize: int) -> in
     """About what a CTA needs: its own rows and those in flight. A backward pass also keeps p in a second layout and, if
     it adds dq to memory, dq in float32 and the keys."""
     m, n, row = tile.block_m, tile.block_n, padded_head_dim(head_dim) * itemsize
-    if name == "forward":
+    if name.startswith("forward"):
         return (m + 2 * tile.stages * n) * row
     own, streamed = (m, n) if name == "queries" else (n, m)
     needed, p = 2 * (own + tile.stages * streamed) * row + 1024, 4 * m * n
