@@ -195,7 +195,8 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: str) -
         make_layer(**changes)
     message = str(error.value)
     assert "\n" not in message
-    assert message.startswith("attention_backend=TRUNK_MLA: TrunkAttention does not support")
+    name = mla.TrunkMlaBackend.get_name()
+    assert message.startswith(f"attention_backend={name}: TrunkAttention does not support")
     assert words in message
     assert "leave attention_backend out" in message
 
@@ -212,7 +213,7 @@ def test_drafts_that_are_not_causal_are_refused(engine: VllmConfig) -> None:
     builder = make_builder(engine, make_layer())
     batch = make_step([1], [20])
     batch.causal = False
-    with pytest.raises(ValueError, match="attention_backend=TRUNK_MLA: TrunkAttention is causal"):
+    with pytest.raises(ValueError, match=f"attention_backend={builder.backend_name()}: TrunkAttention is causal"):
         builder.build(0, batch)
 
 

@@ -61,6 +61,13 @@ def latent_member() -> Any:
     return AttentionBackendEnum[LATENT_NAME]
 
 
+def latent_name() -> str:
+    """The name of latent attention in this vLLM."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return LATENT_NAME if LATENT_NAME in AttentionBackendEnum.__members__ else NAME
+
+
 def taken(name: str, path: str) -> str:
     """The message for a user with another plug-in that registered `path` as the back end `name`."""
     return (

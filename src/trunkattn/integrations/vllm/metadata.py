@@ -28,8 +28,12 @@ class StepPlans(AttentionMetadata):
 class LayerGroup:
     """What all builders have: an attention group, that is, the layers of one back end in one KV-cache group."""
 
-    backend_name: ClassVar[str] = NAME
     supported_specs: ClassVar[frozenset[str]] = versions.SUPPORTED_SPECS
+
+    @classmethod
+    def backend_name(cls) -> str:
+        """The back end's name in vLLM, for messages."""
+        return NAME
 
     def init_group(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> None:
         """Finds the layers, what their attention is, and their counters.
@@ -53,7 +57,7 @@ class LayerGroup:
             width = getattr(layer, "head_size_v", layer.impl.head_size)
             if width != layer.impl.head_size:
                 problems = [f"values of another width than keys ({width} and {layer.impl.head_size} in {name})"]
-        check_supported(problems, cls.backend_name)
+        check_supported(problems, cls.backend_name())
 
     @property
     def traffic(self) -> Traffic:

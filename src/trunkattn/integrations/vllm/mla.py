@@ -14,10 +14,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from trunkattn.integrations.common import LayerSpec
-from trunkattn.integrations.vllm import LATENT_NAME, NAME, versions
+from trunkattn.integrations.vllm import latent_name, versions
 from trunkattn.integrations.vllm.cuda_impl import gpu_refusals
 from trunkattn.integrations.vllm.impl import LayerArguments, check_supported, refusals
 from trunkattn.integrations.vllm.mla_builder import TrunkMlaBuilder
@@ -61,7 +60,7 @@ class TrunkMlaImpl(MLACommonImpl[Any]):
         layer = LayerArguments(**{name: value for name, value in given.items() if name in names})
         extra = {name: value for name, value in options.items() if name not in (*names, *_SIZES)}
         vllm_config = get_current_vllm_config()
-        check_supported(latent_refusals(layer, extra, vllm_config), LATENT_NAME)
+        check_supported(latent_refusals(layer, extra, vllm_config), latent_name())
         super().__init__(*args, **options)
         self.supports_quant_query_input = False  # otherwise the layer rounds queries to 8 bits
         dtype = torch.get_default_dtype()
@@ -82,7 +81,7 @@ class TrunkMlaImpl(MLACommonImpl[Any]):
         self.cache_dtype = self.layer_spec.kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
         self._merges = ranks > 1
-        check_supported(self._device_refusals(vllm_config), LATENT_NAME)
+        check_supported(self._device_refusals(vllm_config), latent_name())
 
     def _device_refusals(self, vllm_config: Any) -> list[str]:
         """Options of the engine or the layer that this device does not support."""
@@ -138,7 +137,7 @@ class TrunkMlaBackend(MLACommonBackend):
     @staticmethod
     def get_name() -> str:
         """The name in vLLM's AttentionBackendEnum, which before 0.32 has no room for one of our own."""
-        return LATENT_NAME if LATENT_NAME in AttentionBackendEnum.__members__ else NAME
+        return latent_name()
 
     @staticmethod
     def get_impl_cls() -> type[TrunkMlaImpl]:

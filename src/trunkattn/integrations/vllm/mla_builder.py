@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arrivals
-from trunkattn.integrations.vllm import LATENT_NAME, versions
+from trunkattn.integrations.vllm import latent_name, versions
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
 from trunkattn.integrations.vllm.impl import check_supported
 from trunkattn.integrations.vllm.metadata import LayerGroup, check_causal
@@ -56,7 +56,6 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
         ValueError: with one line, if the group's KV cache holds anything else than latent rows.
     """
 
-    backend_name = LATENT_NAME
     supported_specs = versions.LATENT_SPECS
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN  # of drafts; 1 without
 
@@ -64,7 +63,7 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.init_group(kv_cache_spec, layer_names, vllm_config)
         if any(getattr(layer, "non_causal_multi_token_decode", False) for layer in self.modules.values()):
-            check_supported(["drafts that are not causal"], LATENT_NAME)
+            check_supported(["drafts that are not causal"], self.backend_name())
         self._decode_query_len = int(self.reorder_batch_threshold or 1)
         # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
@@ -83,6 +82,11 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
                 *(count, spec, kv_cache_spec.block_size, self._decode_query_len),
             )
 
+    @classmethod
+    def backend_name(cls) -> str:
+        """The back end's name in vLLM, for messages."""
+        return latent_name()
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Plans a step, with vLLM's arguments and result; its `decode` is a `LatentDecodes`."""
         metadata = self._step(common_attn_metadata)
@@ -99,7 +103,7 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
         self._plan(metadata.decode.planned)
 
     def _step(self, batch: Any) -> Any:
-        check_causal(batch, LATENT_NAME)
+        check_causal(batch, self.backend_name())
         return super().build(0, batch)
 
     def _build_decode(self, **step: Any) -> LatentDecodes:
