@@ -7,6 +7,11 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from trunkattn.integrations.vllm import versions
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_offline.py"
 
 
@@ -103,3 +108,26 @@ def test_engines_one_after_another_in_one_process(model: Callable[[str], Path], 
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert result.stdout.split("\n")[-3:-1] == ["answered CUSTOM", "answered CPU_ATTN"], result.stdout + result.stderr
+
+
+LATENT = """
+import sys
+
+if __name__ == "__main__":
+    from vllm import LLM
+
+    LLM(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 24, enforce_eager=True,
+        attention_backend="TRUNK_MLA", skip_tokenizer_init=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(AttentionBackendEnum, "register"), reason="this vLLM has no room for further names")
+def test_the_name_of_latent_attention_reaches_workers(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """They read it from the configuration, before they load plug-ins. On a CPU they refuse it."""
+    script = tmp_path / "latent.py"
+    script.write_text(LATENT)
+    command = [sys.executable, str(script), str(model("deepseek_v3"))]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.returncode != 0
+    assert versions.NO_LATENT_ON_CPU in result.stdout + result.stderr
