@@ -77,7 +77,7 @@ def test_training(run: Callable[..., str]) -> None:
 @pytest.mark.slow
 def test_train_tree(run: Callable[..., str]) -> None:
     text = run("train_tree.py", "--steps", "1")
-    as_tree, as_sequences = (number(rf"(\S+) as {what}", text) for what in ("a tree,", "sequences\n"))
+    as_tree, as_sequences = number(r"loss (\S+) as a tree", text), number(r", (\S+) as sequences", text)
     assert abs(as_tree - as_sequences) < 1e-4
     assert number(r"a gradient: (\S+)", text) < 1e-3
 
