@@ -98,6 +98,7 @@ def test_a_spoiler_is_told_with_the_gain_that_a_replay_finds() -> None:
     assert spoiler.num_requests == 24
     assert spoiler.gain_tpot is not None and spoiler.gain_tpot > 0.02
     assert spoiler.gain_prompt_tokens is not None and spoiler.gain_prompt_tokens > 20 * 59 * 16
+    assert any("first 24 requests, each spoiler by itself" in text for text in found.assumptions)
     assert analyze(spoiled, replace(SETTINGS, concurrencies=(8,), find_spoilers=False)).spoilers == []
 
 
@@ -153,6 +154,8 @@ def test_an_analysis_replays_a_fleet_for_each_route() -> None:
     one = analyze(log(requests), replace(SETTINGS, replicas=2, route="sharers")).fleet
     assert [each.route for each in every] == list(ROUTES)
     assert one == [every[-1]]
+    found = analyze(log(requests), replace(SETTINGS, replicas=2, route="random"))
+    assert any(text.startswith("A router knows all caches") for text in found.assumptions)
 
 
 def share_of(number: int) -> Callable[[Callable[[float], None]], int]:

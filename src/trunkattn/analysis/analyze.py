@@ -16,7 +16,7 @@ from trunkattn.analysis.settings import ROUTES, Progress, Settings
 from trunkattn.analysis.simulated import EngineSize
 from trunkattn.analysis.spoilers import find_spoilers, rewritten
 from trunkattn.analysis.timed import ALONE, SHARED
-from trunkattn.analysis.words import assumptions, overload, verdict
+from trunkattn.analysis.words import assumptions, beside, overload, verdict
 from trunkattn.gpu.cards import card_named
 
 _SMALL: Final = 2000  # requests; fewer are replayed in this process
@@ -71,7 +71,11 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
         token_bytes=setup.prices.token_bytes,
         replays=replays,
         spoilers=spoilers,
-        assumptions=assumptions(log, setup.prices, setup.size, whole, len(first.jobs)) + overload(replays[0]),
+        assumptions=[
+            *assumptions(log, setup.prices, setup.size, whole, len(first.jobs)),
+            *beside(spoilers, min(_SPOILED, len(first.jobs)), fleet),
+            *overload(replays[0]),
+        ],
         verdict=verdict(replays),
         fleet=fleet,
     )

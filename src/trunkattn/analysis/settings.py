@@ -60,7 +60,7 @@ class Settings:
     scheduler_policy: str = "chunked_prefill"
     enable_prefix_caching: bool = True
     output_tokens: int = 256
-    max_requests: int | None = 20_000
+    max_requests: int | None = 10_000
     replicas: int = 1
     route: str | None = None
     find_spoilers: bool = True

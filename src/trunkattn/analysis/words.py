@@ -6,7 +6,7 @@ from typing import Final
 import trunkattn.analysis.figures as figures
 from trunkattn.analysis.load import Workload
 from trunkattn.analysis.prices import Prices
-from trunkattn.analysis.records import Log, Replay
+from trunkattn.analysis.records import FleetReplay, Log, Replay, Spoiler
 from trunkattn.analysis.simulated import EngineSize
 
 _WORTH: Final = 0.02  # gains below this are nothing
@@ -81,3 +81,19 @@ def _alone(prices: Prices) -> str:
         "One by one is FlashAttention, which reads a shared page once from memory and again from the L2 cache; shared "
         "is this library's attention; all else of a step is the same in both."
     )
+
+
+def beside(spoilers: Sequence[Spoiler], num_replayed: int, fleet: Sequence[FleetReplay]) -> list[str]:
+    """What is assumed of spoilers and of a fleet. num_replayed: requests that were replayed without a spoiler."""
+    said = []
+    if any(each.gain_tpot is not None for each in spoilers):
+        said.append(
+            f"What a spoiler costs is replayed with the first {num_replayed:,} requests, each spoiler by itself; its "
+            "prompt tokens are scaled to the whole log."
+        )
+    if fleet:
+        said.append(
+            "A router knows all caches and unfinished requests at once; by prefix and by sharers it passes over "
+            "engines with far more work than the others, and prefixes of less than a quarter of the prompt."
+        )
+    return said
