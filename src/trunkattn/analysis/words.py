@@ -33,7 +33,7 @@ def verdict(replays: Sequence[Replay]) -> str:
 
 
 def overload(replay: Replay) -> list[str]:
-    """That the engine does not keep up with the requests, if so."""
+    """A sentence on an engine that does not keep up with the requests; none for one that does."""
     if replay.shared_ttft_ms < 1e3 * _OVERLOADED_S:
         return []
     wait = figures.seconds(replay.shared_ttft_ms / 1e3)
