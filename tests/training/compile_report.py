@@ -97,7 +97,8 @@ def main() -> None:
         tile = fitting_tile(name, head_dim, 2, limit, blackwell)
         report[name] = compiled(name, tile, capability, head_dim)
         if head_dim == 128:
-            tile = fitting_tile(f"{name}_tree", head_dim, 2, limit, blackwell)
+            of_tree = "forward_tree" if name == "forward" else name
+            tile = fitting_tile(of_tree, head_dim, 2, limit, blackwell)
             report[f"{name} tree"] = compiled(name, tile, capability, head_dim, "tree")
         if (capability, head_dim) == (90, 128):
             report[f"{name} all"] = compiled(name, tile, capability, head_dim, "all")
