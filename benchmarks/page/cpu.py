@@ -1,5 +1,7 @@
 """Kernels on a CPU."""
 
+from statistics import median
+
 from benchmarks.page.common import NOTICEABLE, Loss, Section, and_, load, sources, table
 from benchmarks.page.names import offline
 
@@ -28,6 +30,57 @@ Attention of one layer on two cores, float32, ms:
 {sources("python -m benchmarks.kernels.cpu_attention", "cpu-attention")}
 """
     return Section(text, losses)
+
+
+STREAMS, BUSY = "cpu-streams", "cpu-busy"
+
+
+def streams() -> Section:
+    """One request and many beside llama.cpp."""
+    found = load(STREAMS)
+    rows, losses = [], []
+    dtypes = [name.removeprefix("trunkattn ") for name in next(iter(found["cases"].values())) if " " in name]
+    for case, runs in found["cases"].items():
+        speeds = {name: figures["decode_tokens_per_s"] for name, figures in runs.items()}
+        ours, theirs = speeds["trunkattn float32"], speeds["llama.cpp"]
+        rows.append([offline(case), *(f"{speeds[f'trunkattn {dtype}']:.0f}" for dtype in dtypes), f"{theirs:.0f}"])
+        if theirs / ours > NOTICEABLE:
+            losses.append(Loss(f"engine on a CPU, {offline(case)}", "llama.cpp", theirs / ours))
+    apart = found["logprob_differences"]["bfloat16"]
+    text = f"""## One request and many, beside llama.cpp
+
+Tokens per second of decode steps, {found["model"]}, {found["threads"]} threads. llama.cpp computes with the file's
+quantised weights; here they are widened to the dtype. In bfloat16 the log-probability of a token of float32's greedy
+answers moves by {apart["mean"]:.3f} on average over {apart["tokens"]} tokens.
+
+{table(["batch", *dtypes, "llama.cpp"], rows)}
+
+{sources("python -m benchmarks.engines.cpu_streams --llama-bench FILE", STREAMS)}
+"""
+    return Section(text, losses)
+
+
+def busy() -> Section:
+    """A machine that does other things."""
+    found = load(BUSY)
+    words = {
+        "active": "threads spin at barriers, OpenMP's default",
+        "passive": "threads sleep, as `trunkattn` sets it",
+        "one thread": "one thread",
+    }
+    rows = []
+    for setting, runs in found["settings"].items():
+        idle, beside = median(runs["idle_s"]), median(runs["beside_a_loop_s"])
+        rows.append([words[setting], f"{idle:.2f}", f"{beside:.2f}", f"{beside / idle:.1f}×"])
+    text = f"""## Beside another program
+
+The engine on two cores, {found["batch"]}, alone and beside one busy loop, median seconds:
+
+{table(["threads that wait", "idle machine", "beside a loop", "ratio"], rows)}
+
+{sources("python -m benchmarks.engines.busy_machine", BUSY)}
+"""
+    return Section(text, [])
 
 
 def planner() -> Section:
