@@ -93,7 +93,10 @@ def topics() -> tuple[Topic, ...]:
             "training", "Training", "forward and backward, prefix trees",
             (training.cudnn, training.trees, training.torch_flash),
         ),
-        Topic("cpu", "On a CPU, and the engine", "CPU kernels, the embedded engine, the server", (cpu.cpu, cpu.streams, cpu.busy, *engines)),
+        Topic(
+            "cpu", "On a CPU, and the engine", "CPU kernels, the embedded engine, the server",
+            (cpu.cpu, cpu.streams, cpu.busy, *engines),
+        ),
         Topic(
             "planner", "The planner", "what a plan costs on a CPU and on a GPU",
             (cpu.planner, decode.device_planner, host.host),
