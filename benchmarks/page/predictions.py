@@ -18,7 +18,7 @@ WHY = {
 
 
 def _why(row: dict) -> str:
-    """Why a row is off, if it is known."""
+    """Why a row is likely to be off. No profile was taken."""
     off = max(abs(p / m - 1) for p, m in zip(row["predicted_ms"], row["measured_ms"], strict=True))
     if off < OFF:
         return ""
@@ -27,7 +27,7 @@ def _why(row: dict) -> str:
 
 
 def _rows(part: str) -> list[list[object]]:
-    """Each batch or workload: measured and predicted times, ratios, and why it is off."""
+    """Each batch or workload: measured and predicted times, ratios, and why it is likely to be off."""
     rows = []
     for row in load(RESULT)[part]:
         (alone, shared), (told, told_shared) = row["measured_ms"], row["predicted_ms"]
@@ -40,12 +40,12 @@ def _rows(part: str) -> list[list[object]]:
 def predictions() -> Section:
     result = load(RESULT)
     batches, serving = result["summary"], result["serving_summary"]
-    head = ["batch", "one by one", "predicted", "shared", "predicted", "ratio", "predicted", "why it is off"]
+    head = ["batch", "one by one", "predicted", "shared", "predicted", "ratio", "predicted", "likely why it is off"]
     text = f"""## Predictions of `trunkattn analyze`
 
 Times per token that the [analysis](../guide/analyze.md) predicts without a GPU, beside those of vLLM and SGLang on the
-card. A card's constants are fitted to Llama-3-8B's batches on one card alone; other models, an 8-bit cache, two cards
-and all arrivals are predictions.
+card. A card's constants are fitted to Llama-3-8B's batches on one card, and those of steps with prompt chunks to vLLM's
+arrivals on an H200; other models, an 8-bit cache, two cards and all other arrivals are predictions.
 
 - {len(result["batches"])} batches that decode: {percent(batches["mean"])} off on average and
   {percent(batches["worst"])} at worst; the ratio of one by one to shared {percent(batches["ratio_mean"])} on average.
