@@ -3,8 +3,8 @@
     python -m benchmarks.engines.busy_machine     # writes results/cpu-busy.json
 
 The busy loop is this script's own. Each setting runs in a process of its own, because how threads wait is read when
-OpenMP is loaded: `active` lets them spin at barriers, `passive` is what the command `trunkattn` sets, and `one thread`
-has no barriers.
+OpenMP is loaded: `active` lets them spin at barriers, `spin` for a while, `passive` is what the command `trunkattn`
+sets, and `one thread` has no barriers.
 """
 
 import argparse
@@ -26,6 +26,8 @@ REPEATS: Final = 5
 SETTINGS: Final = {
     "active": {"OMP_WAIT_POLICY": "ACTIVE"},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 5000": {"GOMP_SPINCOUNT": "5000"},
     "one thread": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
 }
 
@@ -74,11 +76,13 @@ def measure_here() -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    if parser.parse_args().inside:
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    arguments = parser.parse_args()
+    if arguments.inside:
         print(json.dumps(measure_here()))
         return
     settings: dict[str, dict[str, Any]] = {}
-    for setting in SETTINGS:
+    for setting in arguments.settings:
         idle = run(setting)
         with busy_loop():
             busy = run(setting)

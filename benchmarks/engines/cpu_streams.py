@@ -59,26 +59,28 @@ def log_probabilities(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, help="llama-batched-bench; without it llama.cpp is not measured")
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="float32 is always the first")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="batches to measure")
     arguments = parser.parse_args()
     threads = torch.get_num_threads()
-    cases: dict[str, dict[str, Any]] = {name: {} for name in CASES}
+    shapes = {name: CASES[name] for name in arguments.cases}
+    cases: dict[str, dict[str, Any]] = {name: {} for name in shapes}
     accuracy: dict[str, dict[str, float]] = {}
     sequences: list[list[int]] = []
     exact = torch.empty(0)
-    for dtype in arguments.dtypes:
+    for dtype in [DTYPES[0], *(each for each in arguments.dtypes if each != DTYPES[0])]:
         llm = load(dtype)
         if not sequences:
             sequences = answers(llm)
             exact = log_probabilities(llm, sequences)
         apart = (log_probabilities(llm, sequences) - exact).abs()
         accuracy[dtype] = {"mean": float(apart.mean()), "max": float(apart.max()), "tokens": len(apart)}
-        for name, shape in CASES.items():
+        for name, shape in shapes.items():
             cases[name][f"trunkattn {dtype}"] = measure(llm, make_workload(shape, VOCABULARY))[0]
             print(name, dtype, cases[name][f"trunkattn {dtype}"])
         del llm
     if arguments.llama_bench:
-        for name, shape in CASES.items():
+        for name, shape in shapes.items():
             cases[name]["llama.cpp"] = llama_cpp.measure(arguments.llama_bench, model_file(), shape, threads)
             print(name, cases[name]["llama.cpp"])
     figures = {"model": model_file().stem, "threads": threads, "cases": cases, "logprob_differences": accuracy}

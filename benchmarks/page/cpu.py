@@ -66,6 +66,8 @@ def busy() -> Section:
     words = {
         "active": "threads spin at barriers, OpenMP's default",
         "passive": "threads sleep, as `trunkattn` sets it",
+        "spin 1000": "threads spin 1,000 times, then sleep",
+        "spin 5000": "threads spin 5,000 times, then sleep",
         "one thread": "one thread",
     }
     rows = []
