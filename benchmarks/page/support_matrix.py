@@ -174,6 +174,9 @@ def centred(cells: Sequence[Sequence[str]]) -> str:
     return table(head, cells, len(head)).replace("---|---|---|---", "---|:-:|:-:|:-:", 1)
 
 
+_WITHOUT_CUDA = ("not linked with support for cuda", "with arguments from the 'CUDA' backend")
+
+
 def trains(device: str, options: dict[str, Any]) -> bool:
     """Whether `flash_attention` takes tensors of this device, forward; on a GPU of tensors without data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -190,7 +193,7 @@ def trains(device: str, options: dict[str, Any]) -> bool:
         except (
             RuntimeError
         ) as error:  # the arguments were accepted, and a torch without CUDA ends in the kernel's place
-            return "not linked with support for cuda" in str(error)
+            return any(words in str(error) for words in _WITHOUT_CUDA)
     return True
 
 
