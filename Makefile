@@ -35,7 +35,7 @@ test-fast: .venv/.stamp-model  ## Run the tests without Triton's interpreter, co
 test-models: .venv/.stamp-model  ## Compare every model type of transformers, tiny and random, with its own generate
 	$(ON_CPU) $(BIN)/python -m pytest -q -n 2 -m models tests/models
 
-test-compile: .venv/.stamp  ## Compile the GPU kernels for every card, head dimension and dtype, without a GPU
+test-compile: .venv/.stamp  ## Compile the GPU kernels for every card, head dimension and dtype, and the planner, without a GPU
 	$(ON_CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m compile tests/gpu tests/training
 
 # On the machine's own Python: its torch is the one built for its GPU. Most of the time is the compiler's, on the host.

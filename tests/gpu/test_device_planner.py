@@ -83,7 +83,7 @@ def batches(draw: st.DrawFn, page_size: int) -> StepTables:
 
 
 @pytest.mark.property
-@settings(max_examples=settings().max_examples // 10)  # the interpreter takes seconds for each
+@settings(max_examples=settings().max_examples // 20)  # the interpreter takes seconds for each
 @given(data=st.data())
 def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
     """Of the tiling that it takes, or of one that it is given; twice, as a captured graph would."""
@@ -280,7 +280,7 @@ def test_a_tiling_that_might_not_fit_is_passed_over(limit: dict[str, int]) -> No
 
 
 @pytest.mark.property
-@settings(max_examples=settings().max_examples // 4)
+@settings(max_examples=settings().max_examples // 8)
 @given(data=st.data(), seed=SEEDS, tight=st.booleans())
 def test_no_numbers_make_it_write_outside_its_arrays(data: st.DataObject, seed: int, tight: bool) -> None:
     rule, rng = data.draw(rules()), np.random.default_rng(seed)

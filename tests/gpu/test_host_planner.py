@@ -30,7 +30,7 @@ def test_a_plan_on_the_device_compiles_nothing_on_the_host(tmp_path: Path) -> No
     assert compiled_by(tmp_path, "chunks") == []
 
 
-@pytest.mark.slow
+@pytest.mark.compile  # all of the planner, twice
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_plans_find_all_that_the_process_has_compiled(tmp_path: Path, batch_invariant: bool) -> None:
     arguments = json.dumps([*H100, batch_invariant])

@@ -62,7 +62,7 @@ CASES = given(
 
 
 @pytest.mark.property
-@settings(max_examples=25)
+@settings(max_examples=12)
 @CASES
 def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size: int, window: int) -> None:
     rule, batch = invariant_rule(group, page_size), random_batch(seed, page_size, window)

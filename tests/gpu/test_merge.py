@@ -79,7 +79,7 @@ class Partials:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     heads=st.sampled_from(HEADS),

@@ -31,7 +31,9 @@ class _Panels:
         self.array = packed[0] if len(packed) == 1 else np.concatenate(packed)
         ends = np.cumsum([len(panels) for panels in packed])
         self.parts = [slice(int(end) - len(panels), int(end)) for end, panels in zip(ends, packed, strict=True)]
-        self._last = (torch.empty(0, device="cpu"),) * 2  # few rows, and their product with all weights
+        self._last = (
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+        ) * 2  # few rows, and their product with all weights
 
     def multiply(self, rows: torch.Tensor, part: slice) -> torch.Tensor:
         """[T, columns of a part's panels] the product of rows [T, in_features] with a part's weights."""

@@ -66,8 +66,8 @@ def _boundaries(
 ) -> torch.Tensor | None:
     """cu_seqlens [num_sequences + 1] of all rows: a sequence begins where a token does not see the one before. None if
     each row is one. Under torch.compile, which needs fixed shapes, empty sequences follow."""
-    rows = torch.arange(shape[0], device=device)[:, None]
-    later = torch.arange(1, shape[1], device=device)[None]
+    rows = torch.arange(shape[0], dtype=torch.int64, device=device)[:, None]
+    later = torch.arange(1, shape[1], dtype=torch.int64, device=device)[None]
     sees_before = mask_function(rows, 0, later, later - 1).expand(shape[0], -1)
     sees_after = mask_function(rows, 0, later - 1, later)
     begins = torch.cat([sees_before.new_ones(shape[0], 1), ~sees_before], 1).flatten()

@@ -155,9 +155,10 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
 
     def _warm_up(self, max_pages_per_request: int) -> None:
         """Compiles the kernels that steps run, before any request waits for them."""
-        sizes = {"dtype": torch.int32, "device": self.device}
         row = DecodeRows(
-            torch.zeros(1, max_pages_per_request, **sizes), torch.ones(1, **sizes), torch.arange(2, **sizes)
+            torch.zeros(1, max_pages_per_request, dtype=torch.int32, device=self.device),
+            torch.ones(1, dtype=torch.int32, device=self.device),
+            torch.arange(2, dtype=torch.int32, device=self.device),
         )
         caches = {layer.impl.layer_spec: layer.impl.caches_of(layer.kv_cache) for layer in self.modules.values()}
 
