@@ -43,8 +43,9 @@ class PrefixTree:
         >>> tree = PrefixTree.from_prompt([1, 2, 3], [[4, 5], [6]])
         >>> tree.subtree_end.tolist(), tree.pack().position_ids.tolist()
         ([6, 6, 6, 5, 5, 6], [0, 1, 2, 3, 4, 3])
-        >>> [sequence.tolist() for sequence in tree.unpack(tree.pack().tokens)]
-        [[1, 2, 3, 4, 5], [1, 2, 3, 6]]
+        >>> first, second = tree.unpack(tree.pack().tokens)
+        >>> second.tolist()
+        [1, 2, 3, 6]
     """
 
     starts: tuple[int, ...]
