@@ -30,69 +30,37 @@ DECODE_TILES_FP8: Final = (
     GpuTile(16, 32, warps=1, stages=3, ctas_per_sm=8, block_ns=(2290, 2300), chain_ns=(900, 1500), queued_per_sm=30),
     replace(_TALL, block_ns=(3240, 2200), chain_ns=(760, 2000), private_n=16),
 )
+_WIDE: Final = GpuTile(
+    32,
+    64,
+    warps=4,
+    stages=2,
+    ctas_per_sm=2,
+    block_ns=(2480, 3550),
+    chain_ns=(1000, 2430),
+    subtiles=2,
+    private_n=16,
+    flat_n=32,
+)
 # With a head_dim over 128 the accumulators of 64 rows would fill the registers. Low tiles in 2 warps spill where they
 # merge.
 DECODE_TILES_WIDE: Final = (
     replace(_LOW, warps=4, ctas_per_sm=2),
-    GpuTile(
-        32,
-        64,
-        warps=4,
-        stages=2,
-        ctas_per_sm=2,
-        block_ns=(2480, 3550),
-        chain_ns=(1000, 2430),
-        subtiles=2,
-        private_n=16,
-        flat_n=32,
-    ),
+    _WIDE,
 )
 # Tensor cores do not multiply float32, and its tiles need more warps not to spill. The times are those of other types.
 DECODE_TILES_FP32: Final = (
     replace(_LOW, warps=4, ctas_per_sm=2),
-    GpuTile(
-        32,
-        64,
-        warps=8,
-        stages=2,
-        ctas_per_sm=2,
-        block_ns=(2480, 3550),
-        chain_ns=(1000, 2430),
-        subtiles=2,
-        private_n=16,
-        flat_n=32,
-    ),
+    replace(_WIDE, warps=8),
 )
 DECODE_TILES_FP32_WIDE: Final = (
     replace(_LOW, warps=8, ctas_per_sm=1),
-    GpuTile(
-        32,
-        32,
-        warps=8,
-        stages=2,
-        ctas_per_sm=1,
-        block_ns=(1240, 3550),
-        chain_ns=(500, 2430),
-        subtiles=2,
-        private_n=16,
-        flat_n=32,
-    ),
+    replace(_WIDE, block_n=32, warps=8, ctas_per_sm=1, block_ns=(1240, 3550), chain_ns=(500, 2430)),
 )
 # For cards that were not timed: these spill neither on an sm_80 nor on an sm_100.
 _FP32_UNTIMED: Final = (
     GpuTile(16, 32, warps=8, stages=2, ctas_per_sm=2, block_ns=(1065, 1735), chain_ns=(1075, 1080)),
-    GpuTile(
-        32,
-        16,
-        warps=8,
-        stages=2,
-        ctas_per_sm=1,
-        block_ns=(310, 1775),
-        chain_ns=(250, 2430),
-        subtiles=2,
-        private_n=16,
-        flat_n=16,
-    ),
+    replace(_WIDE, block_n=16, warps=8, ctas_per_sm=1, block_ns=(310, 1775), chain_ns=(250, 2430), flat_n=16),
 )
 
 

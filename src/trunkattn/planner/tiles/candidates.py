@@ -158,16 +158,7 @@ def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
 @njit(inner=True)
 def stage_of_row(row):
     """The stage of a row of `launches_of`."""
-    _, height, least, below, block_segments, num_parts, subtiles, private_segments = row
-    return tiles.Stage(
-        height=height,
-        least=least,
-        below=below,
-        block_segments=block_segments,
-        num_parts=num_parts,
-        subtiles=subtiles,
-        private_segments=private_segments,
-    )
+    return tiles.stage_of(row[1:])
 
 
 class PricedTilings(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.tiles.layout import Stage, share_of, stage_spans, step_of
+from trunkattn.planner.tiles.layout import share_of, stage_of, stage_spans, step_of
 
 EVERY = 1 << 30  # more entries than any node has
 Int64Array = NDArray[np.int64]
@@ -227,20 +227,11 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
     indptr = np.zeros(len(stages) + 1, np.int64)
     memory = np.zeros(len(stages), np.int64)
     for i in range(len(stages)):
-        height, least, below, block_segments, parts, subtiles, private = stages[i]
-        stage = Stage(
-            height=height,
-            least=least,
-            below=below,
-            block_segments=block_segments,
-            num_parts=parts,
-            subtiles=subtiles,
-            private_segments=private,
-        )
+        stage = stage_of(stages[i])
         found = stage_blocks(forest, entries, stage, window, segment_size)
         indptr[i + 1] = indptr[i] + len(found)
         blocks[indptr[i] : indptr[i + 1]] = found
-        shared, tall = shared_tokens(forest, entries, least if least > 1 else below)
+        shared, tall = shared_tokens(forest, entries, stage.least if stage.least > 1 else stage.below)
         once, common, again = stage_tokens(entries.position, shared, tall, stage, window)
         memory[i] = memory_tokens(once, common, again, l2_tokens)
     return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
@@ -305,16 +296,7 @@ def tilings_ns(loads, stages, uses, costs):
             which, kind, num_parts = uses[candidate, nth]
             if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
                 continue
-            height, least, below, block_segments, _, subtiles, private = stages[which]
-            stage = Stage(
-                height=height,
-                least=least,
-                below=below,
-                block_segments=block_segments,
-                num_parts=num_parts,
-                subtiles=subtiles,
-                private_segments=private,
-            )
+            stage = stage_of(stages[which], num_parts)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             last = nth == 1 or uses[candidate, 1, 0] < 0
             times[candidate] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
@@ -331,22 +313,13 @@ def tilings_fit(loads, stages, uses, limits):
         pair = uses[candidate, 1, 0] >= 0
         for nth in range(1 + pair):
             which, _, num_parts = uses[candidate, nth]
-            height, least, below, block_segments, _, subtiles, private = stages[which]
-            stage = Stage(
-                height=height,
-                least=least,
-                below=below,
-                block_segments=block_segments,
-                num_parts=num_parts,
-                subtiles=subtiles,
-                private_segments=private,
-            )
+            stage = stage_of(stages[which], num_parts)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             total = blocks[:, 2].sum()
-            share = share_of(total, tiles_of(loads.num_queries, stage), num_parts, block_segments)
+            share = share_of(total, tiles_of(loads.num_queries, stage), num_parts, stage.block_segments)
             items, pieces = np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
-                step = step_of(blocks[tile, 2], share, block_segments)
+                step = step_of(blocks[tile, 2], share, stage.block_segments)
                 count = (blocks[tile, 2] + step - 1) // step
                 items += count
                 if count > 1 or pair:

@@ -7,7 +7,7 @@ tiles for nodes with many queries, low ones for the rest, which merge the partia
 §3.3).
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,24 @@ class Stage(NamedTuple):
     num_parts: int  # most items wanted of tiles that are cut, see `share_of`; 0: none is cut
     subtiles: int = 1  # see `tile_list.nest`
     private_segments: int = 1  # of a subtile's block
+
+
+_NUM_PARTS: Final = Stage._fields.index("num_parts")
+
+
+@njit(inner=True)
+def stage_of(fields, num_parts=-1):
+    """The stage of an array of its fields. num_parts: in place of the field; -1: as the field says."""
+    height, least, below, block_segments, _, subtiles, private_segments = fields
+    return Stage(
+        height=height,
+        least=least,
+        below=below,
+        block_segments=block_segments,
+        num_parts=fields[_NUM_PARTS] if num_parts < 0 else num_parts,
+        subtiles=subtiles,
+        private_segments=private_segments,
+    )
 
 
 class Spans(NamedTuple):

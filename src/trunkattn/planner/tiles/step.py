@@ -11,7 +11,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, launches_of, stage_of_row
 from trunkattn.planner.tiles.cost import stage_loads, tilings_fit, tilings_ns
-from trunkattn.planner.tiles.layout import Entries, Stage, emit_stage, heaviest_first, make_entries, outline_stage
+from trunkattn.planner.tiles.layout import Entries, emit_stage, heaviest_first, make_entries, outline_stage, stage_of
 from trunkattn.planner.tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
 from trunkattn.planner.tiles.tile_list import TileArrays, finish, join_stages, nest
 from trunkattn.planner.work_list import TileLimits, TileList
@@ -116,17 +116,8 @@ def _overlap(source, candidates, chunks, overlap, leftover, costs):
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
     for number in numbers:
         which, _, num_parts = uses[number, 0]
-        height, least, below, block_segments, _, subtiles, private_segments = stages[which]
-        assert subtiles == 1 and uses[number, 1, 0] < 0
-        stage = Stage(
-            height=height,
-            least=least,
-            below=below,
-            block_segments=block_segments,
-            num_parts=num_parts,
-            subtiles=subtiles,
-            private_segments=private_segments,
-        )
+        stage = stage_of(stages[which], num_parts)
+        assert stage.subtiles == 1 and uses[number, 1, 0] < 0
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = heaviest_first(outline, len(entries.query))
         found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.kind, costs)
