@@ -124,7 +124,11 @@ def test_chained_hashes_tell_no_contents() -> None:
     assert not depend_on_contents_alone([])
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b""), zstandard.ZstdCompressor().compress(b"")])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", gzip.compress(b"", mtime=0), zstandard.ZstdCompressor().compress(b"")],
+    ids=["nothing", "empty lines", "gzip", "zst"],
+)
 def test_an_empty_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(content)
