@@ -10,6 +10,7 @@ import torch
 from trunkattn.attention import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.engine.config import DEFAULT_CACHE_BYTES, DEFAULT_GPU_SHARE, EngineConfig
+from trunkattn.engine.expanded import ChunkExpansion
 from trunkattn.engine.graphs import LARGEST_GRAPH, CudaCapture, Graphs, graph_sizes
 from trunkattn.engine.model import ModelInfo
 from trunkattn.engine.packed_linear import can_pack, unpacked_weights
@@ -136,9 +137,18 @@ def make_runner(
             graphs = Graphs(sizes, config.max_num_seqs, CudaCapture(info.device))
     attention = BatchAttention(attention_config(info, config), info.device, capacity)
     windows = info.geometry.windows
-    runner = ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs)
+    expansion = _expansion(attention, info)
+    runner = ModelRunner(model, attention, windows, kv_cache, config.max_num_seqs, max_model_len, graphs, expansion)
     _try_step(runner, info)
     return runner
+
+
+def _expansion(attention: BatchAttention, info: ModelInfo) -> ChunkExpansion | None:
+    """What chooses prompt chunks for the expanded form: of a latent attention on a CPU. A GPU's steps are graphs, which
+    hold no chunks whose lengths vary."""
+    widths = info.geometry.layer.expanded
+    is_absorbed = attention.config.batch_invariant or attention.device.type != "cpu" or any(info.geometry.windows)
+    return None if widths is None or is_absorbed else ChunkExpansion(attention.config, widths)
 
 
 def _try_step(runner: ModelRunner, info: ModelInfo) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trunkattn.engine.expanded import ExpandedChunks
 from trunkattn.gpu.graphs import capture
 
 LARGEST_GRAPH = 4096  # tokens; a larger forward pass takes longer than its launches, even with a small model
@@ -27,6 +28,7 @@ class StepArrays:
         token_ids, positions, slots: [T]; a slot is page * page_size + place in the page.
         logits_rows: [R], the tokens whose logits the step needs.
         has_chunks: whether one of its plans has prompt chunks.
+        expanded: prompt chunks that the plans leave out; only in steps that run eagerly.
     """
 
     token_ids: NDArray[np.int64]
@@ -34,6 +36,7 @@ class StepArrays:
     slots: NDArray[np.int64]
     logits_rows: NDArray[np.int64]
     has_chunks: bool = False
+    expanded: ExpandedChunks | None = None
 
 
 class ForwardInputs:
@@ -47,6 +50,7 @@ class ForwardInputs:
 
     def __init__(self, num_tokens: int, num_rows: int, device: torch.device, has_chunks: bool = False) -> None:
         self.has_chunks = has_chunks
+        self.expanded: ExpandedChunks | None = None
         self._sizes = (num_tokens, num_tokens, num_tokens, num_rows)
         self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         self.token_ids, self.positions, self.slots, self.logits_rows = self._flat.split(self._sizes)
@@ -141,6 +145,7 @@ class EagerForward:
         """Logits [R, vocab_size]."""
         inputs = ForwardInputs(len(step.token_ids), len(step.logits_rows), self._device, step.has_chunks)
         inputs.fill(step)
+        inputs.expanded = step.expanded
         return self._forward(inputs)
 
 

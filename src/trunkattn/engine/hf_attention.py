@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn.attention import BatchAttention, Plan
+from trunkattn.engine.expanded import ExpandedChunks
 from trunkattn.engine.hf_masks import UnsupportedAttention, request_mask, window_of
-from trunkattn.engine.latent import latent_heads
+from trunkattn.engine.latent import HeadWidths, LatentHeads, latent_heads
 from trunkattn.kv_cache.tensors import KVCache
 from trunkattn.ops.write_kv import write_kv, write_latent
 
@@ -38,6 +39,7 @@ class LayerAttention:
         sinks: whether each query head has a sink logit.
         latent_dim: columns of a latent cache that are the values, see `AttentionConfig`; None: it caches keys and
             values apart.
+        expanded: widths of a head's keys and values in the expanded form of a latent attention, else None.
     """
 
     num_qo_heads: int
@@ -49,26 +51,34 @@ class LayerAttention:
     logits_soft_cap: float | None
     sinks: bool
     latent_dim: int | None = None
+    expanded: HeadWidths | None = None
+
+    @property
+    def out_dim(self) -> int:
+        """Columns of a head's output."""
+        return self.head_dim_v if self.expanded is None else self.expanded.value
 
 
 @dataclass(frozen=True)
 class LayerTensors:
     """One layer's inputs: q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None.
 
-    Of a latent attention q is the pair [T, Hq, latent] and [T, Hq, rope], k [T, 1, latent] and v [T, 1, rope].
+    Of a latent attention q is [T, Hq, nope + rope], k [T, 1, latent] and v [T, 1, rope]; heads are what it multiplies
+    by, else None.
     """
 
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None
+    heads: LatentHeads | None = None
 
 
 class AttentionStep(Protocol):
     """A forward pass calls it for each layer's attention."""
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
-        """The layer's output, [T, Hq, Dv]."""
+        """The layer's output, [T, Hq, layer.out_dim]."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class TrunkStep:
         plans: sliding window -> plan.
         kv_cache: pages of all layers.
         slot_mapping: [T] int64, page * page_size + slot of each token.
+        expanded: prompt chunks of a latent attention that the plans leave out; None: the plans have all requests.
     """
 
     attention: BatchAttention
@@ -88,17 +99,32 @@ class TrunkStep:
     plans: Mapping[int | None, Plan]
     kv_cache: KVCache
     slot_mapping: torch.Tensor
+    expanded: ExpandedChunks | None = None
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
         k_cache, v_cache = self.kv_cache.layer(layer_idx)
-        if v_cache is None:
-            write_latent(tensors.k.squeeze(1), tensors.v.squeeze(1), k_cache, self.slot_mapping)
-        else:
+        q, plan = tensors.q, self.plans[self.windows[layer_idx]]
+        if v_cache is not None:
             write_kv(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
-        out = tensors.k.new_empty(len(tensors.k), layer.num_qo_heads, layer.head_dim_v)
-        plan = self.plans[self.windows[layer_idx]]
-        self.attention.run(plan, tensors.q, k_cache, v_cache, out=out, sinks=tensors.sinks)
+            out = q.new_empty(*q.shape[:2], layer.head_dim_v)
+            self.attention.run(plan, q, k_cache, v_cache, out=out, sinks=tensors.sinks)
+            return out
+        write_latent(tensors.k.squeeze(1), tensors.v.squeeze(1), k_cache, self.slot_mapping)
+        if self.expanded is None or tensors.heads is None:
+            return self._absorbed(plan, tensors, q, k_cache)
+        out = q.new_empty(*q.shape[:2], layer.out_dim)
+        rows, others = self.expanded.rows, self.expanded.other_rows
+        out[rows] = self.expanded.attend(tensors.heads, q[rows], k_cache, tensors.sinks)
+        if len(others):
+            out[others] = self._absorbed(plan, tensors, q[others], k_cache)
         return out
+
+    def _absorbed(self, plan: Plan, tensors: LayerTensors, q: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
+        """Outputs [T, Hq, v] of queries q [T, Hq, nope + rope] over the cached rows."""
+        assert tensors.heads is not None
+        latents = tensors.k.new_empty(*q.shape[:2], tensors.k.shape[2])
+        self.attention.run(plan, tensors.heads.queries(q), k_cache, out=latents, sinks=tensors.sinks)
+        return tensors.heads.expand(latents)
 
 
 @dataclass(frozen=True)
@@ -111,7 +137,7 @@ class AttentionProbe:
         if layer_idx in self.layers:
             raise UnsupportedAttention(f"its layer {layer_idx} calls its attention twice")
         self.layers[layer_idx] = layer
-        return tensors.k.new_empty(len(tensors.k), layer.num_qo_heads, layer.head_dim_v)
+        return tensors.q.new_empty(*tensors.q.shape[:2], layer.out_dim)
 
 
 def trunk_attention(
@@ -157,14 +183,15 @@ def trunk_attention(
         logits_soft_cap=soft_cap,
         sinks=sinks is not None,
     )
-    tensors = LayerTensors(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), sinks)
-    heads, layer_idx = latent_heads(module), int(module.layer_idx)  # type: ignore[arg-type]
-    if heads is None:
-        return trunk_step.attend(layer_idx, layer, tensors).unsqueeze(0), None
-    latent_dim, rope_dim = key.shape[3], value.shape[3]
-    layer = replace(layer, head_dim=latent_dim + rope_dim, head_dim_v=latent_dim, latent_dim=latent_dim)
-    tensors = replace(tensors, q=heads.queries(query[0].transpose(0, 1)))
-    return heads.expand(trunk_step.attend(layer_idx, layer, tensors)).unsqueeze(0), None
+    heads = latent_heads(module)
+    if heads is not None:
+        latent_dim = key.shape[3]
+        row_dim = latent_dim + value.shape[3]
+        layer = replace(layer, head_dim=row_dim, head_dim_v=latent_dim, latent_dim=latent_dim, expanded=heads.widths)
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    tensors = LayerTensors(q, k, v, sinks, heads)
+    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    return trunk_step.attend(layer_idx, layer, tensors).unsqueeze(0), None
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:

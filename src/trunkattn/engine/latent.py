@@ -1,10 +1,10 @@
-"""Multi-head latent attention (MLA) of transformers' models in its absorbed form (DeepSeek-V2 §2.1,
+"""Multi-head latent attention (MLA) of transformers' models over a latent cache (DeepSeek-V2 §2.1,
 https://arxiv.org/abs/2405.04434).
 
 Such a model caches a latent row and a rope row for each token, and a method `expand_kv` of its attention makes keys and
-values of all heads of them with the weight of `kv_b_proj`. Here the rows stay as they are: each head multiplies its
-queries by its part of the weight before the attention, and its outputs by the other part after it. The result is the
-same, and the cache is the latent one.
+values of all heads of them with the weight of `kv_b_proj`. In the absorbed form the rows stay as they are: each head
+multiplies its queries by its part of the weight before the attention, and its outputs by the other part after it. The
+result is the same. `expanded` computes some prompt chunks in the model's own form, over the same cache.
 """
 
 from types import SimpleNamespace
@@ -28,6 +28,13 @@ class _Sizes(NamedTuple):
     v_head_dim: int
 
 
+class HeadWidths(NamedTuple):
+    """Columns of the keys and of the values of one head in the expanded form."""
+
+    key: int
+    value: int
+
+
 class HeadLinear(nn.Module):
     """y[:, h] = x[:, h] W[h]ᵀ: x [T, heads, in_features] -> [T, heads, out_features].
 
@@ -43,9 +50,15 @@ class HeadLinear(nn.Module):
         """y [T, heads, out_features] of x [T, heads, in_features]."""
         return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
 
+    def of_rows(self, rows: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
+        """Writes out [heads, R, out_features], any strides: rows [R, in_features] times the weight of each head of the
+        slice."""
+        out.copy_(rows @ self.weight[heads].transpose(1, 2))
+
 
 class LatentHeads(nn.Module):
-    """What each head multiplies by: queries before a latent attention, outputs after it.
+    """What each head multiplies by: in the absorbed form queries before a latent attention and outputs after it, in the
+    expanded form cached rows.
 
     Args:
         attention: an attention of transformers with `expand_kv`, whose weight this takes over.
@@ -63,14 +76,25 @@ class LatentHeads(nn.Module):
             raise UnsupportedAttention("its latent attention expands its cache in a way of its own")
         nope = sizes.qk_nope_head_dim
         weight = up.weight.detach().view(-1, nope + sizes.v_head_dim, sizes.kv_lora_rank)
-        self._nope = nope
+        self._nope, self.rope_dim = nope, sizes.qk_rope_head_dim
+        self.widths = HeadWidths(nope + sizes.qk_rope_head_dim, sizes.v_head_dim)
         self.absorb = HeadLinear(weight[:, :nope].transpose(1, 2))
         self.expand = HeadLinear(weight[:, nope:])
+        self.expand_keys = HeadLinear(weight[:, :nope])
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pair that a latent attention takes: q [T, heads, nope + rope] as [T, heads, latent] and [T, heads,
         rope]."""
         return self.absorb(q[..., : self._nope]), q[..., self._nope :]
+
+    def expand_rows(
+        self, latent: torch.Tensor, rope: torch.Tensor, heads: slice, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Writes keys [heads, R, nope + rope] and values [heads, R, v] of some heads: the expanded form of cached rows
+        latent [R, latent] and rope [R, rope]."""
+        self.expand_keys.of_rows(latent, heads, keys[..., : self._nope])
+        keys[..., self._nope :] = rope
+        self.expand.of_rows(latent, heads, values)
 
 
 def absorb_heads(model: nn.Module) -> None:

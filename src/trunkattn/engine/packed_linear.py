@@ -93,6 +93,12 @@ class PackedHeadLinear(nn.Module):
         products = [_product(x[:, head], panels) for head, panels in enumerate(self._panels)]
         return torch.stack(products, 1)[..., : self._out_features]
 
+    def of_rows(self, rows: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
+        """Writes out [heads, R, out_features], any strides: rows [R, in_features] times the weight of each head of the
+        slice."""
+        for panels, head_out in zip(self._panels[heads], out, strict=True):
+            head_out.copy_(_product(rows, panels)[:, : self._out_features])
+
 
 def _product(rows: torch.Tensor, panels: NDArray[np.float32]) -> torch.Tensor:
     """rows [T, in_features] times the packed weight: [T, columns of all panels] float32."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trunkattn.attention import BatchAttention, Plan
+from trunkattn.engine.expanded import ChunkExpansion, ExpandedChunks
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
 from trunkattn.engine.hf_attention import TrunkStep
 from trunkattn.engine.request import Request
@@ -47,6 +48,8 @@ class ModelRunner:
         kv_cache: pages of every layer.
         max_num_seqs, max_model_len: most sequences of a step, and most tokens of a sequence.
         graphs: how the forward pass is captured; None: every step runs eagerly.
+        expansion: chooses prompt chunks of a latent attention that are computed in the expanded form; None: every
+            request is computed in the absorbed form. Only without graphs.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         graphs: Graphs | None = None,
+        expansion: ChunkExpansion | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -68,6 +72,7 @@ class ModelRunner:
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // self._page_size)), dtype=np.int32)
         self._rows: list[tuple[Request, int]] = []  # the request of each row in the last step, and its preemptions
         self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
+        self._expansion = expansion
         forward = partial(_forward, model, partial(TrunkStep, attention, tuple(windows)), self._plans, kv_cache)
         self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
         if graphs is not None:
@@ -90,11 +95,14 @@ class ModelRunner:
         slots = block_table[rows, positions // self._page_size].astype(np.int64) * self._page_size
         slots += positions % self._page_size
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
-        self._plan(block_table, starts + lengths, query_start_loc)
+        expanded = None
+        if self._expansion is not None:
+            expanded = self._expansion.plan(block_table, starts + lengths, query_start_loc)
+        self._plan(block_table, starts + lengths, query_start_loc if expanded is None else expanded.other_start_loc)
         has_chunks = any(plan.num_chunks for plan in self._plans.values())
         wanted = np.concatenate([query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)])
-        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks))
-        self.last_reads = self._reads()  # the host counts while a GPU computes
+        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks, expanded))
+        self.last_reads = self._reads(expanded)  # the host counts while a GPU computes
         return logits
 
     def try_step(self) -> None:
@@ -166,9 +174,11 @@ class ModelRunner:
             into = None if self._attention.capacity is None else self._plans.get(window)
             self._plans[window] = self._attention.plan(table, lens, starts, sliding_window=window, into=into)
 
-    def _reads(self) -> StepReads:
+    def _reads(self, expanded: ExpandedChunks | None) -> StepReads:
         num_layers = self._layers_of_window.total()
         stats = [(self._plans[window].stats, count / num_layers) for window, count in self._layers_of_window.items()]
+        if expanded is not None:
+            stats.append((expanded.plan.stats, 1.0))
         return StepReads(
             kv_tokens_read=sum(stat.kv_tokens_read * share for stat, share in stats),
             kv_tokens_per_query=sum(stat.kv_tokens_per_query * share for stat, share in stats),
@@ -192,7 +202,7 @@ def _forward(
             attention_mask=inputs.mask,  # without it transformers reads the values of position_ids
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
-            trunk_step=make_step(plans, kv_cache, inputs.slots),
+            trunk_step=make_step(plans, kv_cache, inputs.slots, inputs.expanded),
         )
     return output.logits[0]
 
