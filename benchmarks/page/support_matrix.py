@@ -22,7 +22,7 @@ from benchmarks.page.common import table
 from trunkattn import AttentionConfig, PrefixTree, flash_attention
 from trunkattn.cli.kernels import MODELS, attention_of
 from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
-from trunkattn.gpu.kernel import KERNELS, Kernel, choose, decode_work
+from trunkattn.gpu.kernel import KERNELS, Kernel, Work, choose
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
@@ -110,7 +110,7 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
 
 def is_decoded_fast(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> bool:
     """Whether a kernel made for the card decodes an attention there."""
-    kernel = choose(decode_work(config), config, card, table).kernel
+    kernel = choose(Work.DECODE, config, card, table).kernel
     return kernel is not None and not kernel.portable
 
 

@@ -131,6 +131,25 @@ def test_other_cards() -> None:
         )
 
 
+@pytest.mark.parametrize("head_dim", [128, 576])
+@pytest.mark.parametrize("card", [make_card(model=H100), make_card(model=H200), make_card(capability=80)])
+def test_no_question_finds_a_kernel_for_another_cache(card: Card, head_dim: int) -> None:
+    """A narrow latent row has the width of heads that other kernels take."""
+    latent = attention_of(
+        {"num_qo_heads": 4, "num_kv_heads": 1, "head_dim": head_dim, "latent_dim": head_dim - 64, "sm_scale": 0.1}
+    )
+    for config, decodes in ((latent, Work.LATENT), (attention_of({}), Work.DECODE)):
+        for asked in (Work.DECODE, Work.LATENT):
+            kernel = choose(asked, config, card).kernel
+            assert kernel is not None and kernel.work is decodes
+        others = {Work.DECODE, Work.LATENT, Work.PREFILL, Work.BOTH} - {decodes}
+        if config is not latent:
+            others -= {Work.PREFILL, Work.BOTH}
+        for kernel in KERNELS:
+            assert kernel.work not in others or kernel.refuses(config, card), kernel.name
+    assert choose(Work.PREFILL, latent, card).kernel is None and choose(Work.BOTH, latent, card).kernel is None
+
+
 UNTIMED = [
     {"head_dim": 64},
     {"head_dim": 256},

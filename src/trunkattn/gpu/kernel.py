@@ -178,8 +178,17 @@ class Choice(NamedTuple):
 
 
 def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> Choice:
-    """The first kernel of the table that computes some work of a configuration on a card."""
+    """The first kernel of the table that computes some work of a configuration on a card.
+
+    Args:
+        work: `DECODE` and `LATENT` are one question: the configuration tells whether its decodes read a latent cache.
+        config: an `AttentionConfig`, in training a `TrainingConfig`.
+        card: where it runs.
+        kernels: the table.
+    """
     passed_over: dict[str, tuple[str, ...]] = {}
+    if work in (Work.DECODE, Work.LATENT):
+        work = Work.DECODE if config.latent_dim is None else Work.LATENT
     for kernel in (each for each in kernels if each.work is work):
         reasons = kernel.refuses(config, card)
         if not reasons:
@@ -229,7 +238,7 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     """
     if reasons := refusals(replace(config, execution="auto"), card, kernels):
         raise ValueError("; ".join(reasons))
-    decode, merge = (choose(work, config, card, kernels) for work in (decode_work(config), Work.MERGE))
+    decode, merge = (choose(work, config, card, kernels) for work in (Work.DECODE, Work.MERGE))
     prefill = both = prefill_tile = None
     if _has_prefill(config):
         prefill = choose(Work.PREFILL, config, card, kernels)
@@ -248,11 +257,6 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     )
 
 
-def decode_work(config: AttentionConfig) -> Work:
-    """What the decodes of an attention are: rows over keys and values, or over a latent cache."""
-    return Work.DECODE if config.latent_dim is None else Work.LATENT
-
-
 def _has_prefill(config: AttentionConfig) -> bool:
     """Whether prompt chunks have a kernel of their own."""
     return not config.batch_invariant and config.latent_dim is None
@@ -260,7 +264,7 @@ def _has_prefill(config: AttentionConfig) -> bool:
 
 def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
     """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
-    works = [decode_work(config), *([Work.PREFILL] if _has_prefill(config) else [])]
+    works = [Work.DECODE, *([Work.PREFILL] if _has_prefill(config) else [])]
     works += [Work.BOTH] if config.execution == "overlapped" else []
     reasons = list[str]()
     for work in works:

@@ -13,7 +13,14 @@ import torch
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card
 from trunkattn.gpu.layer import Geometry, Tensors
-from trunkattn.gpu.portable.spec import DECODE_TILES, DECODE_TILES_FP8, DECODE_TILES_WIDE, PREFILL_TILE, WIDE
+from trunkattn.gpu.portable.spec import (
+    DECODE_TILES,
+    DECODE_TILES_FP8,
+    DECODE_TILES_WIDE,
+    PREFILL_TILE,
+    READS_NO_LATENT,
+    WIDE,
+)
 from trunkattn.gpu.tiles import GpuTile, PrefillTile
 
 MODULE: Final = "trunkattn.gpu.hopper"
@@ -233,6 +240,8 @@ def _prefill_misfits(config: AttentionConfig) -> list[str]:
 
 def _misfits(config: AttentionConfig, heads: tuple[int, ...], other_caches: tuple[torch.dtype, ...]) -> list[str]:
     """What all kernels ask for. heads: that a kernel takes; other_caches: than of the queries' dtype."""
+    if config.latent_dim is not None:
+        return [READS_NO_LATENT]
     queries, cache, misfits = config.dtype, config.cache_dtype, list[str]()
     if queries not in DTYPES:
         misfits.append(f"{_name(queries)} queries: expected bfloat16 or float16")

@@ -24,6 +24,7 @@ LATENT_DIM: Final = 512  # of the Hopper kernel
 ROPE_DIM: Final = 64
 PAGE_UNIT: Final = 16  # tokens of its smallest TMA box
 _DTYPES: Final = (torch.bfloat16, torch.float16)
+_READS_LATENT: Final = "keys and values apart: expected a latent cache"
 _TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
 
 # A block takes as long whether its rows are used or not. The times are those of blocks that the L2 cache holds.
@@ -58,7 +59,9 @@ def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
         return reasons
     if not card.model.runs_hopper_kernels:
         return [f"the fast kernel was not timed on {card.model.name}"]
-    latent, rope = config.latent_dim or 0, config.head_dim - (config.latent_dim or 0)
+    if config.latent_dim is None:
+        return [_READS_LATENT]
+    latent, rope = config.latent_dim, config.head_dim - config.latent_dim
     if (latent, rope) != (LATENT_DIM, ROPE_DIM):
         reasons.append(f"rows of {latent} + {rope} numbers: expected {LATENT_DIM} + {ROPE_DIM}")
     if config.dtype not in _DTYPES:
@@ -96,6 +99,8 @@ def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
 
 def refuses_portable(config: AttentionConfig, card: Card) -> list[str]:
     """Why the portable kernel does not compute a latent attention on a card; empty: it does."""
+    if config.latent_dim is None:
+        return [_READS_LATENT]
     reasons = []
     if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
         reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")

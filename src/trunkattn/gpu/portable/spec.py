@@ -13,6 +13,7 @@ from trunkattn.numerics import padded_head_dim
 
 MODULE: Final = "trunkattn.gpu.portable"
 WIDE: Final = 128  # a wider head has tiles of its own
+READS_NO_LATENT: Final = "a latent cache: expected keys and values apart"
 
 _MAX_HEAD_DIM: Final = 256
 _MAX_GROUP_SIZE: Final = 64  # rows of the tallest tile, for head_dim up to WIDE and elements of up to 16 bits
@@ -93,6 +94,8 @@ _SLICED: Final = 256  # heads that are cut into slices, at most: of more, one ta
 
 def refuses(config: AttentionConfig, card: Card) -> list[str]:
     """Why the kernels for decodes and for prompt chunks do not compute an attention on a card; empty: they do."""
+    if config.latent_dim is not None:
+        return [READS_NO_LATENT]
     reasons = []
     if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
         reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")
