@@ -305,7 +305,7 @@ def test_reset_forgets_what_was_cached_and_what_is_running() -> None:
     [
         (lambda m: m.admit("a", ABC), ValueError, "request_id='a': expected one that is not admitted"),
         (lambda m: m.admit("new", []), ValueError, "tokens has length 0: expected at least one token"),
-        (lambda m: m.admit("new", ["x"] * 9), ValueError, r"tokens\[\d:\]=.*: expected 32-bit integers"),
+        (lambda m: m.admit("new", ["x"] * 9), ValueError, r"tokens\[\d\]=.*: expected 32-bit integers"),
         (lambda m: m.extend("a", 4), ValueError, "num_tokens=4: expected an integer of at least 5"),
         (lambda m: m.extend("a", -1), ValueError, "num_tokens=-1: expected an integer of at least 5"),
         (lambda m: m.extend("a", 6.0), TypeError, r"num_tokens=6\.0: expected an integer of at least 5"),
@@ -323,7 +323,7 @@ def test_reset_forgets_what_was_cached_and_what_is_running() -> None:
             ValueError,
             r"num_tokens=6: expected at most .* and the 5 in tokens; call extend first",
         ),
-        (lambda m: m.commit("a", [*ABC[:4], "x", "y"]), ValueError, r"tokens\[\d:\]=.*: expected 32-bit integers"),
+        (lambda m: m.commit("a", [*ABC[:4], "x", "y"]), ValueError, r"tokens\[\d\]=.*: expected 32-bit integers"),
         (lambda m: m.fork("a", "b"), ValueError, "child_id='b': expected one that is not admitted"),
         (lambda m: m.fork("a", "a"), ValueError, "child_id='a': expected one that is not admitted"),
         (lambda m: m.fork("who", "new"), KeyError, "request_id='who': expected an admitted request"),

@@ -151,9 +151,9 @@ def test_clear_forgets_everything() -> None:
         ([9, 9, 9], [20], "tokens has length 3: expected 2, which fill 1 pages of 2"),
         ([9, 9], [10], r"pages=\[10\]: expected distinct pages that are indexed as no other prefix"),
         ([9, 9, 9, 9], [20, 20], r"pages=\[20, 20\]: expected distinct pages"),
-        ([9, 9, 9, 1.5], [20, 21], r"tokens\[\d:\]=.*: expected 32-bit integers"),
-        ([9, 9, 9, 1 << 31], [20, 21], r"tokens\[\d:\]=.*: expected 32-bit integers"),
-        ([9, 9, "a", "b"], [20, 21], r"tokens\[\d:\]=.*: expected 32-bit integers"),
+        ([9, 9, 9, 1.5], [20, 21], r"tokens\[\d\]=.*: expected 32-bit integers"),
+        ([9, 9, 9, 1 << 31], [20, 21], r"tokens\[\d\]=.*: expected 32-bit integers"),
+        ([9, 9, "a", "b"], [20, 21], r"tokens\[\d\]=.*: expected 32-bit integers"),
     ],
 )
 def test_a_wrong_insert_changes_nothing(tokens: list[int], pages: list[int], message: str) -> None:
@@ -167,8 +167,7 @@ def test_a_wrong_insert_changes_nothing(tokens: list[int], pages: list[int], mes
 
 def test_only_indexed_pages_can_be_unreferenced_or_looked_up() -> None:
     index = PrefixIndex(page_size=1)
-    with pytest.raises(ValueError, match="page 7 is not indexed"):
-        index.mark_unreferenced([7])
+    assert index.mark_unreferenced([7]) == [7] and index.num_evictable == 0
     with pytest.raises(KeyError):
         index.block(7)
     with pytest.raises(ValueError, match="page_size=0: expected an integer of at least 1"):

@@ -1,5 +1,6 @@
 """Tasks in processes of their own, as many at once as there are cores, with one progress for all."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ def _start(number: int, task: Task[Any]) -> tuple[Connection, tuple[int, Any]]:
 
 
 def _work(task: Task[Any], sender: Connection) -> None:
+    gc.freeze()  # what the process was given needs no second look, which would also copy its memory
     try:
         sender.send(("result", task(lambda share: sender.send(("share", share)))))
     except Exception as error:  # whatever it is, the caller raises it

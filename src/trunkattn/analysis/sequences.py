@@ -1,7 +1,7 @@
 """Token sequences made of a log's blocks, built when the cache first looks at them: no token of a log is needed."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -48,13 +48,13 @@ class LoggedTokens:
 class TokenSource:
     """The tokens that stand for a log's prompts and answers: equal where the log's are, as far as it tells.
 
-    All tokens of a block are the block's number, because the cache compares whole prefixes. A turn of a session begins
-    with the prompt before it and the answer to that, also within the block in which that prompt ended.
+    The tokens of a block are the lower and the upper half of its number in turns, because the cache compares whole
+    prefixes. A turn of a session begins with the prompt before it and the answer to that, also within the block in
+    which that prompt ended.
     """
 
     def __init__(self, requests: Sequence[LoggedRequest]) -> None:
         """Reads the sessions of a log. Nothing is copied."""
-        self._numbers = _dense_numbers(requests)
         self._next: dict[tuple[int, int], LoggedRequest] = {}  # key -> the turn that follows
         self._heads: dict[int, tuple[int, int]] = {}  # block -> the block that begins it, and how many tokens of it
         sessions: dict[str, list[LoggedRequest]] = {}
@@ -81,18 +81,14 @@ class TokenSource:
         return array("i", np.concatenate((prompt, answer)).tobytes())
 
     def _prompt(self, request: LoggedRequest) -> NDArray[np.int32]:
-        blocks = self._blocks(request.blocks)
-        tokens = np.repeat(blocks.astype(np.int32), request.block_size)[: request.num_prompt_tokens]
+        tokens = _spelled(request.blocks, request.block_size)[: request.num_prompt_tokens]
         if self._heads:
-            for place, block in enumerate(blocks.tolist()):
+            for place, block in enumerate(request.blocks.tolist()):
                 while block in self._heads:
                     block, count = self._heads[block]
                     start = place * request.block_size
-                    tokens[start : start + count] = block
+                    tokens[start : start + count] = _spelled(np.array([block]), count)
         return tokens
-
-    def _blocks(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        return blocks if self._numbers is None else np.searchsorted(self._numbers, blocks)
 
     def _link(self, earlier: LoggedRequest, later: LoggedRequest) -> None:
         full, rest = divmod(earlier.num_prompt_tokens, earlier.block_size)
@@ -101,14 +97,12 @@ class TokenSource:
             return
         self._next[earlier.key] = later
         if rest:
-            before, after = self._blocks(np.array([earlier.blocks[full], later.blocks[full]])).tolist()
+            before, after = int(earlier.blocks[full]), int(later.blocks[full])
             if before != after:
                 self._heads.setdefault(after, (before, rest))
 
 
-def _dense_numbers(requests: Iterable[LoggedRequest]) -> NDArray[np.int64] | None:
-    """All block numbers in ascending order, whose places stand in for them; None: they are 32-bit integers."""
-    arrays = [request.blocks for request in requests if len(request.blocks)]
-    if all(blocks.min() >= 0 and blocks.max() <= _MAX_INT32 for blocks in arrays):
-        return None
-    return np.unique(np.concatenate(arrays))
+def _spelled(blocks: NDArray[np.int64], block_size: int) -> NDArray[np.int32]:
+    """Tokens that stand for blocks of so many tokens."""
+    halves = np.ascontiguousarray(blocks, "<i8").view(np.int32).reshape(-1, 2)
+    return np.tile(halves, -(-block_size // 2))[:, :block_size].ravel()

@@ -1,6 +1,6 @@
 """A replay over time: sums of steps in a bounded number of intervals, and prefix trees at a few moments."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -32,8 +32,9 @@ class Sums:
 
     def add(self, other: "Sums") -> None:
         """Adds the sums of other steps."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        mine = vars(self)
+        for name, value in vars(other).items():
+            mine[name] += value
 
 
 @dataclass

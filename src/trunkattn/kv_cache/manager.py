@@ -233,9 +233,7 @@ class CacheManager:
         pages = self._request(request_id).pages
         del self._requests[request_id]
         # Last page first: fewer requests share the longer prefix, so it is evicted earlier.
-        unreferenced = self.pool.release(pages[::-1])
-        self.index.mark_unreferenced(page for page in unreferenced if page in self.index)
-        self.pool.free([page for page in unreferenced if page not in self.index])
+        self.pool.free(self.index.mark_unreferenced(self.pool.release(pages[::-1])))
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix, so that no KV computed so far is reused, for example after new weights.

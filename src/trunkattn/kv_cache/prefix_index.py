@@ -4,6 +4,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Integral
+from typing import Final
 
 from trunkattn.validate import check_int
 
@@ -17,6 +20,14 @@ class CachedBlock:
     tokens: bytes  # the page's token ids as 32-bit integers; on a prefix's first page the salt comes before them
     page: int
     children: "dict[CachedBlock, None]" = field(default_factory=dict)  # a dict, for a reproducible order
+
+
+_TOKEN_BYTES: Final = array("i").itemsize
+_PACKED: Final = 16  # blocks that are packed at a time
+
+
+def _is_int32(token: object) -> bool:
+    return isinstance(token, Integral) and -(1 << 31) <= int(token) < 1 << 31
 
 
 def _hash_block(parent_key: int, tokens: bytes) -> int:
@@ -123,12 +134,17 @@ class PrefixIndex:
         for page in pages:
             self._evictable.pop(page, None)
 
-    def mark_unreferenced(self, pages: Iterable[int]) -> None:
-        """Makes these indexed pages evictable: in this order they become the most recently used."""
+    def mark_unreferenced(self, pages: Iterable[int]) -> list[int]:
+        """Makes those of these pages that are indexed evictable: in this order they become the most recently used.
+        Returns the others."""
+        others = []
+        blocks, evictable = self._blocks, self._evictable
         for page in pages:
-            if page not in self._blocks:
-                raise ValueError(f"pages: page {page} is not indexed: expected indexed pages")
-            self._evictable[page] = None
+            if page in blocks:
+                evictable[page] = None
+            else:
+                others.append(page)
+        return others
 
     def evict(self, n: int) -> list[int]:
         """Drops the `n` least recently used unreferenced pages and their descendants; returns the unreferenced ones.
@@ -140,9 +156,11 @@ class PrefixIndex:
         """
         check_int("n", n, 0, len(self._evictable))
         evicted: list[int] = []
-        while len(evicted) < n:
-            oldest = next(iter(self._evictable))
-            evicted.extend(self._remove(self._blocks[oldest]))
+        for page in list(islice(self._evictable, n)):
+            if len(evicted) >= n:
+                break
+            if page in self._evictable:  # else it went with an ancestor
+                self._remove(self._blocks[page], evicted)
         return evicted
 
     def clear(self) -> list[int]:
@@ -163,7 +181,7 @@ class PrefixIndex:
             parent = block.parent
             if parent is None or block not in parent.children or self._blocks.get(block.page) is not block:
                 raise RuntimeError(f"page {block.page} is not linked with its parent or the page map")
-            size = self.page_size * array("i").itemsize
+            size = self.page_size * _TOKEN_BYTES
             if len(block.tokens) < size or (len(block.tokens) > size and parent is not self.root):
                 raise RuntimeError(f"page {block.page} is indexed with a partial block")
             if block.key != self._hash_block(parent.key, block.tokens) or block not in self._buckets[block.key]:
@@ -178,13 +196,21 @@ class PrefixIndex:
             raise RuntimeError("the LRU order holds a page that is not indexed")
 
     def _pack(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
-        """The full blocks of `tokens`, one at a time, so that a match that fails early does not read the rest."""
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            block = tokens[start : start + self.page_size]
+        """The full blocks of `tokens`. They are packed a few at a time, so that a match that fails early does not read
+        the rest."""
+        end, step = len(tokens) - len(tokens) % self.page_size, _PACKED * self.page_size
+        size = self.page_size * _TOKEN_BYTES
+        for start in range(0, end, step):
+            some = tokens[start : min(start + step, end)]
             try:
-                yield (salt if start == 0 else b"") + array("i", block).tobytes()
+                packed = array("i", some).tobytes()
             except (TypeError, OverflowError) as error:
-                raise ValueError(f"tokens[{start}:]={block!r}: expected 32-bit integers") from error
+                place = next(place for place, token in enumerate(some) if not _is_int32(token))
+                raise ValueError(f"tokens[{start + place}]={some[place]!r}: expected 32-bit integers") from error
+            if start == 0 and salt:
+                yield salt + packed[:size]
+            for first in range(size if start == 0 and salt else 0, len(packed), size):
+                yield packed[first : first + size]
 
     def _walk(self, parent: CachedBlock, contents: Iterable[bytes]) -> list[CachedBlock]:
         found: list[CachedBlock] = []
@@ -209,21 +235,20 @@ class PrefixIndex:
         self._blocks[page] = block
         return block
 
-    def _remove(self, block: CachedBlock) -> list[int]:
-        """Removes `block` and its descendants from the index; returns the pages among them that nobody references."""
+    def _remove(self, block: CachedBlock, unreferenced: list[int]) -> None:
+        """Removes `block` and its descendants from the index; adds those of their pages that nobody references."""
         assert block.parent is not None  # the root has no page, so it is never evicted
         del block.parent.children[block]
-        unreferenced = []
         pending = [block]
         while pending:
             block = pending.pop()
             pending.extend(block.children)
             del self._blocks[block.page]
             bucket = self._buckets[block.key]
-            bucket.remove(block)
-            if not bucket:
+            if len(bucket) == 1:
                 del self._buckets[block.key]
+            else:
+                bucket.remove(block)
             if block.page in self._evictable:
                 del self._evictable[block.page]
                 unreferenced.append(block.page)
-        return unreferenced
