@@ -1,6 +1,7 @@
 """Hypothesis profiles: `ci` repeats the same examples in every run, `fuzz` looks for new ones (`make fuzz`)."""
 
 import os
+from importlib.util import find_spec
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -15,3 +16,8 @@ settings.load_profile("ci")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; a GPU's tests need its compiler
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # vLLM for CPUs comes without Triton
+    from tests import fast_interpreter
+
+    fast_interpreter.install()

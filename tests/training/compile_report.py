@@ -1,5 +1,5 @@
-"""Run by test_flash_compile in a process of its own, in which Triton compiles. Arguments: compute capability, head_dim,
-bytes of shared memory that a program may have.
+"""Run by test_compile in a process of its own, in which Triton compiles. Arguments: compute capability, head_dim, bytes
+of shared memory that a program may have, and names of kernels (all, if there are none).
 
 Prints JSON: kernel -> registers, spilled bytes, shared bytes, with the tile that such a card takes.
 """
@@ -90,25 +90,27 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
     return {"registers": used["REG"], "spilled": spilled, "shared": shared}
 
 
+def tile_of(name: str, variant: str, target: tuple[int, int, int]) -> FlashTile:
+    """The tile of a pass on a card: (capability, head_dim, bytes of shared memory)."""
+    capability, head_dim, limit = target
+    if name == "prepare":
+        return FlashTile(64, 64, 4, 1)
+    name = "forward_tree" if name == "forward" and variant in ("tree", "all") else name
+    return fitting_tile(name, head_dim, 4 if variant == "fp32" else 2, limit, capability >= 100)
+
+
 def main() -> None:
-    capability, head_dim, limit = (int(argument) for argument in sys.argv[1:])
-    report, blackwell = {}, capability >= 100
-    for name in KERNELS:
-        tile = fitting_tile(name, head_dim, 2, limit, blackwell)
-        report[name] = compiled(name, tile, capability, head_dim)
-        if head_dim == 128:
-            of_tree = "forward_tree" if name == "forward" else name
-            tile = fitting_tile(of_tree, head_dim, 2, limit, blackwell)
-            report[f"{name} tree"] = compiled(name, tile, capability, head_dim, "tree")
-        if (capability, head_dim) == (90, 128):
-            report[f"{name} all"] = compiled(name, tile, capability, head_dim, "all")
-    if (capability, head_dim) == (90, 128):
-        report["prepare"] = compiled("prepare", FlashTile(64, 64, 4, 1), capability, head_dim)
-        report["keys packed"] = compiled(
-            "keys", fitting_tile("keys", head_dim, 2, limit, blackwell), capability, head_dim, "packed"
-        )
-        report["keys fp32"] = compiled(
-            "keys", fitting_tile("keys", head_dim, 4, limit, blackwell), capability, head_dim, "fp32"
+    capability, head_dim, limit = (int(argument) for argument in sys.argv[1:4])
+    hopper = (capability, head_dim) == (90, 128)
+    variants = ["", *(["tree"] if head_dim == 128 else []), *(["all"] if hopper else [])]
+    kernels = {f"{name} {variant}".strip(): (name, variant) for name in KERNELS for variant in variants}
+    if hopper:
+        kernels |= {"prepare": ("prepare", ""), "keys packed": ("keys", "packed"), "keys fp32": ("keys", "fp32")}
+    report = {}
+    for chosen in sys.argv[4:] or kernels:
+        name, variant = kernels[chosen]
+        report[chosen] = compiled(
+            name, tile_of(name, variant, (capability, head_dim, limit)), capability, head_dim, variant
         )
     print(json.dumps(report))
 
