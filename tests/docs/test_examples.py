@@ -74,9 +74,8 @@ def test_training(run: Callable[..., str]) -> None:
     assert number(r"step 40: loss (\S+)", text) < 0.1 * number(r"step 1: loss (\S+)", text)
 
 
-@pytest.mark.slow
-def test_train_tree(run: Callable[..., str]) -> None:
-    text = run("train_tree.py", "--steps", "1")
+def test_train_tree(run: Callable[..., str], small_model: str) -> None:
+    text = run("train_tree.py", small_model, "--steps", "1")
     as_tree, as_sequences = number(r"loss (\S+) as a tree", text), number(r", (\S+) as sequences", text)
     assert abs(as_tree - as_sequences) < 1e-4
     assert number(r"a gradient: (\S+)", text) < 1e-3

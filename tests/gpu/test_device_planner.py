@@ -134,7 +134,7 @@ def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device_candidates, "_PAIRS", 32)
     monkeypatch.setattr(device_candidates, "_BLOCK", 32)
     monkeypatch.setattr(device_candidates, "_HASHED", 32)
-    batch = as_batch(tree_batch(parse_tree("1,3,90_32,16,20"), 1, row_seed=1, page_seed=1))
+    batch = as_batch(tree_batch(parse_tree("1,2,40_32,16,20"), 1, row_seed=1, page_seed=1))
     planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
     planned.fill(batch)
     planned.assert_equals_host(batch)

@@ -4,6 +4,7 @@ SGLang's processes are forks of this one, so that a second engine starts in two 
 patched there too. `test_process` starts them as SGLang does.
 """
 
+import itertools
 import os
 import tempfile
 from collections import Counter
@@ -24,6 +25,14 @@ OPTIONS = {
     "skip_tokenizer_init": True, "disable_cuda_graph": True, "mem_fraction_static": 0.3, "grammar_backend": "none",
     "random_seed": 0, "log_level": "error",
 }  # fmt: skip
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.count(20000 + 1000 * _WORKER)
+
+
+def start(model: Path, backend: str, **options: Any) -> sglang.Engine:
+    """An engine with a port that no other worker takes: SGLang would choose one now and bind it later."""
+    options = {**OPTIONS, "nccl_port": next(_PORTS), **options}
+    return sglang.Engine(model_path=str(model), attention_backend=backend, **options)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ def generate(model: Path, backend: str, sampling: dict[str, Any] | None = None, 
     """Generates for all prompts, `rounds` times: the second finds the prompts in the radix cache."""
     with tempfile.TemporaryDirectory() as counted:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = counted
-        engine = sglang.Engine(model_path=str(model), attention_backend=backend, **{**OPTIONS, **options})
+        engine = start(model, backend, **options)
         try:
             answers = [engine.generate(input_ids=prompts(), sampling_params=sampling or GREEDY) for _ in range(rounds)]
         finally:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang
 
 from benchmarks.engines.equality import STEPS
 from benchmarks.engines.rounding import compare, within_rounding
@@ -13,13 +12,13 @@ from benchmarks.engines.sglang import Offline
 
 from ..broken_merge import break_merge
 from ..vllm.prompts import NUM_PROMPTS, prompts
-from .engine import OPTIONS
+from .engine import start
 
 TOKENS = 12
 
 
 def rounds(folder: Path, backend: str) -> list[list[dict[str, Any]]]:
-    engine = sglang.Engine(model_path=str(folder), attention_backend=backend, **OPTIONS, page_size=16)
+    engine = start(folder, backend, page_size=16)
     try:
         found = [Offline(engine, "cpu").answers(prompts(), TOKENS) for _ in range(2)]
     finally:
