@@ -59,10 +59,11 @@ VLLM_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm VLLM_ENABLE_V1_MULTIPROCES
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q -n 2 --dist worksteal
 test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-in in real vLLM on this CPU, newest and oldest
 
-# What CI runs of both: all of the newest; of the oldest what starts no engine, and one architecture's tokens.
+# What CI runs: in the newest, all that starts no process, and one architecture's tokens.
 .PHONY: test-vllm-brief
-test-vllm-brief: test-vllm-$(VLLM_NEWEST) .venv-vllm-$(VLLM_OLDEST)/.stamp
-	$(call VLLM_PYTEST,$(VLLM_OLDEST)) tests/integrations -k "not gemma and not gpt_oss and not qwen3 and not process and not invariance and not hybrid"
+test-vllm-brief: .venv-vllm-$(VLLM_NEWEST)/.stamp
+	$(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/integrations/vllm tests/integrations/test_register.py \
+		-k "not process and not cuda_tokens and not invariance and not hybrid and not compiled and not gemma and not gpt_oss and not qwen3"
 
 test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after another
 
@@ -90,10 +91,16 @@ $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp
 # SGLang has no package for CPUs, but its Python runs on one over stand-ins for two packages of GPU builds.
 SGLANG := 0.5.23
 SGLANG_BIN := .venv-sglang-$(SGLANG)/bin
+SGLANG_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/sglang SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stand_ins \
+	$(SGLANG_BIN)/python -m pytest -q -n 2 --dist load tests/integrations/sglang
 test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang on this CPU
-	NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/sglang SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-		PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stand_ins \
-		$(SGLANG_BIN)/python -m pytest -q -n 2 --dist load tests/integrations/sglang
+	$(SGLANG_PYTEST)
+
+# What CI runs: all that starts no process, and one architecture's tokens.
+.PHONY: test-sglang-brief
+test-sglang-brief: .venv-sglang-$(SGLANG)/.stamp
+	$(SGLANG_PYTEST) -k "not process and not a_real_engine and not gemma3 and not qwen3"
 
 # torch goes first and alone, as below.
 .venv-sglang-%/.stamp: pyproject.toml tests/integrations/sglang/requirements.txt
