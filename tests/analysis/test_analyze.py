@@ -41,6 +41,15 @@ def test_an_analysis_says_what_sharing_is_worth() -> None:
     assert (found.spoilers, found.fleet) == ([], [])
 
 
+def test_a_model_with_a_latent_cache_is_analysed_with_the_rates_of_its_kernel() -> None:
+    found = analyze(log(log_of(30, 120, 4)), replace(SETTINGS, model="deepseek-v2-lite"))
+    assert found.token_bytes == 27 * 576 * 2
+    assert found.replays[-1].shared_tpot_ms == pytest.approx(found.replays[-1].tpot_ms, rel=0.01)  # little is shared
+    said = " ".join(found.assumptions)
+    assert "One by one is this library's kernel without sharing" in said and "fitted to no engine" in said
+    assert "was not timed" not in said
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [

@@ -4,11 +4,13 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from transformers import DeepseekV3Config
 
 from benchmarks.workloads.pat_trees import PAT_TREES
 from trunkattn.analysis.batch import PagedBatch
@@ -16,11 +18,12 @@ from trunkattn.analysis.explain import Explanation, explain
 from trunkattn.analysis.explain_report import explanation_dict, forest_svg, print_explanation, verdict
 from trunkattn.analysis.list_price import list_ns
 from trunkattn.analysis.model_shape import model_shape
-from trunkattn.analysis.prices import Prices
+from trunkattn.analysis.prices import DecodeBatch, Prices
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import card_named
 from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.mla import spec as mla
 from trunkattn.gpu.step_choice import StepChoice
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.names import POLICIES
@@ -55,7 +58,7 @@ def test_a_policy_plans_as_the_back_end_of_a_gpu_does(policy: str, prices: Price
     config = replace(prices.config, policy=policy)
     backend = GpuBackend(config, CPU, facts=prices.card.facts)
     stats = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc)).stats()
-    (found,) = (each for each in explanation.policies if each.policy == policy)
+    (found,) = (each for each in explanation.layers[0].policies if each.policy == policy)
     assert found.stats == stats and found.kv_bytes == stats.kv_tokens_read * prices.token_bytes
 
 
@@ -66,7 +69,9 @@ def test_bytes_and_forest(prices: Prices) -> None:
     assert explanation.unique_kv_bytes == (1024 + 4 * 512 + 64 * 128) * prices.token_bytes
     assert [node.sequences for node in explanation.snapshot.nodes[:2]] == [64, 16]
     assert len(explanation.snapshot.nodes) == 1 + 4 + 64
-    assert explanation.auto.layer_us < explanation.policies[0].layer_us
+    (layers,) = explanation.layers
+    assert layers.auto.layer_us < layers.policies[0].layer_us
+    assert explanation.times_us == (32 * layers.alone_us, 32 * layers.auto.layer_us)
     assert "3.0 times as fast" in verdict(explanation)
 
 
@@ -81,7 +86,49 @@ def test_a_latent_cache_is_compared_with_its_own_kernel() -> None:
     text = printed(explanation, prices)
     assert "one by one" in text and "FlashAttention" not in text
     found = re.search(r"per query ([\d.]+) µs", text)
-    assert found and float(found[1]) == pytest.approx(explanation.alone_us, rel=0.01)
+    assert found and float(found[1]) == pytest.approx(explanation.layers[0].alone_us, rel=0.01)
+    assert "fitted to no engine" in text.replace("\n", " ") and "was not timed" not in text
+
+
+def test_a_latent_cache_of_8_bits_says_that_its_kernel_was_not_timed() -> None:
+    shape, card = model_shape("deepseek-v3"), card_named("H100")
+    prices = Prices(shape, card, tensor_parallel=8, kv_cache_dtype="float8_e4m3fn")
+    _, explanation = explained("1,4,64_1024,512,128", prices)
+    text = printed(explanation, prices).replace("\n", " ")
+    assert "The portable latent decode kernel computes it and was not timed" in text
+    assert verdict(explanation).startswith("Sharing would save 89 % of the KV reads, and no time: attention takes ")
+    assert any("was not timed" in sentence for sentence in explanation_dict(explanation, prices)["assumptions"])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "float8_e4m3fn"])
+def test_the_layers_of_each_window_are_explained_by_themselves(kv_cache_dtype: str) -> None:
+    prices = Prices(model_shape("gpt-oss-20b"), card_named("H100"), kv_cache_dtype=kv_cache_dtype)
+    batch, explanation = explained("1,4,64_1024,512,128", prices)
+    near, far = explanation.layers
+    assert (near.window, near.count, far.window, far.count) == (128, 12, None, 12)
+    token_bytes = 2 * 8 * 64 * (2 if kv_cache_dtype == "auto" else 1)
+    assert near.kv_bytes == near.unique_kv_bytes == 12 * 64 * 128 * token_bytes  # its own leaf alone is seen
+    assert far.kv_bytes == 12 * 64 * 1664 * token_bytes
+    assert far.unique_kv_bytes == 12 * (1024 + 4 * 512 + 64 * 128) * token_bytes
+    assert all(each.kv_bytes >= near.unique_kv_bytes for each in near.policies)
+    assert near.alone_us < far.alone_us and near.auto.layer_us < far.auto.layer_us
+    forest = DecodeBatch.of(batch.block_table, batch.seq_lens, prices.page_size)
+    assert explanation.times_us == pytest.approx(prices.attention(forest))
+    text = printed(explanation, prices)
+    assert "One of 12 layers with a window of 128 tokens on" in text and "One of 12 layers that see all on" in text
+    assert "µs in all layers" in verdict(explanation) and text.count("auto took") == 2
+
+
+def test_the_config_of_a_model_with_a_latent_cache_is_priced(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "vocab_size": 32_000}
+    DeepseekV3Config(**sizes).save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    assert (shape.latent_dim, shape.head_dim, shape.num_kv_heads, shape.num_layers) == (512, 576, 1, 4)
+    prices = Prices(shape, card_named("H100"), tensor_parallel=8)
+    assert prices.decode_kernel.name == mla.DECODE and prices.token_bytes == 8 * 4 * 576 * 2
+    _, explanation = explained("1,4,64_1024,512,128", prices)
+    alone, shared = explanation.times_us
+    assert 0 < shared < alone and explanation.unique_kv_bytes == (1024 + 4 * 512 + 64 * 128) * prices.token_bytes
 
 
 @pytest.mark.parametrize(
@@ -124,9 +171,11 @@ def test_a_wide_forest_is_cut(prices: Prices) -> None:
 def test_json_and_svg(prices: Prices) -> None:
     _, explanation = explained("1,4,64_1024,512,128", prices)
     written = explanation_dict(explanation, prices)
-    assert written["version"] == 1 and [each["policy"] for each in written["policies"]] == list(POLICIES)
+    (layers,) = written["layers"]
+    assert written["version"] == 1 and [each["policy"] for each in layers["policies"]] == list(POLICIES)
+    assert (layers["window"], layers["count"], written["assumptions"]) == (None, 32, [])
     assert written["forest"][1] == {"parent": 0, "start": 1024, "tokens": 512, "requests": 16}
-    assert written["policies"][-1]["chosen"] == "32x64"
+    assert layers["policies"][-1]["chosen"] == "32x64"
     svg = forest_svg(explanation, prices)
     names = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(svg).iter()]
     assert names.count("rect") == 1 + 4 and "script" not in names

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trunkattn.analysis.list_price import list_ns
-from trunkattn.analysis.prices import DecodeBatch, Prices
+from trunkattn.analysis.prices import DecodeBatch, Prices, seen_tokens
 from trunkattn.analysis.records import Snapshot, TrieNode
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.kernel import kernels_of
@@ -18,6 +18,7 @@ from trunkattn.inputs import StepInputs, check_step
 from trunkattn.names import POLICIES
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
+from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import PlanStats
 
 _CPU: Final = torch.device("cpu")
@@ -25,13 +26,13 @@ _CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Explained:
-    """A policy's plan.
+    """A policy's plan for layers that are alike.
 
     Attributes:
         policy: its name.
         stats: what it reads, as `Plan.stats` tells.
         layer_us: predicted time of one layer's attention on one card.
-        kv_bytes: KV bytes that all layers and cards read; those that two items read count twice.
+        kv_bytes: KV bytes that these layers read on all cards; those that two items read count twice.
     """
 
     policy: str
@@ -41,24 +42,22 @@ class Explained:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """A decode batch, and what each policy plans for it.
+class ExplainedLayers:
+    """The layers of one window, and what each policy plans for them.
 
     Attributes:
-        snapshot: the prefix forest.
-        num_requests: requests that decode.
-        kv_bytes: KV bytes that all layers and cards read, if each request reads its own.
+        window: tokens that a query sees at most, itself included; None: it sees all.
+        count: number of layers.
+        kv_bytes: KV bytes that they read on all cards, if each request reads its own.
         unique_kv_bytes: KV bytes that they read, if each shared page is read once.
-        alone: what reads each request's KV for itself: FlashAttention, or of a latent cache our own kernel.
-        alone_us: its predicted time of one layer on one card.
+        alone_us: predicted time of one of them on one card, if each request reads its own.
         policies: one by one, in the order of `POLICIES`.
     """
 
-    snapshot: Snapshot
-    num_requests: int
+    window: int | None
+    count: int
     kv_bytes: int
     unique_kv_bytes: int
-    alone: str
     alone_us: float
     policies: list[Explained]
 
@@ -66,6 +65,39 @@ class Explanation:
     def auto(self) -> Explained:
         """The plan of policy auto."""
         return next(each for each in self.policies if each.policy == "auto")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A decode batch, and what each policy plans for it.
+
+    Attributes:
+        snapshot: the prefix forest.
+        num_requests: requests that decode.
+        alone: what reads each request's KV for itself: FlashAttention, or of a latent cache our own kernel.
+        layers: one for each window that the model has.
+    """
+
+    snapshot: Snapshot
+    num_requests: int
+    alone: str
+    layers: list[ExplainedLayers]
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes that all layers and cards read, if each request reads its own."""
+        return sum(each.kv_bytes for each in self.layers)
+
+    @property
+    def unique_kv_bytes(self) -> int:
+        """KV bytes that they read, if each shared page is read once."""
+        return sum(each.unique_kv_bytes for each in self.layers)
+
+    @property
+    def times_us(self) -> tuple[float, float]:
+        """Predicted time of all layers on one card, one by one and under policy auto."""
+        alone = sum(each.count * each.alone_us for each in self.layers)
+        return alone, sum(each.count * each.auto.layer_us for each in self.layers)
 
 
 def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanation:
@@ -92,19 +124,31 @@ def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanatio
         )
         for node in range(len(forest.parent))
     ]
-    tokens, unique = int(lens.sum()), sum(node.tokens for node in nodes)
+    batch = DecodeBatch(table, lens, forest)
     return Explanation(
         snapshot=Snapshot(0.0, nodes),
         num_requests=len(lens),
-        kv_bytes=tokens * prices.token_bytes,
-        unique_kv_bytes=unique * prices.token_bytes,
         alone="FlashAttention" if prices.shape.latent_dim is None else "one by one",
-        alone_us=prices.layer(DecodeBatch(table, lens, forest)).alone_us,
-        policies=[_explained(policy, StepTables(table, lens, starts), prices) for policy in POLICIES],
+        layers=[_layers(window, count, batch, prices) for window, count in prices.shape.layers_by_window.items()],
     )
 
 
-def _explained(policy: str, batch: StepTables, prices: Prices) -> Explained:
+def _layers(window: int | None, count: int, batch: DecodeBatch, prices: Prices) -> ExplainedLayers:
+    limit = UNLIMITED if window is None else window
+    token_bytes = prices.layer_token_bytes * count
+    starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)
+    tables = StepTables(batch.block_table, batch.seq_lens, starts, limit)
+    return ExplainedLayers(
+        window=window,
+        count=count,
+        kv_bytes=int(np.minimum(batch.seq_lens, limit).sum()) * token_bytes,
+        unique_kv_bytes=seen_tokens(batch, limit) * token_bytes,
+        alone_us=prices.layer(batch, limit).alone_us,
+        policies=[_explained(policy, tables, prices, token_bytes) for policy in POLICIES],
+    )
+
+
+def _explained(policy: str, batch: StepTables, prices: Prices, token_bytes: int) -> Explained:
     config: AttentionConfig = replace(prices.config, policy=policy)
     kernels = kernels_of(config, prices.card)
     planner = make_step_planner(config, kernels, prices.card, _CPU, None)
@@ -115,5 +159,5 @@ def _explained(policy: str, batch: StepTables, prices: Prices) -> Explained:
         policy=policy,
         stats=with_reasons(stats, kernels.decode.reasons),
         layer_us=(list_ns(planner.rule, planned.tiles) if chosen_ns is None else chosen_ns) / 1e3,
-        kv_bytes=stats.kv_tokens_read * prices.token_bytes,
+        kv_bytes=stats.kv_tokens_read * token_bytes,
     )

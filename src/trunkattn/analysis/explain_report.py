@@ -13,12 +13,14 @@ from rich.tree import Tree
 
 import trunkattn.analysis.figures as figures
 from trunkattn.analysis import charts
-from trunkattn.analysis.explain import Explanation
+from trunkattn.analysis.explain import ExplainedLayers, Explanation
 from trunkattn.analysis.prices import Prices
 from trunkattn.analysis.records import TrieNode
+from trunkattn.analysis.words import rates
 
 JSON_VERSION: Final = 1
 _MOST_LINES: Final = 60  # of the forest in a terminal
+_FASTER: Final = 1.01  # from this ratio on, sharing is said to save time
 _BAR: Final = 24  # characters of the longest node
 _STYLES: Final = ("#f2b36b", "#a8ddb5", "#7bccc4", "#4eb3d3", "#1f78b0", "#08528f")  # by `charts.shade`
 _Shape = tuple[int, int, tuple[Any, ...]]  # tokens and sequences of a node, and the shapes of its children
@@ -35,14 +37,25 @@ def explanation_dict(explanation: Explanation, prices: Prices) -> dict[str, Any]
         "kv_bytes": explanation.kv_bytes,
         "unique_kv_bytes": explanation.unique_kv_bytes,
         "alone": explanation.alone,
-        "alone_us": explanation.alone_us,
         "forest": [
             {"parent": node.parent, "start": node.start, "tokens": node.tokens, "requests": node.sequences}
             for node in explanation.snapshot.nodes
         ],
+        "layers": [_layers_dict(each) for each in explanation.layers],
+        "assumptions": rates(prices),
+    }
+
+
+def _layers_dict(layers: ExplainedLayers) -> dict[str, Any]:
+    return {
+        "window": layers.window,
+        "count": layers.count,
+        "kv_bytes": layers.kv_bytes,
+        "unique_kv_bytes": layers.unique_kv_bytes,
+        "alone_us": layers.alone_us,
         "policies": [
             {"policy": each.policy, "layer_us": each.layer_us, "kv_bytes": each.kv_bytes, **_stats(each.stats)}
-            for each in explanation.policies
+            for each in layers.policies
         ],
     }
 
@@ -64,41 +77,58 @@ def print_explanation(explanation: Explanation, prices: Prices, console: Console
         tree.add(Text(f"… and {figures.plural(-lines[0], 'line')} more", style="dim"))
     console.print(tree)
     console.line()
-    console.print(policy_table(explanation, prices))
-    console.line()
-    auto = explanation.auto
-    console.print(f"auto took {auto.stats.policy}: {auto.stats.reason}", markup=False, highlight=False)
-    console.line()
+    for layers in explanation.layers:
+        console.print(policy_table(explanation, layers, prices))
+        console.line()
+        auto = layers.auto.stats
+        console.print(f"auto took {auto.policy}: {auto.reason}", markup=False, highlight=False)
+        console.line()
+    for sentence in rates(prices):
+        console.print(sentence, style="dim", markup=False, highlight=False)
+        console.line()
     console.print(verdict(explanation), style="bold green", markup=False, highlight=False)
 
 
 def verdict(explanation: Explanation) -> str:
     """What sharing is worth for the batch, in one sentence."""
     reads = figures.saved(explanation.kv_bytes, explanation.unique_kv_bytes)
-    alone, shared = explanation.alone_us, explanation.auto.layer_us
+    alone, shared = explanation.times_us
     if reads < 0.005:
         return "These requests share nothing, so reading it once saves nothing."
+    span = "in all layers"
+    if len(explanation.layers) == 1:
+        span, alone, shared = "a layer", explanation.layers[0].alone_us, explanation.layers[0].auto.layer_us
+    if alone < _FASTER * shared:
+        return (
+            f"Sharing would save {figures.percent(reads)} of the KV reads, and no time: attention takes {shared:,.1f} "
+            f"µs {span} either way."
+        )
     return (
         f"Sharing saves {figures.percent(reads)} of the KV reads, and attention takes "
-        f"{shared:,.1f} µs a layer, not {alone:,.1f}: {alone / shared:.1f} times as fast."
+        f"{shared:,.1f} µs {span}, not {alone:,.1f}: {alone / shared:.1f} times as fast."
     )
 
 
-def policy_table(explanation: Explanation, prices: Prices) -> Table:
-    """Each policy's plan, bytes and time."""
-    title = f"One layer's attention on {escape(prices.card.description)}, predicted"
+def policy_table(explanation: Explanation, layers: ExplainedLayers, prices: Prices) -> Table:
+    """Each policy's plan, bytes and time for layers that are alike."""
+    which, read = "One layer's attention", "KV read\nall layers"
+    if len(explanation.layers) > 1 or layers.window is not None:
+        seen = "that see all" if layers.window is None else f"with a window of {layers.window:,} tokens"
+        which, read = f"One of {figures.plural(layers.count, 'layer')} {seen}", "KV read\nthese layers"
+    title = f"{which} on {escape(prices.card.description)}, predicted"
     table = Table("policy", title=title, title_style="bold", title_justify="left", box=None, header_style="bold")
-    for column in ("µs a layer", "KV read\nall layers", "saved", "items", "tiles"):
+    for column in ("µs a layer", read, "saved", "items", "tiles"):
         table.add_column(column, justify="left" if column == "tiles" else "right")
-    alone = (f"{explanation.alone_us:,.1f}", figures.size(explanation.kv_bytes), "0 %", "", "")
+    alone = (f"{layers.alone_us:,.1f}", figures.size(layers.kv_bytes), "0 %", "", "")
     table.add_row(explanation.alone, *alone, style="dim")
-    for each in explanation.policies:
+    for each in layers.policies:
         tiles = ", ".join(f"{number:,} of {name}" for name, number in each.stats.tiles.items() if number)
-        saved = figures.percent(figures.saved(explanation.kv_bytes, each.kv_bytes))
+        saved = figures.percent(figures.saved(layers.kv_bytes, each.kv_bytes))
         row = (f"{each.layer_us:,.1f}", figures.size(each.kv_bytes), saved, f"{each.stats.num_work_items:,}", tiles)
         table.add_row(each.policy, *row, style="bold" if each.policy == "auto" else "")
-    table.caption = "What two items read counts twice; the second one mostly finds it in the L2 cache."
-    table.caption_justify = "left"
+    if layers is explanation.layers[-1]:
+        table.caption = "What two items read counts twice; the second one mostly finds it in the L2 cache."
+        table.caption_justify = "left"
     return table
 
 

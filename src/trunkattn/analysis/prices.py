@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trunkattn.analysis.model_shape import ModelShape
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card, EngineTimes
-from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.kernel import Kernel, kernels_of
 from trunkattn.gpu.steps import make_rule
 from trunkattn.gpu.tiles import gpu_device
 from trunkattn.planner.from_config import make_planner
@@ -111,6 +111,13 @@ class Prices:
         )
 
     @cached_property
+    def decode_kernel(self) -> Kernel:
+        """What computes the attention of decodes."""
+        kernel = kernels_of(self.config, self.card).decode.kernel
+        assert kernel
+        return kernel
+
+    @cached_property
     def rule(self) -> TilingRule:
         """The tiles of one card's attention."""
         kernels = kernels_of(self.config, self.card)
@@ -120,8 +127,13 @@ class Prices:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in the caches of all layers, on all cards."""
+        return self.layer_token_bytes * self.shape.num_layers
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Bytes of one token in the cache of one layer, on all cards."""
         copies = max(1, self.tensor_parallel // self.shape.num_kv_heads)
-        return int(self.shape.cached_numbers() * self._number_bytes * self.shape.num_layers * copies)
+        return self.shape.cached_numbers() * self._number_bytes * copies
 
     @property
     def num_pages(self) -> int:

@@ -55,6 +55,7 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
         f"{size.page_size} tokens, at most {size.max_num_seqs} sequences at once where requests come by time, and "
         f"{size.max_num_batched_tokens:,} tokens a step ({size.scheduler_policy}).",
         _alone(prices),
+        *rates(prices),
         "Requests that come by time are replayed twice, since an engine that is slower has more of them at once; in a "
         "closed loop both run the same steps.",
         "A step takes what kernels take: times of HTTP, tokenizers and other programs are not in it.",
@@ -73,14 +74,28 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
 def _alone(prices: Prices) -> str:
     """What computes attention one by one."""
     if prices.shape.latent_dim is not None:
-        return (
-            "No engine with a latent cache was measured: one by one is this library's kernel without sharing, and all "
-            "else of a step is the same in both."
-        )
+        return "One by one is this library's kernel without sharing; all else of a step is the same in both."
     return (
         "One by one is FlashAttention, which reads a shared page once from memory and again from the L2 cache; shared "
         "is this library's attention; all else of a step is the same in both."
     )
+
+
+def rates(prices: Prices) -> list[str]:
+    """What the rates of the attention are worth, where no engine on the card confirms them, one sentence each."""
+    if prices.shape.latent_dim is None:
+        return []
+    said = [
+        "The rates of a latent cache come from a model of its kernel that is fitted to no engine on the card: take "
+        "ratios as estimates, and times as rough ones."
+    ]
+    kernel = prices.decode_kernel
+    if kernel.portable:
+        said.append(
+            f"The {kernel.name} kernel computes it and was not timed. It is priced like the one for H100 and H200, "
+            "which is faster, so its times are too low."
+        )
+    return said
 
 
 def beside(spoilers: Sequence[Spoiler], num_replayed: int, fleet: Sequence[FleetReplay]) -> list[str]:
