@@ -12,7 +12,7 @@ from trunkattn.config import POLICIES, Capacity
 from trunkattn.gpu.cards import GpuFacts, card_of
 from trunkattn.gpu.portable.spec import DECODE_TILES, without_subtiles
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
-from trunkattn.gpu.tiles import tile_config
+from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import Planner, StepTables
 from trunkattn.planner.splitting import UNLIMITED
@@ -25,6 +25,7 @@ from trunkattn.planner.tiles.candidates import (
     stages_of,
     tile_limits,
     tile_work,
+    tiling_limits,
 )
 from trunkattn.planner.tiles.tile_list import nest
 from trunkattn.planner.work_list import (
@@ -123,10 +124,57 @@ def test_every_candidate_has_a_time_of_at_least_that_of_its_bytes(case: tuple[Ti
 @given(case=cases(listed=True))
 def test_low_tiles_that_are_not_cut_fit_the_least_capacity(case: tuple[TilingRule, StepTables]) -> None:
     rule, batch = case
-    lens, num_queries = batch.seq_lens, int(batch.query_start_loc[-1])
-    pages = max(1, -(-int(max(lens, default=0)) // rule.page_size))
-    limits = tile_limits(rule, Capacity(max(1, len(lens)), max(1, num_queries), pages, pages * max(1, len(lens))))
+    limits = tile_limits(rule, capacity_of(batch, rule))
     assert limits.broken_by(tile(rule, Tiling(rule.usable()[0], waves=0), batch)) == []
+
+
+def capacity_of(batch: StepTables, rule: TilingRule) -> Capacity:
+    """The least one."""
+    rows, pages = max(1, len(batch.seq_lens)), max(1, -(-int(max(batch.seq_lens, default=0)) // rule.page_size))
+    return Capacity(rows, max(1, int(batch.query_start_loc[-1])), pages, pages * rows)
+
+
+@pytest.mark.property
+@given(case=cases())
+def test_no_candidate_needs_more_partial_slots_than_it_is_given(case: tuple[TilingRule, StepTables]) -> None:
+    """With tiles of one height. So those that fit are the same as with all slots."""
+    rule, batch = case
+    for kind in rule.kinds:
+        alone = replace(rule, kinds=(kind,))
+        if not alone.usable():
+            continue
+        capacity = capacity_of(batch, alone)
+        limits, roomy = tiling_limits(alone, capacity), tile_limits(alone, capacity)
+        assert replace(limits, slots=roomy.slots) == roomy and limits.slots <= roomy.slots
+        assert (tiled(alone, batch, limits).fits() == tiled(alone, batch, roomy).fits()).all()
+        for tiling in candidates(alone):
+            ((_, stage),) = stages_of(alone, tiling)
+            most = 4 * stage.num_parts // 3 * min(stage.height, capacity.max_query_tokens)
+            assert tile(alone, tiling, batch).num_slots <= most
+
+
+def test_some_batch_needs_nearly_all_partial_slots() -> None:
+    """31 of 48 requests, a tile each, are cut into two items, for the other ones have four tokens."""
+    rule = make_rule(16, 64, 6, shapes=(GpuTile(64, 64, 4, 2, 1, (1800, 2000), (1600, 1600)),))
+    fine = Tiling(0, waves=4)
+    ((_, stage),) = stages_of(rule, fine)
+    assert fine in candidates(rule) and (stage.num_parts, stage.height) == (48, 4)
+    lens = np.array([64 * 300] * 31 + [4] * 17, np.int32)
+    table = np.arange(48 * 300, dtype=np.int32).reshape(48, 300)
+    batch = StepTables(table, lens, 4 * np.arange(49, dtype=np.int32))
+    capacity = Capacity(48, 8192, 300, table.size)
+    limits = tiling_limits(rule, capacity)
+    assert limits.slots == 4 * 48 // 3 * 4 < tile_limits(rule, capacity).slots
+    assert tile(rule, fine, batch).num_slots == 31 * 2 * 4 > 0.95 * limits.slots
+
+
+def test_pairs_of_tiles_keep_all_partial_slots() -> None:
+    """A query whose path is in both tiles has two partial states even where nothing is cut."""
+    rule, capacity = make_rule(4, 16, 132), Capacity(256, 8192, 64, 4096)
+    assert tiling_limits(rule, capacity) == tile_limits(rule, capacity)
+    pair = next(each for each in candidates(rule) if each.tall is not None and not each.waves)
+    batch = as_batch(tree_batch(parse_tree("1,64_256,32"), 16, row_seed=0, page_seed=1))
+    assert tile(rule, pair, batch).num_slots == 2 * 64
 
 
 @pytest.mark.parametrize("rows", [[], [5, 3]], ids=["no_request", "no_query"])

@@ -22,7 +22,7 @@ from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.planner import Planner, StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
-from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tile_work
+from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tile_work, tiling_limits
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS, TileLimits
 
@@ -84,9 +84,11 @@ class _Parts:
 class TilePlanner:
     """Tilings of the prefix forest: the candidate of least predicted time."""
 
-    def __init__(self, parts: _Parts, overlap: Overlap | None) -> None:
+    def __init__(self, parts: _Parts, overlap: Overlap | None, has_chunks: bool) -> None:
+        """Makes a planner. has_chunks: prompt chunks have a kernel of their own, and slots that the tiles leave."""
         self.rule, self.overlap, self._parts = parts.rule, overlap, parts
-        self.limits = tile_limits(parts.rule, parts.capacity) if parts.capacity else None
+        limits_of = tile_limits if has_chunks else tiling_limits
+        self.limits = limits_of(parts.rule, parts.capacity) if parts.capacity else None
         self.on_device = parts.twin(self.limits)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
@@ -162,7 +164,7 @@ def make_step_planner(
     rule = make_rule(config, kernels.tiles, card, forests.spec.model, may_fuse=in_order)
     parts = _Parts(config=config, card=card, device=device, capacity=capacity, forests=forests, rule=rule)
     if is_tiled:
-        return TilePlanner(parts, make_overlap(config, kernels, card, rule))
+        return TilePlanner(parts, make_overlap(config, kernels, card, rule), has_chunks=kernels.prefill is not None)
     return InvariantPlanner(parts) if has_spans else PackPlanner(parts)
 
 

@@ -237,6 +237,22 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
     )
 
 
+def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
+    """`tile_limits` where every plan is a candidate of the rule and has no prompt chunks, which would take the slots
+    that its tiles leave: with no more partial slots than the candidates can need.
+
+    A tile is cut into as many items as its size has shares (`layout.share_of`), rounded, from one and a half shares on.
+    So all tiles that are cut become at most 4 / 3 of `num_parts` items, of at most all entries of a tile each. In two
+    launches every query may have two partial states besides, so a rule with pairs of tiles keeps all slots.
+    """
+    limits = tile_limits(rule, capacity)
+    stages = [stages_of(rule, tiling) for tiling in candidates(rule)]
+    if any(len(launches) > 1 for launches in stages):
+        return limits
+    needed = max(4 * stage.num_parts // 3 * min(stage.height, capacity.max_query_tokens) for ((_, stage),) in stages)
+    return replace(limits, slots=min(limits.slots, needed))
+
+
 def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32]) -> NDArray[np.int32]:
     """[num_query_tokens] int32: each query token's place in its sequence."""
     positions = np.arange(query_start_loc[-1], dtype=np.int32)
