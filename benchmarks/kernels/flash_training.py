@@ -6,8 +6,9 @@
 
 Speed: 16k tokens in sequences of 512 to 16k, 32 heads of 128, bf16, causal and not. Times are medians of replayed CUDA
 graphs, without Python; the backward pass is forward and backward less forward. TFLOP/s count 4 · L² · D a head forward
-and 10 · L² · D backward, half of it where causal, whatever a kernel computes twice. Beside ours, as `one_pass` and as
-`deterministic`: scaled_dot_product_attention with its flash, its cuDNN and, where it fits, its math backend.
+and 10 · L² · D backward, half of it where causal, whatever a kernel computes twice. `default` is what a user gets,
+`one_pass` and `deterministic` are kernels of our own. Beside them: scaled_dot_product_attention with its flash, its
+cuDNN and, where it fits, its math backend.
 """
 
 import argparse
@@ -46,8 +47,11 @@ TILES = {
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def ours(deterministic: bool) -> Callable[..., torch.Tensor]:
+def ours(deterministic: bool, own_kernels: bool = True) -> Callable[..., torch.Tensor]:
+    """`flash_attention`; unless held to our own kernels, what it takes by default, which may be PyTorch's cuDNN."""
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        torch.backends.cuda.enable_cudnn_sdp(not own_kernels)
         out = flash_attention(q, k, v, causal, deterministic=deterministic)
         assert isinstance(out, torch.Tensor)
         return out
@@ -65,6 +69,7 @@ def torchs(backend: SDPBackend) -> Callable[..., torch.Tensor]:
 
 
 ATTENTIONS = {
+    "default": ours(False, own_kernels=False),
     "one_pass": ours(False),
     "deterministic": ours(True),
     "torch_flash": torchs(SDPBackend.FLASH_ATTENTION),

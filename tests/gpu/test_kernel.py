@@ -223,11 +223,9 @@ def test_every_work_has_a_portable_kernel_but_those_that_are_two_at_once() -> No
     assert len(set(names)) == len(names)
     for work in Work:
         portable = [kernel for kernel in KERNELS if kernel.work is work and kernel.portable]
-        assert len(portable) == (work not in (Work.BOTH, Work.TREE))
-        assert (
-            work in (Work.BOTH, Work.TREE)
-            or portable_kernel(work) is [each for each in KERNELS if each.work is work][-1]
-        )
+        at_once = work in (Work.BOTH, Work.TREE, Work.BATCH)
+        assert len(portable) == (not at_once)
+        assert at_once or portable_kernel(work) is [each for each in KERNELS if each.work is work][-1]
 
 
 def test_every_kernel_has_its_source() -> None:
@@ -235,7 +233,8 @@ def test_every_kernel_has_its_source() -> None:
     source = Path(__file__).parents[2] / "src"
     for kernel in KERNELS:
         text = source.joinpath(*kernel.module.split(".")).with_suffix(".py").read_text()
-        name = {Work.FORWARD: "forward", Work.BACKWARD: "backward", Work.TREE: "attend"}.get(kernel.work, "bind")
+        whole = dict.fromkeys((Work.TREE, Work.BATCH), "attend")
+        name = ({Work.FORWARD: "forward", Work.BACKWARD: "backward"} | whole).get(kernel.work, "bind")
         assert f"\ndef {name}(" in text, kernel.name
 
 

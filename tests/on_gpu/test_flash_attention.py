@@ -1,5 +1,6 @@
 """`flash_attention` on an NVIDIA GPU at real sizes: gradients, determinism, memory, torch.compile, graphs."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,15 @@ from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingC
 
 pytestmark = pytest.mark.gpu
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def own_kernels() -> Iterator[None]:
+    """Sequences of one length go to PyTorch's cuDNN unless it is off; these are tests of what computes all others."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def check(case: TrainingCase, deterministic: bool) -> None:
@@ -193,3 +203,17 @@ def test_cudnn_computes_trees_where_it_is_installed(head_dims: tuple[int, int], 
     if choice.kernel is None:
         pytest.skip("; ".join(choice.reasons))
     check(case, False)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_cudnn_computes_sequences_of_one_length(dtype: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    q, k = (torch.zeros(2, 600, number, head_dim, device="cuda", dtype=dtype) for number in heads)
+    choice = choose(Work.BATCH, TrainingConfig(head_dim, dtype, head_dim), card_at(q.device))
+    if choice.kernel is None:
+        pytest.skip("; ".join(choice.reasons))
+    assert choice.kernel.source().reads(q, k, k, True)
+    for lengths, causal in (((600, 600), True), ((300, 777), False)):
+        check(TrainingCase((lengths, lengths), False, causal, heads, head_dim, dtype, device="cuda"), False)

@@ -38,6 +38,7 @@ class Work(Enum):
     FORWARD = "the forward pass of training"
     BACKWARD = "the backward pass of training"
     TREE = "both passes of training on a prefix tree"
+    BATCH = "both passes of training on sequences of one length"
 
 
 def _reads_any(tensors: Tensors, geometry: Geometry) -> list[str]:
@@ -144,6 +145,13 @@ KERNELS: Final = (
         work=Work.TREE,
         module="trunkattn.training.cudnn_trees",
         refuses=training.refuses_cudnn,
+        tiles=training.no_tiles,
+    ),
+    Kernel(
+        name="cuDNN of PyTorch",
+        work=Work.BATCH,
+        module="trunkattn.training.torch_cudnn",
+        refuses=training.refuses_torch_cudnn,
         tiles=training.no_tiles,
     ),
     Kernel(

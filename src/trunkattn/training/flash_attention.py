@@ -32,7 +32,9 @@ def flash_attention(
 ) -> torch.Tensor | Pair:
     """Exact attention with gradients, in memory linear in the sequence length.
 
-    The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile.
+    The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile. On
+    Hopper and Blackwell PyTorch's cuDNN computes sequences of one length where it can
+    (`torch.backends.cuda.enable_cudnn_sdp(False)`: nothing).
     Sources: FlashAttention, https://arxiv.org/abs/2205.14135, §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
 
     Args:
@@ -80,9 +82,13 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         tables = list(options.tree.tables(q.device))
     ordered = options.deterministic or torch.are_deterministic_algorithms_enabled()
     sm_scale = float(1 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale)
-    if (kernel := _tree_kernel(q, v, options._replace(deterministic=ordered))) is not None:
+    kernel = _whole_kernel(q, k, v, options._replace(deterministic=ordered))
+    if kernel is not None and options.tree is not None:
         out, lse = kernel.source().attend(q, k, v, options.tree, sm_scale)
         return (out, lse.transpose(-1, -2)) if options.return_lse else out
+    if kernel is not None and kernel.source().reads(q, k, v, options.causal):
+        found: torch.Tensor = kernel.source().attend(q, k, v, options.causal, sm_scale)
+        return found
     out, lse = attention(
         q,
         k,
@@ -107,16 +113,21 @@ def _nested(q: Any, k: Any, v: Any, options: Options) -> torch.Tensor | Pair:
     return out, lse
 
 
-def _tree_kernel(q: torch.Tensor, v: torch.Tensor, options: Options) -> Kernel | None:
-    """The kernel of the table that computes both passes of a tree. None: the two custom ops do, which torch.compile
-    takes whole."""
-    tree = options.tree
-    if tree is None or not q.is_cuda or torch.compiler.is_compiling():
+def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Kernel | None:
+    """The kernel of the table that computes both passes at once. None: the two custom ops do, which torch.compile takes
+    whole."""
+    if not q.is_cuda or torch.compiler.is_compiling():
         return None
-    names = "sliding_window", "logits_soft_cap", "sinks", "deterministic"
-    given = tuple(name for name in names if getattr(options, name) is not None and getattr(options, name) is not False)
-    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], given)
-    found: Kernel | None = tree.cached((config, q.device), lambda: choose(Work.TREE, config, card_at(q.device)).kernel)
+    tree, card = options.tree, card_at(q.device)
+    names = ["sliding_window", "logits_soft_cap", "sinks", "deterministic"]
+    names += [] if tree is not None else ["cu_seqlens_q", "return_lse"]
+    given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
+    if tree is None and options.causal and q.shape[1] != k.shape[1]:
+        given.append("causal over seqlen_k unlike seqlen_q")
+    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], tuple(given))
+    if tree is None:
+        return choose(Work.BATCH, config, card).kernel
+    found: Kernel | None = tree.cached((config, q.device), lambda: choose(Work.TREE, config, card).kernel)
     return found
 
 

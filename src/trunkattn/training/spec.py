@@ -45,16 +45,31 @@ CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
 
 
-def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
-    """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
-    reasons = [f"{name} is given: cuDNN's flex_attention has none" for name in config.options]
+def _refuses_either_cudnn(
+    config: TrainingConfig, card: Card, name: str, wide: tuple[tuple[int, int], ...]
+) -> list[str]:
+    """What both ways to cuDNN refuse. name: of the way; wide: pairs of head_dims above 128 that it takes."""
+    reasons = [f"{option} is given: {name} has none" for option in config.options]
     if config.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {config.dtype}: expected torch.float16 or torch.bfloat16")
     dims = config.head_dim, config.head_dim_v
-    if not (all(dim % 8 == 0 and 8 <= dim <= 128 for dim in dims) or dims in ((192, 128), (256, 256))):
-        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to 128, 192 and 128, or 256")
+    if not (all(dim % 8 == 0 and 8 <= dim <= 128 for dim in dims) or dims in wide):
+        more = ", 192 and 128, or 256" if wide else ""
+        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to 128{more}")
     if card.capability not in _CUDNN_CAPABILITIES:
         reasons.append("compute capability {}.{}: expected 9.0, 10.0 or 10.3".format(*divmod(card.capability, 10)))
+    return reasons
+
+
+def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the cuDNN of PyTorch does not compute sequences of one length on a card; empty: it does, if its PyTorch says
+    so of the tensors, too."""
+    return _refuses_either_cudnn(config, card, "PyTorch's cuDNN attention", ())
+
+
+def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
+    """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
+    reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
     installed = cudnn_version()
     if installed < CUDNN_NEEDS:
         found = f"version {'.'.join(map(str, installed))}" if installed else "not installed"

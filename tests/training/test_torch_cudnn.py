@@ -1,0 +1,102 @@
+"""Sequences of one length through PyTorch's cuDNN: who takes them, and the call, held to another back end on a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+
+from benchmarks.page.support_matrix import card
+from trunkattn import PrefixTree, flash_attention
+from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import torch_cudnn
+from trunkattn.training.checks import Options
+from trunkattn.training.flash_attention import _whole_kernel
+from trunkattn.training.spec import TrainingConfig
+
+NAME = "cuDNN of PyTorch"
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def why(capability: tuple[int, int] = (9, 0), **changes: Any) -> str:
+    with card(capability):
+        choice = choose(
+            Work.BATCH, TrainingConfig(128, BF16, 128)._replace(**changes), card_at(torch.device("cuda", 0))
+        )
+    assert (choice.kernel is None) == bool(choice.reasons)
+    return "; ".join(choice.reasons)
+
+
+def test_who_computes_sequences_of_one_length() -> None:
+    assert why() == why((10, 0)) == why((10, 3)) == why(head_dim=64, head_dim_v=64) == ""
+    assert why((8, 0)) == "compute capability 8.0: expected 9.0, 10.0 or 10.3"
+    assert why(dtype=F32) == "dtype torch.float32: expected torch.float16 or torch.bfloat16"
+    assert why(head_dim=256, head_dim_v=256) == "head_dim 256, of values 256: expected multiples of 8 to 128"
+    assert why(options=("sinks",)) == "sinks is given: PyTorch's cuDNN attention has none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "taken"),
+    [
+        ({}, (16, 16), True),
+        ({"causal": False}, (16, 40), True),
+        ({}, (16, 40), False),
+        ({"return_lse": True}, (16, 16), False),
+        ({"sliding_window": 3}, (16, 16), False),
+        ({"logits_soft_cap": 30.0}, (16, 16), False),
+        ({"deterministic": True}, (16, 16), False),
+    ],
+)
+def test_what_it_has_not_goes_to_the_kernels_of_our_own(
+    changes: dict[str, Any], lengths: tuple[int, int], taken: bool
+) -> None:
+    plain = Options(True, None, None, None, None, None, None, None, False, False)
+    with card((9, 0)), FakeTensorMode():
+        q = torch.empty(2, lengths[0], 8, 64, device="cuda", dtype=BF16)
+        k = torch.empty(2, lengths[1], 2, 64, device="cuda", dtype=BF16)
+        kernel = _whole_kernel(q, k, k, plain._replace(**changes))
+    assert (kernel is not None and kernel.name == NAME) is taken
+
+
+def test_trees_have_a_kernel_of_their_own() -> None:
+    tree = PrefixTree.from_segments([-1, 0, 0], [8, 4, 4])
+    with card((9, 0)), FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(16, 8, 64, device="cuda", dtype=BF16)
+        kernel = _whole_kernel(q, q, q, Options(False, None, None, None, None, None, None, tree, False, False))
+    assert kernel is None or kernel.name == "cuDNN flex_attention"
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize(("causal", "lengths"), [(True, (9, 9)), (False, (9, 17))])
+def test_outputs_and_gradients(
+    causal: bool, lengths: tuple[int, int], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = torch_cudnn.sdpa_kernel
+
+    def elsewhere(backend: SDPBackend) -> Any:
+        assert backend is SDPBackend.CUDNN_ATTENTION
+        return held(SDPBackend.MATH)
+
+    monkeypatch.setattr(torch_cudnn, "sdpa_kernel", elsewhere)
+    torch.manual_seed(0)
+    shapes = ((3, lengths[0], 4, 8), (3, lengths[1], num_kv_heads, 8), (3, lengths[1], num_kv_heads, 8))
+    leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    ours = torch_cudnn.attend(*leaves, causal, 0.3)
+    expected = flash_attention(*leaves, causal, sm_scale=0.3)
+    assert isinstance(expected, torch.Tensor) and ours.is_contiguous()
+    dout = torch.randn_like(ours)
+    pairs = zip(
+        (ours, *torch.autograd.grad(ours, leaves, dout)),
+        (expected, *torch.autograd.grad(expected, leaves, dout)),
+        strict=True,
+    )
+    for found, right in pairs:
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_a_torch_without_cudnn_reads_nothing() -> None:
+    q = torch.zeros(1, 4, 2, 64, dtype=BF16)
+    assert not torch_cudnn.reads(q, q, q, True)
+    assert not torch_cudnn.reads(q[:, :0], q, q, True)
