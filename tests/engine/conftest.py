@@ -16,6 +16,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MiniCPM3Config,
     MistralConfig,
     PretrainedConfig,
@@ -100,6 +101,14 @@ def tiny_config(name: str) -> PretrainedConfig:
         ),
         "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**latent, **experts, n_routed_experts=4, n_shared_experts=1),
         "minicpm3": lambda: MiniCPM3Config(**latent),
+        # two attentions a layer, whose latent rows are scaled; experts that look for their tokens
+        "longcat_flash": lambda: LongcatFlashConfig(
+            **{**latent, "num_layers": 1, "head_dim": 16, "ffn_hidden_size": 128},
+            n_routed_experts=4,
+            zero_expert_num=2,
+            moe_topk=2,
+            expert_ffn_hidden_size=32,
+        ),
     }
     return configs[name]()
 

@@ -23,7 +23,7 @@ from trunkattn.engine.packed_linear import PackedHeadLinear, PackedLinear
 from .conftest import tiny_config
 from .test_equality import GREEDY, NUM_TOKENS, SCENARIOS, prompts, run_twice
 
-NAMES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
+NAMES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3")
 LATENT, ROPE = 48, 16
 MakeModel = Callable[[str], Any]
 AssertGreedy = Callable[[Any, Sequence[RequestOutput], int], None]

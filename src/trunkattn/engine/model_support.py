@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
@@ -144,8 +145,18 @@ def _is_text_only(config: PretrainedConfig) -> bool:
         return False
 
 
+class _NothingFound(TorchDispatchMode):
+    """Lets `nonzero` find nothing on the meta device, where it fails otherwise: experts that look for their tokens then
+    have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
 def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> None:
-    with torch.device("meta"), torch.inference_mode():
+    with torch.device("meta"), torch.inference_mode(), _NothingFound():
         # On the meta device some grouped matrix products exist for bfloat16 only.
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
