@@ -165,8 +165,8 @@ def read_arguments(given: Sequence[str] | None = None) -> tuple[Adapter, argpars
     add_engine(parser)
     add_device(parser)
     names = {engine: ", ".join(has.CASES) for engine, has in ENGINES.items()}
-    told = "; ".join(f"{engine}: {cases}" for engine, cases in names.items())
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help=told)
+    known_cases = "; ".join(f"{engine}: {cases}" for engine, cases in names.items())
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help=known_cases)
     parser.add_argument("--quick", action="store_true", help="with smaller models, fewer prompts and tokens; SGLang")
     parser.add_argument("--at-once", type=integer(1, 64), default=10, help="processes that run side by side")
     parser.add_argument("--limit", type=positive, default=900.0, help="seconds that a process may take")

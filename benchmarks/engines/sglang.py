@@ -175,12 +175,16 @@ class Offline:
         wanted = {"return_logprob": True, "top_logprobs_num": 2} if logprobs else {}
         found, facts = [], {"cached_tokens": 0, "retractions": 0}
         for output in self._engine.generate(input_ids=prompts, sampling_params=sampling, **wanted):
-            told = output["meta_info"]
-            steps = zip(told["output_top_logprobs"], told["output_token_logprobs"], strict=True) if logprobs else ()
+            meta_info = output["meta_info"]
+            steps = (
+                zip(meta_info["output_top_logprobs"], meta_info["output_token_logprobs"], strict=True)
+                if logprobs
+                else ()
+            )
             best = [{str(token): logprob for logprob, token, _ in (*two, drawn)} for two, drawn in steps]
             found.append({"tokens": list(output["output_ids"]), "best": best})
-            facts["cached_tokens"] += told["cached_tokens"]
-            facts["retractions"] += told.get("num_retractions") or 0
+            facts["cached_tokens"] += meta_info["cached_tokens"]
+            facts["retractions"] += meta_info.get("num_retractions") or 0
         return found, facts
 
     def empty_cache(self) -> None:

@@ -147,11 +147,11 @@ def serving_rows(trace: Path | None) -> list[dict[str, Any]]:
             requests = Requests.of(logs[name], size, 1)
             each = [run(requests, size, prices, Load(), clock) for clock in (ALONE, SHARED)]
             paces = [1e3 * np.array(each[clock].answers.paces).reshape(-1, 2)[:, clock] for clock in (ALONE, SHARED)]
-            told = [measured["runs"][side][name] for side in (stock, ours)]
+            runs = [measured["runs"][side][name] for side in (stock, ours)]
             row = {"result": result, "workload": name, "card": prices.card.model.name}
-            row |= figures([one["tpot"]["median"] for one in told], [float(median(pace)) for pace in paces])
+            row |= figures([one["tpot"]["median"] for one in runs], [float(median(pace)) for pace in paces])
             waits = [round(each[clock].ttft_ms(clock), 2) for clock in (ALONE, SHARED)]
-            row |= {"measured_ttft_ms": [one["ttft"]["mean"] for one in told], "predicted_ttft_ms": waits}
+            row |= {"measured_ttft_ms": [one["ttft"]["mean"] for one in runs], "predicted_ttft_ms": waits}
             rows.append(row)
             print(result, name, row)
     return rows
@@ -184,12 +184,12 @@ def fitted(found: Sequence[Case], names: Sequence[str], start: EngineTimes) -> E
     """The constants of least squared error of the logarithms, by Gauss and Newton's method, damped."""
 
     def errors(times: EngineTimes) -> np.ndarray:
-        told = []
+        errors = []
         for case in found:
             prices = case.prices
             card = replace(prices.card, model=replace(prices.card.model, engine=times))
-            told += list(np.log(np.array(case.predicted(replace(prices, card=card))) / case.measured))
-        return np.array(told)
+            errors += list(np.log(np.array(case.predicted(replace(prices, card=card))) / case.measured))
+        return np.array(errors)
 
     def moved(times: EngineTimes, steps: Mapping[str, float]) -> EngineTimes:
         return replace(times, **{name: getattr(times, name) * float(np.exp(step)) for name, step in steps.items()})
@@ -228,9 +228,9 @@ def main() -> None:
         row = {"result": case.result, "workload": str(case.workload), "card": case.prices.card.model.name}
         rows.append(row | {"model": case.prices.shape.name} | figures(case.measured, case.predicted(case.prices)))
     served = serving_rows(arguments.trace)
-    told = {"batches": rows, "serving": served, "summary": summary(rows), "serving_summary": summary(served)}
-    print(told["summary"], told["serving_summary"])
-    print(write_result("analysis-predictions", told))
+    result = {"batches": rows, "serving": served, "summary": summary(rows), "serving_summary": summary(served)}
+    print(result["summary"], result["serving_summary"])
+    print(write_result("analysis-predictions", result))
     return None
 
 

@@ -110,11 +110,11 @@ def packed(setting: Setting, part: str, name: str) -> Variant:
     return Variant(part, name, "pat", listed, make_run(case, rule, listed, setting.tiles))
 
 
-def tiled(setting: Setting, way: Tiling, part: str, name: str, planned_as: TilingRule | None = None) -> Variant:
+def tiled(setting: Setting, tiling: Tiling, part: str, name: str, planned_as: TilingRule | None = None) -> Variant:
     """Row tiles over the forest. planned_as: the rule that the planner is given, if that is not the tiles' own."""
     case, rule = setting.case, setting.rule
-    listed = list_tiles(case.batch, planned_as or rule, way)
-    return Variant(part, name, way.name(rule), listed, make_run(case, rule, listed, setting.tiles))
+    listed = list_tiles(case.batch, planned_as or rule, tiling)
+    return Variant(part, name, tiling.name(rule), listed, make_run(case, rule, listed, setting.tiles))
 
 
 def variants(case: Case) -> list[Variant]:
@@ -122,14 +122,14 @@ def variants(case: Case) -> list[Variant]:
     setting = setting_of(case)
     flat = setting.with_tiles(without_subtiles(setting.tiles))
     rule = setting.rule
-    both = next(way for way in candidates(rule) if way.tall is not None)
+    both = next(tiling for tiling in candidates(rule) if tiling.tall is not None)
     both_uncut, tall_uncut = replace(both, waves=0), Tiling(len(rule.kinds) - 1, waves=0)
     # low tiles of so few rows hold one query token; the kernel computes as many rows as ever
     low_rows = replace(rule.kinds[both.low], rows=rule.group_size)
     kinds = tuple(low_rows if index == both.low else kind for index, kind in enumerate(rule.kinds))
     return [
         *(through_api(setting, policy, "serial") for policy in POLICIES),
-        *(through_api(setting, policy, way) for policy in ("auto", "pat") for way in ("streams",)),
+        *(through_api(setting, policy, execution) for policy in ("auto", "pat") for execution in ("streams",)),
         *(packed(setting.with_tiles((tile,)), "tile", f"pat, 64x128, {tile.warps} warps") for tile in FIXED),
         packed(flat, "merge", "pat, by items"),
         packed(flat.with_fuse_up_to(0), "merge", "pat, by a kernel"),
@@ -202,15 +202,15 @@ def dram_bytes(text: str) -> list[dict[str, int]]:
     for row in csv.DictReader(lines[start:]):
         if row["Metric Unit"] != "byte" or row["Metric Name"] not in METRICS:
             raise ValueError(f"{row['Metric Name']} in {row['Metric Unit']!r}: expected {METRICS} in byte")
-        is_flush, way = FLUSH_KERNEL in row["Kernel Name"], ("read", "written")[METRICS.index(row["Metric Name"])]
+        is_flush, direction = FLUSH_KERNEL in row["Kernel Name"], ("read", "written")[METRICS.index(row["Metric Name"])]
         if flushed and not is_flush:
             found.append({"read": 0, "written": 0})
         flushed = is_flush
-        if is_flush and (way == "read" or not found):
+        if is_flush and (direction == "read" or not found):
             continue
         if not found:
             raise ValueError(f"{row['Kernel Name']} comes first: expected {FLUSH_KERNEL}")
-        found[-1][way] += int(float(row["Metric Value"].replace(",", "")))
+        found[-1][direction] += int(float(row["Metric Value"].replace(",", "")))
     return found
 
 

@@ -110,12 +110,12 @@ def measure(heads: str, name: str, card: MeasuredCard) -> dict[str, Any]:
         case = make_case(name, hq, hkv, torch.bfloat16, torch.bfloat16)
     rule = make_rule(card, heads)
     found = {}
-    for way in tiling.candidates(rule):
-        run = make_run(case, rule, list_tiles(case.batch, rule, way), card.tiles)
+    for candidate in tiling.candidates(rule):
+        run = make_run(case, rule, list_tiles(case.batch, rule, candidate), card.tiles)
         error = largest_error(case, run(0))
         if error > TOLERANCE:
-            raise SystemExit(f"{heads} {name} {way.name(rule)}: error {error:.3g}")
-        found[way.name(rule)] = round(microseconds(run, len(case.kv)), 2)
+            raise SystemExit(f"{heads} {name} {candidate.name(rule)}: error {error:.3g}")
+        found[candidate.name(rule)] = round(microseconds(run, len(case.kv)), 2)
     return {"heads": heads, "batch": name, "us": found}
 
 
@@ -135,10 +135,10 @@ def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     rule = make_rule(card, row["heads"])
     batch, forest = batch_of(row["batch"])
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    ways, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
+    tilings, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
     loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.segment_size)
-    numbers = [number for number, way in enumerate(ways) if way.name(rule) in row["us"]]
-    names = [ways[number].name(rule) for number in numbers]
+    numbers = [number for number, candidate in enumerate(tilings) if candidate.name(rule) in row["us"]]
+    names = [tilings[number].name(rule) for number in numbers]
     return Measured(row["heads"], loads, numbers, 1e3 * np.array([row["us"][name] for name in names]), names)
 
 

@@ -74,11 +74,11 @@ def arrays_of(batch: PagedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], 
     return batch.block_table, batch.seq_lens, batch.query_start_loc
 
 
-def list_tiles(batch: PagedBatch, rule: TilingRule, way: Tiling) -> TileList:
+def list_tiles(batch: PagedBatch, rule: TilingRule, tiling: Tiling) -> TileList:
     """A batch tiled one way."""
     table, lens, starts = arrays_of(batch)
     forest = Forest(*build_forest(table, lens, batch.query_lens, rule.page_size, 1))
-    return TiledStep(rule, forest, StepTables(table, lens, starts)).emit(way)
+    return TiledStep(rule, forest, StepTables(table, lens, starts)).emit(tiling)
 
 
 def make_run(

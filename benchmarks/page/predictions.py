@@ -30,9 +30,9 @@ def _rows(part: str) -> list[list[object]]:
     """Each batch or workload: measured and predicted times, ratios, and why it is likely to be off."""
     rows = []
     for row in load(RESULT)[part]:
-        (alone, shared), (told, told_shared) = row["measured_ms"], row["predicted_ms"]
+        (alone, shared), (predicted, predicted_shared) = row["measured_ms"], row["predicted_ms"]
         name = f"{row['result'].replace('-tpot', '').replace('-serving', '')}: {row['workload']}"
-        cells: list[object] = [name, f"{alone:.1f}", f"{told:.1f}", f"{shared:.1f}", f"{told_shared:.1f}"]
+        cells: list[object] = [name, f"{alone:.1f}", f"{predicted:.1f}", f"{shared:.1f}", f"{predicted_shared:.1f}"]
         rows.append([*cells, f"{row['measured_ratio']:.2f}×", f"{row['predicted_ratio']:.2f}×", _why(row)])
     return rows
 

@@ -29,9 +29,9 @@ def measure(binary: Path, model: Path, shape: WorkloadShape, threads: int, repea
     Raises:
         RuntimeError: with the end of what the tool printed.
     """
-    told = command(binary, model, shape, threads)
-    speeds = [_speed(subprocess.run(told, capture_output=True, text=True)) for _ in range(repeats)]
-    return {"decode_tokens_per_s": round(max(speeds), 1), "options": told[3:]}
+    arguments = command(binary, model, shape, threads)
+    speeds = [_speed(subprocess.run(arguments, capture_output=True, text=True)) for _ in range(repeats)]
+    return {"decode_tokens_per_s": round(max(speeds), 1), "options": arguments[3:]}
 
 
 def _speed(done: subprocess.CompletedProcess[str]) -> float:

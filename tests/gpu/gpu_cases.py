@@ -61,14 +61,14 @@ TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.flo
 class Interpreted:
     """A step on an imagined device of so many multiprocessors.
 
-    way: a candidate tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
+    candidate: a tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
     does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks
     if these have more rows than it says; None: none is. chunk_policy: how those are packed. capability: of the card.
     """
 
     step: Step
     num_sms: int
-    way: int | str
+    candidate: int | str
     cache: tuple[int, int] = NARROW
     execution: str = "serial"
     prefill: PrefillTile | None = None
@@ -80,7 +80,7 @@ class Interpreted:
         config = self.step.config
         group = config.num_qo_heads // config.num_kv_heads
         tiles = decode_tiles(*self.cache, group, capability=self.capability)
-        return without_subtiles(tiles) if self.way in POLICIES else tiles
+        return without_subtiles(tiles) if self.candidate in POLICIES else tiles
 
     @property
     def rule(self) -> TilingRule:
@@ -116,18 +116,20 @@ class Interpreted:
     @cached_property
     def tile_list(self) -> TileList:
         """Of all that are no prompt chunks; checked."""
-        rule, batch, way = self.rule, self.division.rest if self.division else self.batch, self.way
+        rule, batch, candidate = self.rule, self.division.rest if self.division else self.batch, self.candidate
         query_lens = np.diff(batch.query_start_loc).astype(np.int32)
-        if isinstance(way, str) and way in POLICIES:
+        if isinstance(candidate, str) and candidate in POLICIES:
             tile_list = tile_work(
                 rule,
-                self._planner(way, gpu_device(self.num_sms, self.tiles[-1].block_m)).plan(batch).work,
+                self._planner(candidate, gpu_device(self.num_sms, self.tiles[-1].block_m)).plan(batch).work,
                 batch,
             )
         else:
             forest = Forest(*build_forest(batch.block_table, batch.seq_lens, query_lens, rule.page_size, 1))
             found = candidates(rule)
-            tiling = found[way] if isinstance(way, int) else next(x for x in found if x.name(rule) == way)
+            tiling = (
+                found[candidate] if isinstance(candidate, int) else next(x for x in found if x.name(rule) == candidate)
+            )
             tile_list = TiledStep(rule, forest, batch).emit(tiling)
         check_tiles(tile_list, batch, rule)
         return tile_list

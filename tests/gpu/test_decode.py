@@ -155,8 +155,8 @@ def test_the_table_holds_every_pair() -> None:
 def test_each_pair_of_features(number: int) -> None:
     """The tilings and policies take turns, with the tiles of each kind of cache, whatever the caches are."""
     row, turns = TABLE[number], list(itertools.product(WAYS, CACHES.values()))
-    way, cache = turns[number % len(turns)]
-    case = Interpreted(row.step(), 1 + number % 2, way, cache, EXECUTIONS[number // 2 % 2])
+    candidate, cache = turns[number % len(turns)]
+    case = Interpreted(row.step(), 1 + number % 2, candidate, cache, EXECUTIONS[number // 2 % 2])
     out, lse = case.run(row.return_lse)
     if not row.return_lse:
         assert lse.isnan().all()
@@ -171,23 +171,23 @@ def test_the_ways_are_all_that_any_cache_has() -> None:
         assert len(candidates(Interpreted(step, 1, 0, cache).rule)) == len(TILINGS)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("candidate", WAYS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("num_sms", "execution"), [(1, "serial"), (8, "serial")])
-def test_every_tiling(way: int | str, cache: str, num_sms: int, execution: str) -> None:
+def test_every_tiling(candidate: int | str, cache: str, num_sms: int, execution: str) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), num_sms, way, CACHES[cache], execution)
+    case = Interpreted(random_step(0, config, batch), num_sms, candidate, CACHES[cache], execution)
     case.step.assert_accurate(*case.run())
 
 
-@pytest.mark.parametrize("way", [0, 1, "pat"])
+@pytest.mark.parametrize("candidate", [0, 1, "pat"])
 @pytest.mark.parametrize("cache", [*CACHES.values(), (4, 128)])
-def test_tiles_of_a_card_that_was_not_timed(way: int | str, cache: tuple[int, int]) -> None:
+def test_tiles_of_a_card_that_was_not_timed(candidate: int | str, cache: tuple[int, int]) -> None:
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), 1, way, cache, capability=80)
+    case = Interpreted(random_step(0, config, batch), 1, candidate, cache, capability=80)
     case.step.assert_accurate(*case.run())
 
 
@@ -231,7 +231,7 @@ def test_groups_in_the_tallest_tile(group: int, cache: str) -> None:
     case = Interpreted(random_step(0, config, batch), 1, 2 if group <= 16 else 1, CACHES[cache], EXECUTIONS[group % 2])
     tallest = case.tiles[-1]
     assert (tallest.subtiles > 1) == (group <= 16)
-    assert candidates(case.rule)[case.way].name(case.rule) == f"{tallest.block_m}x{tallest.block_n}"
+    assert candidates(case.rule)[case.candidate].name(case.rule) == f"{tallest.block_m}x{tallest.block_n}"
     case.step.assert_accurate(*case.run())
 
 
@@ -268,8 +268,8 @@ def test_an_item_that_sees_nothing_for_a_row_adds_nothing() -> None:
     batch = tree_batch(parse_tree("1,2_32,40"), 4, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.array([30, 30], np.int32))
     step = replace(random_step(0, config, batch), window=5)
-    for way in ("64x64", "16x64", "cascade"):
-        step.assert_accurate(*Interpreted(step, 8, way).run())
+    for candidate in ("64x64", "16x64", "cascade"):
+        step.assert_accurate(*Interpreted(step, 8, candidate).run())
 
 
 def test_logits_far_apart_do_not_overflow() -> None:
@@ -291,14 +291,14 @@ def test_an_empty_step_launches_nothing() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 8, 132, 528])
-@pytest.mark.parametrize("way", ["16x64", "64x64+16x64", "pat"])
+@pytest.mark.parametrize("candidate", ["16x64", "64x64+16x64", "pat"])
 def test_a_launch_that_spreads_its_tasks_computes_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, way: str, programs: int
+    monkeypatch: pytest.MonkeyPatch, candidate: str, programs: int
 ) -> None:
     """By fewer CTAs than tasks, and by more. A stride that is no permutation would leave NaN."""
     config = AttentionConfig(4, 2, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), 8, way)
+    case = Interpreted(random_step(0, config, batch), 8, candidate)
     expected, strides = case.run(), []
 
     def spread(*args: Any) -> GpuPlan:

@@ -29,7 +29,7 @@ def chunks_last(batch: PagedBatch) -> tuple[PagedBatch, int]:
     return moved, int(is_chunk.sum())
 
 
-def told(batch: PagedBatch, number: int) -> PromptChunks:
+def prompt_chunks(batch: PagedBatch, number: int) -> PromptChunks:
     first = len(batch.seq_lens) - number
     lens = (torch.from_numpy(np.ascontiguousarray(each[first:])) for each in (batch.query_lens, batch.seq_lens))
     return PromptChunks(int(batch.query_start_loc[first]), *lens)
@@ -41,7 +41,7 @@ def made(config: AttentionConfig, layer: Layer, longest: int = 3) -> BatchAttent
 
 
 def planned(attention: BatchAttention, layer: Layer, number: int, into: Any = None, window: int | None = None) -> Any:
-    chunks = told(layer.batch, number) if number else None
+    chunks = prompt_chunks(layer.batch, number) if number else None
     return attention.plan(*(table.cuda() for table in layer.step), sliding_window=window, into=into, chunks=chunks)
 
 
@@ -61,7 +61,7 @@ def test_decodes_and_chunks(heads: tuple[int, int], several: bool, window: int |
     config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], execution=execution)
     layer = poisoned(config, batch)
     attention = made(config, layer)
-    assert attention.overlaps(told(batch, number)) == hopper()
+    assert attention.overlaps(prompt_chunks(batch, number)) == hopper()
     plan = planned(attention, layer, number, window=window)
     plan.check()
     assert (int(plan.step.gpu_plan.arrays["overlapped"][1]) > 0) == hopper()
@@ -91,7 +91,7 @@ def test_one_plan_serves_every_step_and_never_waits() -> None:
     layers = [poisoned(GOOD, each) for each in (decodes, batch)]
     attention = made(GOOD, layers[1])
     tables = [[table.cuda() for table in layer.step] for layer in layers]
-    chunks = told(batch, number)
+    chunks = prompt_chunks(batch, number)
     plan = attention.plan(*tables[0])
     alone = plan.only("decodes")
     for turn in range(3):  # graphs of the planner are captured at the second
@@ -116,7 +116,7 @@ def test_a_captured_layer_runs_steps_with_and_without_chunks() -> None:
     batch, number = chunks_last(mixed())
     steps = [(batch, number), (replace(batch, query_lens=np.minimum(batch.query_lens, 1)), 0)]
     layers = [poisoned(GOOD, each) for each, _ in steps]
-    chunk_tokens = int(told(batch, number).query_lens.sum())
+    chunk_tokens = int(prompt_chunks(batch, number).query_lens.sum())
     attention = made(GOOD, layers[0])
     plan = planned(attention, layers[1], 0)
     plans = [plan, plan.only("decodes")]

@@ -98,10 +98,10 @@ def check(config: AttentionConfig, layer: Layer, tolerance: float, **plan_option
     assert (taken - expected(layer, config, rows, **options)).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("way", TALLER)
+@pytest.mark.parametrize("tiling", TALLER)
 @pytest.mark.parametrize("tree", ["1,8,64_512,128,100", "1,10_4096,416", "1,300_2048,20", "40_500"])
-def test_every_tiling(monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str, tree: str) -> None:
-    only(monkeypatch, way)
+def test_every_tiling(monkeypatch: pytest.MonkeyPatch, launched: list[int], tiling: str, tree: str) -> None:
+    only(monkeypatch, tiling)
     check(GOOD, poisoned(GOOD, uneven(tree, 16)), 0.02)
     assert bool(launched) == runs_it()
 
@@ -118,11 +118,11 @@ def test_groups_and_pages(
 
 
 @pytest.mark.parametrize("window", [None, 1, 77, 300])
-@pytest.mark.parametrize("way", ["32x64", "64x64 uncut"])
+@pytest.mark.parametrize("tiling", ["32x64", "64x64 uncut"])
 def test_several_query_tokens_and_windows(
-    monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str, window: int | None
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], tiling: str, window: int | None
 ) -> None:
-    only(monkeypatch, way)
+    only(monkeypatch, tiling)
     options = {} if window is None else {"sliding_window": window}
     check(GOOD, poisoned(GOOD, uneven("1,8,64_512,128,100", 16, (0, 1, 2, 5))), 0.02, **options)
     assert bool(launched) == runs_it()
@@ -285,11 +285,11 @@ def test_one_graph_serves_batches_of_all_heights(launched: list[int]) -> None:
     [{}, {"kv_dtype": torch.float8_e4m3fn}, {"page_size": 1}, {"kv_dtype": torch.float8_e4m3fn, "page_size": 4}],
     ids=["loaded", "widened", "copied", "gathered"],
 )
-@pytest.mark.parametrize("way", ["32x64", "64x64 uncut"])
+@pytest.mark.parametrize("tiling", ["32x64", "64x64 uncut"])
 def test_for_the_sanitizer(
-    monkeypatch: pytest.MonkeyPatch, launched: list[int], way: str, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], tiling: str, options: dict[str, Any]
 ) -> None:
-    only(monkeypatch, way)
+    only(monkeypatch, tiling)
     config = replace(GOOD, **options)
     check(config, poisoned(config, uneven("1,4,20_96,48,40", config.page_size)), 0.02)
     assert bool(launched) == runs_it()

@@ -87,7 +87,7 @@ def test_prompts_are_planned_without_a_wait(page: int, window: int | None) -> No
     for queries, lens in (*steps, *steps):
         place(requests.req_to_token, lens, page, 0)
         rows, count = torch.arange(1, len(lens) + 1, device="cuda"), len(lens)
-        told = PromptChunks(0, *(torch.tensor(each, dtype=torch.int32) for each in (queries, lens)), 0)
+        chunks = PromptChunks(0, *(torch.tensor(each, dtype=torch.int32) for each in (queries, lens)), 0)
         on_device = torch.tensor(lens, device="cuda"), torch.tensor(queries, dtype=torch.int32, device="cuda")
         q = torch.randn(sum(queries), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.full_like(q, torch.nan)
@@ -96,7 +96,7 @@ def test_prompts_are_planned_without_a_wait(page: int, window: int | None) -> No
         try:
             tables.fill(rows, on_device[0], None, on_device[1])
             step = tables.tables[False][:count], tables.seq_lens[:count], tables.query_start_loc[: count + 1]
-            plan = attention.plan(*step, sliding_window=window, into=plan, chunks=told)
+            plan = attention.plan(*step, sliding_window=window, into=plan, chunks=chunks)
             attention.run(plan.only("chunks"), q, *caches, out=out)
         finally:
             torch.cuda.set_sync_debug_mode("default")

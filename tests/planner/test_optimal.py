@@ -82,11 +82,11 @@ def make_forest(groups: tuple[Shape, ...], rng: np.random.Generator) -> tuple[Fo
 def brute_force(forest, query_lens, model):
     """Least cost over every choice, request by request, of the nodes after which its path is cut."""
     num_rows, num_nodes = len(forest.order), len(forest.parent)
-    ways = np.empty(num_rows, np.int64)
+    num_cuts = np.empty(num_rows, np.int64)
     total = np.int64(1)
     for i in range(num_rows):
-        ways[i] = np.int64(1) << forest.depth[forest.leaf_of[i]]
-        total *= ways[i]
+        num_cuts[i] = np.int64(1) << forest.depth[forest.leaf_of[i]]
+        total *= num_cuts[i]
     readers = np.zeros((num_nodes + 1, num_nodes), np.int64)
     best = np.int64(1) << 62
     for code in range(total):
@@ -94,8 +94,8 @@ def brute_force(forest, query_lens, model):
         cost = np.int64(0)
         rest = code
         for i in range(num_rows):
-            mask = rest % ways[i]
-            rest //= ways[i]
+            mask = rest % num_cuts[i]
+            rest //= num_cuts[i]
             queries = query_lens[forest.order[i]]
             end = forest.leaf_of[i]
             pieces = 0

@@ -128,11 +128,13 @@ class Engine:
     def generate(self, input_ids: list[Any], sampling_params: dict[str, Any], **wanted: Any) -> list[Any]:
         self.noted.note(f"answers {len(input_ids)}")
         tokens = list(range(1, sampling_params["max_new_tokens"] + 1))
-        told: dict[str, Any] = {"cached_tokens": 5, "num_retractions": 1}
+        meta_info: dict[str, Any] = {"cached_tokens": 5, "num_retractions": 1}
         if wanted:
-            told["output_top_logprobs"] = [[(BEST, token, None), (SECOND_BEST, token + 1, None)] for token in tokens]
-            told["output_token_logprobs"] = [(BEST, token, None) for token in tokens]
-        return [{"output_ids": tokens, "meta_info": told} for _ in input_ids for _ in range(sampling_params["n"])]
+            meta_info["output_top_logprobs"] = [
+                [(BEST, token, None), (SECOND_BEST, token + 1, None)] for token in tokens
+            ]
+            meta_info["output_token_logprobs"] = [(BEST, token, None) for token in tokens]
+        return [{"output_ids": tokens, "meta_info": meta_info} for _ in input_ids for _ in range(sampling_params["n"])]
 
     async def async_generate(self, input_ids: Any, sampling_params: Any, stream: bool, rid: str | None) -> Any:
         tokens = sampling_params["max_new_tokens"]

@@ -100,7 +100,7 @@ class Arriving:
 
 def test_a_run_sends_requests_at_their_times_and_empties_the_cache() -> None:
     asked: list[tuple[str, int]] = []
-    engine = Arriving(lambda *told: asked.append(told))
+    engine = Arriving(lambda *event: asked.append(event))
     arrivals = [Arrival(0.05, (("a", 3),), 4), Arrival(0.0, (("a", 5),), 6)]
     figures = asyncio.run(replay(engine, "run", arrivals, 100))
     assert asked == [("run-1", 5), ("run-0", 3), ("empty", 0)]

@@ -159,25 +159,25 @@ class FakeFa3:
         return bound(METADATA, given, named)
 
     def flash_attn_varlen_func(self, *given: Any, **named: Any) -> torch.Tensor:
-        told = bound(ATTENTION, given, named)
-        q, k, lens, planned = told["q"], told["k"], told["seqused_k"], told["scheduler_metadata"]
-        assert q.dtype == k.dtype == told["v"].dtype == planned["qkv_dtype"]
-        assert told["max_seqlen_q"] == planned["max_seqlen_q"] == 1
-        assert told["max_seqlen_k"] == planned["max_seqlen_k"] == int(lens.max())
+        arguments = bound(ATTENTION, given, named)
+        q, k, lens, planned = arguments["q"], arguments["k"], arguments["seqused_k"], arguments["scheduler_metadata"]
+        assert q.dtype == k.dtype == arguments["v"].dtype == planned["qkv_dtype"]
+        assert arguments["max_seqlen_q"] == planned["max_seqlen_q"] == 1
+        assert arguments["max_seqlen_k"] == planned["max_seqlen_k"] == int(lens.max())
         assert (planned["batch_size"], planned["page_size"]) == (len(lens), k.shape[1])
         heads = tuple(planned[name] for name in ("num_heads_q", "num_heads_kv", "headdim"))
         assert heads == (q.shape[1], k.shape[2], q.shape[2])
-        assert told["causal"] and planned["causal"] and told["window_size"] == planned["window_size"]
-        assert planned["has_softcap"] == (told["softcap"] > 0)
+        assert arguments["causal"] and planned["causal"] and arguments["window_size"] == planned["window_size"]
+        assert planned["has_softcap"] == (arguments["softcap"] > 0)
         for name in ("q_descale", "k_descale", "v_descale"):
-            assert (name in told) == (q.dtype == FP8)
-            assert name not in told or torch.equal(told[name], torch.ones(len(lens), k.shape[2]))
-        left, right = told["window_size"]
+            assert (name in arguments) == (q.dtype == FP8)
+            assert name not in arguments or torch.equal(arguments[name], torch.ones(len(lens), k.shape[2]))
+        left, right = arguments["window_size"]
         assert right == (-1 if left < 0 else 0)
-        options: dict[str, Any] = {"sliding_window": None if left < 0 else left + 1, "sinks": told["s_aux"]}
-        tables = told["block_table"], lens, told["cu_seqlens_q"]
-        soft_cap = told["softcap"] or None
-        out, _ = paged_attention(q.float(), k, told["v"], *tables, logits_soft_cap=soft_cap, **options)
+        options: dict[str, Any] = {"sliding_window": None if left < 0 else left + 1, "sinks": arguments["s_aux"]}
+        tables = arguments["block_table"], lens, arguments["cu_seqlens_q"]
+        soft_cap = arguments["softcap"] or None
+        out, _ = paged_attention(q.float(), k, arguments["v"], *tables, logits_soft_cap=soft_cap, **options)
         return out.bfloat16()
 
 
