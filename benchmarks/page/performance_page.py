@@ -229,11 +229,11 @@ def readme() -> str:
 
 {table(head, rows)}
 
-Where it loses: training takes up to {trees:.2f}× FlexAttention's time on a prefix tree, and our own training kernels
-reach {cudnn} of the speed of PyTorch's cuDNN on an H100. One of six batches in GPT-OSS's shape takes {slowest:.2f}× the
-time there. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average.
-Where nothing is shared, two H200s lose {percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind
-vLLM's."""
+Where it loses: our own training kernels reach {cudnn} of the speed of PyTorch's cuDNN on an H100, and sequences that
+repeat a prefix take up to {trees:.2f}× the time of FlexAttention on their tree (`tree=` is not measured yet). One of
+six batches in GPT-OSS's shape takes {slowest:.2f}× the time there. With an fp8 cache, shared batches take
+{min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is shared, two H200s lose
+{percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind vLLM's."""
 
 
 def between(text: str, inner: str) -> str:
