@@ -108,4 +108,6 @@ def test_on_paper_it_is_whole(open_report, scheme: str) -> None:  # type: ignore
         expect(page.locator(f".{name}").locator("visible=true").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.evaluate(SMALL) == []
     assert page.evaluate(CONTRAST) == []
+    breaks = "names => names.map(name => getComputedStyle(document.querySelector(name)).breakAfter)"
+    assert page.evaluate(breaks, ["h2", ".note"]) == ["avoid"] * 2, "a heading stays with what it is of"
     assert page.pdf().startswith(b"%PDF")

@@ -260,7 +260,7 @@ def icicle(snapshot: Snapshot, token_bytes: int, end: int, prompt_of: Callable[[
             labels.append(Label(box, words.lines[:1], ""))
     ticks = [Tick(100 * token / end, f"{token:,.0f}") for token, _ in _ticks(end, 4, str)]
     legend = [(colour, _legend(colour, found)) for colour, found in sorted(counts.items(), reverse=True)]
-    time = figures.seconds(snapshot.time)
+    time = figures.moment(snapshot.time)
     return Icicle(
         time=time,
         sequences=total,

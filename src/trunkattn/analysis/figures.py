@@ -81,6 +81,12 @@ def milliseconds(time_ms: float) -> str:
     return f"{time_ms:.{2 if time_ms < 9.995 else 1 if time_ms < 99.95 else 0}f} ms"
 
 
+def moment(time: float) -> str:
+    """A time that differs from others nearby: as of `seconds`, but "2:24 min" between two minutes."""
+    minutes, rest = divmod(round(time), 60)
+    return f"{minutes}:{rest:02d} min" if time >= 119.5 and minutes < 120 and rest else seconds(time)
+
+
 def seconds(time: float) -> str:
     """A time: "12 s", "59 min", "3 h 20 min"."""
     if 0.05 <= time < 9.95 and time != round(time):
