@@ -1,12 +1,15 @@
-"""Scales of layers: made once if they are numbers."""
+"""Scales of layers: made once if they are numbers. Partial states: as many as plans of a capacity can need."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from trunkattn import AttentionConfig
+from trunkattn import AttentionConfig, Capacity
 from trunkattn.gpu import workspace
+from trunkattn.gpu.cards import GpuFacts, card_of
+from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales
 from trunkattn.inputs import LayerInputs
 
@@ -49,3 +52,20 @@ def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(scales._kept) == 3
     assert scales.of(inputs(v_scale=2.0))[1] is made[0]
     assert scales.of(inputs(v_scale=7.0))[1] is not made[-1]
+
+
+@pytest.mark.parametrize("heads", [8, 16, 20, 128])
+def test_partial_states_of_latent_attention_do_not_grow_with_query_tokens(heads: int) -> None:
+    """As `docs/guide/cuda-graphs-and-capacity.md` says; a plan with prompt chunks has slots for these, too."""
+    card = card_of(GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))
+    latent = AttentionConfig(heads, 1, 576, 64, torch.bfloat16, latent_dim=512, sm_scale=0.1)
+    apart = AttentionConfig(32, 8, 128, 16, torch.bfloat16)
+
+    def megabytes(config: AttentionConfig, tokens: int) -> float:
+        kernels, capacity = kernels_of(config, card), Capacity(64, tokens, 512, 8192)
+        limits = make_step_planner(config, kernels, card, torch.device("cpu"), capacity).limits
+        assert limits is not None
+        return limits.slots * config.num_qo_heads * (config.value_dim + 1) * 4 / 1e6
+
+    assert megabytes(latent, 64) < megabytes(latent, 8192) == megabytes(latent, 16384) < 93
+    assert (round(megabytes(apart, 64)), round(megabytes(apart, 8192))) == (29, 297)

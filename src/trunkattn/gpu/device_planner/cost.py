@@ -59,14 +59,14 @@ def load_pass(passes, number):
     """A row of the table of passes; of a candidate, 2 * candidate and the one after."""
     row = passes + number * PASS_COLUMNS
     return Pass(
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.load(row + 4),
-        tl.load(row + 5),
-        tl.load(row + 6),
-        tl.load(row + 7),
+        stage=tl.load(row),
+        kind=tl.load(row + 1),
+        num_parts=tl.load(row + 2),
+        height=tl.load(row + 3),
+        block_segments=tl.load(row + 4),
+        subtiles=tl.load(row + 5),
+        private_segments=tl.load(row + 6),
+        subtile_entries=tl.load(row + 7),
     )
 
 
@@ -74,13 +74,13 @@ def load_pass(passes, number):
 def _load_tile(tiles, kind):
     row = tiles + tl.maximum(kind, 0) * _TILE_COLUMNS
     return TileTimes(
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.load(row + 4),
-        tl.load(row + 5),
-        tl.load(row + 6),
+        full_ns=tl.load(row),
+        masked_ns=tl.load(row + 1),
+        full_chain_ns=tl.load(row + 2),
+        masked_chain_ns=tl.load(row + 3),
+        num_slots=tl.load(row + 4),
+        ctas_per_sm=tl.load(row + 5),
+        read_percent=tl.load(row + 6),
     )
 
 

@@ -83,13 +83,13 @@ def load_stage(stages, stage):
     """A row of the table of stages, whose columns are the fields of `Stage`."""
     row = stages + stage * _STAGE_COLUMNS
     return Stage(
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.load(row + 4),
-        tl.load(row + 5),
-        tl.load(row + 6),
+        height=tl.load(row),
+        least=tl.load(row + 1),
+        below=tl.load(row + 2),
+        block_segments=tl.load(row + 3),
+        num_parts=tl.load(row + 4),
+        subtiles=tl.load(row + 5),
+        private_segments=tl.load(row + 6),
     )
 
 
@@ -98,7 +98,13 @@ def node_arrays(nodes, ENTRIES: tl.constexpr):
     """The arrays from a tile's first node on. nodes: where that stands in the first array of its stage."""
     size: tl.constexpr = 2 * ENTRIES
     return NodeArrays(
-        nodes, nodes + size, nodes + 2 * size, nodes + 3 * size, nodes + 4 * size, nodes + 5 * size, nodes + 6 * size
+        rows=nodes,
+        start=nodes + size,
+        end=nodes + 2 * size,
+        offset=nodes + 3 * size,
+        segments=nodes + 4 * size,
+        full=nodes + 5 * size,
+        full_end=nodes + 6 * size,
     )
 
 
@@ -147,7 +153,7 @@ def tile_arrays(tiles, stage, ENTRIES: tl.constexpr):
 def totals_of(totals, stage):
     """Where the sums of a stage stand."""
     row = totals + stage * TOTAL_FIELDS
-    return Totals(row, row + 1, row + 2, row + 3)
+    return Totals(segments=row, once=row + 1, common=row + 2, again=row + 3)
 
 
 @triton.jit
@@ -216,7 +222,9 @@ def _nodes(value, base, position, num_rows, window, SEGMENT_SIZE: tl.constexpr, 
     offset = tl.sum(tl.where(before, segments[None, :], 0), 1)
     full = offset + tl.cdiv(tl.maximum(start, highest + 1 - window), SEGMENT_SIZE) - start // SEGMENT_SIZE
     full_end = offset + tl.minimum(end, lowest + 1) // SEGMENT_SIZE - start // SEGMENT_SIZE
-    return Node(first, stop, start, end, offset, segments, full, full_end)
+    return Node(
+        first=first, stop=stop, start=start, end=end, offset=offset, segments=segments, full=full, full_end=full_end
+    )
 
 
 @triton.jit
@@ -299,7 +307,7 @@ def tiles_kernel(entries, status, stages, layout, window, SIZES: tl.constexpr, P
     tl.store(arrays.segments + tile, segments)
     tl.store(arrays.full + tile, full)
     tl.store(arrays.masked + tile, masked)
-    _add_totals(totals_of(layout.totals, number), Totals(segments, once, common, again))
+    _add_totals(totals_of(layout.totals, number), Totals(segments=segments, once=once, common=common, again=again))
 
 
 @triton.jit

@@ -116,11 +116,11 @@ class KeyPlaces(NamedTuple):
 def load_item(row):
     """The item at a row of the items."""
     return Item(
-        tl.load(row + _SEGMENT_START),
-        tl.load(row + _SHARED_END),
-        tl.load(row + _SEGMENT_END),
-        tl.load(row + _QUERY_START),
-        tl.load(row + _QUERY_END),
+        segment_start=tl.load(row + _SEGMENT_START),
+        shared_end=tl.load(row + _SHARED_END),
+        segment_end=tl.load(row + _SEGMENT_END),
+        query_start=tl.load(row + _QUERY_START),
+        query_end=tl.load(row + _QUERY_END),
     )
 
 

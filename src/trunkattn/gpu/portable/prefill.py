@@ -91,11 +91,11 @@ class KeyBlocks(NamedTuple):
 def load_item(row):
     """The item at a row of the items."""
     return ChunkItem(
-        tl.load(row + _KV_ROW),
-        tl.load(row + _KV_START),
-        tl.load(row + _KV_END),
-        tl.load(row + _QUERY_START),
-        tl.load(row + _QUERY_END),
+        kv_row=tl.load(row + _KV_ROW),
+        kv_start=tl.load(row + _KV_START),
+        kv_end=tl.load(row + _KV_END),
+        query_start=tl.load(row + _QUERY_START),
+        query_end=tl.load(row + _QUERY_END),
     )
 
 
