@@ -235,6 +235,8 @@ class Prices:
 def seen_tokens(batch: DecodeBatch, window: int = UNLIMITED) -> int:
     """Tokens that some sequence of a decode step sees, each shared one counted once."""
     forest = batch.forest
+    if window == UNLIMITED:
+        return int((forest.token_end - forest.token_start).sum())
     lens = batch.seq_lens[forest.order]
     longest_start = np.maximum(lens - window, 0)
     if not len(lens):

@@ -148,17 +148,18 @@ class TimedEngine:
         if chunks:
             pairs = sum(chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2) for chunk in chunks)
             other_us += self._prices.prompt_attention_us(pairs)
-        attention = self._attention(steps)
-        return np.concatenate((attention, attention + other_us))
+        times = np.zeros((4, steps.count))
+        if steps.decoding:
+            times[ALONE], times[SHARED] = self._attention(steps)
+        times[2:] = times[:2] + other_us
+        return times
 
-    def _attention(self, steps: Steps) -> NDArray[np.float64]:
-        """[2, steps] µs of attention of decodes."""
-        if steps.decoding == 0:
-            return np.zeros((2, steps.count))
+    def _attention(self, steps: Steps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[steps] µs of attention of decodes, one by one and shared."""
         wants_tree = self.album.wants(self.time)
         if self._priced is None or wants_tree or not self._priced.is_like(steps):
             self._priced = self._price(steps, wants_tree)
-        return np.stack(self._prices.scaled(self._priced.times, self._priced[1:3], steps.tokens, steps.unique_tokens))
+        return self._prices.scaled(self._priced.times, self._priced[1:3], steps.tokens, steps.unique_tokens)
 
     def _price(self, steps: Steps, wants_tree: bool) -> _Priced:
         running = [each for each in self.engine.scheduler.running if each.num_computed_tokens >= each.num_prompt_tokens]
