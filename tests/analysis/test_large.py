@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.host.analyze_large import PROMPT_TOKENS, rows, write_log
+from benchmarks.page.common import load
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.sequences import TokenSource
@@ -26,6 +27,14 @@ def test_both_logs_hold_the_same_requests(tmp_path: Path, kind: str, slack: int)
         differs = np.flatnonzero(request.blocks[:length] != first.blocks[:length])
         blocks = 4 if row.application == expected[0].application else 2
         assert abs(int(differs[0]) * request.block_size - blocks * 512) <= slack
+
+
+def test_two_cores_compute_100_000_requests_in_ten_minutes() -> None:
+    result = load("analyze-large")
+    assert [row["kind"] for row in result["rows"]] == ["hashes", "text"] and result["cores"] == 2
+    for row in result["rows"]:
+        assert row["requests"] == 100_000 and row["cpu_s"] / result["cores"] < 600
+        assert row["peak_gb"] < 0.5 + 1.1 * max(1.0, row["log_gb"])
 
 
 def test_blocks_whose_numbers_differ_in_one_half_have_other_tokens() -> None:
