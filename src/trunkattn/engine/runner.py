@@ -101,7 +101,15 @@ class ModelRunner:
         self._plan(block_table, starts + lengths, query_start_loc if expanded is None else expanded.other_start_loc)
         has_chunks = any(plan.num_chunks for plan in self._plans.values())
         wanted = np.concatenate([query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)])
-        logits = self._forward(StepArrays(_token_ids(batch.chunks), positions, slots, wanted, has_chunks, expanded))
+        step = StepArrays(
+            token_ids=_token_ids(batch.chunks),
+            positions=positions,
+            slots=slots,
+            logits_rows=wanted,
+            has_chunks=has_chunks,
+            expanded=expanded,
+        )
+        logits = self._forward(step)
         self.last_reads = self._reads(expanded)  # the host counts while a GPU computes
         return logits
 
