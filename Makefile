@@ -102,6 +102,10 @@ test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang o
 test-sglang-brief: .venv-sglang-$(SGLANG)/.stamp
 	$(SGLANG_PYTEST) -k "not process and not a_real_engine and not gemma3 and not qwen3"
 
+# What CI needs, made at once by `make -j`: pip uses one core.
+.PHONY: environments
+environments: .venv/.stamp-model .venv-vllm-$(VLLM_NEWEST)/.stamp .venv-sglang-$(SGLANG)/.stamp
+
 # torch goes first and alone, as below.
 .venv-sglang-%/.stamp: pyproject.toml tests/integrations/sglang/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
