@@ -3,12 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from trunkattn import BatchAttention, Plan
+import torch
+
+from trunkattn import BatchAttention, Plan, PrefixTree
 from trunkattn.gpu.arrays import Arrays
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.chunk_planner import ChunkPlanner
-from trunkattn.gpu.kernel import Choice, Work, kernel_named, portable_kernel
+from trunkattn.gpu.kernel import Choice, Work, choose, kernel_named, portable_kernel
 from trunkattn.gpu.tiles import PrefillTile
+from trunkattn.training.cudnn_trees import intervals
+from trunkattn.training.op import attention as training_op
+from trunkattn.training.spec import TrainingConfig
 
 
 def backend_of(attention: BatchAttention) -> Any:
@@ -34,3 +39,32 @@ def take_prefill_tile(attention: BatchAttention, tile: PrefillTile) -> None:
     backend._kernels, backend._planner.overlap = kernels, None
     backend._arrays = Arrays(kernels, card, attention.device)
     backend._chunks = ChunkPlanner(attention.config, tile, card.num_sms)
+
+
+def own_flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    *,
+    tree: PrefixTree | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """`flash_attention` by kernels of this project, where by default a cuDNN computes."""
+    tables = [] if tree is None else list(tree.tables(q.device))
+    switches = [int(causal or tree is not None), 0, int(deterministic)]
+    return training_op(q, k, v, None, tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
+
+
+def training_kernel(q: torch.Tensor, work: Work) -> str:
+    """What `flash_attention` takes by default for a batch or a tree of q's dtype and head_dim: a kernel of the table
+    that computes both passes, else our own ones."""
+    if not q.is_cuda:
+        return "CPU"
+    kernel = choose(work, TrainingConfig(q.shape[-1], q.dtype, q.shape[-1]), card_at(q.device)).kernel
+    return "own kernels" if kernel is None else kernel.name
+
+
+def tree_intervals(tree: PrefixTree, device: torch.device) -> torch.Tensor:
+    """The keys that each token of a tree sees, as ends of intervals for cuDNN's flex_attention."""
+    return intervals(tree.tables(device), tree.num_levels)

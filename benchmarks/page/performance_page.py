@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 from benchmarks.page import (
@@ -27,7 +28,7 @@ from benchmarks.page import (
     training,
     vllm,
 )
-from benchmarks.page.common import ROOT, Loss, Section, folded, load, percent, span, table, versions_of
+from benchmarks.page.common import ROOT, Loss, Section, folded, load, percent, table, versions_of
 from benchmarks.page.names import use_of
 from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
 
@@ -89,10 +90,7 @@ def topics() -> tuple[Topic, ...]:
             (vllm.tpot, vllm.models, vllm.invariance, vllm.ranks, vllm.start, vllm.vllm_serving),
         ),
         Topic("sglang", "In SGLang", "time per token, arrivals, equal answers, steady steps", sglang.sections()),
-        Topic(
-            "training", "Training", "forward and backward, prefix trees",
-            (training.cudnn, training.trees, training.torch_flash),
-        ),
+        Topic("training", "Training", "forward and backward, prefix trees", training.SECTIONS),
         Topic(
             "cpu", "On a CPU, and the engine", "CPU kernels, the embedded engine, the server",
             (cpu.cpu, cpu.streams, cpu.busy, *engines),
@@ -223,17 +221,16 @@ def readme() -> str:
     cpu_engine = load("cpu-engine")["cases"]["32 × 256 unshared"]
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
     eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
-    cudnn, trees = span(training.over_cudnn()), max(training.over_flex_attention())
     head = ["use", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
+    where = f"""Where it loses: {training.in_words()}. One of six batches in GPT-OSS's shape takes {slowest:.2f}× the
+time there. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average.
+Where nothing is shared, two H200s lose {percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind
+vLLM's."""
     return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
 {table(head, rows)}
 
-Where it loses: our own training kernels reach {cudnn} of the speed of PyTorch's cuDNN on an H100, and sequences that
-repeat a prefix take up to {trees:.2f}× the time of FlexAttention on their tree (`tree=` is not measured yet). One of
-six batches in GPT-OSS's shape takes {slowest:.2f}× the time there. With an fp8 cache, shared batches take
-{min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is shared, two H200s lose
-{percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind vLLM's."""
+{fill(where, 120, break_on_hyphens=False)}"""
 
 
 def between(text: str, inner: str) -> str:

@@ -1,106 +1,310 @@
-"""Training."""
+"""Training: batches and prefix trees beside peers, and a step of a transformer's block."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from statistics import geometric_mean
+from types import MappingProxyType
+from typing import Any, Final
 
-from benchmarks.page.common import NOTICEABLE, Loss, Section, card_of, load, sources, span, table
+from benchmarks.kernels.flash_training import SHAPES
+from benchmarks.page.common import NOTICEABLE, Loss, Section, and_, card_of, exists, folded, load, sources, span, table
 
-PEERS = "flash-training-cudnn-h100"
-COMMAND = "python -m benchmarks.kernels.flash_training"
-TRAINING_WAYS = ("trunkattn", "torch_flash", "torch_cudnn", "flex_attention")
+CARDS: Final = ("h100", "h200")
+OURS: Final = MappingProxyType(
+    {"default": "TrunkAttention", "one_pass": "own kernels", "deterministic": "own kernels, deterministic"}
+)
+PEERS: Final = MappingProxyType(
+    {
+        "torch_flash": "PyTorch flash", "torch_cudnn": "PyTorch cuDNN", "flex_attention": "FlexAttention",
+        "flash_attention_4": "FlashAttention-4", "flash_attention_3": "FlashAttention-3",
+    }
+)  # fmt: skip
+TREE_PEERS: Final = MappingProxyType(
+    {
+        "cudnn_flex": "cuDNN flex", "flex_attention": "FlexAttention",
+        "paths_flash_attention_4": "TRL's way, FlashAttention-4",
+    }
+)  # fmt: skip
+FASTEST: Final = ("torch_cudnn", "flash_attention_4")  # what own kernels are held to
+PARTS: Final = ("forward", "backward", "both")
+FEWEST: Final = 4  # lengths of which a mean is shown
+COMPARED: Final = (
+    ("default", ("torch_cudnn",)),
+    ("one_pass", ("torch_flash",)),
+    ("deterministic", ("torch_flash",)),
+    ("one_pass", FASTEST),
+)
+MEMORY_WAYS: Final = ("default", "repeated")
+PLAN_PARTS: Final = ("tree", "tables", "cudnn", "flex_attention")
+Row = Mapping[str, Any]
 
 
-def forward_and_backward(times: dict[str, Any]) -> float:
-    return times["forward"]["ms"] + times["backward"]["ms"]
+def ms_of(row: Row, way: str, part: str = "both") -> float | None:
+    """Milliseconds of a pass or of both; None: it was not measured."""
+    cell = row.get(way, {})
+    if part == "both" and "both" not in cell and "backward" in cell:
+        return cell["forward"]["ms"] + cell["backward"]["ms"]
+    return cell[part]["ms"] if part in cell else None
+
+
+def speeds(rows: Iterable[Row], way: str, peers: Sequence[str], part: str = "both") -> list[float]:
+    """The speed of a way over that of the fastest of some peers, of each row that has both."""
+    found = []
+    for row in rows:
+        ours, theirs = ms_of(row, way, part), [ms for peer in peers if (ms := ms_of(row, peer, part))]
+        if ours and theirs:
+            found.append(min(theirs) / ours)
+    return found
+
+
+def rows_of(name: str) -> list[Row]:
+    """The rows of a result; none if there is no such result."""
+    return load(name)["rows"] if exists(name) else []
+
+
+def measured(rows: Iterable[Row]) -> str:
+    """When rows were measured, and at which commits."""
+    runs = (f"{row['date']} at {row['commit']}" + (f" {row['source']}" if "source" in row else "") for row in rows)
+    return f"Measured {and_(dict.fromkeys(runs))}."
+
+
+def named(card: str) -> list[Row]:
+    """The rows of the batches of a card that stand beside all peers."""
+    rows = {row["shape"]: row for row in rows_of(f"flash-training-{card}")}
+    return [rows[shape.name] for shape in SHAPES if shape.name in rows and "torch_cudnn" in rows[shape.name]]
 
 
 def over_cudnn() -> list[float]:
-    """Our training speed over cuDNN's: forward, backward and both, of each batch."""
-    speeds = []
-    for row in load(PEERS)["rows"]:
-        ours, theirs = row["trunkattn"], row["torch_cudnn"]
-        speeds += [theirs[part]["ms"] / ours[part]["ms"] for part in ("forward", "backward")]
-        speeds.append(forward_and_backward(theirs) / forward_and_backward(ours))
-    return speeds
+    """The speed of our own kernels over cuDNN's: forward, backward and both, of each batch, on an H100."""
+    return [speed for part in PARTS for speed in speeds(named("h100"), "one_pass", ("torch_cudnn",), part)]
 
 
-def over_flex_attention() -> list[float]:
-    """Our time on each prefix tree, the prefix repeated, over FlexAttention's with a tree mask."""
-    trees = load(PEERS)["trees"]
-    return [sum(row["ours_repeated"].values()) / sum(row["flex"].values()) for row in trees]
+def in_words() -> str:
+    """What the front page says of losses in training on an H100."""
+    rows, trees = named("h100"), rows_of("trees-h100")
+    found = [f"our own training kernels reach {span(over_cudnn())} of the speed of PyTorch's cuDNN on an H100"]
+    if default := speeds(rows, "default", tuple(PEERS)):
+        found.append(f"what a user gets there {span(default)} of that of the fastest peer")
+    if by_tree := speeds(trees, "repeated", ("default",)):
+        found.append(f"sequences that repeat a prefix {span(1 / speed for speed in by_tree)} times the time of `tree=`")
+    elif by_flex := speeds(trees, "repeated", ("flex_attention",)):
+        most = f"{1 / min(by_flex):.2f}× the time of FlexAttention on their tree"
+        found.append(f"sequences that repeat a prefix take up to {most} (`tree=` is not measured yet)")
+    return and_(found)
 
 
-def cudnn() -> Section:
-    """Against PyTorch's cuDNN back end, FlexAttention and FlashAttention-3."""
-    rows, speeds = [], over_cudnn()
-    for index, row in enumerate(load(PEERS)["rows"]):
-        times = [forward_and_backward(row[way]) for way in TRAINING_WAYS]
-        third = row["flash_attention_3"]["forward"]["ms"] / row["trunkattn"]["forward"]["ms"]
-        figures = [*times, *speeds[3 * index : 3 * index + 3], third]
-        rows.append([row["batch"], *(f"{figure:.2f}" for figure in figures)])
-    where, range_of = "training in kernels of our own, H100: forward, backward or both", f"from {1 / max(speeds):.2f}×"
-    head = ["batch × length, heads", "TrunkAttention", "PyTorch flash", "PyTorch cuDNN", "FlexAttention"]
-    head += [*(f"over cuDNN, {part}" for part in ("forward", "backward", "both")), "over FA3, forward"]
-    text = f"""## Against cuDNN and FlexAttention
+def batches() -> Section | None:
+    """Batches of one length beside all peers."""
+    cards = [card for card in CARDS if named(card)]
+    if not cards:
+        return None
+    everywhere = [row for card in cards for row in named(card)]
+    ways = {
+        way: name for way, name in {**OURS, **PEERS}.items() if any(ms_of(row, way, "forward") for row in everywhere)
+    }
+    rows: list[list[object]] = []
+    losses: list[Loss] = []
+    for card in cards:
+        rows += [[card.upper(), row["shape"], *(tflops(row, way) for way in ways), *ratios(row)] for row in named(card)]
+        losses += losses_of(card, named(card))
+    head = [
+        "card",
+        "batch × length, heads",
+        *ways.values(),
+        "user over cuDNN",
+        "own over the faster, forward",
+        "backward",
+    ]
+    text = f"""## Batches beside peers
 
-**The kernels of our own are slower than cuDNN.** On an H100 they reach {span(speeds)} of the speed of the same
-PyTorch's cuDNN back end. So where it computes the same, on Hopper and Blackwell, `flash_attention` calls it; nobody has
-measured that call yet. The figures are of our own kernels: forward and backward in milliseconds, then our speed over
-cuDNN's and over FlashAttention-3's.
+TFLOP/s forward / backward, bf16, FlashAttention-3 forward only. "TrunkAttention" is what a user of `flash_attention`
+gets, which is PyTorch's cuDNN where that computes the same; "own kernels" are what it takes elsewhere. Then ratios of
+speeds: what a user gets over PyTorch's cuDNN, both passes; own kernels over the faster of cuDNN and FlashAttention-4.
+{measured(everywhere)}
 
-{table(head, rows)}
+{table(head, rows, 2)}
 
-{sources(COMMAND, PEERS)}
-"""
-    return Section(text, [Loss(where, "PyTorch's cuDNN back end", 1 / min(speeds), range_of)])
-
-
-def trees() -> Section:
-    """Sequences that share a prefix."""
-    rows, ratios = [], over_flex_attention()
-    for row, ratio in zip(load(PEERS)["trees"], ratios, strict=True):
-        times = (sum(row[way].values()) for way in ("flex", "ours_repeated"))
-        rows.append([row["tree"].replace("+", " + "), *(f"{ms:.1f}" for ms in times), f"{ratio:.2f}×"])
-    where = "training on repeated sequences instead of a tree, H100: the prefix is computed for each branch"
-    head = ["prefix + branches, tokens", "FlexAttention, tree mask", "TrunkAttention, prefix repeated", "ours over its"]
-    text = f"""## Prefix trees
-
-Sequences that share a prefix, forward and backward, ms. FlexAttention computes the prefix once. Repeated sequences, for
-which `flash_attention` computes it for each branch, take up to {max(ratios):.2f} times as long. `tree=` computes it
-once, too; nobody has measured that yet.
-
-{table(head, rows)}
-
-{sources(COMMAND, PEERS)}
-"""
-    return Section(text, [Loss(where, "FlexAttention with a tree mask", max(ratios), f"from {min(ratios):.2f}×")])
-
-
-def torch_flash() -> Section:
-    """Against PyTorch's flash back end."""
-    names = ("flash-training-h100", "flash-training-h200")
-    rows, losses = over_torch_flash(names)
-    text = f"""## Against PyTorch's flash back end
-
-About even: speed over that back end's, geometric mean over lengths of 512 to 16,384 tokens, bf16, 32 heads of 128.
-
-{table(["card", "gradients", "mask", "forward", "backward", "both"], rows, 3)}
-
-{sources(COMMAND, *names)}
+{sources("python -m benchmarks.kernels.flash_training", *(f"flash-training-{card}" for card in cards))}
 """
     return Section(text, losses)
 
 
-def over_torch_flash(names: tuple[str, ...]) -> tuple[list[list[object]], list[Loss]]:
-    """Our speed over that of PyTorch's flash back end."""
+def tflops(row: Row, way: str) -> str:
+    """The speed of both passes, or of the one that there is."""
+    cell = row.get(way, {})
+    return " / ".join(f"{cell[part]['tflops']:.0f}" for part in PARTS[:2] if part in cell)
+
+
+def ratios(row: Row) -> list[str]:
+    """What a user gets over cuDNN, and own kernels over the faster of what they are held to."""
+    found = [speeds([row], "default", ("torch_cudnn",))]
+    found += [speeds([row], "one_pass", FASTEST, part) for part in PARTS[:2]]
+    return [f"{each[0]:.2f}" if each else "" for each in found]
+
+
+def losses_of(card: str, rows: Sequence[Row]) -> list[Loss]:
+    """One loss for each peer that is faster somewhere: of what a user gets, if it was measured, and of own kernels."""
+    found = []
+    for way, name in (("default", "training, what a user gets"), ("one_pass", "training in kernels of our own")):
+        for peer in PEERS:
+            parts = PARTS if peer != "flash_attention_3" else PARTS[:1]
+            times = [1 / speed for part in parts for speed in speeds(rows, way, (peer,), part)]
+            if times and max(times) > NOTICEABLE:
+                where = f"{name}, {card.upper()}: {'forward' if len(parts) == 1 else 'forward, backward or both'}"
+                found.append(Loss(where, PEERS[peer], max(times), f"from {min(times):.2f}×"))
+    return found
+
+
+def lengths() -> Section | None:
+    """Geometric means over lengths of 512 to 16k tokens, 16k tokens in all."""
+    names = [f"flash-training-{card}" for card in CARDS if exists(f"flash-training-{card}")]
     rows: list[list[object]] = []
-    losses = []
+    losses: list[Loss] = []
     for name in names:
-        ratios = load(name)["speed_over_torch_flash"]
-        for way in ("one_pass", "deterministic"):
-            for masks in ("causal", "full"):
-                parts = [ratios[f"{way} {part} {masks}"] for part in ("forward", "backward", "both")]
-                rows.append([card_of(name), way.replace("_", " "), masks, *(f"{part:.2f}" for part in parts)])
-                if 1 / min(parts) > NOTICEABLE:
-                    where = f"training, {card_of(name)}, {way.replace('_', ' ')}, {masks}, worst part"
-                    losses.append(Loss(where, "PyTorch's flash back end", 1 / min(parts)))
-    return rows, losses
+        for (mask, heads), group in groupby(sorted(rows_of(name), key=kind_of), kind_of):
+            found = list(group)
+            for way, peers in COMPARED:
+                parts = [speeds(found, way, peers, part) for part in PARTS]
+                if len(parts[-1]) < FEWEST:
+                    continue
+                than = "the faster of both" if len(peers) > 1 else PEERS[peers[0]]
+                means = [geometric_mean(part) for part in parts]
+                shown = [f"{mean:.2f}" for mean in (*means, min(parts[-1]))]
+                rows.append([card_of(name), f"{mask} {heads}", OURS[way], than, len(parts[-1]), *shown])
+                if 1 / min(means) > NOTICEABLE and len(peers) == 1:
+                    where = f"training, {card_of(name)}, {OURS[way]}, {mask} {heads}, all lengths, worst pass"
+                    losses.append(Loss(where, than, 1 / min(means)))
+    if not rows:
+        return None
+    head = ["card", "batches", "ours", "over", "lengths", *PARTS, "both, worst"]
+    text = f"""## By length
+
+Speed over a peer's in the same process: geometric means over lengths of 512 to 16,384 tokens, 16,384 in all. "The
+faster of both" is the faster of PyTorch's cuDNN and FlashAttention-4.
+
+{folded(f"{len(rows)} comparisons", table(head, rows, 4))}
+
+{sources("python -m benchmarks.kernels.flash_training --grid", *names)}
+"""
+    return Section(text, losses)
+
+
+def kind_of(row: Row) -> tuple[str, str]:
+    """A row's mask, and its heads and head_dim."""
+    mask, _, heads = row["shape"].split(" ", 2)
+    return mask, heads
+
+
+def trees() -> Section | None:
+    """Sequences that share prefixes, beside peers and beside the same sequences repeated."""
+    names = [f"trees-{card}" for card in CARDS if exists(f"trees-{card}")]
+    if not names:
+        return None
+    all_rows = [row for name in names for row in rows_of(name)]
+    ways = {"default": "TrunkAttention", "one_pass": "own kernels", **TREE_PEERS, "repeated": "repeated"}
+    ways = {way: name for way, name in ways.items() if any(ms_of(row, way) for row in all_rows)}
+    rows = [
+        [card_of(name), row["tree"], *(passes(row, way) for way in ways), *gain(row), f"{row['work_ratio']:.2f}"]
+        for name in names
+        for row in rows_of(name)
+    ]
+    head = ["card", "tree", *ways.values(), "speed-up over repeated", "work saved"]
+    text = f"""## Prefix trees
+
+Milliseconds forward + backward, bf16. A tree is its levels from the root. "TrunkAttention" is `flash_attention` with
+`tree=`, which is cuDNN's flex_attention where it is installed; "cuDNN flex" is the same called directly; TRL's way
+gathers the path from the root to every segment. "Repeated" is `flash_attention` of every sequence by itself, which
+computes a prefix for each of its branches. The last columns are what a tree saves: measured, and counted as pairs of a
+query and a key. {measured(all_rows)}
+
+{table(head, rows, 2)}
+{plans(all_rows)}
+{sources("python -m benchmarks.kernels.trees", *names)}
+"""
+    return Section(text, [loss for name in names for loss in tree_losses(name)])
+
+
+def passes(row: Row, way: str) -> str:
+    """Milliseconds of both passes; nothing if they were not measured."""
+    return f"{ms_of(row, way, 'forward'):.2f} + {ms_of(row, way, 'backward'):.2f}" if ms_of(row, way) else ""
+
+
+def gain(row: Row) -> list[str]:
+    """What `tree=` saves over repeated sequences."""
+    return [f"{speed:.2f}×" for speed in speeds([row], "default", ("repeated",))] or [""]
+
+
+def plans(rows: Sequence[Row]) -> str:
+    """A table of memory and of a new tree's plan, if they were measured."""
+    planned = [row for row in rows if "plan" in row]
+    if not planned:
+        return ""
+    head = ["tree", "`tree=`, MB", "repeated, MB", "tree", "its tables", "cuDNN's plan", "FlexAttention's mask"]
+    cells: list[list[object]] = []
+    for row in planned:
+        memory = [row.get(way, {}).get("peak_mb") for way in MEMORY_WAYS]
+        times = [row["plan"].get(part) for part in PLAN_PARTS]
+        shown = [f"{megabytes:.0f}" if megabytes else "" for megabytes in memory]
+        cells.append([row["tree"], *shown, *(f"{ms:.2f}" if ms is not None else "" for ms in times)])
+    return f"""
+Peak memory of both passes with their inputs; and what a new tree takes until it is ready, in milliseconds.
+
+{table(head, cells)}
+"""
+
+
+def tree_losses(name: str) -> list[Loss]:
+    """What is faster than `tree=`; while that is not measured, than repeated sequences."""
+    rows, card = rows_of(name), card_of(name)
+    ways = (("default", f"a prefix tree by `tree=`, {card}"), ("one_pass", f"a prefix tree in our own kernels, {card}"))
+    if not any(speeds(rows, way, tuple(TREE_PEERS)) for way, _ in ways):
+        ways = (("repeated", f"training on repeated sequences instead of a tree, {card}"),)
+    found = []
+    for way, where in ways:
+        for peer in TREE_PEERS:
+            times = [1 / speed for speed in speeds(rows, way, (peer,))]
+            if times and max(times) > NOTICEABLE:
+                found.append(Loss(where, f"{TREE_PEERS[peer]} on the tree", max(times), f"from {min(times):.2f}×"))
+    return found
+
+
+def block() -> Section | None:
+    """A training step of one block of a transformer."""
+    names = [f"training-block-{card}" for card in CARDS if exists(f"training-block-{card}")]
+    if not names:
+        return None
+    step = step_figures
+    rows = [
+        [card_of(name), row["tree"], *step(row, "tokens_per_s", "{:,.0f}"), *step(row, "peak_gb", "{:.1f}"),
+         *block_gain(row), f"{row['token_ratio']:.2f}", f"{row['work_ratio']:.2f}"]
+        for name in names
+        for row in rows_of(name)
+    ]  # fmt: skip
+    head = ["card", "tree", "tree, tokens/s", "repeated, tokens/s", "tree, GB", "repeated, GB", "speed-up"]
+    text = f"""## A whole training step
+
+One block of Llama-3-8B's shape (norms, attention, MLP), forward and backward with gradients of all weights, bf16.
+Tokens are those of all sequences, repeated ones included. Losses and gradients of both ways are equal within rounding.
+The last columns say how many times more tokens the repeated sequences have, and how many times more work in attention.
+{measured(row for name in names for row in rows_of(name))}
+
+{table([*head, "tokens saved", "attention saved"], rows, 2)}
+
+{sources("python -m benchmarks.kernels.training_block", *names)}
+"""
+    return Section(text, [])
+
+
+def step_figures(row: Row, key: str, form: str) -> list[str]:
+    """A figure of a tree's step and of the repeated sequences' one."""
+    cells = (row["tree_step"], row["repeated_step"])
+    return [form.format(cell[key]) if key in cell else "out of memory" for cell in cells]
+
+
+def block_gain(row: Row) -> list[str]:
+    """The speed-up of a tree's step."""
+    times = [row[way].get("ms") for way in ("repeated_step", "tree_step")]
+    return [f"{times[0] / times[1]:.2f}×" if all(times) else ""]
+
+
+SECTIONS: Final[tuple[Callable[[], Section | None], ...]] = (batches, trees, block, lengths)
