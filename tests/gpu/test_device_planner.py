@@ -1,11 +1,6 @@
 """Planning on the device under Triton's interpreter: the same bits as on the host, and nothing outside the arrays."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +24,7 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
 from trunkattn.planner.work_list import TileLimits
 
+from ..compiling import compile_report
 from ..planner.specs import as_batch, forest_of, make_batch
 from ..planner.tile_cases import CARD_TIMES, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
 from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
@@ -37,7 +33,6 @@ from .kernel_cases import make_card
 pytestmark = pytest.mark.slow
 
 REPORT = "tests.gpu.device_report"
-ROOT = Path(__file__).parents[2]
 CANDIDATES = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
 
 
@@ -341,13 +336,8 @@ def test_buffers_are_allocated_once() -> None:
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.compile) for other in (80, 100))])
 def test_the_kernels_compile_for_cards(capability: int) -> None:
-    """In a process of its own: in this one Triton may be an interpreter. A group of one head has the most nodes."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-    command = [sys.executable, "-m", REPORT, str(capability)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    """A group of one head has the most nodes."""
+    report = compile_report("-m", REPORT, str(capability))
     assert len(report) == 17
     for name, used in report.items():
         assert used["registers"] > 16, name

@@ -146,7 +146,7 @@ def test_a_batch_invariant_plan_of_the_device_gives_the_same_bits(window: int | 
         layer = make_layer(config, tree_batch(parse_tree(tree), 16))
         attention = BatchAttention(config, "cuda", Capacity(320, 320, 1024, len(layer.k_cache)))
         plan = attention.plan(*(table.cuda() for table in layer.step), **options)
-        assert attention.plans_on_device
+        assert attention._backend.plans_on_device
         found = attention.run(plan, layer.q, layer.k_cache, layer.v_cache)
         wanted = own.run(own.plan(*layer.step, **options), layer.q, layer.k_cache, layer.v_cache)
         assert torch.equal(found, wanted)

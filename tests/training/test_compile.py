@@ -1,20 +1,16 @@
 """FlashAttention's training kernels compile without a GPU, for three generations of cards, and fit them."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.kernels.tile_solver import ARCHITECTURES
 
+from ..compiling import compile_report
+
 pytestmark = pytest.mark.slow
 
-COMPILE = Path(__file__).with_name("compile_report.py")
-ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+COMPILE = str(Path(__file__).with_name("compile_report.py"))
 
 # Bytes of a thread's stack, about as found with Triton 3.9: more is what this notices. Gradients of keys and values
 # hold two accumulators of 128 × 128 in registers, and one pass also a part of dq.
@@ -38,15 +34,19 @@ MORE = [pytest.param(*target, (), marks=pytest.mark.compile) for target in ((80,
 
 @pytest.mark.parametrize(("capability", "head_dim", "names"), [(90, 128, FEW), *MORE])
 def test_passes_compile_and_fit_the_card(capability: int, head_dim: int, names: tuple[str, ...]) -> None:
-    """In a process of its own: in this one Triton may be an interpreter."""
     limit = ARCHITECTURES[capability].shared_per_cta
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(COMPILE), str(capability), str(head_dim), str(limit), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": PYTHONPATH})
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = compile_report(COMPILE, str(capability), str(head_dim), str(limit), *names)
     assert set(report) >= (set(names) or {"forward", "keys", "queries", "one_pass"})
     allowed = SPILLED_AT_MOST.get((capability, head_dim), {})
     for name, used in report.items():
         assert used["registers"] > 16 and used["shared"] <= limit, name  # what does not fit compiles to a trap
         assert used["spilled"] <= allowed.get(name, 0), name
+
+
+@pytest.mark.parametrize(
+    "names", [("forward all", "one_pass all", "queries all", "prepare"), pytest.param((), marks=pytest.mark.compile)]
+)
+def test_passes_compile_with_the_oldest_triton(names: tuple[str, ...]) -> None:
+    limit = ARCHITECTURES[90].shared_per_cta
+    for used in compile_report(COMPILE, "90", "128", str(limit), *names, oldest=True).values():
+        assert used["registers"] > 16 and used["shared"] <= limit

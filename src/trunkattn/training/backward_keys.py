@@ -97,8 +97,10 @@ def _add_queries(
     MASK: tl.constexpr,
 ):
     """Adds the part of a block of queries to dk and dv. All products are transposed, so that p stays in registers."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     m = first + tl.arange(0, TILE.block_m)
-    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, SHAPE.keys, not VARIANT.even_q)
+    q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, KEYS, not VARIANT.even_q)
     shift = tl.load(head.shift + m, mask=m < side.length, other=float("inf"))
     scores = tl.dot(block.k, tl.trans(q), input_precision=SHAPE.precision)
     logits = logits_of(scores, scales, VARIANT)
@@ -107,9 +109,7 @@ def _add_queries(
         rows = row_places(batch, m, side.length, side.len_k, VARIANT)
         seen = sees(batch, block.n[:, None], block.length, rows.position[None, :], rows.depth[None, :], VARIANT)
         p = tl.where(seen, p, 0.0)
-    dout = load_tile(
-        head.dout, first, side.dout_token, side.length, TILE.block_m, SHAPE.head_values, not VARIANT.even_q
-    )
+    dout = load_tile(head.dout, first, side.dout_token, side.length, TILE.block_m, VALUES, not VARIANT.even_q)
     dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)
     delta = tl.load(head.delta + m, mask=m < side.length, other=0.0)
     dp = tl.dot(block.v, tl.trans(dout), input_precision=SHAPE.precision)
@@ -204,6 +204,8 @@ def keys_kernel(
 ):
     """dk and dv of CTA (batch, KV head, block of keys), block fastest. The first blocks, which most causal queries see,
     go first. It sums over the heads of a group in registers. In one pass dq holds zeros in float32 before."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_N: tl.constexpr = TILE.block_n
     seqlen_q, num_qo_heads = batch.seqlen_q, batch.num_qo_heads
     number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
@@ -217,8 +219,8 @@ def keys_kernel(
     first = number * BLOCK_N
     k_head = tensors.k + row * strides.k_batch + begin_k * strides.k_token + tl.cast(kv_head, tl.int64) * strides.k_head
     v_head = tensors.v + row * strides.v_batch + begin_k * strides.v_token + tl.cast(kv_head, tl.int64) * strides.v_head
-    keys = load_tile(k_head, first, strides.k_token, len_k, BLOCK_N, SHAPE.keys, not VARIANT.even_k)
-    values = load_tile(v_head, first, strides.v_token, len_k, BLOCK_N, SHAPE.head_values, not VARIANT.even_k)
+    keys = load_tile(k_head, first, strides.k_token, len_k, BLOCK_N, KEYS, not VARIANT.even_k)
+    values = load_tile(v_head, first, strides.v_token, len_k, BLOCK_N, VALUES, not VARIANT.even_k)
     n = first + tl.arange(0, BLOCK_N)
     depth_end = 0
     if VARIANT.tree and VARIANT.window:
@@ -236,9 +238,9 @@ def keys_kernel(
     )
     side = QuerySide(strides.q_head, strides.q_token, out_stride, q_stride, seqlen_q, len_q, len_k)
     ranges = _seen_by(batch, block, side, first, TILE, VARIANT)
-    state = KeyGradients(
-        tl.zeros([BLOCK_N, SHAPE.keys.padded], tl.float32), tl.zeros([BLOCK_N, SHAPE.head_values.padded], tl.float32)
-    )
+    D: tl.constexpr = SHAPE.keys.padded
+    D_V: tl.constexpr = SHAPE.head_values.padded
+    state = KeyGradients(tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D_V], tl.float32))
     if VARIANT.causal or VARIANT.window or not VARIANT.even_k:
         state = _add_group(
             state, block, queries, side, batch, ranges.begin, ranges.full_begin, scales, SHAPE, TILE, VARIANT, True
@@ -254,8 +256,8 @@ def keys_kernel(
     begin = row * batch.seqlen_k + begin_k
     dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim
     dv_head = tensors.dv + begin * v_stride + kv_head * SHAPE.head_values.dim
-    store_tile(dk_head, first, k_stride, len_k, state.dk * scales.sm_scale, SHAPE.keys)
-    store_tile(dv_head, first, v_stride, len_k, state.dv, SHAPE.head_values)
+    store_tile(dk_head, first, k_stride, len_k, state.dk * scales.sm_scale, KEYS)
+    store_tile(dv_head, first, v_stride, len_k, state.dv, VALUES)
 
 
 def write_key_gradients(tensors: KeysTensors, sequences: Sequences, tile: FlashTile, one_pass: bool) -> None:

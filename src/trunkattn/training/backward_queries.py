@@ -66,15 +66,17 @@ def _add_keys(
     MASK: tl.constexpr,
 ):
     """Adds the part of a block of keys to dq [M, D]."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
-    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE.keys, MASK_ROWS)
+    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, KEYS, MASK_ROWS)
     scores = tl.dot(block.q, tl.trans(k_tile), input_precision=SHAPE.precision)
     logits = logits_of(scores, scales, VARIANT)
     p = tl.exp2(logits - block.shift[:, None])
     if MASK:
         n = first + tl.arange(0, TILE.block_n)[None, :]
         p = tl.where(sees(batch, n, keys.length, rows.position[:, None], rows.depth[:, None], VARIANT), p, 0.0)
-    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE.head_values, MASK_ROWS)
+    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, VALUES, MASK_ROWS)
     dp = tl.dot(block.dout, tl.trans(v_tile), input_precision=SHAPE.precision)
     ds = through_cap(p * (dp - block.delta[:, None]), logits, scales, VARIANT)
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=SHAPE.precision)
@@ -117,21 +119,24 @@ def queries_kernel(
     VARIANT: tl.constexpr,
 ):
     """dq of one block of queries; see `find_queries`."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_M: tl.constexpr = TILE.block_m
     queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
     first, length = queries.first, queries.length
     begin = queries.batch * batch.seqlen_q + queries.begin
     q_stride, out_stride = batch.num_qo_heads * SHAPE.keys.dim, batch.num_qo_heads * SHAPE.head_values.dim
     dout_head = tensors.dout + begin * out_stride + queries.head * SHAPE.head_values.dim
-    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE.keys, True)
-    dout = load_tile(dout_head, first, out_stride, length, BLOCK_M, SHAPE.head_values, True)
+    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, KEYS, True)
+    dout = load_tile(dout_head, first, out_stride, length, BLOCK_M, VALUES, True)
     m = first + tl.arange(0, BLOCK_M)
     at_row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
     shift = tl.load(tensors.shift + at_row + m, mask=m < length, other=float("inf"))
     delta = tl.load(tensors.delta + at_row + m, mask=m < length, other=0.0)
     block = QueryTile(q_tile, dout, shift, delta)
     rows = row_places(batch, m, length, keys.length, VARIANT)
-    dq = tl.zeros([BLOCK_M, SHAPE.keys.padded], tl.float32)
+    D: tl.constexpr = SHAPE.keys.padded
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
     if VARIANT.tree:
         ranges, segment = own_segment(batch, first, length, TILE)
         top = ranges.begin
@@ -143,7 +148,7 @@ def queries_kernel(
         ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)
         dq = _add_ranges(dq, block, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
     dq_head = tensors.dq + begin * q_stride + queries.head * SHAPE.keys.dim
-    store_tile(dq_head, first, q_stride, length, dq * scales.sm_scale, SHAPE.keys)
+    store_tile(dq_head, first, q_stride, length, dq * scales.sm_scale, KEYS)
 
 
 def write_query_gradients(tensors: QueriesTensors, sequences: Sequences, tile: FlashTile) -> None:

@@ -71,9 +71,11 @@ def _attend(
     MASK: tl.constexpr,
 ):
     """Adds a block of keys to the state."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     PRECISION: tl.constexpr = SHAPE.precision
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
-    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, SHAPE.keys, MASK_ROWS)
+    k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, KEYS, MASK_ROWS)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     scale = scales.log2
     if VARIANT.soft_cap:
@@ -84,7 +86,7 @@ def _attend(
         seen = sees(batch, n, keys.length, rows.position[:, None], rows.depth[:, None], VARIANT)
         scores = tl.where(seen, scores, -float("inf"))
     p, state, rescale = softmax_step(state, scores, scale, tl.max(scores, 1) * scale)
-    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, SHAPE.head_values, MASK_ROWS)
+    v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, VALUES, MASK_ROWS)
     return add_values(state, rescale, p, v_tile, PRECISION)
 
 
@@ -125,10 +127,12 @@ def forward_kernel(
     VARIANT: tl.constexpr,
 ):
     """One block of queries; see `find_queries`."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_M: tl.constexpr = TILE.block_m
     queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
     first, length = queries.first, queries.length
-    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, SHAPE.keys, True)
+    q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, KEYS, True)
     m = first + tl.arange(0, BLOCK_M)
     rows = row_places(batch, m, length, keys.length, VARIANT)
     state = empty_state(BLOCK_M, SHAPE.head_values.padded)
@@ -150,7 +154,7 @@ def forward_kernel(
     token_stride = batch.num_qo_heads * SHAPE.head_values.dim
     begin = queries.batch * batch.seqlen_q + queries.begin
     out = tensors.out + begin * token_stride + queries.head * SHAPE.head_values.dim
-    store_tile(out, first, token_stride, length, output_of(state), SHAPE.head_values)
+    store_tile(out, first, token_stride, length, output_of(state), VALUES)
     row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
     tl.store(tensors.lse + row + m, lse_of(state, -float("inf")), mask=m < length)
 
