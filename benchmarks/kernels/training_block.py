@@ -129,7 +129,7 @@ def measure(block: Block, way: Way, useful_tokens: int) -> tuple[dict[str, Any],
     """The figures of a way, and its loss and gradients; none where it does not fit."""
     cuda = way.x.is_cuda
     try:
-        results = step(block, way)
+        results = tuple(result.cpu() for result in step(block, way))  # not to count for the peak of the other way
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
