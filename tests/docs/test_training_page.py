@@ -1,0 +1,102 @@
+"""The page of training, in both states: while only peers and our own kernels were measured, and once all is there."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.kernels.flash_training import GRID, SHAPES
+from benchmarks.page import common, training
+
+RUN = {"date": "2026-11-27", "commit": "abc1234"}
+HEAD = {**RUN, "device": "a CPU", "card": "NVIDIA H100 80GB HBM3", "versions": {"torch": "2.11.0"}}
+
+
+def cell(forward: float, backward: float) -> dict[str, Any]:
+    """A cell of some milliseconds, of 100 GFLOP forward."""
+    times = {"forward": forward, "backward": backward, "both": forward + backward}
+    return {part: {"ms": ms, "tflops": 100 / ms} for part, ms in times.items()} | {"peak_mb": 1000 * forward}
+
+
+def batch(name: str) -> dict[str, Any]:
+    ways = {"default": cell(1, 3), "one_pass": cell(2, 5), "torch_flash": cell(2, 6), "torch_cudnn": cell(1, 3.5)}
+    ways |= {"flash_attention_4": cell(0.8, 4), "flex_attention": {"missing": "no compiler"}}
+    return {"shape": name, **ways, "flash_attention_3": {"forward": cell(0.5, 1)["forward"]}, **RUN}
+
+
+def tree(ways: dict[str, Any]) -> dict[str, Any]:
+    return {"tree": "2048 + 16x1024", "work_ratio": 2.0, "token_ratio": 2.5, **ways, **RUN}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of results."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    yield tmp_path
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps({**HEAD, "rows": rows}))
+
+
+def losses(made: common.Section | None) -> dict[tuple[str, str], float]:
+    assert made
+    return {(loss.where, loss.than): round(loss.ratio, 3) for loss in made.losses}
+
+
+def test_without_a_result_there_is_no_section(results: Path) -> None:
+    assert [make() for make in training.SECTIONS] == [None] * 4
+
+
+def test_batches_show_speeds_ratios_and_losses(results: Path) -> None:
+    write(results, "flash-training-h100", [batch(SHAPES[0].name), batch("causal 1x64 2/2 D 64")])
+    made = training.batches()
+    assert made and "Measured 2026-11-27 at abc1234." in made.text
+    line = next(line for line in made.text.splitlines() if line.startswith(f"| H100 | {SHAPES[0].name}"))
+    cells = [part.strip() for part in line.strip("|").split("|")]
+    assert cells[2:] == ["100 / 33", "50 / 20", "50 / 17", "100 / 29", "125 / 25", "200", "1.12", "0.40", "0.70"]
+    assert "causal 1x64" not in made.text and "FlexAttention" not in made.text
+    found = losses(made)
+    assert found["training, what a user gets, H100: forward, backward or both", "FlashAttention-4"] == 1.25
+    assert found["training in kernels of our own, H100: forward", "FlashAttention-3"] == 4
+    assert ("training, what a user gets, H100: forward, backward or both", "PyTorch cuDNN") not in found
+    assert "what a user gets there 1.12 to 1.12 of that of the fastest peer" in training.in_words()
+
+
+def test_lengths_are_means_of_at_least_four(results: Path) -> None:
+    write(results, "flash-training-h100", [batch(shape.name) for shape in (*GRID[:6], *GRID[6:9])])
+    made = training.lengths()
+    assert made and "full 32/32" not in made.text
+    line = next(line for line in made.text.splitlines() if "PyTorch cuDNN" in line and line.startswith("| H100"))
+    expected = "| H100 | causal 32/32 D 128 | TrunkAttention | PyTorch cuDNN | 6 | 1.00 | 1.17 | 1.12 | 1.12 |"
+    assert line == expected
+
+
+def test_trees_before_and_after_they_are_measured(results: Path) -> None:
+    before = tree({"flex_attention": cell(2, 6), "repeated": cell(4, 8)})
+    write(results, "trees-h100", [before])
+    made = training.trees()
+    assert made and "| H100 | 2048 + 16x1024 | 2.00 + 6.00 | 4.00 + 8.00 |  | 2.00 |" in made.text
+    where = "training on repeated sequences instead of a tree, H100"
+    assert losses(made) == {(where, "FlexAttention on the tree"): 1.5}
+    write(results, "flash-training-h100", [batch(SHAPES[0].name)])
+    assert "1.50× the time of FlexAttention on their tree (`tree=` is not measured yet)" in training.in_words()
+    after = before | {"default": cell(2, 4), "cudnn_flex": cell(1, 4), "plan": {"tree": 0.1, "tables": 0.05}}
+    write(results, "trees-h100", [after])
+    made = training.trees()
+    assert made and "2.00 + 4.00 | 1.00 + 4.00 | 2.00 + 6.00 | 4.00 + 8.00 | 2.00× | 2.00 |" in made.text
+    assert "| 2048 + 16x1024 | 2000 | 4000 | 0.10 | 0.05 |  |  |" in made.text
+    assert losses(made) == {("a prefix tree by `tree=`, H100", "cuDNN flex on the tree"): 1.2}
+    assert "sequences that repeat a prefix 2.00 to 2.00 times the time of `tree=`" in training.in_words()
+
+
+def test_a_step_that_does_not_fit_is_out_of_memory(results: Path) -> None:
+    steps = {"tree_step": {"ms": 10.0, "tokens_per_s": 5000, "peak_gb": 3.0, "loss": 2.0}}
+    fits = tree(steps | {"repeated_step": {"ms": 25.0, "tokens_per_s": 2000, "peak_gb": 8.0, "loss": 2.0}})
+    too_large = tree(steps | {"repeated_step": {"missing": "OutOfMemoryError"}})
+    write(results, "training-block-h100", [fits, too_large])
+    made = training.block()
+    assert made and "| H100 | 2048 + 16x1024 | 5,000 | 2,000 | 3.0 | 8.0 | 2.50× | 2.50 | 2.00 |" in made.text
+    assert "| 5,000 | out of memory | 3.0 | out of memory |  | 2.50 | 2.00 |" in made.text
