@@ -16,7 +16,7 @@ import torch
 from torch.library import custom_op
 
 from trunkattn.gpu.cards import card_at
-from trunkattn.gpu.kernel import Work, choose
+from trunkattn.gpu.kernel import Work, choose, portable_kernel
 from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
 from trunkattn.training.sequences import Sequences, TreeTables
@@ -40,12 +40,15 @@ def _sequences(
     )
 
 
-def _kernel(work: Work, q: torch.Tensor, v: torch.Tensor) -> ModuleType:
-    """The source of the kernel for some work on the card of q."""
-    choice = choose(work, spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1]), card_at(q.device))
+def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType:
+    """The source of the kernel for some work on the card of q, k and v. The portable kernel stands in for one that
+    cannot read them. options: as of a `TrainingConfig`."""
+    q, _, v = tensors
+    choice = choose(work, spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options), card_at(q.device))
     if choice.kernel is None:
         raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(choice.reasons)}")
-    return choice.kernel.source()
+    source = choice.kernel.source()
+    return source if choice.kernel.portable or source.reads(*tensors) else portable_kernel(work).source()
 
 
 @custom_op("trunkattn::flash_attention", mutates_args=())
@@ -56,7 +59,7 @@ def attention(
     """out like q, as wide as v, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]."""
     given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
     if q.is_cuda:
-        forward = _kernel(Work.FORWARD, q, v).forward
+        forward = _kernel(Work.FORWARD, (q, k, v), given.options).forward
         with torch.cuda.device(q.device):  # launches go to the current device
             return forward(q, k, v, given)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=sums_dtype(q), device=q.device)
@@ -97,8 +100,9 @@ def _backward(
     tables = [table for table in (table_0, table_1, table_2, table_3) if table is not None]
     given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
     if q.is_cuda:
-        backward = _kernel(Work.BACKWARD, q, v).backward
         deterministic = bool(switches[2])
+        options = given.options + ("deterministic",) * deterministic
+        backward = _kernel(Work.BACKWARD, (q, k, v), options).backward
         with torch.cuda.device(q.device):
             return backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
     heads = q.shape[-2]

@@ -49,6 +49,12 @@ class Sequences:
         """Whether tensors are [batch, tokens, heads, head_dim]."""
         return self.cu_seqlens_q is None and self.tree is None
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The arguments of `flash_attention` that are given and not every kernel has."""
+        given = {"sliding_window": self.sliding_window, "logits_soft_cap": self.soft_cap, "sinks": self.sinks}
+        return tuple(name for name, value in given.items() if value is not None)
+
     def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:
         """The blocks of each sequence of a batch, or of all packed ones, for one head."""
         if cu_seqlens is None:
