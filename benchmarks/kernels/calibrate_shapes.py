@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.calibrate_shapes  # results/calibration-shapes-CARD.json
     python -m benchmarks.kernels.calibrate_shapes --batches "64 x (1024)"  # these alone; the file keeps others
+    python -m benchmarks.kernels.calibrate_shapes --latent  # latent attention on the batches of mla.py
     python -m benchmarks.kernels.calibrate_shapes --fit FILE  # the fit alone, on what was measured; needs no GPU
 
 Shapes whose tiles are the same (`hopper_tiles`) are a family and have times of their own. The fit is that of
@@ -13,24 +14,25 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.kernels import mla
 from benchmarks.kernels.calibration_families import config_of, families_of, fitted_text
-from benchmarks.kernels.decode import ceilings, microseconds
+from benchmarks.kernels.decode import Run, ceilings, microseconds
 from benchmarks.kernels.decode_cases import Shape, expected, make_case, relative_error
 from benchmarks.kernels.shapes import compile_ahead
 from benchmarks.lib.internals import backend_of
 from benchmarks.lib.options import integer
 from benchmarks.lib.report import short_name, with_earlier, write_result
-from benchmarks.peers.gpu_kernels import Case
-from benchmarks.workloads.shape_table import BATCHES, SHAPES, batch_name, parse_batch
-from trunkattn import BatchAttention
+from benchmarks.workloads import PagedBatch
+from benchmarks.workloads.shape_table import BATCHES, LATENT_SHAPES, SHAPES, batch_name, parse_batch
+from trunkattn import BatchAttention, Plan
 from trunkattn.analysis.trees import PrefixTree
 from trunkattn.gpu import steps
 from trunkattn.gpu.cards import facts_of
@@ -60,39 +62,68 @@ def only(tiling: Tiling) -> Iterator[None]:
         steps.choose_step = choose
 
 
+class Cell(NamedTuple):
+    """A batch of a shape. run_of: runs a plan on a copy of the cache; error_of: what an output is wrong by."""
+
+    batch: PagedBatch
+    window: int | None
+    copies: int
+    run_of: Callable[[Plan], Run]
+    error_of: Callable[[torch.Tensor], float]
+
+
+def cell_of(shape: Shape, tree: PrefixTree, attention: BatchAttention) -> Cell:
+    """A cell with a cache of keys and values."""
+    case = make_case(shape, tree)
+    truth, out = expected(case), torch.full_like(case.q, torch.nan)
+
+    def run_of(plan: Plan) -> Run:
+        return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=case.features.sinks)
+
+    return Cell(case.batch, case.features.window, len(case.kv), run_of, lambda found: relative_error(found, truth))
+
+
+def latent_cell_of(shape: Shape, tree: PrefixTree, attention: BatchAttention) -> Cell:
+    """A cell with a latent cache."""
+    case = mla.make_case(tree, shape.num_qo_heads)
+    out = torch.full((*case.q.shape[:2], mla.LATENT), torch.nan, dtype=case.q.dtype, device=case.q.device)
+
+    def run_of(plan: Plan) -> Run:
+        return lambda copy: attention.run(plan, case.q, case.caches[copy], None, out)
+
+    return Cell(case.batch, None, len(case.caches), run_of, lambda found: mla.error_of(case, found))
+
+
 def measure(shape: Shape, tree: PrefixTree) -> Row:
     """Microseconds of every tiling of a batch."""
-    case = make_case(shape, tree)
-    attention, truth = BatchAttention(config_of(shape), case.q.device), expected(case)
+    attention = BatchAttention(config_of(shape), "cuda")
+    cell = (cell_of if shape.latent_dim is None else latent_cell_of)(shape, tree, attention)
     rule = backend_of(attention)._planner.rule
     found = {}
     for tiling in rule.priced.tilings:
         with only(tiling):
-            us = timed(case, attention, truth)
+            us = timed(cell, attention)
         if us is not None:
             found[tiling.name(rule)] = us
     return {"shape": shape.name, "batch": batch_name(tree), "us": found}
 
 
-def timed(case: Case, attention: BatchAttention, truth: torch.Tensor) -> float | None:
+def timed(cell: Cell, attention: BatchAttention) -> float | None:
     """None: the output is wrong."""
-    tables = torch.from_numpy(case.batch.block_table), torch.from_numpy(case.batch.seq_lens)
-    plan = attention.plan(*tables, sliding_window=case.features.window)
-    out = torch.full_like(case.q, torch.nan)
-
-    def run(copy: int) -> torch.Tensor:
-        return attention.run(plan, case.q, *case.kv[copy], out=out, sinks=case.features.sinks)
-
-    if (error := relative_error(run(0), truth)) > TOLERANCE:
+    tables = torch.from_numpy(cell.batch.block_table), torch.from_numpy(cell.batch.seq_lens)
+    plan = attention.plan(*tables, sliding_window=cell.window)
+    run = cell.run_of(plan)
+    if (error := cell.error_of(run(0))) > TOLERANCE:
         print(f"wrong: error {error:.3g}, {plan.stats.policy}", flush=True)
         return None
-    return round(microseconds(run, len(case.kv), REPLAYS, WARM_UP_SECONDS), 2)
+    return round(microseconds(run, cell.copies, REPLAYS, WARM_UP_SECONDS), 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=TIMED, help="names")
-    parser.add_argument("--batches", nargs="+", default=(*BATCHES, *MORE_BATCHES))
+    parser.add_argument("--latent", action="store_true", help="the latent shapes, and the batches of mla.py")
+    parser.add_argument("--shapes", nargs="+", help="names")
+    parser.add_argument("--batches", nargs="+")
     parser.add_argument("--jobs", type=integer(0, 256), default=len(os.sched_getaffinity(0)), help="that compile")
     parser.add_argument("--seconds", type=integer(1, 100_000), default=300, help="after which no batch is begun")
     parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
@@ -101,16 +132,19 @@ def main() -> None:
     if arguments.fit:
         result = json.loads(arguments.fit.read_text())
     else:
-        result = measured([shape for shape in SHAPES if shape.name in arguments.shapes], arguments)
+        names = arguments.shapes or ([shape.name for shape in LATENT_SHAPES] if arguments.latent else TIMED)
+        result = measured([shape for shape in (*SHAPES, *LATENT_SHAPES) if shape.name in names], arguments)
     for family in families_of(result) if arguments.fit_seconds else ():
         print(fitted_text(family, arguments.fit_seconds), flush=True)
 
 
 def measured(shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, Any]:
     """The result, written after each shape."""
-    until, trees = time.monotonic() + arguments.seconds, [parse_batch(text) for text in arguments.batches]
-    if arguments.jobs:
-        compile_ahead(shapes, trees, arguments.jobs, until)
+    until, batches = time.monotonic() + arguments.seconds, arguments.batches
+    batches = batches or (mla.BATCHES if arguments.latent else (*BATCHES, *MORE_BATCHES))
+    trees, of_keys = [parse_batch(text) for text in batches], [shape for shape in shapes if shape.latent_dim is None]
+    if arguments.jobs and of_keys:  # the latent shapes share one kernel
+        compile_ahead(of_keys, trees, arguments.jobs, until)
     facts = facts_of(torch.device("cuda"))
     figures: dict[str, Any] = {"card": facts._asdict(), "bytes_per_us": int(ceilings()[0])}
     name, rows = f"calibration-shapes-{short_name(facts.name)}", list[Row]()

@@ -6,7 +6,7 @@ The prediction is replayed with other times of a family's tiles, on a CPU.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from trunkattn.analysis.trees import tree_batch
 from trunkattn.gpu.cards import Card, GpuFacts, card_of
 from trunkattn.gpu.hopper.spec import Source, source_of
 from trunkattn.gpu.kernel import kernels_of
+from trunkattn.gpu.mla.spec import head_groups
 from trunkattn.gpu.steps import make_rule
 from trunkattn.gpu.tiles import GpuTile, gpu_device
 from trunkattn.planner.from_config import make_planner
@@ -28,6 +29,7 @@ from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.cost import StageLoads, stage_loads, tilings_ns
 from trunkattn.planner.tiles.layout import make_entries
 
+LATENT_SCALE: Final = 192**-0.5  # of DeepSeek-V3's heads
 Times = NDArray[np.float64]
 
 
@@ -36,6 +38,7 @@ def config_of(shape: Shape) -> AttentionConfig:
     return AttentionConfig(
         shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.page_size, shape.dtype,
         kv_dtype=shape.kv_dtype, logits_soft_cap=shape.soft_cap, sinks=shape.sinks,
+        latent_dim=shape.latent_dim, sm_scale=None if shape.latent_dim is None else LATENT_SCALE,
     )  # fmt: skip
 
 
@@ -86,7 +89,8 @@ class Family:
     def rule_of(self, shape: Shape, tiles: tuple[GpuTile, ...]) -> TilingRule:
         """The rule of `BatchAttention` on that card."""
         config = config_of(shape)
-        tiles = tuple(tile for tile in tiles if tile.block_m * shape.num_kv_heads >= shape.num_qo_heads)
+        groups = head_groups(config, tiles)
+        tiles = tuple(tile for tile in tiles if tile.block_m * groups >= shape.num_qo_heads)
         model = make_planner(config, gpu_device(self.card.num_sms, tiles[-1].block_m)).spec.model
         model_of_card = self.card.model
         measured = replace(model_of_card, times=model_of_card.times._replace(bytes_per_us=self.bytes_per_us))

@@ -17,7 +17,7 @@ CAPPED_QUERIES = 2.0  # a soft cap is for logits of this size: it does nothing t
 
 class Shape(NamedTuple):
     """A layer's attention. dtype: of queries and outputs; kv_dtype: of the cache; window: tokens that a query sees,
-    itself included."""
+    itself included; latent_dim: columns of a latent cache that are values too, None for a cache of keys and values."""
 
     name: str
     num_qo_heads: int
@@ -29,6 +29,7 @@ class Shape(NamedTuple):
     sinks: bool = False
     soft_cap: float | None = None
     page_size: int = 16
+    latent_dim: int | None = None
 
     @property
     def token_bytes(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.kernels.calibration_families import LATENT_SCALE
 from benchmarks.kernels.decode import ceilings, microseconds
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.shape_table import batch_name, parse_batch
@@ -31,7 +32,7 @@ BATCHES = (
     "96 x (2048 + 8 groups x 512 + 128)", "32 x (16384 + 64)", "256 x (512 + 64)", "48 x (6 groups x 3072 + 704)",
     "17 x (2944)", "5 x (20032 + 1344)",
 )  # fmt: skip
-LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, 192**-0.5
+LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, LATENT_SCALE
 FLUSH_BYTES, MOST_COPIES = 300_000_000, 24
 TOLERANCE = 0.1  # of the largest output: bf16 probabilities
 Run = Callable[[int], torch.Tensor]

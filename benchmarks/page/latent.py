@@ -1,9 +1,10 @@
 """Latent attention (MLA): decoding beside its peers, and the most that reading a trunk once can give."""
 
 from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 from typing import Any, Final
 
-from benchmarks.page.common import Loss, Section, card_of, exists, load, note_loss, sources, table
+from benchmarks.page.common import Loss, Section, card_of, exists, folded, load, note_loss, sources, table
 from benchmarks.page.names import use_of
 
 NAMES: Final = ("mla-h100", "mla-h200")
@@ -19,18 +20,44 @@ def latent() -> Section | None:
     if not names:
         return None
     head = ["card", "batch", "use", "heads", "once", *PEERS.values(), "TrunkAttention", "speed-up"]
-    rows = [cells_of(card_of(name), row) for name in names for row in load(name)["rows"]]
+    rows = [cells_of(card_of(name), row) for name in names for row in by_heads(name)]
+    means = [mean_row for name in names for mean_row in mean_rows(name)]
+    means_head = ["card", "heads", "shared, mean", "shared, worst", "nothing shared, mean", "nothing shared, worst"]
     text = f"""## Decoding over a latent cache
 
 Rows of {LATENT} + {ROPE} numbers, bf16, queries absorbed, pages of 64, cold L2 cache; µs. "Once" is the speed of light:
-what the bytes take that are read once, or the arithmetic. A speed-up is over the faster peer.
+what the bytes take that are read once, or the arithmetic. A speed-up is over the faster of FlashMLA and
+FlashAttention-3 in the same run; below 1 it is a loss. Means are geometric.
 [Latent attention](../guide/latent-attention.md) says when it pays.
 
-{table(head, rows, 3)}
+{table(means_head, means, 1)}
+
+{folded(f"{len(rows)} batches", table(head, rows, 3))}
 
 {sources("python -m benchmarks.kernels.mla", *names)}
 """
     return Section(text, [loss for name in names for loss in losses_of(name)])
+
+
+def by_heads(name: str) -> list[Row]:
+    """The rows of a result, those of few heads first."""
+    return sorted(load(name)["rows"], key=lambda row: row["heads"])
+
+
+def mean_rows(name: str) -> list[list[object]]:
+    """For each number of heads, the speed-ups of batches that share and of batches that do not: mean and worst."""
+    found: dict[int, tuple[list[float], list[float]]] = {}
+    for row in by_heads(name):
+        if gain := speed_up(row):
+            found.setdefault(row["heads"], ([], []))["+" not in row["batch"]].append(gain)
+    return [
+        [
+            card_of(name),
+            heads,
+            *(f"{of(gains):.2f}×" if gains else "" for gains in both for of in (geometric_mean, min)),
+        ]
+        for heads, both in found.items()
+    ]
 
 
 def cells_of(card: str, row: Row) -> list[object]:

@@ -26,6 +26,12 @@ USES: Final = MappingProxyType(
         "128 x (896 + 320)": "128 requests with the same few-shot prompt",
         "128 x (8 groups x 1216 + 512)": "16 samples of each of 8 prompts (rollouts)",
         "1 x (4096)": "one request",
+        "96 x (2048 + 8 groups x 512 + 128)": "a system prompt, 8 tasks, 12 requests for each",
+        "32 x (16384 + 64)": "32 short answers about one long document",
+        "256 x (512 + 64)": "256 requests with the same short prompt",
+        "48 x (6 groups x 3072 + 704)": "8 questions on each of 6 documents",
+        "17 x (2944)": "nothing shared, 17 requests",
+        "5 x (20032 + 1344)": "5 conversations about one long document",
     }
 )
 _TRAFFIC: Final = MappingProxyType(

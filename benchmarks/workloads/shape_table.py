@@ -36,6 +36,12 @@ SHAPES: Final = (
     Shape("gpt-oss page 1 64/8x64 sinks", 64, 8, 64, sinks=True, page_size=1),
 )
 
+# Latent attention in its absorbed form: all query heads read the same rows
+LATENT_SHAPES: Final = tuple(
+    Shape(f"latent {heads}/1x576", heads, 1, 576, page_size=64, latent_dim=512)
+    for heads in (8, 12, 16, 20, 32, 64, 96, 128)
+)
+
 # Requests x (tokens of each level, from what all share to what is a request's own)
 SHARED: Final = (
     "64 x (8192 + 512)",
@@ -107,9 +113,10 @@ def shapes_named(text: str) -> tuple[Shape, ...]:
     Raises:
         ValueError: there is none.
     """
-    found = tuple(shape for shape in SHAPES if text in shape.name)
+    shapes = (*SHAPES, *LATENT_SHAPES)
+    found = tuple(shape for shape in shapes if text in shape.name)
     if not found:
-        names = ", ".join(repr(shape.name) for shape in SHAPES)
+        names = ", ".join(repr(shape.name) for shape in shapes)
         raise ValueError(f"no shape has {text!r} in its name: expected a part of one of {names}")
     return found
 
