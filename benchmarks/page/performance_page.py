@@ -87,7 +87,7 @@ def topics() -> tuple[Topic, ...]:
         ),
         Topic(
             "vllm", "In vLLM", "time per token, models, batch invariance, several cards, arrivals",
-            (vllm.tpot, vllm.models, vllm.invariance, vllm.ranks, vllm.start, vllm.vllm_serving),
+            (vllm.tpot, vllm.models, vllm.latent, vllm.invariance, vllm.ranks, vllm.start, vllm.vllm_serving),
         ),
         Topic("sglang", "In SGLang", "time per token, arrivals, equal answers, steady steps", sglang.sections()),
         Topic("training", "Training", "forward and backward, prefix trees", training.SECTIONS),

@@ -27,6 +27,7 @@ MODELS = {
 FP8 = {"fp8": "fp8 cache", "fp8_e5m2": "fp8 cache (e5m2)"}
 # Names of results of other models, and of other caches
 OTHER = re.compile(rf"vllm-tpot-h\d+(-(?P<shape>{'|'.join(map(re.escape, MODELS))}))?(-(?P<cache>{'|'.join(FP8)}))?")
+LATENT = {"FLASH_ATTN_MLA": FA3, "FLASHMLA@64": "FlashMLA", "TRUNK_MLA@64": "TrunkAttention"}  # back ends of MLA
 SHAPE = "requests × (shared + private tokens)"
 SERVING_HEAD = ("card", "requests", "first token, mean", "per token, mean", "per token, P99", "latency, mean")
 
@@ -148,6 +149,32 @@ Time per output token in milliseconds, random weights in each model's shape.
 {sources(f"{command} [--kv-cache-dtype fp8] --turns FILE --kv-gib N", *found)}
 """
     return Section(text, losses) if found else None
+
+
+def latent() -> Section | None:
+    """Latent attention, beside both of vLLM's own back ends."""
+    losses, rows, names = list[Loss](), list[list[object]](), held("vllm-tpot-h*-deepseek-v3-16")
+    *peers, ours = LATENT
+    for name in names:
+        for row in load(name)["rows"]:
+            times = [row[each]["tpot_ms"] for each in LATENT]
+            gain = min(times[:-1]) / times[-1]
+            rows.append([card_of(name), use_of(row["workload"]), *(f"{time:.1f}" for time in times), f"{gain:.2f}×"])
+            where = (
+                f"vLLM {load(name)['versions']['vllm']}, {card_of(name)}: latent attention, {use_of(row['workload'])}"
+            )
+            for peer in peers:
+                note_loss(losses, where, LATENT[peer], row[ours]["tpot_ms"] / row[peer]["tpot_ms"])
+    text = f"""## Latent attention
+
+Time per output token in milliseconds of DeepSeek-V3's attention with 16 heads, the rank of one of 8 cards, in 27 layers
+with dense MLPs and random weights. `TRUNK_MLA` computes the decodes. The speed-up is over the faster of vLLM's own.
+
+{table(["card", "use", *LATENT.values(), "speed-up"], rows, 2)}
+
+{sources("python -m benchmarks.engines.tpot --engine vllm --shape deepseek-v3-16 --turns FILE --kv-gib 5", *names)}
+"""
+    return Section(text, losses) if names else None
 
 
 def ranks() -> Section | None:

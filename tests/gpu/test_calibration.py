@@ -43,6 +43,7 @@ FAMILIES = {
     "8 bits, heads of 256": FamilyBound("gemma3-12b fp8 16/8x256", 0.004, 0.03),
     "small pages, heads of 128": FamilyBound("llama3-8b page 1 32/8x128", 0.003, 0.03),
     "small pages, heads of 64": FamilyBound("gpt-oss page 1 64/8x64 sinks", 0.008, 0.09),
+    "latent": FamilyBound("latent 16/1x576", 0.002, 0.02),
 }
 
 
@@ -170,8 +171,9 @@ def test_every_constant_is_spoilt() -> None:
 
 @cache
 def families() -> list[calibration_families.Family]:
-    """What the H200 measured of models' shapes."""
-    return calibration_families.families_of(json.loads((RESULTS / "calibration-shapes-h200.json").read_text()))
+    """What an H200 measured of models' shapes, and an H100 of latent attention."""
+    results = (json.loads((RESULTS / f"calibration-shapes-{card}.json").read_text()) for card in ("h200", "h100"))
+    return [family for result in results for family in calibration_families.families_of(result)]
 
 
 def loses_little(family: calibration_families.Family, tiles: tuple[GpuTile, ...], bound: FamilyBound) -> bool:
