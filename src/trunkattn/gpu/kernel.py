@@ -155,6 +155,13 @@ KERNELS: Final = (
         tiles=training.no_tiles,
     ),
     Kernel(
+        name="Hopper forward",
+        work=Work.FORWARD,
+        module=f"{training.HOPPER_MODULE}.forward",
+        refuses=training.refuses_hopper_forward,
+        tiles=training.hopper_forward_tiles,
+    ),
+    Kernel(
         name="portable forward",
         work=Work.FORWARD,
         module="trunkattn.training.forward",

@@ -186,3 +186,42 @@ def card_tile(name: str, q: torch.Tensor, v: torch.Tensor) -> FlashTile:
     card = torch.cuda.get_device_properties(q.device)
     limit = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)  # the former only on NVIDIA
     return fitting_tile(name, widest, q.itemsize, limit, card.major >= 10)
+
+
+HOPPER_MODULE: Final = "trunkattn.training.hopper"
+_HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
+_HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
+
+
+class HopperWidths(NamedTuple):
+    """Padded heads of keys and of values: shared memory holds them in whole 128 bytes, and as a power of two."""
+
+    keys: int
+    head_values: int
+
+
+def hopper_widths(head_dims: tuple[int, int]) -> HopperWidths:
+    """The padded heads of keys and of values."""
+    return HopperWidths(*(max(64, padded_head_dim(head_dim)) for head_dim in head_dims))
+
+
+def hopper_forward_tile(head_dims: tuple[int, int]) -> FlashTile:
+    """The tile of the Hopper forward pass: 64 queries for each of two consumer warpgroups, and a producer warp."""
+    return FlashTile(128, 128 if max(head_dims) <= 128 else 64, 9, 2)
+
+
+def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
+    """The tile of the Hopper forward pass."""
+    return (hopper_forward_tile((config.head_dim, config.head_dim_v)),)
+
+
+def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
+    reasons = list(card.why_not_hopper)
+    reasons += [f"{option} is given: the Hopper forward pass has none" for option in config.options]
+    if config.dtype not in _HOPPER_DTYPES:
+        reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
+    for name, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
+        if width % _HOPPER_DIMS or not 1 <= width <= MAX_HEAD_DIM:
+            reasons.append(f"{name} {width}: expected a multiple of {_HOPPER_DIMS} to {MAX_HEAD_DIM}")
+    return reasons

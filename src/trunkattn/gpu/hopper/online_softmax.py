@@ -26,9 +26,9 @@ _LN_2, _LOG2_E = gl.constexpr(LN_2), gl.constexpr(LOG2_E)
 class MainloopTile(NamedTuple):
     """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
 
-    mask_ahead: masks are computed while the product q·k runs, since they read memory, and not behind it, which takes
-    fewer registers. scores, acc: layouts of a block's scores and of the output. copy: of a tile of queries or outputs,
-    16 bytes a thread, to and from memory."""
+    value_dim: of values and outputs. mask_ahead: masks are computed while the product q·k runs, since they read memory,
+    and not behind it, which takes fewer registers. scores, acc: layouts of a block's scores and of the output. copy: of
+    a tile of queries or outputs, 16 bytes a thread, to and from memory."""
 
     head_dim: int
     block_n: int
@@ -39,6 +39,7 @@ class MainloopTile(NamedTuple):
     k_empty: int
     v_empty: int
     mask_ahead: bool
+    value_dim: int
     scores: Any
     acc: Any
     copy: Any
@@ -51,13 +52,16 @@ def mainloop_tile(
     num_consumer_warps: int,
     mask_ahead: bool,
     num_producer_warps: int = 1,
+    value_dim: int | None = None,
 ) -> MainloopTile:
-    """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several store."""
+    """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several store.
+    value_dim: None for head_dim."""
+    value_dim = value_dim or head_dim
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-        for columns in (block_n, min(head_dim, max(block_n, head_dim // 2)))
+        for columns in (block_n, min(value_dim, max(block_n, value_dim // 2)))
     )
     num_threads = 32 * (num_producer_warps + num_consumer_warps)
     return MainloopTile(
@@ -70,9 +74,10 @@ def mainloop_tile(
         k_empty,
         v_empty,
         mask_ahead,
+        value_dim,
         scores,
         acc,
-        copy_layout(head_dim),
+        copy_layout(value_dim),
     )
 
 
@@ -145,7 +150,7 @@ def attend_first_block(
     q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
     """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
-    HEAD_DIM: gl.constexpr = T.head_dim
+    VALUE_DIM: gl.constexpr = T.value_dim
     ACC: gl.constexpr = T.acc
     consumer_wait(kv.k, index, T)
     scores = _start_scores(q_tile, kv, index, T)
@@ -159,7 +164,7 @@ def attend_first_block(
     row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, T.scores))
     p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True, C.soft_cap)
     p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, ACC, 2))
-    acc = gl.zeros([WARPGROUP_ROWS, HEAD_DIM], gl.float32, ACC)
+    acc = gl.zeros([WARPGROUP_ROWS, VALUE_DIM], gl.float32, ACC)
     consumer_wait(kv.k, index + 1, T, has_next)
     return AttentionState(row_max, row_sum, p, acc)
 

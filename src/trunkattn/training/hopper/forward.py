@@ -1,0 +1,488 @@
+"""The forward pass of training on Hopper, warp specialized, in Gluon: FlashAttention-3's design.
+
+A CTA stays on its SM and computes tiles of queries, 64 for each of its consumer warpgroups, of one head each (see
+`query_tiles`). A producer warp loads queries and blocks of keys and of values by TMA. Consumers compute the softmax of
+a block while the tensor cores work on its product with the values of the block before, and on the other warpgroups'
+products (FlashAttention-3, §3.1 and §3.2, https://arxiv.org/abs/2407.08608). Blocks are taken from the last to the
+first, so that the few that need a mask come before all others. The next tile's queries and keys come while the outputs
+of this one leave by TMA.
+
+Packed sequences begin at any token, and so do the boxes of TMA. In a prefix tree producer and consumers go up the
+segments from a tile to the root.
+"""
+
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trunkattn.gpu.hopper.common import NEG_INF, SWIZZLED, WARPGROUP_ROWS, reinterpret
+from trunkattn.gpu.hopper.online_softmax import (
+    AttentionState,
+    MainloopTile,
+    attend_block,
+    attend_first_block,
+    finish_attention,
+    mainloop_tile,
+)
+from trunkattn.gpu.hopper.pipeline import (
+    BAR_K_EMPTY,
+    BAR_KV_EMPTY,
+    BAR_V_EMPTY,
+    KvPipelines,
+    consumer_wait,
+    make_pipeline,
+    producer_acquire,
+    tma_load,
+    warps_sync,
+)
+from trunkattn.numerics import LOG2_E
+from trunkattn.training.common import Variant, with_batch
+from trunkattn.training.hopper.common import reads as reads
+from trunkattn.training.hopper.common import tma_descriptor
+from trunkattn.training.hopper.query_tiles import (
+    INFO_SLOTS,
+    QueryTile,
+    Tables,
+    find_tile,
+    last_box,
+    read_tile,
+    tile_keys,
+    tile_order,
+    walk_keys,
+    write_tile,
+)
+from trunkattn.training.sequences import Sequences
+from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_widths
+
+LAUNCH_REGISTERS: Final = MappingProxyType({128: 168, 192: 128})  # of a thread, by queries of a tile
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+_CONSUMER_REGISTERS_OF_3, _PRODUCER_REGISTERS_OF_3 = gl.constexpr(160), gl.constexpr(32)  # warpgroups
+_MOST_WITH_OWN_OUT: Final = 384  # dims of a key and a value: shared memory holds no more of larger heads
+_SECTION_BYTES: Final = 32 << 20  # of keys and values that tiles read at the same time: most of the L2 cache
+_CLEARED_ROWS = gl.constexpr(32)  # at once
+_BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
+
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9, and 3.6
+
+
+class ForwardConstants(NamedTuple):
+    """What the kernel is compiled for. mainloop: of the pipeline of keys, too; value_shape: of the pipeline of values.
+    Both have padded heads; value_dim is that of values in memory. own_out: outputs leave from memory of their own, not
+    from that of the queries. soft_cap: 0 for none, which the main loop asks for."""
+
+    tile: FlashTile
+    variant: Variant
+    mainloop: MainloopTile
+    value_shape: MainloopTile
+    value_dim: int
+    own_out: bool
+    soft_cap: float = 0.0
+
+
+class Outputs(NamedTuple):
+    """out [batch, seqlen_q, num_qo_heads, head_dim of v]; lse [batch, num_qo_heads, seqlen_q]."""
+
+    out: Any
+    lse: Any
+
+
+class ForwardMemory(NamedTuple):
+    """Shared memory of a CTA. q_tiles [consumers, 64, head_dim] and out_tiles, as TMA has them (boxes), and for matrix
+    products. q_full: the full barrier of q_tiles and of `info`, the tile of the queries."""
+
+    q_boxes: Any
+    q_tiles: Any
+    q_full: Any
+    info: Any
+    out_boxes: Any
+    out_tiles: Any
+    kv: KvPipelines
+
+
+class _Producer(NamedTuple):
+    """A producer within a tile. token: of the block whose values are not loaded yet, block `index` of the pipelines."""
+
+    token: Any
+    index: Any
+
+
+class _Loads(NamedTuple):
+    """What a tile's blocks are loaded from. begin: token of the first key."""
+
+    k_desc: Any
+    v_desc: Any
+    kv: KvPipelines
+    batch: Any
+    head: Any
+    begin: Any
+
+
+class _Consumer(NamedTuple):
+    """A consumer within a tile; block `index` of the pipelines is the next one."""
+
+    attention: AttentionState
+    index: Any
+
+
+class _Rows(NamedTuple):
+    """The queries of a warpgroup. last [64]: the last key that a row sees, were it no tree. length: of the sequence."""
+
+    q_tile: Any
+    kv: KvPipelines
+    last: Any
+    length: Any
+    scale: Any
+    tables: Any
+
+
+class _MaskArgs(NamedTuple):
+    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. ends [block_n]: the ends
+    of the keys' subtrees, in a tree."""
+
+    first: Any
+    begin: Any
+    last: Any
+    ends: Any
+
+
+@gluon.jit
+def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
+    """Acquires the stage of block `index` and loads it from `token` on."""
+    stage = index % SHAPE.num_stages
+    full = pipeline.full.index(stage)
+    producer_acquire(index, BAR_EMPTY, SHAPE)
+    mbarrier.expect(full, SHAPE.block_n * SHAPE.head_dim * 2)
+    tma_load(desc, [loads.batch, token, loads.head, 0], full, pipeline.boxes.index(stage))
+
+
+@gluon.jit
+def _load_step(state, at, more, loads, MASKED: gl.constexpr, C: gl.constexpr):
+    """Loads the keys of a block, and the values of the one before."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    token = loads.begin + at
+    _load(loads.k_desc, loads.kv.k, state.index + 1, token, loads, BAR_K_EMPTY, T)
+    _load(loads.v_desc, loads.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
+    return _Producer(token, state.index + 1)
+
+
+@gluon.jit
+def _acquire_queries(C: gl.constexpr):
+    """Waits until all consumer warps have released the queries."""
+    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
+    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def _release_queries(C: gl.constexpr):
+    """This warp has read the queries. See `consumer_release`."""
+    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
+    """Loads the queries of a tile, and tells consumers of it. first: nobody has read queries before."""
+    CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
+    if not first:
+        _acquire_queries(C)
+    write_tile(memory.info, tile)
+    warps_sync()
+    full = memory.q_full.index(0)
+    if tile.head < 0:
+        mbarrier.arrive(full, count=1)
+    else:
+        mbarrier.expect(full, C.tile.block_m * C.mainloop.head_dim * 2)
+        for i in gl.static_range(CONSUMERS):
+            token = tile.begin_q + tile.first + i * WARPGROUP_ROWS
+            tma_load(q_desc, [tile.batch, token, tile.head, 0], full, memory.q_boxes.index(i))
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: gl.constexpr):
+    """Producer warp: draws tiles and loads them."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    order = tile_order(q_desc, num_sequences, section, C)
+    number, index, turn = gl.program_id(0), 0, 0
+    while number < order.num_blocks * order.num_heads:
+        following = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)
+        tile = find_tile(number, order, q_desc, k_desc, tables, num_sequences, C)
+        if tile.first < tile.len_q:
+            keys = tile_keys(tile, tables, C)
+            box = last_box(tile, keys, C)
+            kv_head = tile.head // (q_desc.shape[2] // k_desc.shape[2])
+            loads = _Loads(k_desc, v_desc, memory.kv, tile.batch, kv_head, tile.begin_k)
+            _load(k_desc, memory.kv.k, index, box.token, loads, BAR_K_EMPTY, T)
+            _send_tile(q_desc, tile, memory, turn == 0, C)
+            turn += 1
+            state = walk_keys(_load_step, _Producer(box.token, index), loads, tile, keys, tables, C)
+            _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
+            index = state.index + 1
+        number = following
+    _send_tile(q_desc, QueryTile(0, -1, 0, 0, 0, 0, 0), memory, turn == 0, C)
+
+
+@gluon.jit
+def _mask(args, C: gl.constexpr, T: gl.constexpr):
+    """[64, block_n] which row sees which key of a block."""
+    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
+    mask = n[None, :] <= (args.last - args.first)[:, None]
+    if C.variant.packed:
+        mask = mask & (n >= args.begin)[None, :]
+    if C.variant.tree:
+        mask = mask & (args.last[:, None] < args.ends[None, :])
+    return mask
+
+
+@gluon.jit
+def _subtree_ends(at, length, tables, C: gl.constexpr):
+    """The ends of the subtrees of a block's keys, in a tree; they arrive while the product q·k runs."""
+    if C.variant.tree:
+        key = at + gl.arange(0, C.mainloop.block_n, gl.SliceLayout(0, C.mainloop.scores))
+        return gl.load(tables.subtree_end + key, mask=key < length, other=0)
+    else:
+        return 0
+
+
+@gluon.jit
+def _attend_step(state, at, more, rows, MASKED: gl.constexpr, C: gl.constexpr):
+    """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
+    T: gl.constexpr = C.mainloop
+    consumer_wait(rows.kv.k, state.index, T)
+    if MASKED:
+        args = _MaskArgs(at, 0, rows.last, _subtree_ends(at, rows.length, rows.tables, C))
+        attention = attend_block(
+            state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, _mask, args, C, T
+        )
+    else:
+        attention = attend_block(state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, None, 0, C, T)
+    return _Consumer(attention, state.index + 1)
+
+
+@gluon.jit
+def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
+    """Rows m [64] of a tile. Returns their outputs, lse and the index of the next block of the pipelines."""
+    T: gl.constexpr = C.mainloop
+    last = tile.first + m
+    if not C.variant.tree:
+        last += tile.len_k - tile.len_q
+        last = gl.minimum(last, tile.len_k - 1) if C.variant.causal else m * 0 + tile.len_k - 1
+    keys = tile_keys(tile, tables, C)
+    box = last_box(tile, keys, C)
+    rows = _Rows(q_tile, kv, last, tile.len_q, scale, tables)
+    args = _MaskArgs(keys.last - box.before, box.before, last, _subtree_ends(keys.last, tile.len_q, tables, C))
+    more = keys.last > keys.ranges.begin
+    attention = attend_first_block(q_tile, kv, index, more, scale, _mask, args, C, T)
+    state = walk_keys(_attend_step, _Consumer(attention, index + 1), rows, tile, keys, tables, C)
+    if C.own_out:
+        _release_queries(C)
+    if C.variant.packed:
+        _clear_values(kv, index, box.before - keys.last, C)
+    out, lse = finish_attention(state.attention, kv, state.index, T)
+    return out, gl.where(lse == NEG_INF, -float("inf"), lse), state.index
+
+
+@gluon.jit
+def _clear_values(kv, index, count, C: gl.constexpr):
+    """Sets the first values of block `index` to 0, if count > 0. Then it is the only block of its sequence, and they
+    are of the sequence before, and may be NaN. Every warpgroup stores the same."""
+    V: gl.constexpr = C.value_shape
+    COPY: gl.constexpr = V.copy
+    PARTS: gl.constexpr = V.block_n // _CLEARED_ROWS
+    if count > 0:
+        consumer_wait(kv.v, index, V)
+        tile = kv.v.tiles.index(index % V.num_stages)
+        for i in gl.static_range(PARTS):
+            part = tile.slice(i * _CLEARED_ROWS, _CLEARED_ROWS)
+            row = i * _CLEARED_ROWS + gl.arange(0, _CLEARED_ROWS, gl.SliceLayout(1, COPY))
+            cleared = part.load(COPY)
+            part.store(gl.where((row < count)[:, None], 0.0, cleared).to(cleared.dtype))
+        fence_async_shared()
+        warps_sync()
+
+
+@gluon.jit
+def _write_out(rows, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.constexpr, C: gl.constexpr):
+    """Writes 64 rows of outputs, by TMA unless the sequence ends among them."""
+    DIM: gl.constexpr = C.value_dim
+    WIDTH: gl.constexpr = C.value_shape.head_dim
+    COPY: gl.constexpr = C.value_shape.copy
+    out_tile = memory.out_tiles.index(WARPGROUP)
+    first = tile.first + WARPGROUP * WARPGROUP_ROWS
+    if C.own_out:
+        tma.store_wait(0)  # the tile before has left
+        warps_sync()
+    out_tile.store(rows.to(out_tile.dtype))
+    fence_async_shared()
+    warps_sync()
+    if first + WARPGROUP_ROWS <= tile.len_q:
+        box = memory.out_boxes.index(WARPGROUP)
+        tma_store(out_desc, [tile.batch, tile.begin_q + first, tile.head, 0], box)
+    else:
+        m = first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, COPY))
+        d = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))[None, :]
+        token = (tile.batch * seqlen_q + tile.begin_q).to(gl.int64) + m
+        at = (token * out_desc.shape[2] + tile.head)[:, None] * DIM + d
+        gl.store(outputs.out + at, out_tile.load(COPY), mask=(m < tile.len_q)[:, None] & (d < DIM))
+    if not C.own_out:
+        tma.store_wait(0)
+        warps_sync()
+        _release_queries(C)
+
+
+@gluon.jit
+def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, C: gl.constexpr):
+    """Consumer warpgroup: 64 queries of each tile."""
+    SCORES: gl.constexpr = C.mainloop.scores
+    ACC: gl.constexpr = C.mainloop.acc
+    seqlen_q, num_heads = out_desc.shape[1], out_desc.shape[2]
+    begin: gl.constexpr = WARPGROUP * WARPGROUP_ROWS
+    index, turn = 0, 0
+    mbarrier.wait(memory.q_full.index(0), 0)
+    tile = read_tile(memory.info)
+    while tile.head >= 0:
+        m = begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
+        q_tile = memory.q_tiles.index(WARPGROUP)
+        out, lse, index = _attend_tile(tile, m, q_tile, index, scale, tables, memory.kv, C)
+        _write_out(out, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP, C)
+        m = tile.first + begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, ACC))
+        row = (tile.batch * num_heads + tile.head).to(gl.int64) * seqlen_q + tile.begin_q + m
+        gl.store(outputs.lse + row, lse, mask=m < tile.len_q)
+        turn += 1
+        mbarrier.wait(memory.q_full.index(0), turn % 2)
+        tile = read_tile(memory.info)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
+    """Shared memory, with all stages of the pipelines empty."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    SLOTS: gl.constexpr = 2 if C.tile.block_m == 2 * WARPGROUP_ROWS else 4  # a power of two
+    k_boxes = gl.allocate_shared_memory(k_desc.dtype, [T.num_stages, 1, T.block_n, 1, T.head_dim], k_desc.layout)
+    v_boxes = gl.allocate_shared_memory(v_desc.dtype, [V.num_stages, 1, V.block_n, 1, V.head_dim], v_desc.layout)
+    q_boxes = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, WARPGROUP_ROWS, 1, T.head_dim], q_desc.layout)
+    out_boxes = q_boxes
+    if C.own_out:
+        out_boxes = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, WARPGROUP_ROWS, 1, V.head_dim], out_desc.layout)
+    Q_SHAPE: gl.constexpr = (SLOTS, WARPGROUP_ROWS, T.head_dim)
+    OUT_SHAPE: gl.constexpr = (SLOTS, WARPGROUP_ROWS, V.head_dim)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    return ForwardMemory(
+        q_boxes=q_boxes,
+        q_tiles=reinterpret(q_boxes, q_boxes.dtype, Q_SHAPE, SWIZZLED),
+        q_full=q_full,
+        info=gl.allocate_shared_memory(gl.int32, [INFO_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        out_boxes=out_boxes,
+        out_tiles=reinterpret(out_boxes, out_boxes.dtype, OUT_SHAPE, SWIZZLED),
+        kv=KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, V)),
+    )
+
+
+@gluon.jit(do_not_specialize=["num_sequences", "section"])
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, outputs, tables, num_sequences, section, scale, C: gl.constexpr
+):
+    """All tiles of queries. num_sequences: if they are packed. section: heads whose tiles are computed at the same
+    time, of all sequences of a batch."""
+    memory = _allocate(q_desc, k_desc, v_desc, out_desc, C)
+    if C.tile.block_m == 2 * WARPGROUP_ROWS:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out_desc, outputs, tables, scale, memory, C)),
+                (_consume, (1, out_desc, outputs, tables, scale, memory, C)),
+                (_produce, (q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
+            ],
+            [4, 1],
+            [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out_desc, outputs, tables, scale, memory, C)),
+                (_consume, (1, out_desc, outputs, tables, scale, memory, C)),
+                (_consume, (2, out_desc, outputs, tables, scale, memory, C)),
+                (_produce, (q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
+            ],
+            [4, 4, 1],
+            [_CONSUMER_REGISTERS_OF_3, _CONSUMER_REGISTERS_OF_3, _PRODUCER_REGISTERS_OF_3],
+        )
+
+
+@lru_cache
+def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Variant) -> ForwardConstants:
+    """What the kernel is compiled for. head_dims: of keys and of values."""
+    widths = hopper_widths(head_dims)
+    mainloop, value_shape = (
+        mainloop_tile(
+            width, tile.block_n, tile.stages, tile.block_m // 16, mask_ahead=False, value_dim=widths.head_values
+        )
+        for width in widths
+    )
+    return ForwardConstants(tile, variant, mainloop, value_shape, head_dims[1], sum(widths) <= _MOST_WITH_OWN_OUT)
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors of q, k, v and out."""
+
+    q_desc: TensorDescriptor
+    k_desc: TensorDescriptor
+    v_desc: TensorDescriptor
+    out_desc: TensorDescriptor
+
+
+def _descriptors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, C: ForwardConstants
+) -> Descriptors:
+    keys, head_values, rows = C.mainloop.head_dim, C.value_shape.head_dim, WARPGROUP_ROWS.value
+    return Descriptors(
+        tma_descriptor(q, rows, keys),
+        tma_descriptor(k, C.tile.block_n, keys),
+        tma_descriptor(v, C.tile.block_n, head_values),
+        tma_descriptor(out, rows, head_values),
+    )
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `forward` of the portable kernel, of tensors that TMA reads."""
+    q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
+    batch, seqlen_q, heads, head_dim = q4.shape
+    head_dims = head_dim, v.shape[-1]
+    tile = hopper_forward_tile(head_dims) if tile is None else tile
+    out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    tree, sums = sequences.tree, (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+    num_sequences = 0 if sums[0] is None else len(sums[0]) - 1
+    causal = sequences.causal or tree is not None
+    variant = Variant(causal, sequences.packed, tree is not None, *(False,) * 5)
+    group = heads // k4.shape[2]
+    section = max(_SECTION_BYTES // (k4.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
+    arrays = (None,) * 3 if tree is None else (tree.subtree_end, tree.segment_of, tree.segments)
+    tables = Tables(*sums, *arrays, torch.zeros(1, dtype=torch.int32, device=q.device))
+    num_tiles = sequences.blocks(sums[0], seqlen_q, tile.block_m) + sequences.packed
+    num_tiles *= heads * batch
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    constants = forward_constants(head_dims, tile, variant)
+    hopper_forward_kernel[(min(num_sms, num_tiles),)](
+        *_descriptors(q4, k4, v4, out, constants),
+        Outputs(out, lse),
+        tables,
+        num_sequences,
+        min(section, heads * batch),
+        sequences.sm_scale * LOG2_E,
+        C=constants,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS[tile.block_m],
+    )
+    return (out, lse) if sequences.has_batch else (out[0], lse[0])

@@ -1,0 +1,189 @@
+"""The tiles of queries of the forward pass on Hopper: their order, and the blocks of keys that each one sees.
+
+CTAs stay and take tile after tile. The producer warp draws the next one from a counter, so that a CTA that is done
+early takes more of them, and tells the consumer warps by shared memory. Tiles of queries that see most come first
+(longest processing time first). All heads would read more keys than the L2 cache holds, so their tiles come in sections
+of as many heads as fit (FlashAttention-3 has both, https://arxiv.org/abs/2407.08608, in its code).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from trunkattn.training.common import (
+    find_sequence,
+    masked_block,
+    masked_blocks,
+    own_segment,
+    path_keys,
+    span,
+    visible_keys,
+)
+
+
+class Tables(NamedTuple):
+    """Arrays on the device. cu_seqlens_q, cu_seqlens_k: None unless sequences are packed; the others, of `TreeTables`,
+    without a tree. next_tile [1]: 0 at launch."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    subtree_end: Any
+    segment_of: Any
+    segments: Any
+    next_tile: Any
+
+
+class TileOrder(NamedTuple):
+    """How tiles are counted: blocks of queries of a head, heads of all sequences of a batch, and of a section."""
+
+    num_blocks: Any
+    num_heads: Any
+    section: Any
+
+
+class QueryTile(NamedTuple):
+    """Queries from token `first` of a sequence on, of one head. The sequence has tokens [begin_q, begin_q + len_q) of
+    the queries' tensor, and of the keys' alike. head: -1 after the last tile."""
+
+    first: Any
+    head: Any
+    batch: Any
+    begin_q: Any
+    len_q: Any
+    begin_k: Any
+    len_k: Any
+
+
+class TileKeys(NamedTuple):
+    """The keys of a tile: those of its sequence, or of its own segment in a tree, as `Ranges`; the first key of their
+    last block, which a kernel takes first; and the segment."""
+
+    ranges: Any
+    last: Any
+    segment: Any
+
+
+class Box(NamedTuple):
+    """Where the last block is loaded from: token `token`, which is `before` tokens before the block."""
+
+    token: Any
+    before: Any
+
+
+_FIELDS = gl.constexpr(len(QueryTile._fields))
+INFO_SLOTS = gl.constexpr(8)  # a power of two
+_SCALAR_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_SCALAR_IN_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def write_tile(info, tile):
+    """Writes a tile to shared memory, int32 [8, 1]. One warp does."""
+    LAYOUT: gl.constexpr = _SCALAR_IN_WARP
+    for i in gl.static_range(_FIELDS):
+        info.index(i).store(gl.full([1], 0, gl.int32, LAYOUT) + tile[i])
+
+
+@gluon.jit
+def _read(info, i: gl.constexpr):
+    return gl.max(info.index(i).load(_SCALAR_IN_WARPGROUP), 0)
+
+
+@gluon.jit
+def read_tile(info):
+    """The tile in shared memory. A warpgroup reads it."""
+    return QueryTile(
+        _read(info, 0), _read(info, 1), _read(info, 2), _read(info, 3), _read(info, 4), _read(info, 5), _read(info, 6)
+    )
+
+
+@gluon.jit
+def tile_order(q_desc, num_sequences, section, C: gl.constexpr):
+    """The order of the tiles. Packed tokens after the last sequence are one more, without keys."""
+    BLOCK_M: gl.constexpr = C.tile.block_m
+    if C.variant.packed:
+        num_blocks = q_desc.shape[1] // BLOCK_M + num_sequences + 1
+    else:
+        num_blocks = (q_desc.shape[1] + BLOCK_M - 1) // BLOCK_M
+    return TileOrder(num_blocks, q_desc.shape[0] * q_desc.shape[2], section)
+
+
+@gluon.jit
+def find_tile(number, order, q_desc, k_desc, tables, num_sequences, C: gl.constexpr):
+    """Tile `number` of all. It may have no queries."""
+    BLOCK_M: gl.constexpr = C.tile.block_m
+    of_section = order.section * order.num_blocks
+    first_head = number // of_section * order.section
+    heads = gl.minimum(order.section, order.num_heads - first_head)  # the last section may have fewer
+    rest = number % of_section
+    block = order.num_blocks - 1 - rest // heads
+    head = first_head + rest % heads
+    begin_q, begin_k, len_q, len_k = 0, 0, q_desc.shape[1], k_desc.shape[1]
+    if C.variant.packed:
+        sequence, block = find_sequence(block, tables.cu_seqlens_q, num_sequences + 1, BLOCK_M)
+        if sequence < num_sequences:
+            begin_q, len_q = _span(tables.cu_seqlens_q, sequence, len_q)
+            begin_k, len_k = _span(tables.cu_seqlens_k, sequence, len_k)
+        else:
+            begin_q = gl.minimum(gl.maximum(gl.load(tables.cu_seqlens_q + sequence), 0), len_q)
+            len_q, len_k = len_q - begin_q, 0
+    return QueryTile(block * BLOCK_M, head % q_desc.shape[2], head // q_desc.shape[2], begin_q, len_q, begin_k, len_k)
+
+
+@gluon.jit
+def _span(cu_seqlens, sequence, tokens):
+    begin, length = span(cu_seqlens, sequence, tokens)
+    return begin.to(gl.int32), length.to(gl.int32)
+
+
+@gluon.jit
+def tile_keys(tile, tables, C: gl.constexpr):
+    """The keys of a tile."""
+    BLOCK_N: gl.constexpr = C.tile.block_n
+    TILE: gl.constexpr = C.tile
+    VARIANT: gl.constexpr = C.variant
+    if C.variant.tree:
+        ranges, segment = own_segment(tables, tile.first, tile.len_q, TILE)
+    else:
+        ranges, segment = visible_keys(tables, tile.first, tile.len_q, tile.len_k, TILE, VARIANT), 0
+    return TileKeys(ranges, gl.maximum(ranges.end - 1, 0) // BLOCK_N * BLOCK_N, segment)
+
+
+@gluon.jit
+def last_box(tile, keys, C: gl.constexpr):
+    """Where the last block of a tile is loaded from. What lies behind a packed sequence may be NaN, whose product with
+    a weight of 0 is NaN; so a block that the sequence ends in begins before it. A tile without keys has a block of what
+    TMA fills in."""
+    BLOCK_N: gl.constexpr = C.tile.block_n
+    before = 0
+    if C.variant.packed:
+        before = gl.maximum(keys.last + BLOCK_N - tile.len_k, 0)
+    token = tile.begin_k + keys.last - before
+    return Box(gl.where(keys.ranges.end > 0, token, -BLOCK_N), before)
+
+
+@gluon.jit
+def walk_keys(step: gl.constexpr, state, given, tile, keys, tables, C: gl.constexpr):
+    """The state after all blocks of a tile but the last one, from which it goes down: `step(state, at, more, given,
+    MASKED, C)` of each block, where `at` is its first key and `more` says that the next one follows for sure. In a tree
+    it goes up the segments from the tile to the root, as the portable kernel does."""
+    BLOCK_N: gl.constexpr = C.tile.block_n
+    TILE: gl.constexpr = C.tile
+    VARIANT: gl.constexpr = C.variant
+    ranges = keys.ranges
+    for at in range(keys.last - BLOCK_N, ranges.full_end - 1, -BLOCK_N):
+        state = step(state, at, False, given, True, C)
+    if C.variant.tree:
+        top, segment = ranges.begin, keys.segment
+        for _ in range(gl.load(tables.segments + 4 * segment + 3) + 1):
+            ranges, segment = path_keys(tables, segment, top, tile.first, 0, tile.len_q, TILE, VARIANT)
+            top = gl.minimum(top, ranges.begin)
+            for number in range(masked_blocks(ranges, TILE)):
+                state = step(state, masked_block(ranges, number, TILE), False, given, True, C)
+            for at in range(ranges.full_begin, ranges.full_end, BLOCK_N):
+                state = step(state, at, at + BLOCK_N < ranges.full_end, given, False, C)
+    else:
+        for at in range(gl.minimum(ranges.full_end, keys.last) - BLOCK_N, -1, -BLOCK_N):
+            state = step(state, at, at > 0, given, False, C)
+    return state
