@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.kernels.tile_solver import PipelineOps, Resources
@@ -227,6 +228,37 @@ def compile_hopper_latent(target: Target, masked: bool = False, page_size: int =
     return _compile_hopper(decode.latent_decode_kernel, target, arguments, decode.REGISTERS)
 
 
+def compile_hopper_forward(
+    target: Target, head_dim_v: int, causal: bool = True, packed: bool = False, tree: bool = False
+) -> Resources:
+    """`hopper_forward_kernel`, for sequences of a batch, packed ones or a tree; as `compile_hopper_decode`."""
+    from trunkattn.training.common import Variant
+    from trunkattn.training.hopper import forward
+    from trunkattn.training.spec import hopper_forward_tile, hopper_widths
+
+    dims = (target.head_dim, head_dim_v)
+    tile, (keys, head_values) = hopper_forward_tile(dims), hopper_widths(dims)
+    rows = (64, keys), (tile.block_n, keys), (tile.block_n, head_values), (64, head_values)
+    present = (*(packed,) * 2, *(tree,) * 3, True)
+    arguments = forward.ForwardArguments(
+        *(_training_descriptor(target, *box) for box in rows),
+        outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
+        tables=forward.Tables(*("*i32" if given else None for given in present)),
+        num_sequences="i32",
+        section="i32",
+        scale="fp32",
+        C=forward.forward_constants(dims, tile, Variant(causal, packed, tree, *(False,) * 5)),
+    )
+    return _compile_hopper(
+        forward.hopper_forward_kernel, target, arguments, forward.LAUNCH_REGISTERS, checks_products=True
+    )
+
+
+def _training_descriptor(target: Target, rows: int, width: int) -> str:
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
+    return f"tensordesc<{target.dtype}[1, {rows}, 1, {width}],{layout}>"
+
+
 def compile_portable_latent(target: Target, tile: GpuTile, masked: bool = False) -> Resources:
     """`portable_latent_kernel` for one tile, of 512 + 64 columns."""
     from trunkattn.gpu.mla import portable, spec
@@ -293,15 +325,49 @@ def _tma_descriptor(target: Target) -> str:
     return f"tensordesc<{kind}[1, 16, 1, {dims}],{layout}>"
 
 
-def _compile_hopper(kernel: Any, target: Target, arguments: Any, registers: int) -> Resources:
-    """arguments: types, but for the constants C; aligned as a launch on a GPU finds them."""
+def _compile_hopper(
+    kernel: Any, target: Target, arguments: Any, registers: int, checks_products: bool = False
+) -> Resources:
+    """arguments: types, but for the constants C and absent ones; aligned as a launch on a GPU finds them.
+    checks_products: asks the assembler whether products are serialized, for which it runs again."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    signature = arguments._asdict() | {"C": "constexpr"}
-    constexprs = {(kernel.arg_names.index("C"),): arguments.C}
+    signature = {name: _with_absent(kind) for name, kind in arguments._asdict().items()} | {"C": "constexpr"}
+    constexprs = {(kernel.arg_names.index("C"),): arguments.C} | dict.fromkeys(_absent_paths(arguments))
     aligned = {path: [["tt.divisibility", 16]] for path in _aligned_paths(arguments)}
     source = GluonASTSource(kernel, signature, constexprs, aligned)
-    return _resources(source, target, {"num_warps": 4, "maxnreg": registers})
+    options = {"num_warps": 4, "maxnreg": registers}
+    used = _resources(source, target, options)
+    if not checks_products:
+        return used
+    compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
+    return replace(used, serialized=_is_serialized(compiled.asm["ptx"], target.capability))
+
+
+def _is_serialized(ptx: str, capability: int) -> bool:
+    """Whether the assembler serializes matrix products, which its notes C7510 to C7519 say."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [get_ptxas(capability).path, f"-arch=sm_{capability}a", "-v", source, "-o", source.with_suffix(".o")]
+        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return re.search(r"\bC751\d", notes) is not None
+
+
+def _with_absent(kind: Any) -> Any:
+    """The types of an argument, with None in them as a constant."""
+    return (
+        kind._replace(**{name: "constexpr" for name, each in kind._asdict().items() if each is None})
+        if hasattr(kind, "_fields")
+        else kind
+    )
+
+
+def _absent_paths(named: Any) -> Iterator[tuple[int, ...]]:
+    """Paths of what is None in the arguments."""
+    for index, kind in enumerate(named):
+        if hasattr(kind, "_fields") and index + 1 < len(named):
+            yield from ((index, at) for at, each in enumerate(kind) if each is None)
 
 
 def _aligned_paths(named: Any) -> Iterator[tuple[int, ...]]:

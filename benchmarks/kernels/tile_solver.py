@@ -24,13 +24,15 @@ class PipelineOps(NamedTuple):
 @dataclass(frozen=True)
 class Resources:
     """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a CTA, how many
-    named barriers the compiler took for itself, the first ones, and the operations of its pipelines, if it has any."""
+    named barriers the compiler took for itself, the first ones, the operations of its pipelines, if it has any, and
+    whether the assembler says that a matrix product waits for the one before."""
 
     registers: int
     spilled: int
     shared: int
     barriers: int = 1
     pipelines: PipelineOps | None = None
+    serialized: bool = False
 
 
 @dataclass(frozen=True)

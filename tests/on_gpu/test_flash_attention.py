@@ -180,15 +180,93 @@ def test_a_large_tree(head_dim: int, deterministic: bool) -> None:
 def test_a_new_tree_compiles_nothing() -> None:
     """Trees of other shapes, of tokens in whole 16 and not, run with what two of them have compiled."""
     from trunkattn.training.forward import forward_kernel
+    from trunkattn.training.hopper.forward import hopper_forward_kernel
 
     def attend(answers: int, length: int) -> int:
         tree = PrefixTree.from_segments([-1, *[0] * answers], [500, *[length] * answers])
         run(tree_case(tree, head_dim=64, dtype=BF16, device="cuda", heads=(4, 2)), True)
-        return sum(len(found) for found, *_ in forward_kernel.device_caches.values())
+        kernels = forward_kernel, hopper_forward_kernel
+        return sum(len(found) for kernel in kernels for found, *_ in kernel.device_caches.values())
 
     attend(2, 100)
     known = attend(3, 108)
     assert [attend(*shape) for shape in ((5, 77), (8, 31), (4, 16), (9, 212))] == [known] * 4
+
+
+# Sequences that begin at odd tokens, of lengths about a tile of 128; some are shorter than a block of keys.
+PACKED = (
+    (1, 1),
+    (127, 127),
+    (128, 128),
+    (129, 129),
+    (3, 3),
+    (300, 300),
+    (0, 9),
+    (33, 40),
+    (5, 0),
+    (257, 255),
+    (90, 900),
+)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 72)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_of_odd_lengths(causal: bool, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    keys, head_values = head_dims
+    case = TrainingCase(PACKED, True, causal, (4, 2), keys, dtype, head_dim_v=head_values, padding=150, device="cuda")
+    check(case, True)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 255, 257])
+def test_batches_of_lengths_about_a_tile(length: int, dtype: torch.dtype) -> None:
+    for lengths, causal in (
+        ((length, length), True),
+        ((length, 300), True),
+        ((300, length), True),
+        ((length, 129), False),
+    ):
+        check(TrainingCase((lengths, lengths), False, causal, (4, 2), 128, dtype, device="cuda"), True)
+
+
+DEEP = PrefixTree.from_segments([-1, *range(39)], [7] * 40)
+BUSHY = PrefixTree.from_segments([-1, *[0] * 20, -1, 21, 22, 22], [333, *[37] * 20, 1, 127, 129, 200])
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("tree", [DEEP, BUSHY])
+def test_trees_of_short_segments(tree: PrefixTree, head_dims: tuple[int, int]) -> None:
+    check(
+        tree_case(tree, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=BF16, device="cuda", heads=(4, 2)), True
+    )
+
+
+def test_parts_of_a_fused_tensor_and_tensors_that_tma_cannot_read() -> None:
+    """The latter go to the portable kernel, so that bits may differ."""
+    sums = {
+        name: torch.tensor([0, 7, 300], dtype=torch.int32, device="cuda") for name in ("cu_seqlens_q", "cu_seqlens_k")
+    }
+    fused = torch.randn(300, 3, 4, 128, device="cuda", dtype=BF16).unbind(1)
+    apart = flash_attention(*(tensor.contiguous() for tensor in fused), True, **sums)
+    assert isinstance(apart, torch.Tensor)
+    assert torch.equal(apart, flash_attention(*fused, True, **sums))
+    odd = [torch.empty(tensor.numel() + 1, device="cuda", dtype=BF16)[1:].view(tensor.shape) for tensor in fused]
+    for target, tensor in zip(odd, fused, strict=True):
+        target.copy_(tensor)
+    torch.testing.assert_close(flash_attention(*odd, True, **sums), apart, rtol=0.02, atol=0.02)
+
+
+def test_nan_of_a_packed_sequence_stays_in_it() -> None:
+    q, k, v = (torch.randn(200, 2, 128, device="cuda", dtype=BF16) for _ in range(3))
+    sums = {
+        name: torch.tensor([0, 100, 200], dtype=torch.int32, device="cuda") for name in ("cu_seqlens_q", "cu_seqlens_k")
+    }
+    expected = flash_attention(q, k, v, True, **sums)
+    k[:100], v[:100] = torch.nan, torch.nan
+    found = flash_attention(q, k, v, True, **sums)
+    assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+    assert found[:100].isnan().all() and torch.equal(found[100:], expected[100:])
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])

@@ -46,7 +46,8 @@ def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType
     q, _, v = tensors
     choice = choose(work, spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options), card_at(q.device))
     if choice.kernel is None:
-        raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(choice.reasons)}")
+        *_, reasons = choice.passed_over.values()  # of the one that refuses least
+        raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(reasons)}")
     source = choice.kernel.source()
     return source if choice.kernel.portable or source.reads(*tensors) else portable_kernel(work).source()
 

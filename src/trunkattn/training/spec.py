@@ -191,6 +191,7 @@ def card_tile(name: str, q: torch.Tensor, v: torch.Tensor) -> FlashTile:
 HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
+_HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
 
 class HopperWidths(NamedTuple):
@@ -222,6 +223,7 @@ def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
     if config.dtype not in _HOPPER_DTYPES:
         reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
     for name, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
-        if width % _HOPPER_DIMS or not 1 <= width <= MAX_HEAD_DIM:
-            reasons.append(f"{name} {width}: expected a multiple of {_HOPPER_DIMS} to {MAX_HEAD_DIM}")
+        if width % _HOPPER_DIMS or not _HOPPER_NARROWEST <= width <= MAX_HEAD_DIM:
+            expected = f"a multiple of {_HOPPER_DIMS} from {_HOPPER_NARROWEST} to {MAX_HEAD_DIM}"
+            reasons.append(f"{name} {width}: expected {expected}")
     return reasons

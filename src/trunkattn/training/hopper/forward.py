@@ -12,7 +12,6 @@ segments from a tile to the root.
 """
 
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.gpu.hopper.common import NEG_INF, SWIZZLED, WARPGROUP_ROWS, reinterpret
+from trunkattn.gpu.hopper.common import NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import (
     AttentionState,
     MainloopTile,
@@ -31,42 +30,24 @@ from trunkattn.gpu.hopper.online_softmax import (
     mainloop_tile,
 )
 from trunkattn.gpu.hopper.pipeline import (
-    BAR_K_EMPTY,
-    BAR_KV_EMPTY,
-    BAR_V_EMPTY,
     KvPipelines,
     consumer_wait,
-    make_pipeline,
-    producer_acquire,
-    tma_load,
     warps_sync,
 )
 from trunkattn.numerics import LOG2_E
 from trunkattn.training.common import Variant, with_batch
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.common import tma_descriptor
-from trunkattn.training.hopper.query_tiles import (
-    INFO_SLOTS,
-    QueryTile,
-    Tables,
-    find_tile,
-    last_box,
-    read_tile,
-    tile_keys,
-    tile_order,
-    walk_keys,
-    write_tile,
-)
+from trunkattn.training.hopper.producer import allocate, produce, release_queries
+from trunkattn.training.hopper.query_tiles import Tables, last_box, read_tile, tile_keys, walk_keys
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_widths
 
-LAUNCH_REGISTERS: Final = MappingProxyType({128: 168, 192: 128})  # of a thread, by queries of a tile
+LAUNCH_REGISTERS: Final = 168  # of a thread
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_CONSUMER_REGISTERS_OF_3, _PRODUCER_REGISTERS_OF_3 = gl.constexpr(160), gl.constexpr(32)  # warpgroups
 _MOST_WITH_OWN_OUT: Final = 384  # dims of a key and a value: shared memory holds no more of larger heads
 _SECTION_BYTES: Final = 32 << 20  # of keys and values that tiles read at the same time: most of the L2 cache
 _CLEARED_ROWS = gl.constexpr(32)  # at once
-_BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
 
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9, and 3.6
 
@@ -92,35 +73,19 @@ class Outputs(NamedTuple):
     lse: Any
 
 
-class ForwardMemory(NamedTuple):
-    """Shared memory of a CTA. q_tiles [consumers, 64, head_dim] and out_tiles, as TMA has them (boxes), and for matrix
-    products. q_full: the full barrier of q_tiles and of `info`, the tile of the queries."""
+class ForwardArguments(NamedTuple):
+    """The parameters of `hopper_forward_kernel`."""
 
-    q_boxes: Any
-    q_tiles: Any
-    q_full: Any
-    info: Any
-    out_boxes: Any
-    out_tiles: Any
-    kv: KvPipelines
-
-
-class _Producer(NamedTuple):
-    """A producer within a tile. token: of the block whose values are not loaded yet, block `index` of the pipelines."""
-
-    token: Any
-    index: Any
-
-
-class _Loads(NamedTuple):
-    """What a tile's blocks are loaded from. begin: token of the first key."""
-
-    k_desc: Any
-    v_desc: Any
-    kv: KvPipelines
-    batch: Any
-    head: Any
-    begin: Any
+    q_desc: TensorDescriptor
+    k_desc: TensorDescriptor
+    v_desc: TensorDescriptor
+    out_desc: TensorDescriptor
+    outputs: Outputs
+    tables: Tables
+    num_sequences: Any
+    section: Any
+    scale: Any
+    C: ForwardConstants
 
 
 class _Consumer(NamedTuple):
@@ -149,84 +114,6 @@ class _MaskArgs(NamedTuple):
     begin: Any
     last: Any
     ends: Any
-
-
-@gluon.jit
-def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
-    """Acquires the stage of block `index` and loads it from `token` on."""
-    stage = index % SHAPE.num_stages
-    full = pipeline.full.index(stage)
-    producer_acquire(index, BAR_EMPTY, SHAPE)
-    mbarrier.expect(full, SHAPE.block_n * SHAPE.head_dim * 2)
-    tma_load(desc, [loads.batch, token, loads.head, 0], full, pipeline.boxes.index(stage))
-
-
-@gluon.jit
-def _load_step(state, at, more, loads, MASKED: gl.constexpr, C: gl.constexpr):
-    """Loads the keys of a block, and the values of the one before."""
-    T: gl.constexpr = C.mainloop
-    V: gl.constexpr = C.value_shape
-    token = loads.begin + at
-    _load(loads.k_desc, loads.kv.k, state.index + 1, token, loads, BAR_K_EMPTY, T)
-    _load(loads.v_desc, loads.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
-    return _Producer(token, state.index + 1)
-
-
-@gluon.jit
-def _acquire_queries(C: gl.constexpr):
-    """Waits until all consumer warps have released the queries."""
-    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
-    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
-
-
-@gluon.jit
-def _release_queries(C: gl.constexpr):
-    """This warp has read the queries. See `consumer_release`."""
-    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
-    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
-
-
-@gluon.jit
-def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
-    """Loads the queries of a tile, and tells consumers of it. first: nobody has read queries before."""
-    CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
-    if not first:
-        _acquire_queries(C)
-    write_tile(memory.info, tile)
-    warps_sync()
-    full = memory.q_full.index(0)
-    if tile.head < 0:
-        mbarrier.arrive(full, count=1)
-    else:
-        mbarrier.expect(full, C.tile.block_m * C.mainloop.head_dim * 2)
-        for i in gl.static_range(CONSUMERS):
-            token = tile.begin_q + tile.first + i * WARPGROUP_ROWS
-            tma_load(q_desc, [tile.batch, token, tile.head, 0], full, memory.q_boxes.index(i))
-
-
-@gluon.jit
-def _produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: gl.constexpr):
-    """Producer warp: draws tiles and loads them."""
-    T: gl.constexpr = C.mainloop
-    V: gl.constexpr = C.value_shape
-    order = tile_order(q_desc, num_sequences, section, C)
-    number, index, turn = gl.program_id(0), 0, 0
-    while number < order.num_blocks * order.num_heads:
-        following = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)
-        tile = find_tile(number, order, q_desc, k_desc, tables, num_sequences, C)
-        if tile.first < tile.len_q:
-            keys = tile_keys(tile, tables, C)
-            box = last_box(tile, keys, C)
-            kv_head = tile.head // (q_desc.shape[2] // k_desc.shape[2])
-            loads = _Loads(k_desc, v_desc, memory.kv, tile.batch, kv_head, tile.begin_k)
-            _load(k_desc, memory.kv.k, index, box.token, loads, BAR_K_EMPTY, T)
-            _send_tile(q_desc, tile, memory, turn == 0, C)
-            turn += 1
-            state = walk_keys(_load_step, _Producer(box.token, index), loads, tile, keys, tables, C)
-            _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
-            index = state.index + 1
-        number = following
-    _send_tile(q_desc, QueryTile(0, -1, 0, 0, 0, 0, 0), memory, turn == 0, C)
 
 
 @gluon.jit
@@ -282,7 +169,7 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
     attention = attend_first_block(q_tile, kv, index, more, scale, _mask, args, C, T)
     state = walk_keys(_attend_step, _Consumer(attention, index + 1), rows, tile, keys, tables, C)
     if C.own_out:
-        _release_queries(C)
+        release_queries(C)
     if C.variant.packed:
         _clear_values(kv, index, box.before - keys.last, C)
     out, lse = finish_attention(state.attention, kv, state.index, T)
@@ -334,7 +221,7 @@ def _write_out(rows, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.co
     if not C.own_out:
         tma.store_wait(0)
         warps_sync()
-        _release_queries(C)
+        release_queries(C)
 
 
 @gluon.jit
@@ -361,61 +248,22 @@ def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, 
     tma.store_wait(0)
 
 
-@gluon.jit
-def _allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
-    """Shared memory, with all stages of the pipelines empty."""
-    T: gl.constexpr = C.mainloop
-    V: gl.constexpr = C.value_shape
-    SLOTS: gl.constexpr = 2 if C.tile.block_m == 2 * WARPGROUP_ROWS else 4  # a power of two
-    k_boxes = gl.allocate_shared_memory(k_desc.dtype, [T.num_stages, 1, T.block_n, 1, T.head_dim], k_desc.layout)
-    v_boxes = gl.allocate_shared_memory(v_desc.dtype, [V.num_stages, 1, V.block_n, 1, V.head_dim], v_desc.layout)
-    q_boxes = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, WARPGROUP_ROWS, 1, T.head_dim], q_desc.layout)
-    out_boxes = q_boxes
-    if C.own_out:
-        out_boxes = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 1, WARPGROUP_ROWS, 1, V.head_dim], out_desc.layout)
-    Q_SHAPE: gl.constexpr = (SLOTS, WARPGROUP_ROWS, T.head_dim)
-    OUT_SHAPE: gl.constexpr = (SLOTS, WARPGROUP_ROWS, V.head_dim)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    return ForwardMemory(
-        q_boxes=q_boxes,
-        q_tiles=reinterpret(q_boxes, q_boxes.dtype, Q_SHAPE, SWIZZLED),
-        q_full=q_full,
-        info=gl.allocate_shared_memory(gl.int32, [INFO_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        out_boxes=out_boxes,
-        out_tiles=reinterpret(out_boxes, out_boxes.dtype, OUT_SHAPE, SWIZZLED),
-        kv=KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, V)),
-    )
-
-
 @gluon.jit(do_not_specialize=["num_sequences", "section"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, outputs, tables, num_sequences, section, scale, C: gl.constexpr
 ):
     """All tiles of queries. num_sequences: if they are packed. section: heads whose tiles are computed at the same
     time, of all sequences of a batch."""
-    memory = _allocate(q_desc, k_desc, v_desc, out_desc, C)
-    if C.tile.block_m == 2 * WARPGROUP_ROWS:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out_desc, outputs, tables, scale, memory, C)),
-                (_consume, (1, out_desc, outputs, tables, scale, memory, C)),
-                (_produce, (q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
-            ],
-            [4, 1],
-            [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out_desc, outputs, tables, scale, memory, C)),
-                (_consume, (1, out_desc, outputs, tables, scale, memory, C)),
-                (_consume, (2, out_desc, outputs, tables, scale, memory, C)),
-                (_produce, (q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
-            ],
-            [4, 4, 1],
-            [_CONSUMER_REGISTERS_OF_3, _CONSUMER_REGISTERS_OF_3, _PRODUCER_REGISTERS_OF_3],
-        )
+    memory = allocate(q_desc, k_desc, v_desc, out_desc, C)
+    gl.warp_specialize(
+        [
+            (_consume, (0, out_desc, outputs, tables, scale, memory, C)),
+            (_consume, (1, out_desc, outputs, tables, scale, memory, C)),
+            (produce, (q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )
 
 
 @lru_cache
@@ -429,27 +277,6 @@ def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Vari
         for width in widths
     )
     return ForwardConstants(tile, variant, mainloop, value_shape, head_dims[1], sum(widths) <= _MOST_WITH_OWN_OUT)
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors of q, k, v and out."""
-
-    q_desc: TensorDescriptor
-    k_desc: TensorDescriptor
-    v_desc: TensorDescriptor
-    out_desc: TensorDescriptor
-
-
-def _descriptors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, C: ForwardConstants
-) -> Descriptors:
-    keys, head_values, rows = C.mainloop.head_dim, C.value_shape.head_dim, WARPGROUP_ROWS.value
-    return Descriptors(
-        tma_descriptor(q, rows, keys),
-        tma_descriptor(k, C.tile.block_n, keys),
-        tma_descriptor(v, C.tile.block_n, head_values),
-        tma_descriptor(out, rows, head_values),
-    )
 
 
 def forward(
@@ -468,21 +295,25 @@ def forward(
     variant = Variant(causal, sequences.packed, tree is not None, *(False,) * 5)
     group = heads // k4.shape[2]
     section = max(_SECTION_BYTES // (k4.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
-    arrays = (None,) * 3 if tree is None else (tree.subtree_end, tree.segment_of, tree.segments)
-    tables = Tables(*sums, *arrays, torch.zeros(1, dtype=torch.int32, device=q.device))
-    num_tiles = sequences.blocks(sums[0], seqlen_q, tile.block_m) + sequences.packed
-    num_tiles *= heads * batch
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    constants = forward_constants(head_dims, tile, variant)
-    hopper_forward_kernel[(min(num_sms, num_tiles),)](
-        *_descriptors(q4, k4, v4, out, constants),
-        Outputs(out, lse),
-        tables,
-        num_sequences,
-        min(section, heads * batch),
-        sequences.sm_scale * LOG2_E,
+    tables = Tables(*sums, None, None, None, torch.zeros(1, dtype=torch.int32, device=q.device))
+    if tree is not None:
+        tables = tables._replace(subtree_end=tree.subtree_end, segment_of=tree.segment_of, segments=tree.segments)
+    constants, rows = forward_constants(head_dims, tile, variant), WARPGROUP_ROWS.value
+    widths = hopper_widths(head_dims)
+    given = ForwardArguments(
+        q_desc=tma_descriptor(q4, rows, widths.keys),
+        k_desc=tma_descriptor(k4, tile.block_n, widths.keys),
+        v_desc=tma_descriptor(v4, tile.block_n, widths.head_values),
+        out_desc=tma_descriptor(out, rows, widths.head_values),
+        outputs=Outputs(out, lse),
+        tables=tables,
+        num_sequences=num_sequences,
+        section=min(section, heads * batch),
+        scale=sequences.sm_scale * LOG2_E,
         C=constants,
-        num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[tile.block_m],
     )
+    num_tiles = (sequences.blocks(sums[0], seqlen_q, tile.block_m) + sequences.packed) * heads * batch
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    launch = hopper_forward_kernel[(min(num_sms, num_tiles),)]
+    launch(**given._asdict(), num_warps=4, maxnreg=LAUNCH_REGISTERS)
     return (out, lse) if sequences.has_batch else (out[0], lse[0])

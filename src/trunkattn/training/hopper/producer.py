@@ -1,0 +1,169 @@
+"""The producer warp of the forward pass on Hopper, and the shared memory that it fills."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from trunkattn.gpu.hopper.common import SWIZZLED, WARPGROUP_ROWS, reinterpret
+from trunkattn.gpu.hopper.pipeline import (
+    BAR_K_EMPTY,
+    BAR_KV_EMPTY,
+    BAR_V_EMPTY,
+    KvPipelines,
+    make_pipeline,
+    producer_acquire,
+    tma_load,
+    warps_sync,
+)
+from trunkattn.training.hopper.query_tiles import (
+    INFO_SLOTS,
+    QueryTile,
+    find_tile,
+    last_box,
+    tile_keys,
+    tile_order,
+    walk_keys,
+    write_tile,
+)
+
+_BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
+
+
+class ForwardMemory(NamedTuple):
+    """Shared memory of a CTA. q_tiles [consumers, 64, head_dim] and out_tiles, as TMA has them (boxes), and for matrix
+    products. q_full: the full barrier of q_tiles and of `info`, the tile of the queries."""
+
+    q_boxes: Any
+    q_tiles: Any
+    q_full: Any
+    info: Any
+    out_boxes: Any
+    out_tiles: Any
+    kv: KvPipelines
+
+
+class _Producer(NamedTuple):
+    """A producer within a tile. token: of the block whose values are not loaded yet, block `index` of the pipelines."""
+
+    token: Any
+    index: Any
+
+
+class _Loads(NamedTuple):
+    """What a tile's blocks are loaded from. begin: token of the first key."""
+
+    k_desc: Any
+    v_desc: Any
+    kv: KvPipelines
+    batch: Any
+    head: Any
+    begin: Any
+
+
+@gluon.jit
+def allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
+    """Shared memory, with all stages of the pipelines empty."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
+    k_boxes = gl.allocate_shared_memory(k_desc.dtype, [T.num_stages, 1, T.block_n, 1, T.head_dim], k_desc.layout)
+    v_boxes = gl.allocate_shared_memory(v_desc.dtype, [V.num_stages, 1, V.block_n, 1, V.head_dim], v_desc.layout)
+    q_boxes = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, 1, T.head_dim], q_desc.layout)
+    out_boxes = q_boxes
+    if C.own_out:
+        out_boxes = gl.allocate_shared_memory(
+            q_desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, 1, V.head_dim], out_desc.layout
+        )
+    Q_SHAPE: gl.constexpr = (CONSUMERS, WARPGROUP_ROWS, T.head_dim)
+    OUT_SHAPE: gl.constexpr = (CONSUMERS, WARPGROUP_ROWS, V.head_dim)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    return ForwardMemory(
+        q_boxes=q_boxes,
+        q_tiles=reinterpret(q_boxes, q_boxes.dtype, Q_SHAPE, SWIZZLED),
+        q_full=q_full,
+        info=gl.allocate_shared_memory(gl.int32, [INFO_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        out_boxes=out_boxes,
+        out_tiles=reinterpret(out_boxes, out_boxes.dtype, OUT_SHAPE, SWIZZLED),
+        kv=KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, V)),
+    )
+
+
+@gluon.jit
+def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
+    """Acquires the stage of block `index` and loads it from `token` on."""
+    stage = index % SHAPE.num_stages
+    full = pipeline.full.index(stage)
+    producer_acquire(index, BAR_EMPTY, SHAPE)
+    mbarrier.expect(full, SHAPE.block_n * SHAPE.head_dim * 2)
+    tma_load(desc, [loads.batch, token, loads.head, 0], full, pipeline.boxes.index(stage))
+
+
+@gluon.jit
+def _load_step(state, at, more, loads, MASKED: gl.constexpr, C: gl.constexpr):
+    """Loads the keys of a block, and the values of the one before."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    token = loads.begin + at
+    _load(loads.k_desc, loads.kv.k, state.index + 1, token, loads, BAR_K_EMPTY, T)
+    _load(loads.v_desc, loads.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
+    return _Producer(token, state.index + 1)
+
+
+@gluon.jit
+def _acquire_queries(C: gl.constexpr):
+    """Waits until all consumer warps have released the queries."""
+    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
+    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def release_queries(C: gl.constexpr):
+    """This warp has read the queries. See `consumer_release`."""
+    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
+    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
+    """Loads the queries of a tile, and tells consumers of it. first: nobody has read queries before."""
+    CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
+    if not first:
+        _acquire_queries(C)
+    write_tile(memory.info, tile)
+    warps_sync()
+    full = memory.q_full.index(0)
+    if tile.head < 0:
+        mbarrier.arrive(full, count=1)
+    else:
+        mbarrier.expect(full, C.tile.block_m * C.mainloop.head_dim * 2)
+        for i in gl.static_range(CONSUMERS):
+            token = tile.begin_q + tile.first + i * WARPGROUP_ROWS
+            tma_load(q_desc, [tile.batch, token, tile.head, 0], full, memory.q_boxes.index(i))
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: gl.constexpr):
+    """Producer warp: draws tiles and loads them."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    order = tile_order(q_desc, num_sequences, section, C)
+    number, index, turn = gl.program_id(0), 0, 0
+    while number < order.num_blocks * order.num_heads:
+        following = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)
+        tile = find_tile(number, order, q_desc, k_desc, tables, num_sequences, C)
+        if tile.first < tile.len_q:
+            keys = tile_keys(tile, tables, C)
+            box = last_box(tile, keys, C)
+            kv_head = tile.head // (q_desc.shape[2] // k_desc.shape[2])
+            loads = _Loads(k_desc, v_desc, memory.kv, tile.batch, kv_head, tile.begin_k)
+            _load(k_desc, memory.kv.k, index, box.token, loads, BAR_K_EMPTY, T)
+            _send_tile(q_desc, tile, memory, turn == 0, C)
+            turn += 1
+            state = walk_keys(_load_step, _Producer(box.token, index), loads, tile, keys, tables, C)
+            _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
+            index = state.index + 1
+        number = following
+    _send_tile(q_desc, QueryTile(0, -1, 0, 0, 0, 0, 0), memory, turn == 0, C)

@@ -1,0 +1,184 @@
+"""Which attention the Hopper forward pass gets, its arguments, and what it compiles to; on a card:
+tests/on_gpu/test_flash_attention.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kernels.tile_solver import ARCHITECTURES
+from trunkattn import PrefixTree
+from trunkattn.gpu.cards import ASSUMED, Card
+from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import op
+from trunkattn.training.hopper import forward as hopper
+from trunkattn.training.hopper.producer import _BAR_Q_EMPTY
+from trunkattn.training.sequences import Sequences
+from trunkattn.training.spec import TrainingConfig, hopper_forward_tile
+
+from ..compiling import compile_report
+
+pytestmark = pytest.mark.slow
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+COMPILE = str(Path(__file__).with_name("hopper_report.py"))
+FEW = ("128/128 causal", "64/64 tree")  # all others are left to `make test-compile`
+SPILLED_AT_MOST = 400  # bytes of a thread's stack with Triton 3.9, outside of the loop over blocks without a mask
+PLAIN = TrainingConfig(128, BF16, 128)
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param((), marks=pytest.mark.compile)])
+def test_it_compiles_and_fits_the_card(names: tuple[str, ...]) -> None:
+    for name, used in compile_report(COMPILE, *names).items():
+        assert used["shared"] <= ARCHITECTURES[90].shared_per_cta, name
+        assert used["spilled"] <= SPILLED_AT_MOST, name
+        assert not used["serialized"], f"{name}: a product waits for the one before"
+        assert 0 < used["barriers"] <= BAR_K_EMPTY.value < _BAR_Q_EMPTY.value, name
+        fills, acquires, products, releases = used["pipelines"]
+        assert acquires == fills + 1, f"{name}: something is filled that its consumers have not released"
+        assert releases == products + 2, f"{name}: a product, or a warpgroup's queries, are not released"
+
+
+def test_it_compiles_with_the_oldest_triton() -> None:
+    for name, used in compile_report(COMPILE, "128/128 packed", oldest=True).items():
+        assert used["spilled"] <= 64 and not used["serialized"], name
+
+
+def test_registers_suffice_for_its_warps() -> None:
+    """Two groups of 4 warps that compute; one producer is given out as the 4 warps that it starts."""
+    consumers, producer = hopper._CONSUMER_REGISTERS.value, hopper._PRODUCER_REGISTERS.value
+    assert (2 * consumers + producer) * 128 <= hopper.LAUNCH_REGISTERS * 384 <= ARCHITECTURES[90].registers
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": F16, "head_dim": 64, "head_dim_v": 64}, None),
+        ({"head_dim": 192}, None),
+        ({"head_dim": 256, "head_dim_v": 256}, None),
+        ({"dtype": F32}, "dtype torch.float32: expected torch.bfloat16 or torch.float16"),
+        ({"head_dim": 76}, "head_dim 76: expected a multiple of 8 from 40 to 256"),
+        ({"head_dim_v": 32}, "head_dim_v 32: expected a multiple of 8 from 40 to 256"),
+        ({"options": ("sinks",)}, "sinks is given: the Hopper forward pass has none"),
+    ],
+)
+def test_what_it_refuses_goes_to_the_portable_kernel(changes: dict[str, Any], reason: str | None) -> None:
+    choice = choose(Work.FORWARD, PLAIN._replace(**changes), ASSUMED)
+    assert choice.kernel is not None
+    assert choice.kernel.name == ("portable forward" if reason else "Hopper forward")
+    assert choice.reasons == ((reason,) if reason else ())
+    assert choice.kernel.tiles(PLAIN._replace(**changes), ASSUMED)
+
+
+def test_other_cards_have_the_portable_kernel() -> None:
+    blackwell = Card(ASSUMED.facts._replace(capability=100), ASSUMED.model)
+    choice = choose(Work.FORWARD, PLAIN, blackwell)
+    assert choice.kernel and choice.kernel.portable
+    assert choice.reasons == ("compute capability 10.0: the fast kernels are for 9.0",)
+
+
+def tensors(dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k = torch.zeros(2, 300, 8, 128, dtype=dtype), torch.zeros(2, 400, 2, 128, dtype=dtype)
+    return q, k, torch.zeros_like(k)
+
+
+def test_options_and_tensors_that_it_cannot_read_go_to_the_portable_kernel() -> None:
+    """Where there is no card, an H100 stands in."""
+    q, k, v = tensors()
+    portable = op.portable_kernel(Work.FORWARD).source()
+    plain = Sequences(True, 0.1)
+    assert op._kernel(Work.FORWARD, (q, k, v), plain.options) is hopper
+    for option in ({"sliding_window": 7}, {"soft_cap": 3.0}, {"sinks": torch.zeros(8)}):
+        assert op._kernel(Work.FORWARD, (q, k, v), replace(plain, **option).options) is portable
+    odd = torch.zeros(v.numel() + 1, dtype=BF16)[1:].view(v.shape)
+    assert op._kernel(Work.FORWARD, (q, k, odd), ()) is portable
+
+
+def test_what_tma_reads() -> None:
+    wide = torch.zeros(3, 50, 4, 72, dtype=F16)
+    readable = (
+        wide, wide[..., :64], wide.transpose(1, 2), wide[:1], wide[1, :, :1],
+        torch.zeros(10, 3, 4, 64, dtype=F16)[:, 1],
+        torch.zeros(2, 9, 64, 4, dtype=F16).transpose(2, 3),  # becomes contiguous
+    )  # fmt: skip
+    assert all(hopper.reads(tensor) for tensor in readable)
+    unreadable = (
+        wide[..., 1:65], torch.zeros(3, 50, 4, 20, dtype=F16), wide[:, :0], wide[:, :1].expand(-1, 50, -1, -1),
+        torch.zeros(2, 9, 20, 4, dtype=F16).transpose(2, 3),
+    )  # fmt: skip
+    assert not any(hopper.reads(tensor) for tensor in unreadable)
+    assert not hopper.reads(readable[0], unreadable[0])
+
+
+class Recorder:
+    """Stands in for the kernel."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **given: self.calls.append((grid[0], given))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(hopper, "hopper_forward_kernel", recorder)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    return recorder
+
+
+def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
+    assert list(hopper.ForwardArguments._fields) == hopper.hopper_forward_kernel.arg_names
+
+
+def test_it_is_launched_for_a_batch(kernel: Recorder) -> None:
+    q, k, v = tensors()
+    out, lse = hopper.forward(q, k, v, Sequences(True, 0.1))
+    ((num_ctas, given),) = kernel.calls
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, 300), F32)
+    assert num_ctas == 3 * 8 * 2
+    assert given["k_desc"].shape == list(k.shape) and given["k_desc"].block_shape == [1, 128, 1, 128]
+    assert given["section"] == 16 and given["tables"].next_tile.tolist() == [0]
+    constants = given["C"]
+    assert (constants.variant.causal, constants.variant.packed, constants.variant.tree) == (True, False, False)
+    assert (given["num_warps"], given["maxnreg"]) == (4, hopper.LAUNCH_REGISTERS)
+
+
+def test_it_is_launched_for_packed_sequences_of_a_fused_tensor(kernel: Recorder) -> None:
+    q, k, v = torch.zeros(1000, 3, 4, 96, dtype=F16).unbind(1)
+    sums = torch.tensor([0, 7, 900], dtype=torch.int32)
+    out, lse = hopper.forward(q, k, v, Sequences(False, 0.1, sums, sums))
+    ((num_ctas, given),) = kernel.calls
+    assert (out.shape, lse.shape, out.is_contiguous()) == ((1000, 4, 96), (4, 1000), True)
+    assert num_ctas == (1000 // 128 + 2 + 1) * 4  # at most one more for each sequence, and for what is behind them
+    assert given["num_sequences"] == 2 and given["section"] == 1
+    assert given["v_desc"].strides[1:] == [3 * 4 * 96, 96, 1]
+    assert given["C"].variant.packed and given["C"].mainloop.head_dim == 128 and given["C"].value_dim == 96
+
+
+def test_it_is_launched_for_a_tree(kernel: Recorder) -> None:
+    tree = PrefixTree.from_segments([-1, 0, 0], [60, 40, 40]).tables(torch.device("cpu"))
+    q, k = torch.zeros(140, 4, 192, dtype=BF16), torch.zeros(140, 2, 192, dtype=BF16)
+    out, _ = hopper.forward(q, k, k[..., :128], Sequences(False, 0.1, tree=tree))
+    ((_, given),) = kernel.calls
+    assert out.shape == (140, 4, 128)
+    assert given["tables"].segments is tree.segments
+    constants = given["C"]
+    assert constants.variant.tree and constants.variant.causal and constants.own_out
+    assert (constants.mainloop.head_dim, constants.mainloop.value_dim) == (256, 128)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 40), (192, 128), (256, 256), (64, 256)])
+def test_every_head_dim_fits_shared_memory(head_dims: tuple[int, int]) -> None:
+    tile = hopper_forward_tile(head_dims)
+    constants = hopper.forward_constants(head_dims, tile, hopper.Variant(True, False, False, *(False,) * 5))
+    keys, head_values = constants.mainloop.head_dim, constants.mainloop.value_dim
+    rows = tile.block_m * (keys + head_values * constants.own_out) + tile.stages * tile.block_n * (keys + head_values)
+    assert 2 * rows + 1024 <= ARCHITECTURES[90].shared_per_cta
+    assert constants.own_out or keys == head_values, "outputs take the place of the queries"
