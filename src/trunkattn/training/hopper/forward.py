@@ -282,7 +282,7 @@ def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Vari
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `forward` of the portable kernel, of tensors that TMA reads."""
+    """out and lse, as those of the portable `forward`, of tensors that TMA reads, on the current stream and device."""
     q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
     batch, seqlen_q, heads, head_dim = q4.shape
     head_dims = head_dim, v.shape[-1]
